@@ -31,7 +31,6 @@ RUN install="python -m pip --python /opt/pushpull/bin/python install" \
 
 FROM light AS code
 COPY pyproject.toml README.md ./
-COPY benchmarks benchmarks
 COPY protos protos
 COPY ps_cli ps_cli
 COPY ps_core ps_core
@@ -45,7 +44,7 @@ RUN python -m pip wheel --no-deps --wheel-dir dist . \
  && python -m pip --python /opt/pushpull/bin/python install --no-deps --no-compile --root /code dist/*.whl \
  && python -m compileall -q --invalidation-mode unchecked-hash -s /code /code \
  && cd /code/opt/pushpull/lib/python3*/site-packages \
- && for package in pushpull ps_core ps_runtime scheduler ps_cli benchmarks ps_worker ps_server; do \
+ && for package in pushpull ps_core ps_runtime scheduler ps_cli ps_worker ps_server; do \
       mkdir -p "/layers/$package$(pwd | cut -c 6-)" && mv "$package" "/layers/$package$(pwd | cut -c 6-)"; \
     done \
  && mv /code /layers/rest \
@@ -86,7 +85,6 @@ COPY --from=code /layers/ps_core /
 COPY --from=code /layers/ps_runtime /
 COPY --from=code /layers/scheduler /
 COPY --from=code /layers/ps_cli /
-COPY --from=code /layers/benchmarks /
 COPY --from=code /layers/ps_worker /
 COPY --from=code /layers/ps_server /
 COPY --from=code /layers/rest /
@@ -102,7 +100,6 @@ COPY --from=code /layers/ps_core /
 COPY --from=code /layers/ps_runtime /
 COPY --from=code /layers/scheduler /
 COPY --from=code /layers/ps_cli /
-COPY --from=code /layers/benchmarks /
 COPY --from=code /layers/ps_worker /
 COPY --from=code /layers/ps_server /
 COPY --from=code /layers/rest /

@@ -74,7 +74,7 @@ image-lock: $(READY) ## Write deploy/image/*.txt again: versions and hashes of w
 lint: $(READY) ## Lint and type-check the code and the protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	PYTHONPATH=.:protos $(BIN)/lint-imports
+	PYTHONPATH=.:protos $(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 	$(BIN)/buf lint
 	$(BIN)/buf breaking --against protos/baseline.binpb
@@ -103,7 +103,7 @@ core-mutants: $(READY) ## Put small faults into ps_core, one by one: do its test
 	@$(BIN)/python -m tests.mutation
 
 bench: $(READY) ## Measure, and print JSON with the environment it was measured in
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m ps_cli.bench
 
 bench-check: $(READY) ## Run every benchmark quickly: do they work, and give all that their pages promise
 	$(BIN)/python -m pytest tests/bench
@@ -116,7 +116,7 @@ lanes-check: $(READY) ## Test failover, update logs and changes of consistency o
 
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check: ## On a machine with a GPU: the CUDA tests, then a training benchmark as JSON (PYTHON=python3: no network)
-	@$(GPU_PYTHON) -m benchmarks.devices >&2
+	@$(GPU_PYTHON) -m ps_cli.bench.devices >&2
 	@$(GPU_PYTHON) -m pytest -W default tests/cuda -m cuda >&2
 	@$(GPU_PYTHON) -m ps_cli bench train --device cuda --json -
 

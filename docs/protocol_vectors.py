@@ -37,9 +37,9 @@ from ps_core.tables import (
     TensorSpec,
     pack_presence,
 )
-from ps_server.buffer_pool import BufferPool
-from ps_server.contributions import Contribution, added, averaged, padded
-from ps_server.optimizers import BlockState, Optimizer, padded_length
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.contributions import Contribution, added, averaged, padded
+from ps_server.values.optimizers import BlockState, Optimizer, padded_length
 
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "PROTOCOL.md"

@@ -20,12 +20,12 @@ from ps_cli.__main__ import app
 from ps_core import limits, rights
 from ps_core.cluster_view import Role
 from ps_core.errors import CATALOGUE
-from ps_runtime import metrics
-from ps_runtime.config import fields_of, flag_name, variable_name
-from ps_runtime.environment import VARIABLES
-from ps_runtime.errors import STATUS
+from ps_runtime.grpc.errors import STATUS
+from ps_runtime.observe import metrics
+from ps_runtime.settings.config import fields_of, flag_name, variable_name
+from ps_runtime.settings.environment import VARIABLES
 from ps_server.config import ServerConfig
-from ps_worker.config import ProcessConfig, WorkerConfig
+from ps_worker.transport.config import ProcessConfig, WorkerConfig
 from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2
 from scheduler.config import SchedulerConfig
 

@@ -13,29 +13,29 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ps_cli.bench_options import BenchOptions
-from ps_cli.checkpoint_app import checkpoint_app
-from ps_cli.compare_options import CompareOptions
-from ps_cli.options import ScriptCommand, options_of
-from ps_cli.output import FILE_WIDTH, Output
-from ps_cli.replay_options import ReplayOptions
-from ps_cli.reported import guarded, reported
-from ps_cli.roles import BecomesRole
-from ps_cli.runs import runs_app
-from ps_cli.scheduler_query import addresses_of, first_status, server_answers
-from ps_cli.status_document import status_document
-from ps_cli.status_view import status_view
-from ps_cli.tables import (
+from ps_cli.bench.options import BenchOptions
+from ps_cli.checkpoint.app import checkpoint_app
+from ps_cli.compare.options import CompareOptions
+from ps_cli.console.options import ScriptCommand, options_of
+from ps_cli.console.output import FILE_WIDTH, Output
+from ps_cli.console.reported import guarded, reported
+from ps_cli.console.scheduler_query import addresses_of, first_status, server_answers
+from ps_cli.replay.options import ReplayOptions
+from ps_cli.status.document import status_document
+from ps_cli.status.runs import runs_app
+from ps_cli.status.tables import (
     SchedulerAddress,
     Wanted,
     list_tables,
     matching_tables,
     set_consistency,
 )
-from ps_cli.train import ALL_KINDS, TrainRun, TrainSettings
-from ps_cli.train_options import TrainOptions
-from ps_cli.up import UpSettings, run_up
-from ps_cli.up_options import UpOptions
+from ps_cli.status.view import status_view
+from ps_cli.train.roles import BecomesRole
+from ps_cli.train.train import ALL_KINDS, TrainRun, TrainSettings
+from ps_cli.train.train_options import TrainOptions
+from ps_cli.train.up import UpSettings, run_up
+from ps_cli.train.up_options import UpOptions
 
 app = typer.Typer(
     name="pushpull",
@@ -100,8 +100,8 @@ def compare(options: CompareOptions) -> None:
     --seed {seed}`
     """
     # Here, so that the other commands start without numpy and what the report needs.
-    from ps_cli.compare import compare as run_comparison
-    from ps_cli.compare import settings_of
+    from ps_cli.compare.compare import compare as run_comparison
+    from ps_cli.compare.compare import settings_of
 
     reported(lambda _: run_comparison(settings_of(options)))
 
@@ -254,7 +254,7 @@ def replay(options: ReplayOptions) -> None:
     Example: `pushpull replay runs/7-log --evaluate evaluate.py:loss --plot replay.svg`
     """
     # Here, so that the other commands start without torch.
-    from ps_cli.replay import replay as run_replay
+    from ps_cli.replay.replay import replay as run_replay
 
     reported(lambda output: run_replay(options, output))
 
@@ -267,9 +267,9 @@ def bench(options: BenchOptions) -> None:
     docs/PERFORMANCE.md says what each figure means.
     """
     # Here, so that the other commands start without numpy and what the benchmarks need.
-    from benchmarks.catalogue import bench as run_bench
-    from benchmarks.lanes import chosen_lanes
-    from benchmarks.settings import BenchSettings
+    from ps_cli.bench.catalogue import bench as run_bench
+    from ps_cli.bench.lanes import chosen_lanes
+    from ps_cli.bench.settings import BenchSettings
 
     def measure(_: Output) -> int:
         settings = BenchSettings(

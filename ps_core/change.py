@@ -1,7 +1,8 @@
 """What may change of a table while it is trained, as values: its consistency and its workers; and
 where it is cut for a checkpoint.
 
-A change is made everywhere at one clock (SEMANTICS S6); who decides which is `scheduler.changes`.
+A change is made everywhere at one clock (SEMANTICS S6); who decides which is
+`scheduler.machine.changes`.
 """
 
 from __future__ import annotations

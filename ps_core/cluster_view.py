@@ -4,7 +4,7 @@ Rules:
     - A view is immutable and numbered; a node acts on the newest that it has seen.
     - `assignment_epoch` is per range and only grows; the view number is another thing.
 
-What it deliberately does not do: decide (`scheduler.cluster` does), or know protobuf.
+What it deliberately does not do: decide (`scheduler.machine.cluster` does), or know protobuf.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Rules:
     - A worker that joins while others train takes part in rounds of those who are beyond the clock
       after which it has joined: until then they are in what they began without it.
 
-What it deliberately does not do: look at payloads (`ps_worker.collective_values` does), or decide
-when a round ends (`ps_server.collectives` does).
+What it deliberately does not do: look at payloads (`ps_worker.collectives.values` does), or decide
+when a round ends (`ps_server.ranges.collectives` does).
 """
 
 from __future__ import annotations

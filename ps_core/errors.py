@@ -1,8 +1,8 @@
 """The error tree: one class for each way to be wrong that a caller can tell apart.
 
 Rules:
-    - Every error that crosses a process boundary is one of these; `ps_runtime.errors` translates
-      them to gRPC status codes and back, and nothing else does.
+    - Every error that crosses a process boundary is one of these; `ps_runtime.grpc.errors`
+      translates them to gRPC status codes and back, and nothing else does.
     - A message says what came and what was expected.
     - `InvariantViolation` is a bug of ours; it survives ``python -O``.
 

@@ -8,8 +8,8 @@ Rules:
       PREFIX/...; without a prefix they are called DTYPE and are for all tables.
     - A tensor without elements has no values to find.
 
-What it deliberately does not do: read values (`ps_runtime.restored_blocks`), or judge names that
-no table asks for (`ps_worker.imported_model` does, who knows the whole model).
+What it deliberately does not do: read values (`ps_runtime.checkpoint.restored_blocks`), or judge
+names that no table asks for (`ps_worker.training.imported_model` does, who knows the whole model).
 """
 
 from __future__ import annotations

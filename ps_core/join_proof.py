@@ -6,7 +6,8 @@ Rules:
       or anybody else, nor join another cluster or run with it.
     - Without an identity, and in the run without a name, it is what it was before there were any.
 
-What it deliberately does not do: draw challenges, or find secrets (`ps_runtime.join_secret`).
+What it deliberately does not do: draw challenges, or find secrets
+(`ps_runtime.cluster.join_secret`).
 """
 
 from __future__ import annotations

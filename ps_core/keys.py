@@ -10,7 +10,7 @@ Invariants:
     KEY-1  ranges(count) covers 0..65535 without gap or overlap.
     KEY-2  range_of_slot(slot, count) is the index of the range that contains the slot.
 
-What it deliberately does not do: say which server owns a range (`ps_core.assignment`).
+What it deliberately does not do: say which server owns a range (`ps_core.cluster_view`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a node says of its part of a checkpoint, as a value: whoever writes it and the scheduler's
 machine have the same.
 
-What it deliberately does not do: judge it (`scheduler.checkpoints` does).
+What it deliberately does not do: judge it (`scheduler.machine.checkpoints` does).
 """
 
 from __future__ import annotations

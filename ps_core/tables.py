@@ -9,7 +9,8 @@ Rules:
 Invariants:
     TAB-1  The segments of all blocks cover every element exactly once.
 
-What it deliberately does not do: hold values, or know protobuf (`ps_runtime.wire` converts).
+What it deliberately does not do: hold values, or know protobuf (`ps_runtime.cluster.wire`
+converts).
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
 from ps_core.remembered import Remembered
-from ps_core.step_numbers import StepNumbers
 
 
 class DType(Enum):
@@ -258,6 +258,32 @@ class OptimizerSpec:
                 f"{merged['clamp_max']}"
             )
         return tuple(sorted(merged.items()))
+
+
+class StepNumbers:
+    """`OptimizerSpec.merged` of one table, for one step after the other.
+
+    The ranges of a seal have the same numbers, and so have most often its workers: they are merged
+    once for all of them. What is merged already is given back as it is.
+    """
+
+    __slots__ = ("_last", "_spec")
+
+    def __init__(self, spec: OptimizerSpec) -> None:
+        self._spec = spec
+        self._last: tuple[Hyperparameters, Hyperparameters] = (), spec.merged(())
+
+    def merged(self, given: Hyperparameters) -> Hyperparameters:
+        """See `OptimizerSpec.merged`.
+
+        Raises:
+            InvalidConfig: as there.
+        """
+        last, merged = self._last
+        if given != last and given != merged:
+            merged = self._spec.merged(given)
+            self._last = given, merged
+        return merged
 
 
 def array_words(optimizer: OptimizerSpec) -> str:

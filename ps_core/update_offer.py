@@ -10,7 +10,7 @@ Rules:
     - An offer with a `problem` is none: the server has the package and cannot run it, and says why.
 
 What it deliberately does not do: load or run an update (`ps_server` does), or compare offers
-(`scheduler.update_offers` does).
+(`scheduler.machine.update_offers` does).
 """
 
 from __future__ import annotations

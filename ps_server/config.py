@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ps_core import limits
 from ps_core.errors import InvalidConfig
-from ps_runtime.config import argument_parser, check_choice
+from ps_runtime.settings.config import argument_parser, check_choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ from importlib.metadata import EntryPoint, entry_points
 from ps_core import limits
 from ps_core.errors import InvalidConfig
 from ps_core.update_offer import UpdateOffer
-from ps_runtime import logs, wire
-from ps_server.custom_updates import CheckedUpdate, checked, described
-from ps_server.update_check import self_test
+from ps_runtime.cluster import wire
+from ps_runtime.observe import logs
+from ps_server.values.custom_updates import CheckedUpdate, checked, described
+from ps_server.values.update_check import self_test
 from pushpull.v1 import scheduler_pb2
 
 GROUP = "pushpull.updates"

@@ -24,37 +24,44 @@ from ps_core.errors import (
     PushpullError,
     Unauthenticated,
 )
-from ps_runtime import channels, clock, config, kept_values, logs, machine_memory, shutdown
-from ps_runtime.addresses import join_address, split_address
-from ps_runtime.background import switch_often
-from ps_runtime.checkpoint_calls import report_part
-from ps_runtime.checkpoint_store import CheckpointStore
-from ps_runtime.collector import Collector
+from ps_runtime.checkpoint.calls import report_part
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_runtime.cluster import kept_values
+from ps_runtime.cluster.scheduler_link import SchedulerLink
+from ps_runtime.grpc import channels
+from ps_runtime.grpc.addresses import join_address, split_address
+from ps_runtime.grpc.node_server import NodeServer
 from ps_runtime.http2.server import StreamServer
-from ps_runtime.metrics import NodeMetrics, ServerMetrics, new_registry
-from ps_runtime.node_server import NodeServer
-from ps_runtime.ready_file import write_ready_file
-from ps_runtime.scheduler_link import SchedulerLink
-from ps_runtime.trimming import trim_often
-from ps_server import frames, replication_service
-from ps_server.backup_wishes import BackupWishes
-from ps_server.change_doubts import ChangeDoubts
-from ps_server.checkpoint_parts import CheckpointParts
+from ps_runtime.launch import shutdown
+from ps_runtime.launch.ready_file import write_ready_file
+from ps_runtime.observe import logs
+from ps_runtime.observe.metrics import NodeMetrics, ServerMetrics, new_registry
+from ps_runtime.settings import config
+from ps_runtime.system import clock
+from ps_runtime.system import memory as machine_memory
+from ps_runtime.system.background import switch_often
+from ps_runtime.system.collector import Collector
+from ps_runtime.system.trimming import trim_often
+from ps_server.checkpoint.checkpoint_parts import CheckpointParts
+from ps_server.checkpoint.restored_values import RestoredValues
 from ps_server.config import ServerConfig, parser
-from ps_server.departure import REASON, until_kept
 from ps_server.installed_updates import installed_updates
-from ps_server.kept_log import KeptLog, open_log
-from ps_server.kernel_fingerprint import kernel_fingerprint
-from ps_server.lanes import SharedLanes
-from ps_server.node import ParameterNode
-from ps_server.promises import Promises
-from ps_server.read_gate import WaitCause
-from ps_server.replicated_ranges import ReplicationSetting
-from ps_server.replication_service import ReplicationServicer
-from ps_server.restored_values import RestoredValues
-from ps_server.servicer import FEATURES, ParameterServicer, ViewAtLeast
-from ps_server.shards import Shards
-from ps_server.update_log import LogSetting
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.peers.node_replication import ReplicationSetting
+from ps_server.ranges.read_gate import WaitCause
+from ps_server.service import replication_service
+from ps_server.service.backup_requests import BackupWishes
+from ps_server.service.change_doubts import ChangeDoubts
+from ps_server.service.departure import REASON, until_kept
+from ps_server.service.node import ParameterNode
+from ps_server.service.promises import Promises
+from ps_server.service.replication_service import ReplicationServicer
+from ps_server.service.servicer import FEATURES, ParameterServicer, ViewAtLeast
+from ps_server.update_log.recovery import KeptLog, open_log
+from ps_server.update_log.writer import LogSetting
+from ps_server.values.kernel_fingerprint import kernel_fingerprint
+from ps_server.wire import frames
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _TICK_S = 0.1

@@ -31,10 +31,9 @@ from ps_core.errors import (
     ValuesLost,
     WaitExpired,
 )
-from ps_worker.client import Client, connect
-from ps_worker.counters import Progress
-from ps_worker.local_cluster import LocalCluster, local_cluster
-from ps_worker.optimizers import (
+from ps_worker.client.client import Client, connect
+from ps_worker.client.local_cluster import LocalCluster, local_cluster
+from ps_worker.spec.optimizers import (
     SGD,
     Adagrad,
     Adam,
@@ -45,18 +44,19 @@ from ps_worker.optimizers import (
     Custom,
     RMSprop,
 )
-from ps_worker.settings import ASP, BSP, SSP, Constant, FromRank0, Inline, Zeros
-from ps_worker.shared_buffers import empty_shared
-from ps_worker.straggler import ComputeTime
-from ps_worker.table_handle import TableHandle
-from ps_worker.tickets import Pulled, PullTicket, PushTicket, StepResult
+from ps_worker.spec.settings import ASP, BSP, SSP, Constant, FromRank0, Inline, Zeros
+from ps_worker.spec.straggler import ComputeTime
+from ps_worker.steps.counters import Progress
+from ps_worker.steps.table_handle import TableHandle
+from ps_worker.steps.tickets import Pulled, PullTicket, PushTicket, StepResult
+from ps_worker.transport.shared_buffers import empty_shared
 
 if TYPE_CHECKING:
-    from ps_worker.distributed_optimizer import DistributedOptimizer
-    from ps_worker.distributed_sampler import DistributedSampler
-    from ps_worker.model_pull import pull_model
-    from ps_worker.on_ray import RayCluster, RayRole, ray_cluster
-    from ps_worker.random_state import RandomState
+    from ps_worker.checkpoint.random_state import RandomState
+    from ps_worker.client.on_ray import RayCluster, RayRole, ray_cluster
+    from ps_worker.training.distributed_optimizer import DistributedOptimizer
+    from ps_worker.training.distributed_sampler import DistributedSampler
+    from ps_worker.training.model_pull import pull_model
 
 __all__ = [
     "ASP",
@@ -121,13 +121,13 @@ __all__ = [
 
 _IMPORTED_ON_USE = {
     # torch takes seconds to import; a process that only reads or only starts a cluster need not
-    "DistributedOptimizer": "ps_worker.distributed_optimizer",
-    "DistributedSampler": "ps_worker.distributed_sampler",
-    "RandomState": "ps_worker.random_state",
-    "RayCluster": "ps_worker.on_ray",
-    "RayRole": "ps_worker.on_ray",
-    "pull_model": "ps_worker.model_pull",
-    "ray_cluster": "ps_worker.on_ray",
+    "DistributedOptimizer": "ps_worker.training.distributed_optimizer",
+    "DistributedSampler": "ps_worker.training.distributed_sampler",
+    "RandomState": "ps_worker.checkpoint.random_state",
+    "RayCluster": "ps_worker.client.on_ray",
+    "RayRole": "ps_worker.client.on_ray",
+    "pull_model": "ps_worker.training.model_pull",
+    "ray_cluster": "ps_worker.client.on_ray",
 }
 
 

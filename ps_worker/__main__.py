@@ -18,14 +18,15 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ps_core.errors import Fenced, InvalidConfig, PushpullError, Unauthenticated
-from ps_runtime import logs, shutdown
-from ps_runtime.config import fields_of, resolve, variable_name
-from ps_runtime.imported import spare_import_of
-from ps_runtime.machine_cores import follow_limit
-from ps_worker.client import connect
-from ps_worker.config import ProcessConfig, WorkerConfig, job_place, parser, worker_config
-from ps_worker.measures import open_ports
-from ps_worker.open_clients import close_all
+from ps_runtime.launch import shutdown
+from ps_runtime.observe import logs
+from ps_runtime.settings.config import fields_of, resolve, variable_name
+from ps_runtime.system.cores import follow_limit
+from ps_runtime.system.import_gc import spare_import_of
+from ps_worker.client.client import connect
+from ps_worker.client.open_clients import close_all
+from ps_worker.transport.config import ProcessConfig, WorkerConfig, job_place, parser, worker_config
+from ps_worker.transport.metrics import open_ports
 
 _FAILED = 1
 _REFUSED = 2

@@ -17,17 +17,21 @@ from ps_core.errors import (
     Recovering,
     WaitExpired,
 )
-from ps_runtime import channels, clock, config, join_secret, logs
-from ps_runtime.checkpoint_roots import CheckpointRoots
-from ps_runtime.metrics import SchedulerMetrics, new_registry
-from ps_runtime.node_server import NodeServer
-from ps_runtime.ready_file import write_ready_file
-from ps_runtime.shutdown import die_with_parent_if_asked, wait_for_stop_signal
+from ps_runtime.checkpoint.roots import CheckpointRoots
+from ps_runtime.cluster import join_secret
+from ps_runtime.grpc import channels
+from ps_runtime.grpc.node_server import NodeServer
+from ps_runtime.launch.ready_file import write_ready_file
+from ps_runtime.launch.shutdown import die_with_parent_if_asked, wait_for_stop_signal
+from ps_runtime.observe import logs
+from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
+from ps_runtime.settings import config
+from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
-from scheduler.checkpointing import CheckpointPolicy
 from scheduler.config import SchedulerConfig, parser
-from scheduler.restoring import AUTO
-from scheduler.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
+from scheduler.edge.checkpointing import CheckpointPolicy
+from scheduler.edge.restoring import AUTO
+from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
 from scheduler.start import Start, started
 
 SERVERS_LEAVE_WITHIN_S = 5.0

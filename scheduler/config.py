@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ps_core import limits
-from ps_runtime.config import argument_parser
+from ps_runtime.settings.config import argument_parser
 
 
 @dataclass(frozen=True, slots=True)

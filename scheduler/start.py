@@ -15,20 +15,16 @@ from pathlib import Path
 
 from ps_core.errors import InvalidJournal, PushpullError
 from ps_core.keys import Incarnation
-from ps_runtime import clock, logs
-from scheduler.cluster import Cluster, Decision
-from scheduler.cluster_state import (
-    MIN_TOKEN_KEY_BYTES,
-    TIMELINE_BYTES,
-    ClusterSettings,
-    Kept,
-)
+from ps_runtime.observe import logs
+from ps_runtime.system import clock
 from scheduler.config import SchedulerConfig
-from scheduler.placement import range_count_for
-from scheduler.publication import Journal
-from scheduler.restoring import checkpoints_under, restored_at_start
+from scheduler.edge.publication import Journal
+from scheduler.edge.restoring import checkpoints_under, restored_at_start
+from scheduler.edge.sqlite_store import SqliteStore
+from scheduler.machine.cluster import Cluster, Decision
+from scheduler.machine.placement import range_count_for
+from scheduler.machine.state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings, Kept
 from scheduler.store import records
-from scheduler.store.sqlite_store import SqliteStore
 
 _INCARNATION_BITS = 40
 """Of 53 that the contract allows: room for as many nodes as any cluster will see."""

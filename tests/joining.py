@@ -7,7 +7,7 @@ import secrets
 from typing import Any
 
 from ps_core.errors import InvalidConfig
-from ps_runtime.join_secret import set_proof
+from ps_runtime.cluster.join_secret import set_proof
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 SECRET = "the join secret of every test"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ps_runtime.disk import Disk
+from ps_runtime.system.disk import Disk
 
 _EVENTS = {
     "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir",

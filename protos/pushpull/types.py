@@ -1,7 +1,7 @@
 """The classes of what calls return, for annotations; nobody makes one by hand."""
 
 from ps_core.consistency import Consistency
-from ps_runtime.checkpoint_calls import MadeCheckpoint
+from ps_runtime.checkpoint.calls import MadeCheckpoint
 from ps_worker import (
     ComputeTime,
     LocalCluster,
@@ -14,7 +14,7 @@ from ps_worker import (
     StepResult,
     TableHandle,
 )
-from ps_worker.checkpoint_verbs import CheckpointTicket
+from ps_worker.client.checkpoints import CheckpointTicket
 
 __all__ = [
     "CheckpointTicket",

@@ -18,14 +18,14 @@ import grpc
 import grpc.aio
 
 from ps_core.limits import MAX_MESSAGE_BYTES
-from ps_runtime.addresses import join_address
-from ps_runtime.http2 import grpc_fields
-from ps_runtime.http2.bounds import Bounds
-from ps_runtime.http2.frames import ErrorCode
-from ps_runtime.http2.memory import MessageMemory
-from ps_runtime.http2.streams import Fields, Piece, Stream
+from ps_runtime.grpc.addresses import join_address
+from ps_runtime.http2.protocol import grpc_fields
+from ps_runtime.http2.protocol.bounds import Bounds
+from ps_runtime.http2.protocol.frames import ErrorCode
+from ps_runtime.http2.protocol.memory import MessageMemory
+from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
 from ps_runtime.http2.transport import Http2Transport
-from ps_runtime.trimming import trim_often
+from ps_runtime.system.trimming import trim_often
 
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
 _OF_RESET: dict[int, grpc.StatusCode] = {

@@ -21,16 +21,16 @@ from google.protobuf.message import DecodeError
 
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.limits import MAX_MESSAGE_BYTES, MAX_STREAM_CONNECTION_COUNT
-from ps_runtime import logs
-from ps_runtime.addresses import split_address
-from ps_runtime.errors import abort
-from ps_runtime.http2 import grpc_fields
-from ps_runtime.http2.bounds import Bounds
-from ps_runtime.http2.frames import ErrorCode
-from ps_runtime.http2.memory import MessageMemory
-from ps_runtime.http2.streams import Fields, Piece, Stream
+from ps_runtime.grpc.addresses import split_address
+from ps_runtime.grpc.errors import abort
+from ps_runtime.http2.protocol import grpc_fields
+from ps_runtime.http2.protocol.bounds import Bounds
+from ps_runtime.http2.protocol.frames import ErrorCode
+from ps_runtime.http2.protocol.memory import MessageMemory
+from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
 from ps_runtime.http2.transport import Http2Transport
-from ps_runtime.trimming import trim_often
+from ps_runtime.observe import logs
+from ps_runtime.system.trimming import trim_often
 
 Handlers = Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
 """By the method's name."""

@@ -15,13 +15,13 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from ps_runtime.channels import KEEPALIVE_TIME_S
-from ps_runtime.http2 import frames as wire
-from ps_runtime.http2.bounds import Bounds
-from ps_runtime.http2.connection import Connection
-from ps_runtime.http2.frames import ConnectionBroken
-from ps_runtime.http2.memory import MessageMemory
-from ps_runtime.http2.streams import Piece, ServerReceiver, Stream
+from ps_runtime.grpc.channels import KEEPALIVE_TIME_S
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol.bounds import Bounds
+from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.frames import ConnectionBroken
+from ps_runtime.http2.protocol.memory import MessageMemory
+from ps_runtime.http2.protocol.streams import Piece, ServerReceiver, Stream
 
 _WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 """What waits for the socket before those that write wait too."""

@@ -1,1 +1,1 @@
-"""The scheduler's journal: what it keeps so that its restart is no event (ADR 0019)."""
+"""Records of the scheduler's state, and the seam to the store that keeps them."""

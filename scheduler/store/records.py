@@ -35,11 +35,11 @@ from typing import Any
 from ps_core.errors import InvalidJournal
 from ps_core.keys import NodeId, TableId, key_ranges
 from ps_core.tables import Table, TableSpec
-from scheduler import placement, server_memory, view_size
-from scheduler.adaptation import KeptCourse
-from scheduler.changes import joins_due_of
-from scheduler.checkpoint_state import Attempt, LeftPart
-from scheduler.cluster_state import ClusterSettings, ClusterState, Kept, Member, Proposal
+from scheduler.machine import placement, server_memory, view_size
+from scheduler.machine.adaptation import KeptCourse
+from scheduler.machine.changes import joins_due_of
+from scheduler.machine.checkpoint_state import Attempt, LeftPart
+from scheduler.machine.state import ClusterSettings, ClusterState, Kept, Member, Proposal
 from scheduler.store.record_values import from_json, to_json
 
 FORMAT = 1

@@ -10,7 +10,7 @@ Rules:
     - Calls may block and come from any one thread at a time.
 
 What it deliberately does not do: know what a record says (`scheduler.store.records`), or choose
-when it is written (`scheduler.publication`).
+when it is written (`scheduler.edge.publication`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import check
-from scheduler.cluster_state import Kept, Transition
+from scheduler.machine.state import Kept, Transition
 from scheduler.store.records import Delta, Differences
 
 

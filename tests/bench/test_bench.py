@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lanes import LANES
+from ps_cli.bench.lanes import LANES
 from tests.bench.cli import ROOT, run_cli
 
 MIB = 1024 * 1024

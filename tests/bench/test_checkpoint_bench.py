@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.lanes import LANES
+from ps_cli.bench.lanes import LANES
 from tests.bench.cli import run_cli
 from tests.bench.test_bench import all_positive, bench
 

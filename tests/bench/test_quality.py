@@ -1,4 +1,4 @@
-"""`benchmarks/quality.py` from end to end, on pictures that a child could tell apart."""
+"""`ps_cli/bench/quality.py` from end to end, on pictures that a child could tell apart."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.quality import SINGLE
+from ps_cli.bench.quality import SINGLE
 from tests.integration.command_line import ROOT, environment
 
 KINDS = 10
@@ -42,7 +42,7 @@ def cache(tmp_path: Path) -> Path:
 def test_a_setting_is_judged_beside_one_process(cache: Path, tmp_path: Path) -> None:
     report = tmp_path / "quality.json"
     command = [
-        sys.executable, "-m", "benchmarks.quality", "--modes", "ssp:2", "--rates", "0.01",
+        sys.executable, "-m", "ps_cli.bench.quality", "--modes", "ssp:2", "--rates", "0.01",
         "--seeds", "3", "--epochs", "2", "--workers", "2", "--batch-size", "32",
         "--hold-out", "160", "--report", str(report),
     ]  # fmt: skip

@@ -1,4 +1,6 @@
-"""`benchmarks/shared_queue.py` with a real cluster: so many batches are applied, whoever trains."""
+"""`ps_cli/bench/shared_queue.py` with a real cluster: so many batches are applied, whoever
+trains.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import ps_worker as ps
-from benchmarks import shared_queue
-from benchmarks.shared_queue import Queue
+from ps_cli.bench import shared_queue
+from ps_cli.bench.shared_queue import Queue
 from tests.integration.command_line import environment
 
 WORKERS = 3

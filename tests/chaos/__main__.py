@@ -14,7 +14,7 @@ from threading import Event
 
 from ps_core.cluster_view import NodeState, Role
 from ps_core.errors import PushpullError
-from ps_runtime.cluster_shape import ClusterShape
+from ps_runtime.launch.cluster_shape import ClusterShape
 from tests.chaos.cluster import REPLICAS, Chaos, Footprint, chaos, footprint
 from tests.chaos.faults import KILLED, RESTARTED, SCHEDULER_KILLED, Faults
 from tests.chaos.network import WAYS, Network, enter

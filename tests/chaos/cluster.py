@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import (
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import (
     Launcher,
     RoleCommand,
     RoleProcess,

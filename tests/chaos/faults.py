@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Event
 
-from ps_runtime.launcher import RoleProcess
+from ps_runtime.launch.launcher import RoleProcess
 from tests.chaos.cluster import Chaos
 from tests.integration.lane_cluster import Served
 

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
-from ps_cli.checkpoint import (
+from ps_cli.checkpoint.commands import (
     compact_checkpoint,
     diff_checkpoints,
     list_checkpoints,
     prune_checkpoints,
     show_checkpoint,
 )
-from ps_cli.checkpoint_export import export
-from ps_cli.output import Output
-from ps_runtime.checkpoint_reader import CheckpointReader, problems_of
-from ps_runtime.checkpoint_store import CheckpointStore
+from ps_cli.checkpoint.export import export
+from ps_cli.console.output import Output
+from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
+from ps_runtime.checkpoint.store import CheckpointStore
 from tests.integration.command_line import run
 
 COUNT, BLOCK = 5_000, 64

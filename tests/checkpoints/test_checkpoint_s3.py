@@ -14,9 +14,9 @@ import pytest
 
 import ps_worker as ps
 from ps_core.errors import InvalidCheckpoint
-from ps_runtime.checkpoint_directory import locate
-from ps_runtime.checkpoint_reader import problems_of
-from ps_runtime.checkpoint_store import CheckpointStore, resolve
+from ps_runtime.checkpoint.directory import locate
+from ps_runtime.checkpoint.reader import problems_of
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from tests.integration.command_line import ROOT, Tool, environment
 from tests.unit.checkpoint_files import CLUSTER_ID, WEIGHTS, tensors_of, write_checkpoint
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 import ps_worker as ps
-from ps_runtime.checkpoint_reader import problems_of
-from ps_runtime.checkpoint_store import resolve
+from ps_runtime.checkpoint.reader import problems_of
+from ps_runtime.checkpoint.store import resolve
 from tests.integration.lane_cluster import until
 
 COUNT, DEADLINE_S = 40_000, 60.0

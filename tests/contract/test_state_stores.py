@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidJournal, Recovering
-from scheduler.store.sqlite_store import FILE_NAME, SqliteStore
+from scheduler.edge.sqlite_store import FILE_NAME, SqliteStore
 from scheduler.store.state_store import StateStore
 
 
@@ -66,7 +66,7 @@ STORES = {
     "sqlite": Kind(
         partial(SqliteStore, lock_wait_s=0.02),
         "from pathlib import Path\n"
-        "from scheduler.store.sqlite_store import SqliteStore\n"
+        "from scheduler.edge.sqlite_store import SqliteStore\n"
         "store = SqliteStore(Path(sys.argv[1]))\n",
         _spoil_sqlite,
         _full,

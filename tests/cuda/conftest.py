@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ps_worker as ps
-from benchmarks.devices import CUDA, name_of
+from ps_cli.bench.devices import CUDA, name_of
 from ps_core.errors import InvalidConfig
 
 

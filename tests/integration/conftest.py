@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ps_worker.local_cluster import local_cluster
+from ps_worker.client.local_cluster import local_cluster
 from tests.integration.raw_lane import connected, offer_of
 from tests.integration.raw_wire import (
     RawTable,

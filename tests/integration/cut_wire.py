@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import ps_worker as ps
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import Launcher, RoleCommand, start_scheduler
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import Launcher, RoleCommand, start_scheduler
 from tests.integration.lane_cluster import LaneCluster, Served
 
 _CHUNK_BYTES = 65_536

@@ -11,13 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import (
-    Launcher,
-    RoleProcess,
-    start_scheduler,
-    start_servers,
-)
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, start_servers
 
 SETTLE_DEADLINE_S = 20.0
 NOTHING: Mapping[str, str] = MappingProxyType({})

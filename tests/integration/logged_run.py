@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 import ps_worker as ps
-from ps_runtime.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
-from ps_runtime.launcher import Launcher, start_scheduler, start_server, start_servers
+from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
+from ps_runtime.launch.launcher import Launcher, start_scheduler, start_server, start_servers
 from tests.integration.command_line import START_DEADLINE_S
 
 WORKERS = 3

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ps_runtime.shared_memory import Bytes, Segment, map_segment, receive
+from ps_runtime.system.shared_memory import Bytes, Segment, map_segment, receive
 from pushpull.v1 import parameters_pb2
 from tests.integration.raw_wire import DEADLINE_S, RawWorker, Wire
 

@@ -16,7 +16,7 @@ import pytest
 
 from ps_core.keys import range_of_slot, slot_of_ordinal
 from ps_core.limits import RANGE_COUNT
-from ps_runtime.errors import ERROR_METADATA_KEY, STATUS
+from ps_runtime.grpc.errors import ERROR_METADATA_KEY, STATUS
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from pushpull.v1 import types_pb2 as types
 from tests.joining import proven

@@ -17,14 +17,9 @@ import grpc
 
 import ps_worker as ps
 from ps_core.cluster_view import ClusterView, RangeAssignment
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import (
-    Launcher,
-    RoleProcess,
-    start_scheduler,
-    start_server,
-)
-from ps_runtime.wire import session_to_proto, view_from_proto
+from ps_runtime.cluster.wire import session_to_proto, view_from_proto
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, start_server
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.integration.lane_cluster import NOTHING, Served
 

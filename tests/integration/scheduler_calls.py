@@ -22,16 +22,18 @@ from ps_core.tables import (
     OptimizerSpec,
     TableSpec,
 )
-from ps_runtime import channels, clock, join_secret, registration, wire
-from ps_runtime.checkpoint_roots import CheckpointRoots
-from ps_runtime.errors import from_rpc_error
-from ps_runtime.metrics import SchedulerMetrics, new_registry
-from ps_runtime.node_server import NodeServer
+from ps_runtime.checkpoint.roots import CheckpointRoots
+from ps_runtime.cluster import join_secret, registration, wire
+from ps_runtime.grpc import channels
+from ps_runtime.grpc.errors import from_rpc_error
+from ps_runtime.grpc.node_server import NodeServer
+from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
+from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from scheduler.cluster import Cluster, Decision
-from scheduler.cluster_state import ClusterSettings
-from scheduler.publication import Journal
-from scheduler.servicer import SERVICE_NAME, SchedulerServicer
+from scheduler.edge.publication import Journal
+from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer
+from scheduler.machine.cluster import Cluster, Decision
+from scheduler.machine.state import ClusterSettings
 from tests.joining import SECRET
 
 DEADLINE_S = 10.0

@@ -13,11 +13,11 @@ import hpack
 import uvloop
 
 from ps_core.limits import MAX_MESSAGE_BYTES
-from ps_runtime.channels import CHANNEL_OPTIONS
-from ps_runtime.http2 import frames as wire
+from ps_runtime.grpc.channels import CHANNEL_OPTIONS
 from ps_runtime.http2.channel import StreamChannel
-from ps_runtime.http2.frames import Flag, FrameHead, FrameType, Setting
-from ps_runtime.http2.grpc_fields import request_fields
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol.frames import Flag, FrameHead, FrameType, Setting
+from ps_runtime.http2.protocol.grpc_fields import request_fields
 from ps_runtime.http2.server import StreamServer
 
 DEADLINE_S = 20.0

@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
-from ps_runtime.errors import ERROR_METADATA_KEY, STATUS
+from ps_runtime.grpc.errors import ERROR_METADATA_KEY, STATUS
 from pushpull.v1 import parameters_pb2
 from pushpull.v1 import types_pb2 as types
 from tests.integration.raw_wire import BLOCK, DEADLINE_S, RawTable, RawWorker, Wire, payload

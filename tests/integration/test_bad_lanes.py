@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ps_core import limits
-from ps_runtime.shared_memory import Segment
+from ps_runtime.system.shared_memory import Segment
 from pushpull.v1 import parameters_pb2
 from pushpull.v1 import types_pb2 as types
 from tests.integration.lane_cluster import until

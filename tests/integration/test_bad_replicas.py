@@ -17,12 +17,12 @@ from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Outcome
 from ps_core.limits import RANGE_COUNT
 from ps_core.tables import Table
-from ps_runtime.wire import session_to_proto
-from ps_server.kernel_fingerprint import kernel_fingerprint
-from ps_server.part_copy import Delta, fresh_copy
-from ps_server.replication import PLACED_EPOCH
-from ps_server.replication_messages import Batch
-from ps_server.replication_wire import batch_messages
+from ps_runtime.cluster.wire import session_to_proto
+from ps_server.ranges.range_copy import Delta, fresh_copy
+from ps_server.replication.messages import Batch
+from ps_server.replication.range_roles import PLACED_EPOCH
+from ps_server.values.kernel_fingerprint import kernel_fingerprint
+from ps_server.wire.replication_wire import batch_messages
 from pushpull.v1 import replication_pb2, scheduler_pb2, scheduler_pb2_grpc
 from pushpull.v1 import types_pb2 as types
 from tests.integration.command_line import environment

@@ -9,8 +9,8 @@ import grpc
 import pytest
 
 from ps_core import limits
-from ps_runtime.errors import STATUS
-from ps_server.kernel_fingerprint import kernel_fingerprint
+from ps_runtime.grpc.errors import STATUS
+from ps_server.values.kernel_fingerprint import kernel_fingerprint
 from pushpull.v1 import parameters_pb2, scheduler_pb2
 from pushpull.v1 import types_pb2 as types
 from tests.integration.raw_wire import (

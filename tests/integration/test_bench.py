@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.catalogue import BENCHMARKS
+from ps_cli.bench.catalogue import BENCHMARKS
 from tests.bench.cli import run_cli
 
 pytestmark = pytest.mark.timeout(180)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.process_memory import PeakWatch, borrowed_bytes, resident, thread_count
+from ps_cli.bench.process_memory import PeakWatch, borrowed_bytes, resident, thread_count
 
 MIB = 1024 * 1024
 SIZE_BYTES = 64 * MIB

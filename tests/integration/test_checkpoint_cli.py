@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
-from ps_runtime.checkpoint_directory import CheckpointDirectory
-from ps_runtime.checkpoint_store import CheckpointStore
-from ps_runtime.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.directory import CheckpointDirectory
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.store import CheckpointStore
 from tests.integration.command_line import ROOT, environment, run
 from tests.unit.checkpoint_files import CLUSTER_ID, saved, spec_json, write_checkpoint
 

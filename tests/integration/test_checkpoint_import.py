@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
-from ps_runtime.checkpoint_store import resolve
+from ps_runtime.checkpoint.store import resolve
 from tests.integration.command_line import run, run_warm
 from tests.integration.resumed_training import DEADLINE_S, Recipe, together, train
 

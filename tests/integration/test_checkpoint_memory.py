@@ -11,9 +11,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.process_memory import PeakWatch
-from ps_runtime.channels import tune_allocator
-from ps_server.checkpoint_parts import CheckpointParts
+from ps_cli.bench.process_memory import PeakWatch
+from ps_runtime.grpc.channels import tune_allocator
+from ps_server.checkpoint.checkpoint_parts import CheckpointParts
 from tests.unit.test_checkpoint_parts import Server
 
 MIB = 1024 * 1024

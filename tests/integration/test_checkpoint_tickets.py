@@ -14,11 +14,11 @@ from torch import nn
 
 import ps_worker as ps
 from ps_core.errors import StaleAssignment
-from ps_runtime import wire
-from ps_runtime.checkpoint_store import CheckpointStore, resolve
-from ps_runtime.errors import from_rpc_error
-from ps_worker.checkpoint_verbs import CheckpointTicket
-from ps_worker.connection import GRACE_S
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
+from ps_runtime.cluster import wire
+from ps_runtime.grpc.errors import from_rpc_error
+from ps_worker.client.checkpoints import CheckpointTicket
+from ps_worker.client.connection import GRACE_S
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.integration.resumed_training import DEADLINE_S, Position, together
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ps_worker as ps
-from ps_runtime.checkpoint_store import resolve
+from ps_runtime.checkpoint.store import resolve
 from tests.integration.resumed_training import (
     DEADLINE_S,
     Recipe,

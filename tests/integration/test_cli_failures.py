@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ps_runtime.cluster_shape import CheckpointPlan, ClusterShape
-from ps_runtime.launcher import Launcher, start_scheduler, start_servers
+from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
+from ps_runtime.launch.launcher import Launcher, start_scheduler, start_servers
 from tests.integration.command_line import START_DEADLINE_S, Tool, run_warm
 
 pytestmark = pytest.mark.timeout(180)

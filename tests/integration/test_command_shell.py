@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ps_runtime.config import fields_of, flag_name, variable_name
+from ps_runtime.settings.config import fields_of, flag_name, variable_name
 from ps_server.config import ServerConfig
-from ps_worker.config import ProcessConfig, WorkerConfig
+from ps_worker.transport.config import ProcessConfig, WorkerConfig
 from scheduler.config import SchedulerConfig
 from tests.integration.command_line import environment
 

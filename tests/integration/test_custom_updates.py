@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ps_worker as ps
-from ps_server.custom_updates import CheckedUpdate, checked
+from ps_server.values.custom_updates import CheckedUpdate, checked
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 from tests.unit.package_folder import install
 

@@ -16,17 +16,17 @@ import pytest
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
 from ps_core.errors import Fenced, NotPermitted, PushpullError, WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
-from ps_runtime import logs
-from ps_runtime.clock import now_s
-from ps_runtime.errors import abort
-from ps_runtime.node_identity import AddressTaken
-from ps_server.peer_links import PeerLink
-from ps_server.peer_queues import PeerQueue
-from ps_worker.counters import Counters
-from ps_worker.cutting import Region
-from ps_worker.links import LinkSetting, ServerLink, ServerLinks
-from ps_worker.pulls import Puller, ReadOrder
-from ps_worker.steps import TableSteps
+from ps_runtime.cluster.node_identity import AddressTaken
+from ps_runtime.grpc.errors import abort
+from ps_runtime.observe import logs
+from ps_runtime.system.clock import now_s
+from ps_server.peers.peer_links import PeerLink
+from ps_server.replication.peer_queues import PeerQueue
+from ps_worker.spec.cutting import Region
+from ps_worker.steps.counters import Counters
+from ps_worker.steps.steps import TableSteps
+from ps_worker.transport.links import LinkSetting, ServerLink, ServerLinks
+from ps_worker.transport.pulls import Puller, ReadOrder
 from pushpull.v1 import parameters_pb2, replication_pb2, types_pb2
 from tests.property.shard_twin import table
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import ps_worker as ps
-from ps_runtime.checkpoint_store import resolve
+from ps_runtime.checkpoint.store import resolve
 from tests.integration.lane_cluster import lane_cluster
 from tests.integration.replicated_cluster import DEADLINE_S, together
 

@@ -29,14 +29,14 @@ from ps_core.tables import (
     Table,
     TableSpec,
 )
-from ps_runtime.metrics import ServerMetrics
-from ps_server.custom_updates import checked
-from ps_server.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
-from ps_server.lanes import SharedLanes
-from ps_server.node import ParameterNode
-from ps_server.reads import RangeAnswer, Read
-from ps_server.shards import Shards
-from ps_server.streams import EntryStream
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.ranges.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
+from ps_server.service.node import ParameterNode
+from ps_server.service.push_stream import EntryStream
+from ps_server.service.reads import RangeAnswer, Read
+from ps_server.values.custom_updates import checked
 from pushpull.v1 import parameters_pb2
 
 RANGES = 4

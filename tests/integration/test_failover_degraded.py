@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 import ps_worker as ps
-from ps_cli import scheduler_query
-from ps_cli.status_document import status_document
-from ps_cli.status_view import status_view
+from ps_cli.console import scheduler_query
+from ps_cli.status.document import status_document
+from ps_cli.status.view import status_view
 from tests.integration.counted_steps import Counted
 from tests.integration.replicated_cluster import (
     DEADLINE_S,

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import ps_worker as ps
 from ps_cli.__main__ import app
-from ps_cli.checkpoint_app import checkpoint_app
+from ps_cli.checkpoint.app import checkpoint_app
 from ps_core.errors import ForeignCluster
 from tests.integration.lane_cluster import until
 from tests.joining import SECRET

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
-from ps_runtime import logs
-from ps_worker.measures import REGISTRY
+from ps_runtime.observe import logs
+from ps_worker.transport.metrics import REGISTRY
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.joining import operator
@@ -139,7 +139,7 @@ LIMITED = """
 import resource, sys
 import numpy as np
 import ps_worker as ps
-from ps_runtime import logs
+from ps_runtime.observe import logs
 logs.configure("worker", "warning")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 try:

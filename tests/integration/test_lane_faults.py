@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
-from ps_runtime.wire import session_to_proto
+from ps_runtime.cluster.wire import session_to_proto
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 from tests.integration.cut_wire import CutWire, cut_wire
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, until

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
-from ps_runtime.checkpoint_store import CheckpointStore, resolve
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import Launcher, RoleProcess, start_scheduler, start_servers
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, start_servers
 from tests.integration.lane_cluster import until
 from tests.integration.resumed_training import Position
 

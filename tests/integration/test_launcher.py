@@ -17,15 +17,10 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
-from ps_runtime.launcher import (
-    Launcher,
-    RoleCommand,
-    RoleExit,
-    describe_exit,
-)
-from ps_runtime.role_environment import role_environment, thread_count
-from ps_runtime.role_starts import begin_by, new_interpreter
-from ps_worker.local_cluster import local_cluster
+from ps_runtime.launch.launcher import Launcher, RoleCommand, RoleExit, describe_exit
+from ps_runtime.launch.role_environment import role_environment, thread_count
+from ps_runtime.launch.role_starts import begin_by, new_interpreter
+from ps_worker.client.local_cluster import local_cluster
 from tests.joining import SECRET
 
 START_DEADLINE_S = 60.0
@@ -221,7 +216,7 @@ def test_a_local_cluster_serves_and_ends_with_its_block() -> None:
 
 def test_a_local_cluster_does_not_outlive_a_killed_parent() -> None:
     program = (
-        "import json, signal\nfrom ps_worker.local_cluster import local_cluster\n"
+        "import json, signal\nfrom ps_worker.client.local_cluster import local_cluster\n"
         "cluster = local_cluster()\nprint(json.dumps(cluster.process_ids), flush=True)\n"
         "signal.pause()\n"
     )

@@ -20,8 +20,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 import ps_worker as ps
-from ps_runtime.cluster_shape import CheckpointPlan, ClusterShape
-from ps_runtime.launcher import Launcher, RoleProcess, start_scheduler, start_servers
+from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
+from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, start_servers
 from tests.integration.lane_cluster import until
 from tests.tidy.source import ROOT
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import ps_worker as ps
-from ps_cli import scheduler_query
-from ps_cli.status_document import StatusDocument, status_document
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import Launcher, start_scheduler
-from ps_worker.optimizers import ServerOptimizer
+from ps_cli.console import scheduler_query
+from ps_cli.status.document import StatusDocument, status_document
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import Launcher, start_scheduler
+from ps_worker.spec.optimizers import ServerOptimizer
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.integration.test_successor import Trainer
 from tests.integration.test_worker_gone import (

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker as ps
-from ps_worker.optimizers import ServerOptimizer
+from ps_worker.spec.optimizers import ServerOptimizer
 from tests.integration.training_jobs import optimizer_for, sum_of, zeroed
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 

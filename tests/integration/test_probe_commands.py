@@ -13,9 +13,9 @@ import sys
 import pytest
 import yaml
 
-from ps_runtime import channels
-from ps_runtime.metrics import new_registry
-from ps_runtime.node_server import NodeServer
+from ps_runtime.grpc import channels
+from ps_runtime.grpc.node_server import NodeServer
+from ps_runtime.observe.metrics import new_registry
 from tests.tidy.source import ROOT
 
 WELL, NOT_WELL = 0, 1

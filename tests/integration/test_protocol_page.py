@@ -22,7 +22,7 @@ from docs.worked_messages import (
 )
 from ps_core.keys import range_of_slot, slot_of_ordinal
 from ps_core.limits import RANGE_COUNT
-from ps_worker.local_cluster import local_cluster
+from ps_worker.client.local_cluster import local_cluster
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from pushpull.v1 import types_pb2 as types
 from tests.joining import proven

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
-from ps_worker.measures import MEASURES
+from ps_worker.transport.metrics import MEASURES
 from tests.integration.training_models import BLOCK, seeded
 
 PEER_GRADIENT = 0.25

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from ps_server.update_log_frames import (
+from ps_server.update_log.format import (
     HEAD_BYTES,
     MAGIC,
     FrameKind,

@@ -28,26 +28,25 @@ from ps_core.errors import NotOwner
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
 from ps_core.work import at_once
-from ps_runtime import wire
-from ps_runtime.channels import aio_channel
-from ps_runtime.errors import from_rpc_error
-from ps_runtime.metrics import ServerMetrics
-from ps_server.changes import Change, Elements, Put, SentTotal
-from ps_server.events import Contributor, Record
-from ps_server.lanes import SharedLanes
-from ps_server.node import ParameterNode
-from ps_server.part_copy import Delta, WorkerFacts, fresh_copy
-from ps_server.peer_links import REPLICATE
-from ps_server.replica import MAX_DRIFT
-from ps_server.replicated_ranges import ReplicatedRanges, ReplicationSetting
-from ps_server.replication import PLACED_EPOCH
-from ps_server.replication_messages import Ack, Batch, Beat, Snapshot
-from ps_server.replication_reader import ReplicationReader
-from ps_server.replication_service import ReplicationServicer, add_to_server
-from ps_server.replication_wire import SERVICE, answers_message, greeting_from
-from ps_server.server_machine import ServerMachine
-from ps_server.shards import Shards
-from ps_server.store_copy import RangeCopy
+from ps_runtime.cluster import wire
+from ps_runtime.grpc.channels import aio_channel
+from ps_runtime.grpc.errors import from_rpc_error
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.peers.node_replication import ReplicatedRanges, ReplicationSetting
+from ps_server.peers.peer_links import REPLICATE
+from ps_server.ranges.events import Contributor, Record
+from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
+from ps_server.ranges.server_machine import ServerMachine
+from ps_server.replication.backup import MAX_DRIFT
+from ps_server.replication.messages import Ack, Batch, Beat, RangeCopy, Snapshot
+from ps_server.replication.range_roles import PLACED_EPOCH
+from ps_server.service.node import ParameterNode
+from ps_server.service.replication_service import ReplicationServicer, add_to_server
+from ps_server.values.mutations import Change, Elements, Put, SentTotal
+from ps_server.wire.replication_reader import ReplicationReader
+from ps_server.wire.replication_wire import SERVICE, answers_message, greeting_from
 from pushpull.v1 import replication_pb2
 from tests.property.shard_twin import table
 

@@ -11,9 +11,9 @@ import pytest
 
 import ps_worker as ps
 from ps_core.errors import PushpullError
-from ps_runtime import wire
-from ps_runtime.checkpoint_store import resolve
-from ps_runtime.errors import from_rpc_error
+from ps_runtime.checkpoint.store import resolve
+from ps_runtime.cluster import wire
+from ps_runtime.grpc.errors import from_rpc_error
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 COUNT, BLOCK, DEADLINE_S = 2_000, 64, 30.0

@@ -20,16 +20,18 @@ from google.protobuf.descriptor import MethodDescriptor
 from ps_core import errors, rights
 from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId
-from ps_runtime import channels, clock, wire
-from ps_runtime.checkpoint_store import CheckpointStore
-from ps_runtime.metrics import ServerMetrics, new_registry
-from ps_runtime.node_server import NodeServer
-from ps_server.frames import add_to_server as add_parameters
-from ps_server.node import ParameterNode
-from ps_server.replication_service import SERVICE as REPLICATION
-from ps_server.replication_service import ReplicationServicer
-from ps_server.replication_service import add_to_server as add_replication
-from ps_server.servicer import ParameterServicer
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_runtime.cluster import wire
+from ps_runtime.grpc import channels
+from ps_runtime.grpc.node_server import NodeServer
+from ps_runtime.observe.metrics import ServerMetrics, new_registry
+from ps_runtime.system import clock
+from ps_server.service.node import ParameterNode
+from ps_server.service.replication_service import SERVICE as REPLICATION
+from ps_server.service.replication_service import ReplicationServicer
+from ps_server.service.replication_service import add_to_server as add_replication
+from ps_server.service.servicer import ParameterServicer
+from ps_server.wire.frames import add_to_server as add_parameters
 from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2, types_pb2
 from tests.integration.scheduler_calls import DEADLINE_S, Running, refused, with_scheduler
 from tests.tidy.source import ROOT

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ps_runtime.launcher import Launcher, RoleCommand
-from ps_runtime.role_starts import begin_by, new_interpreter
+from ps_runtime.launch.launcher import Launcher, RoleCommand
+from ps_runtime.launch.role_starts import begin_by, new_interpreter
 from tests.integration.command_line import ROOT, environment
 
 DEADLINE_S = 60.0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
-from ps_runtime.cluster_shape import CheckpointPlan
+from ps_runtime.launch.cluster_shape import CheckpointPlan
 from tests.integration.lane_cluster import Served
 from tests.integration.replicated_cluster import DEADLINE_S, ReplicatedCluster, replicated_cluster
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import ps_worker as ps
-from ps_worker.step_record import StepTimes
+from ps_worker.training.step_times import StepTimes
 
 
 def test_a_round_is_a_line_of_its_own(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from ps_core.limits import MAX_HTTP_CONNECTION_COUNT, MAX_HTTP_REQUEST_BYTES
-from ps_runtime import channels
-from ps_runtime.addresses import split_address
-from ps_runtime.http_endpoint import HttpEndpoint
-from ps_runtime.metrics import new_registry
-from ps_runtime.node_server import NodeServer
+from ps_runtime.grpc import channels
+from ps_runtime.grpc.addresses import split_address
+from ps_runtime.grpc.http_endpoint import HttpEndpoint
+from ps_runtime.grpc.node_server import NodeServer
+from ps_runtime.observe.metrics import new_registry
 
 Ask = Callable[[bytes], Awaitable[bytes]]
 

@@ -18,10 +18,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ps_core import errors as tree
 from ps_core.limits import MAX_MESSAGE_BYTES
-from ps_runtime import channels
-from ps_runtime.errors import RETRY_METADATA_KEY, STATUS, from_rpc_error, translated
-from ps_runtime.metrics import new_registry
-from ps_runtime.node_server import READINESS, NodeServer, Service
+from ps_runtime.grpc import channels
+from ps_runtime.grpc.errors import RETRY_METADATA_KEY, STATUS, from_rpc_error, translated
+from ps_runtime.grpc.node_server import READINESS, NodeServer, Service
+from ps_runtime.observe.metrics import new_registry
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 SERVICE = "pushpull.v1.ParameterService"

@@ -27,15 +27,16 @@ from ps_core.errors import (
 )
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
-from ps_runtime import channels, clock
-from ps_runtime.metrics import SchedulerMetrics, new_registry
-from ps_runtime.node_server import NodeServer
-from ps_runtime.registration import Addresses, operator_session
-from ps_runtime.scheduler_link import SchedulerLink
+from ps_runtime.cluster.registration import Addresses, operator_session
+from ps_runtime.cluster.scheduler_link import SchedulerLink
+from ps_runtime.grpc import channels
+from ps_runtime.grpc.node_server import NodeServer
+from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
+from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from scheduler.cluster import Cluster, Decision
-from scheduler.cluster_state import ClusterSettings
-from scheduler.servicer import SERVICE_NAME, SchedulerServicer
+from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer
+from scheduler.machine.cluster import Cluster, Decision
+from scheduler.machine.state import ClusterSettings
 from tests.joining import SECRET
 
 SETTINGS = ClusterSettings(

@@ -18,9 +18,10 @@ from ps_core.tables import (
     InitializerKind,
     TableSpec,
 )
-from ps_runtime import channels, wire
+from ps_runtime.cluster import wire
+from ps_runtime.grpc import channels
 from pushpull.v1 import scheduler_pb2, types_pb2
-from scheduler.servicer import MAX_PROGRESS_BYTES, SERVICE_NAME
+from scheduler.edge.servicer import MAX_PROGRESS_BYTES, SERVICE_NAME
 from tests.integration.scheduler_calls import (
     DEADLINE_S,
     SPEC,

@@ -16,12 +16,13 @@ import pytest
 from ps_core.cluster_view import Role
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidJournal, Recovering
-from ps_runtime import channels, clock
+from ps_runtime.grpc import channels
+from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, types_pb2
-from scheduler.cluster import Cluster, Decision
-from scheduler.publication import Journal
+from scheduler.edge.publication import Journal
+from scheduler.edge.sqlite_store import SqliteStore
+from scheduler.machine.cluster import Cluster, Decision
 from scheduler.store import records
-from scheduler.store.sqlite_store import SqliteStore
 from tests.integration.scheduler_calls import DEADLINE_S, SPEC, cluster_of, refused, serving
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ps_core.cluster_view import Role
-from ps_runtime import channels
+from ps_runtime.grpc import channels
 from tests.integration.scheduler_calls import (
     Caller,
 )

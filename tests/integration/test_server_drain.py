@@ -9,14 +9,9 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
-from ps_runtime.clock import now_s
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import (
-    READY_DEADLINE_S,
-    Launcher,
-    start_scheduler,
-    start_servers,
-)
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import READY_DEADLINE_S, Launcher, start_scheduler, start_servers
+from ps_runtime.system.clock import now_s
 from pushpull.v1 import parameters_pb2
 from tests.integration.raw_wire import Wire, refused
 

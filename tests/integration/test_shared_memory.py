@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from ps_core.errors import InvalidConfig
-from ps_runtime.shared_memory import Segment, map_segment, receive
-from ps_worker.shared_buffers import collected_count, empty_shared, find, is_live
+from ps_runtime.system.shared_memory import Segment, map_segment, receive
+from ps_worker.transport.shared_buffers import collected_count, empty_shared, find, is_live
 from tests.integration.no_segments import pipe_end, plain_file
 
 SIZE = 4 * mmap.PAGESIZE
@@ -104,7 +104,7 @@ def test_nobody_else_gets_to_write(segment: Segment) -> None:
 def test_the_memory_outlives_its_file_and_its_owner(segment: Segment) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source = (
-        "import socket, sys; from ps_runtime.shared_memory import Segment\n"
+        "import socket, sys; from ps_runtime.system.shared_memory import Segment\n"
         f"made = Segment('child', {SIZE}); made.array[:] = 9\n"
         "line = socket.socket(fileno=int(sys.argv[1]))\n"
         "socket.send_fds(line, [b'here'], [made.fd])\n"
@@ -148,7 +148,7 @@ def test_a_segment_goes_with_the_last_view_of_it() -> None:
 
 def test_without_memory_a_segment_is_refused_when_it_is_made() -> None:
     source = (
-        "import os, resource; from ps_runtime.shared_memory import Segment\n"
+        "import os, resource; from ps_runtime.system.shared_memory import Segment\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({SIZE - 1}, {SIZE - 1}))\n"
         "before = os.listdir('/proc/self/fd')\n"
         "try:\n"

@@ -15,8 +15,8 @@ import grpc.aio
 import pytest
 
 from ps_core.limits import MAX_MESSAGE_BYTES
-from ps_runtime.http2 import frames as wire
 from ps_runtime.http2.channel import StreamCall, StreamChannel
+from ps_runtime.http2.protocol import frames as wire
 from tests.integration.stream_peers import (
     ALL_WINDOWS,
     DEADLINE_S,

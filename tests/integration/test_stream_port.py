@@ -13,9 +13,9 @@ import pytest
 
 from ps_core.errors import InvalidConfig
 from ps_core.limits import MAX_MESSAGE_BYTES
-from ps_runtime.http2 import frames as wire
-from ps_runtime.http2.bounds import Bounds
-from ps_runtime.http2.frames import ErrorCode, Flag, FrameType
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol.bounds import Bounds
+from ps_runtime.http2.protocol.frames import ErrorCode, Flag, FrameType
 from ps_runtime.http2.server import StreamServer, _Call
 from ps_runtime.http2.transport import Http2Transport
 from tests.integration.stream_peers import (

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
-from ps_runtime import logs
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import Launcher, start_scheduler
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import Launcher, start_scheduler
+from ps_runtime.observe import logs
 from tests.integration.cut_wire import CutWire, grpc_port, start_behind
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster
 

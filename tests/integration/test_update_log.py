@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
-from ps_runtime.cluster_shape import ClusterShape, UpdateLogPlan
+from ps_runtime.launch.cluster_shape import ClusterShape, UpdateLogPlan
 from tests.integration import counted_steps
 from tests.integration.counted_steps import BLOCK, Counted, Load
 from tests.integration.lane_cluster import Served

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import ps_worker as ps
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import (
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import (
     Launcher,
     ReadyRole,
     RoleCommand,

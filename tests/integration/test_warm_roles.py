@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ps_runtime.cluster_shape import ClusterShape
-from ps_runtime.launcher import Launcher, RoleProcess, start_scheduler, start_server
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, start_server
 from tests.integration.command_line import command_of
 
 DEADLINE_S = 60.0

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
-from ps_cli import scheduler_query
-from ps_cli.status_document import status_document
-from ps_runtime.launcher import RoleProcess
+from ps_cli.console import scheduler_query
+from ps_cli.status.document import status_document
+from ps_runtime.launch.launcher import RoleProcess
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.integration.warm_processes import warm_context
 

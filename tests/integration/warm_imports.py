@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ps_runtime.imported import spared
+from ps_runtime.system.import_gc import spared
 
 with spared():  # here as in the server, which imports this module
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -17,7 +17,7 @@ with spared():  # here as in the server, which imports this module
     import ps_cli.__main__
     import ps_server.process
     import ps_worker.__main__
-    import ps_worker.distributed_optimizer
+    import ps_worker.training.distributed_optimizer
     import scheduler.__main__
 
 

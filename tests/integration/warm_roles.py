@@ -26,9 +26,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 
-from ps_runtime.imported import spared
-from ps_runtime.role_environment import role_environment
-from ps_runtime.role_starts import RoleChild, RoleStart, begin_by, new_interpreter
+from ps_runtime.launch.role_environment import role_environment
+from ps_runtime.launch.role_starts import RoleChild, RoleStart, begin_by, new_interpreter
+from ps_runtime.system.import_gc import spared
 from tests import loop_files
 from tests.integration.warm_processes import warm_context
 
@@ -134,7 +134,9 @@ _environment = role_environment(os.environ, {})
 
 
 def begin_warm(start: RoleStart) -> RoleChild:
-    """A way of `ps_runtime.role_starts`: a fork that has imported all, or a new interpreter."""
+    """A way of `ps_runtime.launch.role_starts`: a fork that has imported all, or a new
+    interpreter.
+    """
     added = _added_paths(start.environment)
     if start.module not in ROLES or added is None or not _is_alike(start.environment):
         return new_interpreter(start)

@@ -38,7 +38,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.rights": ("tests/unit/test_joining.py",),
     "ps_core.runs": ("tests/unit/test_cluster_runs.py",),
     "ps_core.stamps": ("tests/unit/test_stamps.py",),
-    "ps_core.step_numbers": ("tests/property/test_keys_and_tables.py",),
     "ps_core.tables": (
         "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
         "tests/property/test_keys_and_tables.py",

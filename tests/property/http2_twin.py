@@ -13,10 +13,10 @@ import h2.events
 from h2.settings import SettingCodes, Settings
 from hypothesis import strategies as st
 
-from ps_runtime.http2 import frames as wire
-from ps_runtime.http2.bounds import Bounds
-from ps_runtime.http2.connection import Connection
-from ps_runtime.http2.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol.bounds import Bounds
+from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
 from tests.unit.http2_peers import ANSWER, REQUEST, TRAILERS, Heard, whole
 
 MAX_BYTES = 300_000

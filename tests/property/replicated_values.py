@@ -11,12 +11,12 @@ from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import CATALOGUE, PushpullError, UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Ending, Ledger, Outcome
-from ps_server.changes import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
-from ps_server.events import Contributor, Record
-from ps_server.part_copy import Delta, Facts, PartCopy, WorkerCopy, WorkerFacts
-from ps_server.range_state import Said
-from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
-from ps_server.store_copy import BlockCopy, RangeCopy, StoreCopy, SumCopy
+from ps_server.ranges.events import Contributor, Record
+from ps_server.ranges.range_copy import Delta, Facts, PartCopy, WorkerCopy, WorkerFacts
+from ps_server.ranges.range_state import Said
+from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy, Snapshot
+from ps_server.values.mutations import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
+from ps_server.values.store_copy import BlockCopy, StoreCopy, SumCopy
 
 COUNTS = st.one_of(st.integers(0, 200), st.integers(0, 2**63))
 SMALL = st.integers(0, 200)

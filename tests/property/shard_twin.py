@@ -32,9 +32,9 @@ from ps_core.tables import (
     TensorSpec,
     pack_presence,
 )
-from ps_server.buffer_pool import BufferPool
-from ps_server.contributions import Contribution
-from ps_server.shard_store import ShardStore
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.contributions import Contribution
+from ps_server.values.shard_store import ShardStore
 
 Array = npt.NDArray[Any]
 

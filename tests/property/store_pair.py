@@ -21,14 +21,14 @@ from ps_core.tables import (
     Reduction,
     Table,
 )
-from ps_server.changes import Change, Kept, Put
-from ps_server.events import Contributor, Record
-from ps_server.part_copy import Delta, fresh_copy
-from ps_server.replication_messages import Batch
-from ps_server.replication_reader import ReplicationReader
-from ps_server.replication_wire import batch_messages
-from ps_server.shard_store import ShardStore
-from ps_server.shards import for_backup
+from ps_server.lane.shards import for_backup
+from ps_server.ranges.events import Contributor, Record
+from ps_server.ranges.range_copy import Delta, fresh_copy
+from ps_server.replication.messages import Batch
+from ps_server.values.mutations import Change, Kept, Put
+from ps_server.values.shard_store import ShardStore
+from ps_server.wire.replication_reader import ReplicationReader
+from ps_server.wire.replication_wire import batch_messages
 from pushpull.v1.replication_pb2 import ReplicateRequest
 from tests.property.shard_twin import table
 
@@ -99,7 +99,7 @@ def over_the_wire(change: Change, small_bytes: int) -> Change:
 
 
 def told(store: ShardStore, change: Change) -> None:
-    """What a backup makes of a change, as `ps_server.shards` does."""
+    """What a backup makes of a change, as `ps_server.lane.shards` does."""
     record = change.record
     if isinstance(change, Kept):
         store.put_total(record.clock, store.received(change.total))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ps_core.consistency import Consistency, moving
 from ps_core.losses import NO_LOSSES, LossTotals
-from scheduler.adaptation import LONG_WAIT, MAX_PATIENCE_COUNT, SHORT_WAIT, Course, Seen
+from scheduler.machine.adaptation import LONG_WAIT, MAX_PATIENCE_COUNT, SHORT_WAIT, Course, Seen
 
 SHARES = st.floats(0.0, 1.0)
 SETTINGS = st.tuples(st.integers(0, 50), st.integers(1, 200)).map(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import RangeId, TableId
-from ps_server.captures import Captures, Key
+from ps_server.values.copy_on_write import Captures, Key
 
 RANGES = [(TableId(t), RangeId(r)) for t in (1, 2) for r in (0, 1)]
 BLOCKS = range(4)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import MANIFEST_FILE
-from ps_runtime.checkpoint_compaction import compact
-from ps_runtime.checkpoint_reader import problems_of
-from ps_runtime.checkpoint_store import CheckpointStore, resolve
+from ps_runtime.checkpoint.compaction import compact
+from ps_runtime.checkpoint.reader import problems_of
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from tests.examples import examples
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 from tests.unit.power_cut import Operation, RecordingDisk, restart_after

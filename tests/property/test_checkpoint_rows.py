@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 
 from ps_core.manifest import Manifest, SavedPart, SavedTable
 from ps_core.tables import Codec
-from ps_runtime.checkpoint_compaction import compact
-from ps_runtime.checkpoint_reader import CheckpointReader, problems_of
-from ps_runtime.checkpoint_store import CheckpointStore
-from ps_runtime.part_writer import PartWriter, PlannedTable
-from ps_server.shard_store import ShardStore
-from ps_server.written_blocks import BlockKey, WrittenBlock, WrittenBlocks, written_in
+from ps_runtime.checkpoint.compaction import compact
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_server.checkpoint.written_blocks import BlockKey, WrittenBlock, WrittenBlocks, written_in
+from ps_server.values.shard_store import ShardStore
 from tests.examples import examples
 from tests.property.shard_twin import table
 from tests.unit.checkpoint_files import CLUSTER_ID, manifest_of, spec_json
@@ -128,7 +128,7 @@ class Row:
         }
 
     def _part(self, server: int, base: int, blocks: Sequence[int]) -> tuple[SavedPart, set[str]]:
-        """As `ps_server.checkpoint_parts` does it."""
+        """As `ps_server.checkpoint.checkpoint_parts` does it."""
         directory = self.files.directory(self.number, CLUSTER_ID)
         memory, file = self.memories[server], f"server-{server}.safetensors"
         known = memory.base(base)

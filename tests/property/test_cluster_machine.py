@@ -16,11 +16,11 @@ from ps_core.cluster_view import ClusterView, NodeState, Role, Session
 from ps_core.consistency import Consistency, Mode
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
-from ps_runtime import wire
-from scheduler import view_size
-from scheduler.cluster import Cluster, Created, Decision
-from scheduler.cluster_state import ClusterSettings, ClusterState, Registration
-from scheduler.membership import GIVEN_UP_LEASES
+from ps_runtime.cluster import wire
+from scheduler.machine import view_size
+from scheduler.machine.cluster import Cluster, Created, Decision
+from scheduler.machine.membership import GIVEN_UP_LEASES
+from scheduler.machine.state import ClusterSettings, ClusterState, Registration
 from scheduler.store import records
 from tests.examples import examples
 

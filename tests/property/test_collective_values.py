@@ -17,7 +17,7 @@ from ps_core import limits
 from ps_core.collective import Round, Share
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import Incarnation
-from ps_worker import collective_values as values
+from ps_worker.collectives import values as values
 from tests.examples import examples
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, width=64)

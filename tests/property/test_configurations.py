@@ -12,9 +12,9 @@ from ps_core.cluster_view import BackupWish, NodeState, RangeAssignment, Role, S
 from ps_core.errors import Fenced
 from ps_core.keys import AssignmentEpoch
 from ps_core.tables import TableSpec
-from ps_runtime import wire
-from scheduler import view_size
-from scheduler.cluster import Created
+from ps_runtime.cluster import wire
+from scheduler.machine import view_size
+from scheduler.machine.cluster import Created
 from tests.examples import examples
 from tests.unit.cluster_harness import SPEC, Harness
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_server.copy_memory import CopyMemory, Piece
+from ps_server.checkpoint.copy_memory import CopyMemory, Piece
 
 UNIT = 64
 UNIT_COUNT = 12

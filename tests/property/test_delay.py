@@ -19,8 +19,8 @@ from ps_core.tables import (
     TableSpec,
     TensorSpec,
 )
-from ps_server.events import Compensation
-from ps_server.shard_store import ShardStore
+from ps_server.ranges.events import Compensation
+from ps_server.values.shard_store import ShardStore
 
 LENGTHS = (40, 60)
 ONE, TWO = Incarnation(1), Incarnation(2)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
-from ps_worker.epoch_plan import Epoch, share_count, share_of, stage_of
+from ps_worker.training.epoch_plan import Epoch, share_count, share_of, stage_of
 from tests.examples import examples
 
 DATA: Any = range(60)

@@ -18,7 +18,7 @@ from ps_core.errors import InvalidTensor
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Outcome
 from ps_core.tables import Table
-from ps_server.events import (
+from ps_server.ranges.events import (
     Apply,
     Assign,
     Effect,
@@ -31,8 +31,8 @@ from ps_server.events import (
     Sender,
     WithdrawEvent,
 )
-from ps_server.range_machine import RangeMachine
-from ps_server.table_room import TableRoom
+from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.table_room import TableRoom
 from tests.examples import examples
 from tests.unit.machine_harness import make_table
 

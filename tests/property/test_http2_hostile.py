@@ -9,11 +9,11 @@ import hpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_runtime.http2 import frames as wire
-from ps_runtime.http2.bounds import Bounds
-from ps_runtime.http2.connection import Connection
-from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameType
-from ps_runtime.http2.streams import Fields, Piece
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol.bounds import Bounds
+from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, FrameType
+from ps_runtime.http2.protocol.streams import Fields, Piece
 from tests.examples import examples
 from tests.unit.http2_peers import (
     ANSWER,

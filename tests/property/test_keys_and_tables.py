@@ -15,13 +15,13 @@ from ps_core import codec
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.keys import Slot, TableId, key_ranges, range_of_slot, slot_of_ordinal
 from ps_core.limits import SLOT_COUNT
-from ps_core.step_numbers import StepNumbers
 from ps_core.tables import (
     Codec,
     DType,
     Hyperparameters,
     OptimizerKind,
     OptimizerSpec,
+    StepNumbers,
     Table,
     TableSpec,
     TensorSpec,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import RangeId
-from ps_server.log_segments import LogSegments
-from ps_server.update_log_frames import FrameKind
+from ps_server.update_log.format import FrameKind
+from ps_server.update_log.segments import LogSegments
 
 BOUND_BYTES = 40
 STATE_BYTES = 12

@@ -21,7 +21,7 @@ from ps_core.tables import (
     TensorSpec,
     pack_presence,
 )
-from ps_server.shard_store import ShardStore
+from ps_server.values.shard_store import ShardStore
 
 LENGTHS = (40, 70, 3)
 """Of tensors, in blocks of 64: the second is in both."""

@@ -13,7 +13,7 @@ from ps_core import limits
 from ps_core.errors import InvariantViolation
 from ps_core.keys import NodeId, RangeId, TableId, key_ranges, range_of_slot, slot_of_ordinal
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from scheduler.placement import bytes_by_range, place, range_count_for
+from scheduler.machine.placement import bytes_by_range, place, range_count_for
 
 RANGES = limits.RANGE_COUNT
 ordinals = st.integers(0, 2**40)

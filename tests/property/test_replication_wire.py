@@ -20,20 +20,20 @@ from ps_core.errors import InvalidConfig, InvalidKeys, InvariantViolation, Pushp
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, Outcome
 from ps_core.tables import Table
-from ps_server.changes import Elements, Kept, Put, SentTotal
-from ps_server.part_copy import Delta, PartCopy, WorkerCopy, WorkerFacts, fresh_copy
-from ps_server.replication_messages import Batch, Beat, Snapshot
-from ps_server.replication_reader import Came, ReplicationReader
-from ps_server.replication_wire import (
+from ps_server.ranges.range_copy import Delta, PartCopy, WorkerCopy, WorkerFacts, fresh_copy
+from ps_server.replication.messages import Batch, Beat, RangeCopy, Snapshot
+from ps_server.values.mutations import Elements, Kept, Put, SentTotal
+from ps_server.values.store_copy import BlockCopy, StoreCopy
+from ps_server.values.sums import Total
+from ps_server.wire.replication_reader import Came, ReplicationReader
+from ps_server.wire.replication_wire import (
     SMALL_BYTES,
     answers_from,
     answers_message,
     batch_messages,
     beat_message,
 )
-from ps_server.snapshot_wire import snapshot_messages
-from ps_server.store_copy import BlockCopy, RangeCopy, StoreCopy
-from ps_server.sums import Total
+from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import replication_pb2, types_pb2
 from pushpull.v1.replication_pb2 import ReplicateRequest
 from tests.examples import examples

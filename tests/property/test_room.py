@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from ps_server.room import GateRoom, Step
+from ps_server.ranges.memory import GateRoom, Step
 from tests.examples import examples
 
 STEP_BYTES = 40

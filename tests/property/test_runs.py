@@ -12,7 +12,7 @@ from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig, PushpullError
-from scheduler.changes import Wish
+from scheduler.machine.changes import Wish
 from scheduler.store import records
 from tests.examples import examples
 from tests.unit.cluster_harness import SPEC, Harness

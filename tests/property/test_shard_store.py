@@ -25,8 +25,8 @@ from ps_core.tables import (
     OptimizerSpec,
     Reduction,
 )
-from ps_server.buffer_pool import BufferPool
-from ps_server.shard_store import ShardStore
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.shard_store import ShardStore
 from tests.examples import examples
 from tests.property.shard_twin import (
     Array,

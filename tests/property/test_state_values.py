@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ps_core.errors import InvalidCheckpoint
-from ps_worker.state_values import _DECODERS, TENSOR_DTYPES, decode, encode
+from ps_worker.checkpoint.state_codec import _DECODERS, TENSOR_DTYPES, decode, encode
 from tests.examples import examples
 from tests.unit.worker_files import from_file, to_file
 

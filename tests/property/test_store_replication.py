@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import Incarnation
 from ps_core.tables import Codec, OptimizerKind, OptimizerSpec
-from ps_server.changes import Dropped, Elements, Kept, Put, SentTotal
-from ps_server.events import Compensation
-from ps_server.replication_wire import SMALL_BYTES
-from ps_server.shard_store import ShardStore
-from ps_server.store_copy import StoreCopy, SumCopy
-from ps_server.sums import Total
+from ps_server.ranges.events import Compensation
+from ps_server.values.mutations import Dropped, Elements, Kept, Put, SentTotal
+from ps_server.values.shard_store import ShardStore
+from ps_server.values.store_copy import StoreCopy, SumCopy
+from ps_server.values.sums import Total
+from ps_server.wire.replication_wire import SMALL_BYTES
 from tests.examples import examples
 from tests.property.shard_twin import PoisonedPool, decoded, table, worker_steps
 from tests.property.store_pair import any_tables, check_equal, over_the_wire, record_of, told

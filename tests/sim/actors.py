@@ -14,7 +14,7 @@ from ps_core.errors import Fenced, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome
 from ps_core.tables import Hyperparameters, Table
-from ps_server.events import (
+from ps_server.ranges.events import (
     AnswerPull,
     EntryEvent,
     Place,
@@ -27,9 +27,9 @@ from ps_server.events import (
     Sender,
     WithdrawEvent,
 )
-from ps_server.events import SealTerms as ServerTerms
-from ps_server.schedule import CutId
-from ps_worker.push_entries import (
+from ps_server.ranges.events import SealTerms as ServerTerms
+from ps_server.ranges.schedule import CutId
+from ps_worker.window.push_entries import (
     EntryKey,
     Reply,
     SealTerms,
@@ -39,7 +39,7 @@ from ps_worker.push_entries import (
     StepEnded,
     StepRefused,
 )
-from ps_worker.push_window import PushWindow
+from ps_worker.window.push_window import PushWindow
 from tests.sim.arithmetic import Reading, numbers_of
 from tests.sim.grads import Grad
 from tests.sim.server import SimServer
@@ -373,7 +373,9 @@ class SimWorker:
         raise AssertionError(f"worker {self.rank}: {effect}")
 
     def _step_ended(self, effect: StepEnded) -> None:
-        """As `ps_worker.update_scaling`: the scale follows as soon as every range told its part."""
+        """As `ps_worker.training.norm_exchange`: the scale follows as soon as every range told its
+        part.
+        """
         key = effect.table_id, effect.clock
         summed = self.summed.pop(key, None)
         assert summed is None or not effect.problems, effect

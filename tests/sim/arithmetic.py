@@ -1,8 +1,8 @@
 """The numbers of a simulation: what servers make of gradients, and what a dumb twin makes of them.
 
 Beside the identities that say what is in a block, servers hold real values: `Numbers` runs the real
-stores (`ps_server.shards`) on gradients of small whole numbers. `Twin` is one process that sums in
-rank order, divides by those who sealed the clock, and steps the optimizer, in plain Python.
+stores (`ps_server.lane.shards`) on gradients of small whole numbers. `Twin` is one process that
+sums in rank order, divides by those who sealed the clock, and steps the optimizer, in plain Python.
 
 Oracles:
     PART   Who took part in an update is who sealed its clock without skip, and lives; of the dead
@@ -41,14 +41,14 @@ from ps_core.tables import (
     pack_presence,
 )
 from ps_core.work import Work, at_once
-from ps_server.changes import Assigned, Change, Dropped, Kept, Put, SentTotal
-from ps_server.contributions import Contribution, elements
-from ps_server.events import Assign, Fold, Forget, Record
-from ps_server.lanes import SharedLanes
-from ps_server.server_machine import PartAdded
-from ps_server.shards import Shards
-from ps_server.store_copy import StoreCopy
-from ps_server.sums import Total
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.ranges.events import Assign, Fold, Forget, Record
+from ps_server.ranges.server_machine import PartAdded
+from ps_server.values.contributions import Contribution, elements
+from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put, SentTotal
+from ps_server.values.store_copy import StoreCopy
+from ps_server.values.sums import Total
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Arrived, Grad
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 """Checkpoints that are made while a simulated cluster trains, and what each of them must have.
 
 The scheduler's own machine proposes and cuts; servers' own machines hold and answer. What is here
-is the thin edge of both (`ps_server.checkpoint_parts`, `ps_worker.save_points`), over a network
-that loses, with draws of its own: a seed without a checkpoint is what it was without this file.
+is the thin edge of both (`ps_server.checkpoint.checkpoint_parts`,
+`ps_worker.checkpoint.save_points`), over a network that loses, with draws of its own: a seed
+without a checkpoint is what it was without this file.
 
 Oracles:
     CUT    A range is captured with the steps of all workers up to the cut's clock, and no other
@@ -38,16 +39,16 @@ from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Table
 from ps_core.work import Work
-from ps_server.events import AnswerPull, Place, PullEvent, RefusePull
-from ps_server.schedule import checkpoint_cut
-from scheduler.checkpoint_state import (
+from ps_server.ranges.events import AnswerPull, Place, PullEvent, RefusePull
+from ps_server.ranges.schedule import checkpoint_cut
+from scheduler.machine.checkpoint_state import (
     CheckpointBegunAgain,
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
 )
-from scheduler.cluster_state import Transition
+from scheduler.machine.state import Transition
 
 if TYPE_CHECKING:
     from tests.sim.actors import SimWorker, Waits

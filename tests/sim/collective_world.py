@@ -18,8 +18,8 @@ from ps_core.collective import Host, Round, Share, host_of, is_newcomer, joined_
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_server.collectives import Collectives
-from ps_worker.collective_rounds import Entering, Rounds
+from ps_server.ranges.collectives import Collectives
+from ps_worker.collectives.rounds import Entering, Rounds
 
 SERVERS = (NodeId(1), NodeId(2), NodeId(3))
 WORKERS = 3

@@ -1,4 +1,4 @@
-"""Servers that are told to stop, as `ps_server.departure` does it, beside all else (S8).
+"""Servers that are told to stop, as `ps_server.service.departure` does it, beside all else (S8).
 
     told --asks, again and again--> the scheduler lets it go --the answer comes--> ended
       +-- the scheduler is not heard for a lease --> ended, if a server may be lost then
@@ -17,9 +17,9 @@ from functools import partial
 from ps_core.cluster_view import NodeState, Session
 from ps_core.errors import Fenced, PushpullError, Recovering
 from ps_core.keys import NodeId
-from ps_server.departure_machine import Departure, Step
-from scheduler.cluster import Decision
-from scheduler.cluster_state import RangesLost, Transition
+from ps_server.replication.departure_machine import Departure, Step
+from scheduler.machine.cluster import Decision
+from scheduler.machine.state import RangesLost, Transition
 from tests.sim.calamities import Calamities, Plan
 from tests.sim.replicated import LEASE_S, ReplicatedServer
 from tests.sim.scheduled import SCHEDULER

@@ -7,7 +7,7 @@ from tests.sim.mutation import Mutant
 _DEPARTURES = ("departures",)
 _LOGS = ("departures-logs",)
 _RESTORES = ("departures-restores",)
-_SCHEDULER = "scheduler/departures.py"
+_SCHEDULER = "scheduler/machine/departures.py"
 
 DEPARTURE_MUTANTS = (
     Mutant(
@@ -21,7 +21,7 @@ DEPARTURE_MUTANTS = (
     Mutant(
         "of two that are told to stop both may leave",
         "S8",
-        "scheduler/configurations.py",
+        "scheduler/machine/configurations.py",
         "            and sure.isdisjoint(r.in_sync)",
         "            and len(r.in_sync) < 2",
         _DEPARTURES,
@@ -29,7 +29,7 @@ DEPARTURE_MUTANTS = (
     Mutant(
         "who is being brought up to date has all of a range",
         "S8",
-        "scheduler/configurations.py",
+        "scheduler/machine/configurations.py",
         "            and sure.isdisjoint(r.in_sync)",
         "            and sure.isdisjoint(r.holders)",
         _DEPARTURES,
@@ -53,7 +53,7 @@ DEPARTURE_MUTANTS = (
     Mutant(
         "an update log has what was taken over a moment ago",
         "S8",
-        "scheduler/configurations.py",
+        "scheduler/machine/configurations.py",
         "                and r.range_id not in self._state.failed_over\n",
         "",
         _LOGS,
@@ -61,7 +61,7 @@ DEPARTURE_MUTANTS = (
     Mutant(
         "who may be dead takes over what an update log has",
         "S8",
-        "scheduler/configurations.py",
+        "scheduler/machine/configurations.py",
         "                and living.isdisjoint(r.in_sync)\n",
         "",
         _LOGS,
@@ -69,7 +69,7 @@ DEPARTURE_MUTANTS = (
     Mutant(
         "who was told to stop does not wait",
         "S8",
-        "ps_server/departure_machine.py",
+        "ps_server/replication/departure_machine.py",
         "            self.awaited = error.message\n            return Step.STAYS",
         "            self.awaited = error.message\n            return Step.LEAVES",
         _DEPARTURES,
@@ -77,7 +77,7 @@ DEPARTURE_MUTANTS = (
     Mutant(
         "who was told to stop waits for a scheduler that is not there",
         "S8",
-        "ps_server/departure_machine.py",
+        "ps_server/replication/departure_machine.py",
         "        if isinstance(error, Recovering) and error.retry_after_ms:",
         "        if isinstance(error, Recovering):",
         _DEPARTURES,

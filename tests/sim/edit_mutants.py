@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.sim.mutation import Mutant
 
-_FORMING = "ps_server/forming.py"
-_GATE = "ps_server/update_gate.py"
-_ARRAYS = "ps_server/optimizer_arrays.py"
+_FORMING = "ps_server/ranges/forming.py"
+_GATE = "ps_server/ranges/update_gate.py"
+_ARRAYS = "ps_server/values/optimizer_arrays.py"
 _STEPS = ("steps",)
 
 EDIT_MUTANTS = (
@@ -29,7 +29,7 @@ EDIT_MUTANTS = (
     Mutant(
         "one worker's edit is taken where no step is all workers'",
         "S16",
-        "ps_server/range_state.py",
+        "ps_server/ranges/range_state.py",
         "return is_shared or (len(self.ranks) == 1 and setting.mode is not Mode.BSP)",
         "return True",
         (*_STEPS, "changes"),
@@ -93,7 +93,7 @@ EDIT_MUTANTS = (
     Mutant(
         "a backup takes laid state for values",
         "S16",
-        "ps_server/shards.py",
+        "ps_server/lane/shards.py",
         "self.assigning(Assign(record, tuple(values.parts.items())))",
         'self.assigning(Assign(record._replace(array=""), tuple(values.parts.items())))',
         ("failover",),

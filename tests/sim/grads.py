@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ps_server.contributions import Contribution
+from ps_server.values.contributions import Contribution
 
 EDIT = 100
 """The revision of what an edit changes a block's values to; one more, where one worker means

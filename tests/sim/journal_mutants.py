@@ -61,7 +61,7 @@ JOURNAL_MUTANTS = (
     Mutant(
         "restored members are not found silent",
         "S18",
-        "scheduler/membership.py",
+        "scheduler/machine/membership.py",
         "self._detector.expect(node.node_id, now_s, is_silent=is_silent)",
         "self._detector.expect(node.node_id, now_s, is_silent=True)",
         _STARTS,
@@ -77,7 +77,7 @@ JOURNAL_MUTANTS = (
     Mutant(
         "what is decided is withdrawn when the scheduler starts",
         "S18",
-        "scheduler/changes.py",
+        "scheduler/machine/changes.py",
         "if table.proposed is not None and not table.proposed.is_decided  # CH-2",
         "if table.proposed is not None  # CH-2",
         _STARTS,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _LOGS = ("logs",)
-_LOG = "ps_server/range_log.py"
-_SEGMENTS = "ps_server/log_segments.py"
-_LOGGED = "ps_server/logged_ranges.py"
-_REPLICATION = "ps_server/replication.py"
-_CONFIGURATIONS = "scheduler/configurations.py"
-_MEMBERSHIP = "scheduler/membership.py"
-_CLUSTER = "scheduler/cluster.py"
+_LOG = "ps_server/replication/replication_log.py"
+_SEGMENTS = "ps_server/update_log/segments.py"
+_LOGGED = "ps_server/update_log/logged_ranges.py"
+_REPLICATION = "ps_server/replication/range_roles.py"
+_CONFIGURATIONS = "scheduler/machine/configurations.py"
+_MEMBERSHIP = "scheduler/machine/membership.py"
+_CLUSTER = "scheduler/machine/cluster.py"
 
 LOG_MUTANTS = (
     Mutant(

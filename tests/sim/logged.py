@@ -10,17 +10,17 @@ from typing import NamedTuple
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.tables import Table
 from ps_core.work import Work, at_once
-from ps_server.log_segments import LogSegments
-from ps_server.logged_ranges import LoggedRanges
-from ps_server.output_commit import Deed, OutputCommit
-from ps_server.part_copy import PartCopy, fresh_copy
-from ps_server.peer_pacing import PeerPacing
-from ps_server.range_log import RangeLog
-from ps_server.replica import Replica
-from ps_server.replication import Replication
-from ps_server.replication_messages import Batch, Snapshot
-from ps_server.update_log_frames import FrameKind
-from scheduler.cluster_state import UpdateLogClaim
+from ps_server.ranges.range_copy import PartCopy, fresh_copy
+from ps_server.replication.backup import Replica
+from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.output_commit import Deed, OutputCommit
+from ps_server.replication.peer_pacing import PeerPacing
+from ps_server.replication.range_roles import Replication
+from ps_server.replication.replication_log import RangeLog
+from ps_server.update_log.format import FrameKind
+from ps_server.update_log.logged_ranges import LoggedRanges
+from ps_server.update_log.segments import LogSegments
+from scheduler.machine.state import UpdateLogClaim
 from tests.sim.replicated import LEASE_S, Place, ReplicatedServer, _shows
 from tests.sim.truth import Settings
 from tests.sim.world import World

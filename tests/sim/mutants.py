@@ -19,23 +19,23 @@ from tests.sim.work_mutants import WORK_MUTANTS
 _STEPS = ("steps", "changes")
 _FAILOVER = ("failover",)
 _TRAINED = ("changes", "crashes", "newcomers")
-_CHECKPOINTS = "scheduler/checkpoints.py"
+_CHECKPOINTS = "scheduler/machine/checkpoints.py"
 _LEDGER = "ps_core/ledger.py"
-_WINDOW = "ps_worker/push_window.py"
-_GATE = "ps_server/update_gate.py"
-_RULES = "ps_server/entry_rules.py"
+_WINDOW = "ps_worker/window/push_window.py"
+_GATE = "ps_server/ranges/update_gate.py"
+_RULES = "ps_server/ranges/entry_rules.py"
 _DISAGREEMENTS = ("disagreements",)
 _LANES = ("lanes",)
-_READS = "ps_server/read_gate.py"
-_SCHEDULE = "ps_server/schedule.py"
-_RANGE = "ps_server/range_machine.py"
-_SERVER = "ps_server/server_machine.py"
+_READS = "ps_server/ranges/read_gate.py"
+_SCHEDULE = "ps_server/ranges/schedule.py"
+_RANGE = "ps_server/ranges/range_machine.py"
+_SERVER = "ps_server/ranges/server_machine.py"
 
 _ONE_TABLE = (
     Mutant(
         "a mean divides by those who skipped too",
         "S1",
-        "ps_server/events.py",
+        "ps_server/ranges/events.py",
         "return sum(not contributor.skip for contributor in self.contributors)",
         "return len(self.contributors)",
         _STEPS,
@@ -43,7 +43,7 @@ _ONE_TABLE = (
     Mutant(
         "a worker's own scale is lost",
         "S1",
-        "ps_server/records.py",
+        "ps_server/ranges/records.py",
         "step.clock, terms.contribution_scale",
         "step.clock, 1.0",
         _STEPS,
@@ -51,7 +51,7 @@ _ONE_TABLE = (
     Mutant(
         "a tensor without a gradient takes a step",
         "S1",
-        "ps_server/optimizers.py",
+        "ps_server/values/optimizers.py",
         "here = np.ones(len(steps), dtype=np.bool_) if present is None else present",
         "here = np.ones(len(steps), dtype=np.bool_)",
         _STEPS,
@@ -59,7 +59,7 @@ _ONE_TABLE = (
     Mutant(
         "a gradient is corrected for what its worker had seen",
         "S1",
-        "ps_server/delay.py",
+        "ps_server/values/delay_compensation.py",
         "torch.sub(head(state.values, length), head(kept, length), out=change)",
         "torch.sub(head(kept, length), head(state.values, length), out=change)",
         _STEPS,
@@ -67,7 +67,7 @@ _ONE_TABLE = (
     Mutant(
         "what is lent is not copied before its slot is given back",
         "S3",
-        "ps_server/shard_store.py",
+        "ps_server/values/shard_store.py",
         "is_owned = is_shared or dtype is not self._dtype or not view.readonly",
         "is_owned = dtype is not self._dtype or not view.readonly",
         _STEPS,
@@ -91,7 +91,7 @@ _ONE_TABLE = (
     Mutant(
         "an empty sum is none",
         "S12",
-        "ps_server/forming.py",
+        "ps_server/ranges/forming.py",
         "if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:",
         "if record.blocks:",
         _STEPS,
@@ -99,7 +99,7 @@ _ONE_TABLE = (
     Mutant(
         "no sum is kept",
         "S12",
-        "ps_server/sums.py",
+        "ps_server/values/sums.py",
         "for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:",
         "for old in [kept for kept in self._sums if kept]:",
         _STEPS,
@@ -131,7 +131,7 @@ _ONE_TABLE = (
     Mutant(
         "a clock is left out on one table alone",
         "S7",
-        "ps_worker/steps.py",
+        "ps_worker/steps/steps.py",
         "    return (count,) * len(missed_counts)",
         "    return tuple(max(count, missed) for missed in missed_counts)",
         ("changes", "failover"),
@@ -139,7 +139,7 @@ _ONE_TABLE = (
     Mutant(
         "room goes to who came first",
         "S3",
-        "ps_server/room.py",
+        "ps_server/ranges/memory.py",
         "for other in sorted((s for s in self._staged if s > step), reverse=True):",
         "for other in ():",
         _STEPS,
@@ -180,7 +180,7 @@ _ONE_TABLE = (
     Mutant(
         "an update is scaled by what one range told",
         "S4",
-        "ps_server/update_scales.py",
+        "ps_server/ranges/update_scales.py",
         "        found[clock] = squares\n",
         "        found[clock] = squares[:1]\n",
         _STEPS,
@@ -245,7 +245,7 @@ _ONE_TABLE = (
     Mutant(
         "a change is after what one server reached",
         "S6",
-        "scheduler/changes.py",
+        "scheduler/machine/changes.py",
         "after_clock = max(proposal.clocks.values(), default=clock)",
         "after_clock = clock",
         ("changes", "newcomers"),
@@ -253,7 +253,7 @@ _ONE_TABLE = (
     Mutant(
         "a change is committed before all have promised",
         "S6",
-        "scheduler/changes.py",
+        "scheduler/machine/changes.py",
         "        if proposal.missing or change.checkpoint:",
         "        if change.checkpoint:",
         ("changes", "newcomers"),
@@ -293,7 +293,7 @@ _ONE_TABLE = (
     Mutant(
         "a checkpoint is cut after the lowest clock that servers hold",
         "S10",
-        "scheduler/changes.py",
+        "scheduler/machine/changes.py",
         "return None if proposal.missing else max(proposal.clocks.values(), default=0)",
         "return None if proposal.missing else min(proposal.clocks.values(), default=0)",
         _TRAINED,
@@ -365,7 +365,7 @@ _ONE_TABLE = (
     Mutant(
         "who was too late is told that it took part",
         "S7",
-        "ps_server/forming.py",
+        "ps_server/ranges/forming.py",
         "Ending(Outcome.DISCARDED, past, squares",
         "Ending(Outcome.APPLIED, past, squares",
         _STEPS,
@@ -373,7 +373,7 @@ _ONE_TABLE = (
     Mutant(
         "one more is left behind than may be",
         "S7",
-        "ps_server/forming.py",
+        "ps_server/ranges/forming.py",
         "ready_count < len(members) - setting.backup_workers:",
         "ready_count < len(members) - setting.backup_workers - 1:",
         _STEPS,

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ps_core.keys import NodeId
-from ps_server.peer_queues import PeerQueue
-from ps_server.replication_messages import Batch, Snapshot
+from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.peer_queues import PeerQueue
 from tests.sim.world import NEVER_S, Link, World
 
 if TYPE_CHECKING:

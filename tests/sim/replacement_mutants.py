@@ -7,15 +7,15 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _REPLACEMENTS = ("replacements",)
-_GATE = "ps_server/update_gate.py"
-_COPY = "ps_server/part_copy.py"
-_STATE = "ps_server/range_state.py"
+_GATE = "ps_server/ranges/update_gate.py"
+_COPY = "ps_server/ranges/range_copy.py"
+_STATE = "ps_server/ranges/range_state.py"
 
 REPLACEMENT_MUTANTS = (
     Mutant(
         "who comes with an identity leaves the one before a member",
         "S6",
-        "scheduler/membership.py",
+        "scheduler/machine/membership.py",
         "        if predecessor is None or not predecessor.state.is_member:\n",
         "        if True:\n",
         _REPLACEMENTS,
@@ -23,7 +23,7 @@ REPLACEMENT_MUTANTS = (
     Mutant(
         "an identity is one in all runs",
         "S19",
-        "scheduler/cluster_state.py",
+        "scheduler/machine/state.py",
         "        for rank, node in self.workers_by_rank(request.run).items():\n",
         "        for rank, node in ((n.rank, n) for n in self.nodes_of(Role.WORKER)):\n",
         ("runs",),
@@ -63,7 +63,7 @@ REPLACEMENT_MUTANTS = (
     Mutant(
         "what a carried seal skips is forgotten by its worker",
         "S4",
-        "ps_worker/push_window.py",
+        "ps_worker/window/push_window.py",
         "is_skipped = step.skipped or (entries[0].carrier is not None and bool(step.invalid))",
         "is_skipped = step.skipped",
         ("replacements", "failover"),
@@ -79,7 +79,7 @@ REPLACEMENT_MUTANTS = (
     Mutant(
         "what a seal came with is forgotten when its worker has seen it",
         "S4",
-        "ps_server/range_machine.py",
+        "ps_server/ranges/range_machine.py",
         "        self._gate.recall_carrier(worker, step, event)\n",
         "",
         _REPLACEMENTS,
@@ -87,7 +87,7 @@ REPLACEMENT_MUTANTS = (
     Mutant(
         "who is late for an update of nothing clipped is told nothing",
         "S7",
-        "ps_server/update_scales.py",
+        "ps_server/ranges/update_scales.py",
         "        return (0.0,) * len(self._state.blocks)\n",
         "        return ()\n",
         ("steps", "newcomers", "replacements"),

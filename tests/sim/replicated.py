@@ -13,8 +13,7 @@ from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
 from ps_core.work import Work, at_once
-from ps_server.changes import Assigned, Change, Kept, Put
-from ps_server.events import (
+from ps_server.ranges.events import (
     AnswerPull,
     Apply,
     Effect,
@@ -25,15 +24,16 @@ from ps_server.events import (
     RefusePull,
     ReplyTo,
 )
-from ps_server.output_commit import Deed, OutputCommit
-from ps_server.part_copy import PartCopy, fresh_copy
-from ps_server.peer_pacing import BEATS_A_LEASE, PeerPacing
-from ps_server.peer_queues import PeerQueues
-from ps_server.replication import Replication
-from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
-from ps_server.schedule import CutId
-from ps_server.server_machine import Doubt, Promise
-from ps_server.store_copy import StoreCopy
+from ps_server.ranges.range_copy import PartCopy, fresh_copy
+from ps_server.ranges.schedule import CutId
+from ps_server.ranges.server_machine import Doubt, Promise
+from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
+from ps_server.replication.output_commit import Deed, OutputCommit
+from ps_server.replication.peer_pacing import BEATS_A_LEASE, PeerPacing
+from ps_server.replication.peer_queues import PeerQueues
+from ps_server.replication.range_roles import Replication
+from ps_server.values.mutations import Assigned, Change, Kept, Put
+from ps_server.values.store_copy import StoreCopy
 from tests.sim.arithmetic import Numbers, Sum
 from tests.sim.grads import Grad
 from tests.sim.peer_streams import PIECES, Greeting, Piece, SimLink, Stream, Welcome
@@ -344,7 +344,7 @@ class ReplicatedServer(SimServer):
         return self.world.now_s - self.heard_s > LEASE_S
 
     def _look_alone(self) -> None:
-        """As `ps_server.change_doubts`."""
+        """As `ps_server.service.change_doubts`."""
         if self.is_dead or not self.is_alone:
             return
         for table in self._tables():  # what lies beyond a cut's clock goes on: it may fail

@@ -8,15 +8,15 @@ from tests.sim.mutation import Mutant
 
 _FAILOVER = ("failover",)
 _AWAY = ("away",)
-_SCHEDULE = "ps_server/schedule.py"
-_SERVER = "ps_server/server_machine.py"
-_LOG = "ps_server/range_log.py"
-_REPLICA = "ps_server/replica.py"
-_PRIMARY = "ps_server/primary.py"
-_REPLICATION = "ps_server/replication.py"
-_OUTPUT = "ps_server/output_commit.py"
-_COPY = "ps_server/part_copy.py"
-_CONFIGURATIONS = "scheduler/configurations.py"
+_SCHEDULE = "ps_server/ranges/schedule.py"
+_SERVER = "ps_server/ranges/server_machine.py"
+_LOG = "ps_server/replication/replication_log.py"
+_REPLICA = "ps_server/replication/backup.py"
+_PRIMARY = "ps_server/replication/primary.py"
+_REPLICATION = "ps_server/replication/range_roles.py"
+_OUTPUT = "ps_server/replication/output_commit.py"
+_COPY = "ps_server/ranges/range_copy.py"
+_CONFIGURATIONS = "scheduler/machine/configurations.py"
 
 REPLICATION_MUTANTS = (
     Mutant(
@@ -46,7 +46,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "a deadline withdraws what is decided",
         "S6",
-        "scheduler/changes.py",
+        "scheduler/machine/changes.py",
         "            if change.is_decided:  # CH-2",
         "            if False:",
         _AWAY,
@@ -54,7 +54,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "a failover withdraws what is decided",
         "S6",
-        "scheduler/changes.py",
+        "scheduler/machine/changes.py",
         "            and not (table.proposed is not None and table.proposed.is_decided)  # CH-2",
         "",
         _AWAY,
@@ -79,7 +79,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "a server with other kernels is admitted",
         "S8",
-        "scheduler/admission.py",
+        "scheduler/machine/admission.py",
         "        if request.kernel_fingerprint != theirs:",
         "        if False:",
         _FAILOVER,
@@ -87,7 +87,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "optimizer state does not move",
         "S9",
-        "ps_server/store_copy.py",
+        "ps_server/values/store_copy.py",
         "    slots = dict(copy.slots)\n    state.slots = {",
         "    slots: dict[str, bytes] = {}\n    state.slots = {",
         _FAILOVER,
@@ -95,7 +95,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "a running mean is its primary's alone",
         "S8",
-        "ps_server/sums.py",
+        "ps_server/values/sums.py",
         "return SentTotal(tuple(blocks), self.is_reduced, tuple(means))",
         "return SentTotal(tuple(blocks), self.is_reduced)",
         _FAILOVER,
@@ -103,7 +103,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "sums that a table keeps do not move",
         "S12",
-        "ps_server/shard_store.py",
+        "ps_server/values/shard_store.py",
         "self._sums.restore({each.clock: total for each, total in sums if not each.waits})",
         "self._sums.restore({})",
         _FAILOVER,
@@ -418,7 +418,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "what a backup could not take is not sent again",
         "S8",
-        "ps_server/peer_pacing.py",
+        "ps_server/replication/peer_pacing.py",
         "            if is_late and key[0] in idle:",
         "            if False:",
         ("tables", "failover"),

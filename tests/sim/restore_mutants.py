@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _RESTORES = ("restores",)
-_CLUSTER = "scheduler/cluster.py"
-_RANGES = "ps_server/restored_ranges.py"
+_CLUSTER = "scheduler/machine/cluster.py"
+_RANGES = "ps_server/checkpoint/restored_ranges.py"
 
 RESTORE_MUTANTS = (
     Mutant(
         "a server takes a caller of an older timeline",
         "S10",
-        "ps_server/sessions.py",
+        "ps_server/service/sessions.py",
         "if session not in self._known:",
         "if session.timeline == self._own.timeline and session not in self._known:",
         _RESTORES,
@@ -20,7 +20,7 @@ RESTORE_MUTANTS = (
     Mutant(
         "who is of an older timeline has a wrong token",
         "S10",
-        "ps_server/sessions.py",
+        "ps_server/service/sessions.py",
         "if session.timeline != self._own.timeline:",
         "if False:",
         _RESTORES,
@@ -28,7 +28,7 @@ RESTORE_MUTANTS = (
     Mutant(
         "servers of an older timeline are taken for another cluster's",
         "S10",
-        "scheduler/membership.py",
+        "scheduler/machine/membership.py",
         "if session.timeline in ours.replaced_timelines:",
         "if False:",
         _RESTORES,
@@ -36,7 +36,7 @@ RESTORE_MUTANTS = (
     Mutant(
         "a scheduler takes a caller of an older timeline",
         "S10",
-        "scheduler/membership.py",
+        "scheduler/machine/membership.py",
         "        self._check_genuine(session)\n        if session.role is Role.OPERATOR:",
         "        if session.role is Role.OPERATOR:",
         _RESTORES,
@@ -60,7 +60,7 @@ RESTORE_MUTANTS = (
     Mutant(
         "who backed up a range before it was restored counts as having it",
         "S10",
-        "ps_server/range_log.py",
+        "ps_server/replication/replication_log.py",
         "        self.number += 1\n        self._anew = self.number\n",
         "",
         _RESTORES,
@@ -68,7 +68,7 @@ RESTORE_MUTANTS = (
     Mutant(
         "a restored range waits for servers that wait for it",
         "S10",
-        "ps_server/primary.py",
+        "ps_server/replication/primary.py",
         "is_done = self.log.is_settled or self.log.is_short",
         "is_done = self.log.is_settled",
         _RESTORES,
@@ -76,7 +76,7 @@ RESTORE_MUTANTS = (
     Mutant(
         "who joins a restored model puts its tables at one clock",
         "S10",
-        "ps_worker/steps.py",
+        "ps_worker/steps/steps.py",
         "taken = [clock - first for clock, first in zip(clocks, first_clocks, strict=True)]",
         "taken = list(clocks)",
         _RESTORES,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _RUNS = ("runs",)
-_SERVER = "ps_server/server_machine.py"
-_CHANGES = "scheduler/changes.py"
+_SERVER = "ps_server/ranges/server_machine.py"
+_CHANGES = "scheduler/machine/changes.py"
 
 RUN_SEPARATION_MUTANTS = (
     Mutant(
@@ -46,7 +46,7 @@ RUN_SEPARATION_MUTANTS = (
     Mutant(
         "names of tables are the cluster's",
         "S19",
-        "scheduler/tables.py",
+        "scheduler/machine/tables.py",
         "existing = self._state.tables.get((run, spec.name))",
         "existing = {name: t for (_, name), t in self._state.tables.items()}.get(spec.name)",
         _RUNS,
@@ -62,7 +62,7 @@ RUN_SEPARATION_MUTANTS = (
     Mutant(
         "a checkpoint holds the tables of other runs",
         "S19",
-        "scheduler/checkpoints.py",
+        "scheduler/machine/checkpoints.py",
         "        for table in state.tables_of(UNNAMED):\n            transitions",
         "        for table in list(state.tables.values()):\n            transitions",
         _RUNS,
@@ -70,7 +70,7 @@ RUN_SEPARATION_MUTANTS = (
     Mutant(
         "an operator ends the workers of all runs",
         "S19",
-        "scheduler/membership.py",
+        "scheduler/machine/membership.py",
         "        for node in self._state.workers_of(name):\n            self._may_return",
         "        for node in self._state.nodes_of(Role.WORKER):\n            self._may_return",
         _RUNS,
@@ -78,7 +78,7 @@ RUN_SEPARATION_MUTANTS = (
     Mutant(
         "what was decided of a table is done when it is removed",
         "S19",
-        "ps_server/replication.py",
+        "ps_server/replication/range_roles.py",
         "primary.log.take_out(lambda held: table_of(held) in table_ids)",
         "primary.log.take_out(lambda held: False)",
         _RUNS,
@@ -86,7 +86,7 @@ RUN_SEPARATION_MUTANTS = (
     Mutant(
         "a copy of a range brings a removed table back",
         "S19",
-        "ps_server/replication.py",
+        "ps_server/replication/range_roles.py",
         "        gone = {table_id for table_id in snapshot.copies if self._is_removed(table_id)}\n",
         "        gone = set()\n",
         _RUNS,

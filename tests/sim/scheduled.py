@@ -15,9 +15,9 @@ from ps_core.cluster_view import Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables import Table
-from scheduler.changes import Wish
-from scheduler.cluster import Decision
-from scheduler.cluster_state import (
+from scheduler.machine.changes import Wish
+from scheduler.machine.cluster import Decision
+from scheduler.machine.state import (
     ChangeCommitted,
     ChangeDecided,
     ChangeProposed,

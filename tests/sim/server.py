@@ -14,8 +14,7 @@ from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import OptimizerKind, Table
 from ps_core.work import Work
-from ps_server.changes import Assigned, Dropped, Kept, Put
-from ps_server.events import (
+from ps_server.ranges.events import (
     AnswerPull,
     Apply,
     Assign,
@@ -32,9 +31,10 @@ from ps_server.events import (
     ReplyTo,
     SealEvent,
 )
-from ps_server.output_commit import Deed
-from ps_server.schedule import CutId
-from ps_server.server_machine import Promise, ServerMachine
+from ps_server.ranges.schedule import CutId
+from ps_server.ranges.server_machine import Promise, ServerMachine
+from ps_server.replication.output_commit import Deed
+from ps_server.values.mutations import Assigned, Dropped, Kept, Put
 from tests.sim.arithmetic import Numbers, Reading
 from tests.sim.edits import item_of
 from tests.sim.grads import Arrived, Grad
@@ -219,7 +219,7 @@ class SimServer:
         is_invalid = worker.ledger.outcome(carrier) is Outcome.INVALID
         self.world.counts["seals of what was invalid elsewhere"] += is_invalid and not is_known
 
-    # --- effects, as `ps_server.node` carries them out, with lists for tensors
+    # --- effects, as `ps_server.service.node` carries them out, with lists for tensors
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
         """Do what the machine wants done."""

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 from ps_core.change import ChangeOutcome, Settled
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_server.part_copy import Facts, facts_of
-from ps_server.server_machine import Promise
+from ps_server.ranges.range_copy import Facts, facts_of
+from ps_server.ranges.server_machine import Promise
 
 if TYPE_CHECKING:
     from tests.sim.replicated import ReplicatedServer

@@ -11,8 +11,8 @@ import pytest
 from ps_core.cluster_view import ClusterView, Node
 from ps_core.collective import Host, Round, Share, joined_after
 from ps_core.keys import Incarnation
-from ps_server.collectives import Collectives
-from ps_worker.collective_rounds import Entering, Rounds
+from ps_server.ranges.collectives import Collectives
+from ps_worker.collectives.rounds import Entering, Rounds
 from tests.sim.collective_world import Violation, World
 
 MUTANT_SEEDS = 120

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import Incarnation, TableId
-from scheduler.checkpoints import CHECKPOINTS_FEATURE
-from scheduler.cluster_state import NodeSilent, Registration, Transition, WorkerGone
+from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
+from scheduler.machine.state import NodeSilent, Registration, Transition, WorkerGone
 from tests.sim.actors import SimWorker
 from tests.sim.arithmetic import may_be_read_last
 from tests.sim.grads import Grad
@@ -100,7 +100,7 @@ class CrashSimulation(ScheduledSimulation):
 
     def _may_come(self, rank: int) -> bool:
         """A successor of rank 0 would have to give what values are missing; with AGGREGATE the
-        parameters are the workers', and nobody joins (`ps_worker.succession`).
+        parameters are the workers', and nobody joins (`ps_worker.training.joining`).
         """
         if not all(may_be_read_last(table) for table in self.layout.tables):
             return False

@@ -13,11 +13,11 @@ from ps_core.cluster_view import ClusterView, NodeState
 from ps_core.errors import Draining
 from ps_core.keys import NodeId, RangeId
 from ps_core.work import Work
-from ps_server.events import AnswerPull, EntryEvent, Fold, PullEvent, RefusePull
 from ps_server.fail_stop import FailStop, carries_out, decides
-from ps_server.output_commit import Deed
-from ps_server.replication_messages import Ack, Batch
-from scheduler.cluster_state import RangesFailedOver, Transition
+from ps_server.ranges.events import AnswerPull, EntryEvent, Fold, PullEvent, RefusePull
+from ps_server.replication.messages import Ack, Batch
+from ps_server.replication.output_commit import Deed
+from scheduler.machine.state import RangesFailedOver, Transition
 from tests.sim.calamities import STRIKES, Calamities, Plan
 from tests.sim.peer_streams import Stream
 from tests.sim.replicated import Place, ReplicatedServer

@@ -14,9 +14,9 @@ import pytest
 from ps_core.cluster_view import BackupWish, ClusterView, Role, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, NodeId, RangeId
-from ps_server.part_copy import PartCopy, WorkerFacts, copy_of
-from scheduler.cluster import Decision
-from scheduler.cluster_state import (
+from ps_server.ranges.range_copy import PartCopy, WorkerFacts, copy_of
+from scheduler.machine.cluster import Decision
+from scheduler.machine.state import (
     BackupsSet,
     ClusterSettings,
     NodeSilent,

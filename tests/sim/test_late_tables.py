@@ -14,8 +14,8 @@ import pytest
 
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import Table
-from ps_server.events import AnswerPull, EntryEvent, PullEvent, RefusePull
-from scheduler.cluster import Created
+from ps_server.ranges.events import AnswerPull, EntryEvent, PullEvent, RefusePull
+from scheduler.machine.cluster import Created
 from tests.sim.actors import Layout, SimWorker, Waits
 from tests.sim.replicated import Place, ReplicatedServer
 from tests.sim.test_failover import FailoverSimulation

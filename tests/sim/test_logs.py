@@ -11,7 +11,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import Recovering
 from ps_core.keys import NodeId
-from scheduler.cluster_state import Registration, UpdateLogClaim
+from scheduler.machine.state import Registration, UpdateLogClaim
 from tests.sim.calamities import Plan
 from tests.sim.logged import LoggedServer, SimLog, fresh_part
 from tests.sim.replicated import Place, ReplicatedServer

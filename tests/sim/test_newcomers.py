@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from ps_core.cluster_view import Session
-from scheduler.cluster_state import ChangeCommitted, Transition
+from scheduler.machine.state import ChangeCommitted, Transition
 from tests.sim.actors import SimWorker
 from tests.sim.scheduled import LOOK_S
 from tests.sim.test_crashes import CrashSimulation

@@ -28,9 +28,9 @@ from ps_core.consistency import StalePolicy
 from ps_core.errors import Fenced, PushpullError
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import OptimizerKind, Table, TableSpec
-from ps_server.sessions import Sessions
-from scheduler.cluster import Cluster, Decision
-from scheduler.cluster_state import ClusterSettings, Registration, Transition
+from ps_server.service.sessions import Sessions
+from scheduler.machine.cluster import Cluster, Decision
+from scheduler.machine.state import ClusterSettings, Registration, Transition
 from tests.sim.actors import SimWorker
 from tests.sim.calamities import Calamities, Plan
 from tests.sim.checkpointing import Checkpointer

@@ -19,9 +19,9 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import Session
-from scheduler.checkpoint_state import CheckpointMade
-from scheduler.cluster import Cluster, Decision
-from scheduler.cluster_state import Transition
+from scheduler.machine.checkpoint_state import CheckpointMade
+from scheduler.machine.cluster import Cluster, Decision
+from scheduler.machine.state import Transition
 from scheduler.store import records
 from scheduler.store.untold import Untold
 from tests.sim.test_replacements import ReplacementSimulation

@@ -25,11 +25,11 @@ from ps_core.errors import InvalidConfig, NotOwner, TableNotFound
 from ps_core.keys import Incarnation
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table, TableSpec
-from ps_server.events import ReplyTo, SealEvent, SealTerms, Sender
-from scheduler.checkpoint_state import CheckpointMade
-from scheduler.checkpoints import CHECKPOINTS_FEATURE
-from scheduler.cluster import Created, Decision
-from scheduler.cluster_state import (
+from ps_server.ranges.events import ReplyTo, SealEvent, SealTerms, Sender
+from scheduler.machine.checkpoint_state import CheckpointMade
+from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
+from scheduler.machine.cluster import Created, Decision
+from scheduler.machine.state import (
     ChangeCommitted,
     NodeLeft,
     Registration,

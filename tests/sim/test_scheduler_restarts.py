@@ -20,8 +20,8 @@ from typing import Any, ClassVar
 import pytest
 
 from ps_core.cluster_view import ClusterView, Role, Session
-from scheduler.cluster import Cluster, Decision
-from scheduler.cluster_state import NodeSilent, Registration, Transition
+from scheduler.machine.cluster import Cluster, Decision
+from scheduler.machine.state import NodeSilent, Registration, Transition
 from scheduler.store import records
 from scheduler.store.untold import Told, Untold
 from tests.sim.replicated import LEASE_S

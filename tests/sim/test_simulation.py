@@ -25,11 +25,11 @@ from ps_core.tables import (
     Table,
     TableSpec,
 )
-from ps_worker.push_entries import EntryKey
-from scheduler.checkpoints import CHECKPOINTS_FEATURE
-from scheduler.cluster import Cluster as SchedulerMachine
-from scheduler.cluster import Created
-from scheduler.cluster_state import ClusterSettings, Registration
+from ps_worker.window.push_entries import EntryKey
+from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
+from scheduler.machine.cluster import Cluster as SchedulerMachine
+from scheduler.machine.cluster import Created
+from scheduler.machine.state import ClusterSettings, Registration
 from tests.sim.actors import Layout, SimWorker, Waits
 from tests.sim.arithmetic import (
     may_be_read_last,

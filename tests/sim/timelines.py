@@ -21,14 +21,14 @@ from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import Fenced, ForeignCluster, NotOwner, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.work import Work
-from ps_runtime import wire
-from ps_server.events import AnswerPull, EntryEvent, PullEvent, RefusePull
-from ps_server.replication_messages import Ack, Grant
-from ps_server.restored_ranges import Key, RestoredRanges
-from ps_server.schedule import CutId
-from ps_server.sessions import Sessions
-from scheduler.checkpoint_state import CheckpointMade
-from scheduler.cluster_state import Restored, RestoredTable, Transition
+from ps_runtime.cluster import wire
+from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
+from ps_server.ranges.events import AnswerPull, EntryEvent, PullEvent, RefusePull
+from ps_server.ranges.schedule import CutId
+from ps_server.replication.messages import Ack, Grant
+from ps_server.service.sessions import Sessions
+from scheduler.machine.checkpoint_state import CheckpointMade
+from scheduler.machine.state import Restored, RestoredTable, Transition
 from tests.sim.arithmetic import BlockState
 from tests.sim.checkpointing import Captured, Checkpointer
 from tests.sim.grads import Grad
@@ -275,7 +275,7 @@ class TimelineServer(ReplicatedServer):
         if self._admits(self.callers.servers[sender], method) is None:
             super().hear(sender, message, stream)
 
-    # --- values that are restored, as in `ps_server.restored_values`
+    # --- values that are restored, as in `ps_server.checkpoint.restored_values`
 
     def _look(self) -> None:
         if not self.saved:

@@ -8,8 +8,8 @@ from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables import Table
-from ps_worker.push_entries import BlockPlace, SealTerms, StepEnded
-from ps_worker.steps import left_out, passed
+from ps_worker.steps.steps import left_out, passed
+from ps_worker.window.push_entries import BlockPlace, SealTerms, StepEnded
 from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
 from tests.sim.edits import Edit
@@ -80,9 +80,9 @@ def _leave_out(
 def _begin_where_the_others_are(
     worker: SimWorker, truth: Truth, clocks: dict[TableId, int]
 ) -> Waits:
-    """As `ps_worker.succession`: it joins each table, and puts them at one step, as they are for
-    the others, before it waits for anything. Else it could wait on one table for who waits for it
-    on another.
+    """As `ps_worker.training.joining`: it joins each table, and puts them at one step, as they are
+    for the others, before it waits for anything. Else it could wait on one table for who waits for
+    it on another.
     """
     tables = worker.layout.tables
     yield lambda: len(worker.joined_after()) == len(tables)

@@ -18,7 +18,7 @@ WORK_MUTANTS = (
     Mutant(
         "an event is decided in the middle of another's work",
         "S15",
-        "ps_server/work_queue.py",
+        "ps_server/service/work_queue.py",
         "        is_next = not self._jobs\n        self._jobs.append(_Job(work, on_end))",
         "        is_next = not self._is_running\n        self._jobs.appendleft(_Job(work, on_end))",
         ("steps", "failover"),
@@ -44,7 +44,7 @@ WORK_MUTANTS = (
     Mutant(
         "a push that came before its range is wrong",
         "S15",
-        "ps_server/server_machine.py",
+        "ps_server/ranges/server_machine.py",
         "isinstance(event, PushEvent | SealEvent) and isinstance(event.problem, Recovering)",
         "False",
         _SERVERS,

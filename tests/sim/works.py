@@ -2,7 +2,7 @@
 
 The queue is the real one; when there is no time to go on is drawn, from draws of their own: most
 seeds have no pause, or few. What comes in a pause is let in, waits or lets the work be done first,
-as in `ps_server.node` and who calls it.
+as in `ps_server.service.node` and who calls it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 from ps_core.work import Work
-from ps_server.work_queue import HasTime, OnEnd, WorkQueue, always
+from ps_server.service.work_queue import HasTime, OnEnd, WorkQueue, always
 from tests.sim.world import World
 
 FEW_STEPS = 2

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import ps_worker as ps
-from ps_worker.local_cluster import local_cluster
+from ps_worker.client.local_cluster import local_cluster
 
 NODE_CLIENT = Path(__file__).resolve().parents[2] / "clients" / "node"
 DEADLINE_S = 50.0

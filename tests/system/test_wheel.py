@@ -69,7 +69,6 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
     packages = {
-        "benchmarks",
         "ps_cli",
         "ps_core",
         "ps_runtime",

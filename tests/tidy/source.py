@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from ps_runtime.imported import spared
+from ps_runtime.system.import_gc import spared
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,6 @@ PYTHON_FOLDERS = (
     "protos",
     "tests",
     "examples",
-    "benchmarks",
     "docs",
     "deploy",
     "clients",

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,9 @@ import pushpull
 from docs import api, reference
 from ps_core import limits
 from ps_core.errors import CATALOGUE
-from ps_runtime.config import variable_name
-from ps_runtime.environment import VARIABLES
-from ps_runtime.errors import STATUS
+from ps_runtime.grpc.errors import STATUS
+from ps_runtime.settings.config import variable_name
+from ps_runtime.settings.environment import VARIABLES
 from pushpull.v1 import types_pb2
 from tests.tidy.source import PACKAGES, ROOT, files_under, python_sources
 
@@ -27,6 +28,14 @@ WRITTEN = (".md", ".yaml", ".yml", ".py", ".js", ".mjs", ".ts")
 VARIABLE = re.compile(r"\bPUSHPULL_[A-Z0-9_]*[A-Z0-9]\b")
 METRIC = re.compile(r"\bpushpull_(?:node|scheduler|server|worker)_[a-z_]*[a-z]\b")
 LINK = re.compile(r"\]\((?!https?://|#|mailto:)([^)#\s]+)(#[^)]*)?\)")
+
+MODULE = re.compile(
+    r"(?<![\w./-])(?:ps_cli|ps_core|ps_runtime|ps_server|ps_worker)(?:\.\w+)+(?![\w/])"
+)
+FILE = re.compile(
+    r"(?<![\w./-])(?:(?:ps_cli|ps_core|ps_runtime|ps_server|ps_worker|scheduler)/[\w/]+\.py|"
+    r"tests/[\w/]+\.py)\b"
+)
 
 SHOWN = re.compile(r"README\.md|docs/[A-Z_]+\.md|examples/|clients/.*\.md")
 """What a user reads."""
@@ -38,7 +47,7 @@ MADE_UP = re.compile(r"tests/(unit|tidy|integration)/|clients/")
 @cache
 def texts() -> dict[str, str]:
     """Every text that mentions names of ours, by its path."""
-    folders = (*PACKAGES, "tests", "docs", "examples", "benchmarks", "deploy", "clients")
+    folders = (*PACKAGES, "tests", "docs", "examples", "deploy", "clients")
     inside = [path for folder in folders for path in files_under(ROOT / folder, *WRITTEN)]
     top = [path for path in ROOT.iterdir() if path.suffix in WRITTEN or path.name == "Dockerfile"]
     return {
@@ -51,7 +60,11 @@ def texts() -> dict[str, str]:
 @cache
 def code() -> str:
     """All shipped code in one text, the registries themselves left out."""
-    registries = ("ps_runtime/environment.py", "ps_runtime/metrics.py", "ps_core/limits.py")
+    registries = (
+        "ps_runtime/settings/environment.py",
+        "ps_runtime/observe/metrics.py",
+        "ps_core/limits.py",
+    )
     shipped = (source for source in python_sources() if source.is_shipped)
     return "\n".join(source.text for source in shipped if source.path not in registries)
 
@@ -133,7 +146,7 @@ def test_every_metric_is_measured() -> None:
 @cache
 def watches() -> str:
     """The metrics' own file, where some are asked at each scrape."""
-    return (ROOT / "ps_runtime/metrics.py").read_text(encoding="utf-8")
+    return (ROOT / "ps_runtime/observe/metrics.py").read_text(encoding="utf-8")
 
 
 def test_errors_are_the_contracts_errors() -> None:
@@ -151,7 +164,7 @@ def test_every_limit_is_kept_somewhere() -> None:
 def pages() -> Iterator[Path]:
     """Every Markdown page of ours."""
     yield from ROOT.glob("*.md")
-    for folder in ("docs", "clients", "benchmarks", "deploy", "examples"):
+    for folder in ("docs", "clients", "deploy", "examples"):
         yield from files_under(ROOT / folder, ".md")
 
 
@@ -162,7 +175,46 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not dead
 
 
+@cache
+def modules() -> dict[str, bool]:
+    """Every module of ours by its dotted name, and whether it is a folder of others."""
+    return {source.module: source.path.endswith("__init__.py") for source in python_sources()}
+
+
+def is_there(dotted: str) -> bool:
+    """Whether a name is a module of ours, or is in one."""
+    parts = dotted.split(".")
+    known = [n for n in range(1, len(parts) + 1) if ".".join(parts[:n]) in modules()]
+    found, rest = known[-1], parts[known[-1] :]
+    owner = ".".join(parts[:found])
+    return not rest or not modules()[owner] or hasattr(import_module(owner), rest[0])
+
+
+def test_every_module_that_a_text_names_is_there() -> None:
+    unknown = {
+        (path, name)
+        for path, text in texts().items()
+        for name in MODULE.findall(text)
+        if not is_there(name) and path != "tests/tidy/test_documents.py"
+    }
+    assert not unknown
+
+
+def test_every_file_that_a_text_names_is_there() -> None:
+    unknown = {
+        (path, name)
+        for path, text in texts().items()
+        for name in FILE.findall(text)
+        if not (ROOT / name).exists() and not path.startswith("tests/tidy/")
+    }
+    assert not unknown
+
+
 def test_made_up_names_are_seen() -> None:
+    (gone,) = MODULE.findall("see `ps_server.nobody.knows`")
+    assert not is_there(gone)
+    assert is_there("ps_core.keys.KeyRange.of")
+    assert FILE.findall("in `ps_server/nobody.py`") == ["ps_server/nobody.py"]
     assert VARIABLE.findall("set PUSHPULL_NONSENSE=1") == ["PUSHPULL_NONSENSE"]
     assert METRIC.findall("sum(pushpull_server_nonsense_total)") == [
         "pushpull_server_nonsense_total"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.tidy.layers import EDGE_MODULES, PURE_MODULES
+from tests.tidy.layers import PURE_ROOMS
 from tests.tidy.rules import RULES
 from tests.tidy.source import parse, python_sources
 
@@ -15,9 +15,8 @@ def test_rule_holds_everywhere(name: str) -> None:
     assert not findings, "\n" + "\n".join(findings)
 
 
-def test_every_module_with_a_layer_exists() -> None:
-    existing = {source.module for source in python_sources()}
-    assert not (PURE_MODULES | EDGE_MODULES) - existing
+def test_every_pure_room_exists() -> None:
+    assert not PURE_ROOMS - {source.module for source in python_sources()}
 
 
 _LONG_FUNCTION = "def long() -> None:\n" + "    pass\n" * 70
@@ -27,18 +26,21 @@ BAD = [
     ("layers", "ps_core/keys.py", "import time"),
     ("layers", "ps_core/keys.py", "from random import random"),
     ("layers", "ps_core/keys.py", "import torch"),
-    ("layers", "ps_core/keys.py", "from ps_runtime.clock import now_s"),
-    ("layers", "ps_server/range_machine.py", "def f():\n    import asyncio"),
-    ("layers", "ps_server/range_machine.py", "from pushpull.v1 import types_pb2"),
-    ("layers", "ps_server/range_machine.py", "from ps_server import servicer"),
-    ("layers", "ps_server/range_machine.py", "from ps_server.servicer import ParameterServicer"),
-    ("layers", "ps_server/servicer.py", "from ps_server.__main__ import main"),
-    ("layers", "ps_server/servicer.py", "from ps_worker import connect"),
-    ("layers", "scheduler/servicer.py", "import torch.nn"),
-    ("layers", "ps_runtime/wire.py", "from scheduler.cluster import Cluster"),
-    ("layers", "ps_cli/up.py", "from scheduler import cluster"),
-    ("layers", "ps_cli/up.py", "from ps_worker.links import Link"),
-    ("layers", "ps_server/nobody_knows.py", "x = 1"),
+    ("layers", "ps_core/keys.py", "from ps_runtime.system.clock import now_s"),
+    ("layers", "ps_server/ranges/range_machine.py", "def f():\n    import asyncio"),
+    ("layers", "ps_server/ranges/range_machine.py", "from pushpull.v1 import types_pb2"),
+    ("layers", "ps_server/ranges/range_machine.py", "from ps_server.service import node"),
+    (
+        "layers",
+        "ps_server/ranges/range_machine.py",
+        "from ps_server.service.servicer import ParameterServicer",
+    ),
+    ("layers", "ps_server/service/servicer.py", "from ps_server.__main__ import main"),
+    ("layers", "ps_server/service/servicer.py", "from ps_worker import connect"),
+    ("layers", "scheduler/edge/servicer.py", "import torch.nn"),
+    ("layers", "ps_runtime/cluster/wire.py", "from scheduler.machine.cluster import Cluster"),
+    ("layers", "ps_cli/train/up.py", "from scheduler import cluster"),
+    ("layers", "ps_cli/train/up.py", "from ps_worker.transport.links import Link"),
     ("function_length", "ps_core/keys.py", _LONG_FUNCTION),
     ("file_length", "ps_core/keys.py", "x = 1\n" * 801),
     ("parameters", "ps_core/keys.py", _SEVEN),
@@ -63,23 +65,39 @@ BAD = [
     ("mocks", "tests/unit/test_keys.py", "from unittest import mock"),
     ("mocks", "tests/unit/test_keys.py", "monkeypatch.setattr(module, 'name', 1)"),
     ("pure_tests", "tests/unit/test_keys.py", "import subprocess"),
-    ("deadlines", "ps_worker/links.py", "async def f(stub):\n    await stub.RegisterNode(request)"),
+    (
+        "deadlines",
+        "ps_worker/transport/links.py",
+        "async def f(stub):\n    await stub.RegisterNode(request)",
+    ),
     ("invariants", "ps_core/keys.py", '"""Keys.\n\nKEY-1 holds."""\ncheck(False, "KEY-2", "no")'),
     ("invariants", "ps_core/keys.py", 'raise InvariantViolation("KEY-2", "no")'),
-    ("prints", "ps_server/servicer.py", "print('hello')"),
+    ("prints", "ps_server/service/servicer.py", "print('hello')"),
 ]
 
 GOOD = [
     ("layers", "ps_core/keys.py", "from random import Random\nimport math, numpy"),
-    ("layers", "ps_server/servicer.py", "import asyncio, grpc, time\nfrom ps_server import room"),
-    ("layers", "ps_cli/train.py", "import ps_worker as ps\nfrom ps_runtime import launcher"),
+    (
+        "layers",
+        "ps_server/service/servicer.py",
+        "import grpc, time\nfrom ps_server.ranges import memory",
+    ),
+    (
+        "layers",
+        "ps_cli/train/train.py",
+        "import ps_worker as ps\nfrom ps_runtime.launch import launcher",
+    ),
     ("names", "examples/digits_cnn.py", "for epoch in (): ..."),
     ("units", "ps_core/keys.py", "def wait(deadline_s: float): ..."),
     ("fixed_ports", "tests/integration/test_up.py", "listen = '127.0.0.1:0'"),
-    ("deadlines", "ps_worker/links.py", "call = stub.RegisterNode(request, timeout=deadline_s)"),
+    (
+        "deadlines",
+        "ps_worker/transport/links.py",
+        "call = stub.RegisterNode(request, timeout=deadline_s)",
+    ),
     ("invariants", "ps_core/keys.py", '"""KEY-1 holds."""\ncheck(True, "KEY-1", "yes")'),
     ("prints", "ps_cli/status.py", "print('hello')"),
-    ("prints", "ps_runtime/config.py", "def print_config(): print('hello')"),
+    ("prints", "ps_runtime/settings/config.py", "def print_config(): print('hello')"),
 ]
 
 

@@ -17,11 +17,9 @@ from google.protobuf import json_format
 
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, place_in
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
-from ps_runtime.checkpoint_directory import CheckpointDirectory
-from ps_runtime.checkpoint_reader import CheckpointReader
-from ps_runtime.disk import DISK, Disk
-from ps_runtime.part_file import StoredBlock
-from ps_runtime.part_writer import (
+from ps_runtime.checkpoint.directory import CheckpointDirectory
+from ps_runtime.checkpoint.part_file import StoredBlock
+from ps_runtime.checkpoint.part_writer import (
     PartWriter,
     PlannedTable,
     WorkerPart,
@@ -29,7 +27,9 @@ from ps_runtime.part_writer import (
     WrittenPart,
     write_worker_part,
 )
-from ps_runtime.wire import spec_to_proto
+from ps_runtime.checkpoint.reader import CheckpointReader
+from ps_runtime.cluster.wire import spec_to_proto
+from ps_runtime.system.disk import DISK, Disk
 
 CLUSTER_ID = "3fa9c1d27b60a5e4"
 BLOCK = 64

@@ -17,11 +17,8 @@ from ps_core.tables import (
     OptimizerSpec,
     TableSpec,
 )
-from scheduler.cluster import Cluster, Created, Parked
-from scheduler.cluster_state import (
-    ClusterSettings,
-    Registration,
-)
+from scheduler.machine.cluster import Cluster, Created, Parked
+from scheduler.machine.state import ClusterSettings, Registration
 from scheduler.store import records
 
 SETTINGS = ClusterSettings(

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import hpack
 import pytest
 
-from ps_runtime.http2 import frames as wire
-from ps_runtime.http2.bounds import Bounds
-from ps_runtime.http2.connection import Connection
-from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType
-from ps_runtime.http2.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol.bounds import Bounds
+from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType
+from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
 
 BOUNDS = Bounds(max_message_bytes=100_000, window_bytes=300_000, stream_count=4)
 REQUEST: Fields = (

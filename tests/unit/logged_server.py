@@ -16,16 +16,16 @@ from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Outcome
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.disk import DISK, Disk
-from ps_runtime.metrics import ServerMetrics
-from ps_server.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
-from ps_server.kept_log import KeptLog, read_log
-from ps_server.lanes import SharedLanes
-from ps_server.node import ParameterNode
-from ps_server.replicated_ranges import ReplicationSetting
-from ps_server.shards import Shards
-from ps_server.update_log import LogSetting, UpdateLog, Written
-from ps_server.update_log_directory import LogDirectory
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_runtime.system.disk import DISK, Disk
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.peers.node_replication import ReplicationSetting
+from ps_server.ranges.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
+from ps_server.service.node import ParameterNode
+from ps_server.update_log.directory import LogDirectory
+from ps_server.update_log.recovery import KeptLog, read_log
+from ps_server.update_log.writer import LogSetting, UpdateLog, Written
 
 MODEL = TableId(1)
 BLOCKS, LENGTH, RANGES = 3, 64, 2

@@ -19,7 +19,7 @@ from ps_core.tables import (
     Table,
     TableSpec,
 )
-from ps_server.events import (
+from ps_server.ranges.events import (
     AnswerPull,
     Apply,
     Assign,
@@ -37,8 +37,8 @@ from ps_server.events import (
     Sender,
     WithdrawEvent,
 )
-from ps_server.range_machine import RangeMachine
-from ps_server.room import Step
+from ps_server.ranges.memory import Step
+from ps_server.ranges.range_machine import RangeMachine
 
 PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
 

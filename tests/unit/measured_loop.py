@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from ps_runtime.background import switch_often
-from ps_runtime.collector import Collector
+from ps_runtime.system.background import switch_often
+from ps_runtime.system.collector import Collector
 
 
 class _Meter(selectors.DefaultSelector):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ps_runtime.disk import Disk, Payload
+from ps_runtime.system.disk import Disk, Payload
 
 
 @dataclass(frozen=True, slots=True)

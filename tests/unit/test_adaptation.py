@@ -14,7 +14,7 @@ from ps_core.consistency import Consistency, parsed
 from ps_core.keys import Incarnation, NodeId, TableId
 from ps_core.losses import NO_LOSSES, LossTotals
 from ps_core.tables import Table
-from scheduler.adaptation import (
+from scheduler.machine.adaptation import (
     FIRST_HOLD_COUNT,
     FORGOTTEN_COUNT,
     LEAST_CLOCK_COUNT,

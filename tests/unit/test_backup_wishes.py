@@ -11,7 +11,7 @@ import pytest
 from ps_core.cluster_view import BackupWish
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
-from ps_server.backup_wishes import BackupWishes
+from ps_server.service.backup_requests import BackupWishes
 
 WISHES = [BackupWish(RangeId(0), AssignmentEpoch(2), frozenset({NodeId(2)}))]
 

@@ -8,8 +8,8 @@ from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
 from ps_core.part_report import PartReport, ReportedTable
-from scheduler.checkpoint_state import CheckpointWritten
-from scheduler.cluster import Created
+from scheduler.machine.checkpoint_state import CheckpointWritten
+from scheduler.machine.cluster import Created
 from tests.unit.cluster_harness import Harness
 
 MODEL = TableId(1)

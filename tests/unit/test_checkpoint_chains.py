@@ -12,13 +12,13 @@ import pytest
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest
-from ps_runtime.checkpoint_compaction import compact
-from ps_runtime.checkpoint_directory import CheckpointDirectory
-from ps_runtime.checkpoint_reader import CheckpointReader, problems_of
-from ps_runtime.checkpoint_store import CheckpointStore, resolve
-from ps_runtime.disk import Disk, Payload
-from ps_runtime.part_file import StoredBlock
-from scheduler.checkpointing import write_manifest
+from ps_runtime.checkpoint.compaction import compact
+from ps_runtime.checkpoint.directory import CheckpointDirectory
+from ps_runtime.checkpoint.part_file import StoredBlock
+from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
+from ps_runtime.system.disk import Disk, Payload
+from scheduler.edge.checkpointing import write_manifest
 from tests.unit.checkpoint_files import (
     CLUSTER_ID,
     COUNTERS,

@@ -11,14 +11,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from ps_cli.checkpoint_import import _empty_store, _opened, _Source, _write, import_model
-from ps_cli.output import Output
+from ps_cli.checkpoint.import_weights import _empty_store, _opened, _Source, _write, import_model
+from ps_cli.console.output import Output
 from ps_core.errors import InvalidConfig, InvariantViolation
 from ps_core.keys import TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec, TensorSpec
-from ps_runtime.checkpoint_reader import CheckpointReader
-from ps_runtime.checkpoint_store import resolve
-from ps_runtime.restored_blocks import RestoredTables
+from ps_runtime.checkpoint.reader import CheckpointReader
+from ps_runtime.checkpoint.restored_blocks import RestoredTables
+from ps_runtime.checkpoint.store import resolve
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 
 BLOCK = 640

@@ -20,13 +20,13 @@ from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.part_report import PartReport
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
-from ps_runtime.disk import DISK, Disk
-from ps_runtime.metrics import ServerMetrics
-from ps_runtime.part_file import read_header, read_tensor
-from ps_server.checkpoint_parts import CheckpointParts
-from ps_server.events import Place, PullEvent, PushEvent, SealEvent, SealTerms, Sender
-from ps_server.node import ParameterNode
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.part_file import read_header, read_tensor
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_runtime.system.disk import DISK, Disk
+from ps_server.checkpoint.checkpoint_parts import CheckpointParts
+from ps_server.ranges.events import Place, PullEvent, PushEvent, SealEvent, SealTerms, Sender
+from ps_server.service.node import ParameterNode
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
 MODEL = TableId(1)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ps_cli.checkpoint_watch import CheckpointWatch
-from ps_cli.output import Output
+from ps_cli.console.output import Output
+from ps_cli.train.checkpoint_watch import CheckpointWatch
 from ps_core.errors import InvalidCheckpoint
-from ps_runtime.checkpoint_store import CheckpointStore
-from ps_runtime.disk import Payload
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_runtime.system.disk import Payload
 from pushpull.v1 import scheduler_pb2
-from scheduler.restoring import checkpoints_under
+from scheduler.edge.restoring import checkpoints_under
 from tests.unit.power_cut import RecordingDisk
 
 

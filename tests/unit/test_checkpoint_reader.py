@@ -13,10 +13,10 @@ import pytest
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
-from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint_reader import CheckpointReader, problems_of
-from ps_runtime.checkpoint_store import CheckpointStore, resolve
-from ps_runtime.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from tests.unit.checkpoint_files import (
     CLUSTER_ID,
     manifest_of,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidConfig, NotPermitted
-from ps_runtime.checkpoint_roots import CheckpointRoots
+from ps_runtime.checkpoint.roots import CheckpointRoots
 
 BUCKET = "s3://bucket/runs"
 

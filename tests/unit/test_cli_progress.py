@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from ps_cli.progress import (
+from ps_cli.console.progress import (
     RateWindow,
     duration,
     early_ends,

@@ -7,13 +7,13 @@ import json
 
 from rich.console import Console
 
-from ps_cli.status_document import ServerAnswer, StatusDocument, spans, status_document
-from ps_cli.status_view import size, status_view
+from ps_cli.status.document import ServerAnswer, StatusDocument, spans, status_document
+from ps_cli.status.view import size, status_view
 from ps_core.errors import Recovering
 from ps_core.keys import TableId
 from ps_core.tables import DType as TableDType
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.wire import table_to_proto
+from ps_runtime.cluster.wire import table_to_proto
 from pushpull.v1 import parameters_pb2, scheduler_pb2, types_pb2
 
 

@@ -11,8 +11,9 @@ import pytest
 from ps_core import errors, limits
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import Incarnation, NodeId
-from scheduler.cluster import Cluster
-from scheduler.cluster_state import (
+from scheduler.machine.cluster import Cluster
+from scheduler.machine.membership import KEPT_COUNT
+from scheduler.machine.state import (
     ClusterFinished,
     NodeHeardAgain,
     NodeLeft,
@@ -20,7 +21,6 @@ from scheduler.cluster_state import (
     NodeSilent,
     Restored,
 )
-from scheduler.membership import KEPT_COUNT
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused
 
 

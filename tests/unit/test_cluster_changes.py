@@ -12,16 +12,11 @@ from ps_core.cluster_view import Role, Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec
-from ps_runtime import wire_changes
-from scheduler import view_size
-from scheduler.changes import Outcome, Pending, Wish, Withdrawn
-from scheduler.cluster import Created
-from scheduler.cluster_state import (
-    ChangeCommitted,
-    ChangeDecided,
-    ChangeProposed,
-    ChangeWithdrawn,
-)
+from ps_runtime.cluster import wire_changes
+from scheduler.machine import view_size
+from scheduler.machine.changes import Outcome, Pending, Wish, Withdrawn
+from scheduler.machine.cluster import Created
+from scheduler.machine.state import ChangeCommitted, ChangeDecided, ChangeProposed, ChangeWithdrawn
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 MODEL = TableId(1)

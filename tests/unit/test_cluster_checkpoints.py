@@ -15,19 +15,19 @@ from ps_core.consistency import parsed
 from ps_core.keys import TableId
 from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Table
-from ps_runtime import wire
-from scheduler import view_size
-from scheduler.changes import Pending, Wish
-from scheduler.checkpoint_state import (
+from ps_runtime.cluster import wire
+from scheduler.machine import view_size
+from scheduler.machine.changes import Pending, Wish
+from scheduler.machine.checkpoint_state import (
     CheckpointBegunAgain,
     CheckpointCut,
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
 )
-from scheduler.checkpoints import CHECKPOINTS_FEATURE
-from scheduler.cluster import Created
-from scheduler.cluster_state import ChangeWithdrawn
+from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
+from scheduler.machine.cluster import Created
+from scheduler.machine.state import ChangeWithdrawn
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 MODEL, OTHER = TableId(1), TableId(2)

@@ -7,8 +7,8 @@ import pytest
 from ps_core import errors
 from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
-from scheduler.cluster import Created
-from scheduler.cluster_state import (
+from scheduler.machine.cluster import Created
+from scheduler.machine.state import (
     ChangeProposed,
     ClusterFinished,
     NodeRegistered,

@@ -13,9 +13,9 @@ from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table
-from scheduler.changes import Wish
-from scheduler.cluster import Created
-from scheduler.cluster_state import ClusterFinished
+from scheduler.machine.changes import Wish
+from scheduler.machine.cluster import Created
+from scheduler.machine.state import ClusterFinished
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 

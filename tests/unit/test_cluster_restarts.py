@@ -15,13 +15,13 @@ from ps_core.errors import InvalidJournal, Recovering
 from ps_core.imported import Imported
 from ps_core.losses import LossTotals
 from ps_core.part_report import PartReport
-from scheduler.adaptation import Course, KeptCourse
-from scheduler.changes import Withdrawn
-from scheduler.checkpoint_state import CheckpointFailed, CheckpointMade
-from scheduler.checkpoints import LEAVING
-from scheduler.cluster import Cluster
-from scheduler.cluster_state import ChangeProposed, Kept, NodeSilent, Restored
-from scheduler.membership import GIVEN_UP_LEASES
+from scheduler.machine.adaptation import Course, KeptCourse
+from scheduler.machine.changes import Withdrawn
+from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
+from scheduler.machine.checkpoints import LEAVING
+from scheduler.machine.cluster import Cluster
+from scheduler.machine.membership import GIVEN_UP_LEASES
+from scheduler.machine.state import ChangeProposed, Kept, NodeSilent, Restored
 from scheduler.store import records
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness
 from tests.unit.test_cluster_changes import MODEL, Changing

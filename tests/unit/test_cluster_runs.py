@@ -17,11 +17,11 @@ from ps_core.errors import (
     Unauthenticated,
 )
 from ps_core.runs import MAX_NAME_BYTES, Run, check_name, words
-from ps_runtime import wire
+from ps_runtime.cluster import wire
 from pushpull.v1 import types_pb2
-from scheduler import view_size
-from scheduler.changes import Wish
-from scheduler.cluster import Created
+from scheduler.machine import view_size
+from scheduler.machine.changes import Wish
+from scheduler.machine.cluster import Created
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 

@@ -19,14 +19,11 @@ from ps_core.tables import (
     OptimizerSpec,
     TensorSpec,
 )
-from ps_runtime import wire
-from scheduler import view_size
-from scheduler.cluster import Cluster, Created, Parked
-from scheduler.cluster_state import (
-    RangesPlaced,
-    TableCreated,
-)
-from scheduler.spec_difference import first_difference
+from ps_runtime.cluster import wire
+from scheduler.machine import view_size
+from scheduler.machine.cluster import Cluster, Created, Parked
+from scheduler.machine.spec_difference import first_difference
+from scheduler.machine.state import RangesPlaced, TableCreated
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, refused
 
 CONSTANT = Initializer(InitializerKind.CONSTANT, 1e300)

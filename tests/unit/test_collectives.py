@@ -9,7 +9,7 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.collective import Round, Share
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
-from ps_server.collectives import Collectives
+from ps_server.ranges.collectives import Collectives
 
 HOST = Node(NodeId(1), Incarnation(1), Role.SERVER, 0, "host:1", NodeState.ALIVE)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ps_runtime.collector import Collector
+from ps_runtime.system.collector import Collector
 
 STRAY_COUNT = 1000
 

@@ -15,12 +15,12 @@ import ps_worker as ps
 from ps_cli.__main__ import app
 from ps_core.errors import InvalidConfig
 from ps_core.tables import OptimizerKind, OptimizerSpec
-from ps_runtime.addresses import check_scheduler_address
-from ps_worker.flat_layout import plain_name
-from ps_worker.local_optimizer import inner_optimizer
-from ps_worker.optimizers import check_optimizer
-from ps_worker.settings import table_spec
-from ps_worker.table_handle import check_handle
+from ps_runtime.grpc.addresses import check_scheduler_address
+from ps_worker.spec.flat_layout import plain_name
+from ps_worker.spec.optimizers import check_optimizer
+from ps_worker.spec.settings import table_spec
+from ps_worker.steps.table_handle import check_handle
+from ps_worker.training.local_optimizer import inner_optimizer
 
 WEIGHT = nn.Parameter(torch.zeros(1))
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ps_cli.compare import CompareSettings, modes_of, seeds_of
-from ps_cli.compare_figures import (
+from ps_cli.compare.compare import CompareSettings, modes_of, seeds_of
+from ps_cli.compare.figures import (
     MAX_CURVE_POINTS,
     RunFigures,
     figures_of,
     mode_row,
     other_consistency,
 )
-from ps_cli.compare_records import LossEntry, StepEntry, TableRecord, WorkerRecord
+from ps_cli.compare.records import LossEntry, StepEntry, TableRecord, WorkerRecord
 from ps_core.errors import InvalidConfig
 
 

@@ -11,8 +11,9 @@ from ps_core.cluster_view import BackupWish, NodeState, RangeAssignment, Role, S
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
 from ps_core.tables import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
-from scheduler.cluster import Created, Parked
-from scheduler.cluster_state import (
+from scheduler.machine.cluster import Created, Parked
+from scheduler.machine.membership import KEPT_COUNT
+from scheduler.machine.state import (
     BackupsSet,
     ClusterSettings,
     JoinersNamed,
@@ -21,7 +22,6 @@ from scheduler.cluster_state import (
     RangesLost,
     UpdateLogClaim,
 )
-from scheduler.membership import KEPT_COUNT
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, refused
 
 

@@ -12,9 +12,9 @@ from ps_core.consistency import Mode, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, WaitExpired
 from ps_core.ledger import Outcome
 from ps_core.tables import OptimizerKind
-from ps_server.events import Apply, Effect, Fold, RefusePull, ReplyTo
-from ps_server.read_gate import WaitCause
-from ps_worker.settings import SSP
+from ps_server.ranges.events import Apply, Effect, Fold, RefusePull, ReplyTo
+from ps_server.ranges.read_gate import WaitCause
+from ps_worker.spec.settings import SSP
 from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes, problem
 
 LR = (("lr", 0.5),)

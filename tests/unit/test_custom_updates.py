@@ -26,9 +26,9 @@ from ps_core.tables import (
     TensorSpec,
     pack_presence,
 )
-from ps_server.buffer_pool import BufferPool
-from ps_server.custom_updates import CheckedUpdate, checked
-from ps_server.shard_store import ShardStore
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.custom_updates import CheckedUpdate, checked
+from ps_server.values.shard_store import ShardStore
 from tests.unit.sample_updates import BREACHES, Counting, Decaying, Given, Lion
 
 SIZES = (70, 3, 40, 90)

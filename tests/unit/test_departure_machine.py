@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_core.errors import Fenced, Recovering
-from ps_server.departure_machine import Departure, Step
+from ps_server.replication.departure_machine import Departure, Step
 
 LEASE_S = 3.0
 

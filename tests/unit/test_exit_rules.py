@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_cli.exit_rules import (
+from ps_cli.console.exit_rules import (
     LOGGED_RESTARTS,
     SCHEDULER_RESTARTS,
     STEADY_S,
@@ -16,7 +16,7 @@ from ps_cli.exit_rules import (
     Meaning,
     StartAgain,
 )
-from ps_runtime.launcher import RoleCommand, RoleExit
+from ps_runtime.launch.launcher import RoleCommand, RoleExit
 
 KILLED = -9
 

@@ -15,15 +15,15 @@ from ps_core.errors import Draining, InvalidConfig, InvariantViolation, NotOwner
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_core.work import Work
-from ps_runtime.metrics import ServerMetrics
-from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender
+from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.fail_stop import FailStop, carries_out, decides
-from ps_server.lanes import SharedLanes
-from ps_server.node import ParameterNode
-from ps_server.replicated_ranges import ReplicationSetting
-from ps_server.replication_messages import Ack
-from ps_server.replication_wire import answers_message
-from ps_server.shards import Shards
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.peers.node_replication import ReplicationSetting
+from ps_server.ranges.events import Place, PushEvent, SealEvent, SealTerms, Sender
+from ps_server.replication.messages import Ack
+from ps_server.service.node import ParameterNode
+from ps_server.wire.replication_wire import answers_message
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
 WORKER = Session("cluster", b"t" * 16, NodeId(2), Incarnation(100), Role.WORKER)

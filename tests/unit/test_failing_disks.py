@@ -18,18 +18,18 @@ import numpy as np
 import pytest
 
 from ps_core.errors import InvalidCheckpoint, InvalidUpdateLog
-from ps_runtime.disk import DISK, Payload
-from ps_runtime.part_writer import (
+from ps_runtime.checkpoint.part_writer import (
     PartWriter,
     PlannedTable,
     WorkerPart,
     WorkerTensor,
     write_worker_part,
 )
-from ps_server.kept_log import read_log
-from ps_server.lanes import SharedLanes
-from ps_server.shards import Shards
-from ps_server.update_log_directory import LogDirectory, segments_in
+from ps_runtime.system.disk import DISK, Payload
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.update_log.directory import LogDirectory, segments_in
+from ps_server.update_log.recovery import read_log
 from tests.unit.logged_server import KERNELS, LoggedServer, Setting, recovered
 from tests.unit.power_cut import RecordingDisk, restart_after
 

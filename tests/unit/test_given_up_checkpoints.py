@@ -11,16 +11,16 @@ from prometheus_client import CollectorRegistry
 
 from ps_core.cluster_view import Role
 from ps_core.keys import NodeId
-from ps_runtime.metrics import SchedulerMetrics
-from scheduler.checkpoint_state import (
+from ps_runtime.observe.metrics import SchedulerMetrics
+from scheduler.edge.checkpointing import Checkpointing, CheckpointPolicy
+from scheduler.machine.checkpoint_state import (
     Attempt,
     CheckpointBegunAgain,
     CheckpointFailed,
     CheckpointMade,
     CheckpointWritten,
 )
-from scheduler.checkpointing import Checkpointing, CheckpointPolicy
-from scheduler.cluster import Decision
+from scheduler.machine.cluster import Decision
 from tests.unit.cluster_harness import Harness
 
 LATE = "server-1-1.safetensors"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hpack
 import pytest
 
-from ps_runtime.http2 import frames as wire
-from ps_runtime.http2.bounds import Bounds
-from ps_runtime.http2.connection import Connection
-from ps_runtime.http2.frames import ErrorCode, Flag, FrameType, Setting
-from ps_runtime.http2.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol.bounds import Bounds
+from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.frames import ErrorCode, Flag, FrameType, Setting
+from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
 from tests.unit.http2_peers import (
     ANSWER,
     BLOCK,

@@ -7,11 +7,11 @@ from __future__ import annotations
 import hpack
 import pytest
 
-from ps_runtime.http2 import frames as wire
-from ps_runtime.http2 import grpc_fields
-from ps_runtime.http2.connection import Connection
-from ps_runtime.http2.frames import ConnectionBroken, ErrorCode, Flag, FrameType, Setting
-from ps_runtime.http2.streams import Fields, Stream
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol import grpc_fields
+from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, FrameType, Setting
+from ps_runtime.http2.protocol.streams import Fields, Stream
 from tests.unit.http2_peers import (
     ANSWER,
     BLOCK,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_runtime.http2.memory import LEAST_BYTES, MessageMemory
+from ps_runtime.http2.protocol.memory import LEAST_BYTES, MessageMemory
 
 MIB = 1024 * 1024
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ps_core.errors import InvalidConfig
-from ps_runtime.job_place import place_in_job
-from ps_worker.config import worker_config
+from ps_runtime.settings.job_place import place_in_job
+from ps_worker.transport.config import worker_config
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
             "GROUP_RANK": "1"}  # fmt: skip

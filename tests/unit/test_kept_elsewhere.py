@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ps_core.errors import InvalidConfig, Overloaded
-from scheduler.kept_values import KEPT_LEASES, MAX_COUNT, KeptElsewhere, KeptValues
+from scheduler.machine.kept_values import KEPT_LEASES, MAX_COUNT, KeptElsewhere, KeptValues
 
 LEASE_S = 3.0
 

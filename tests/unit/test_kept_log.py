@@ -8,13 +8,13 @@ import random
 import shutil
 from pathlib import Path
 
-from ps_runtime.disk import Disk
-from ps_server.kept_log import KeptLog, open_log, read_log
-from ps_server.lanes import SharedLanes
-from ps_server.run_log import read_run
-from ps_server.shards import Shards
-from ps_server.update_log_directory import LogDirectory, boot_id, segments_in
-from ps_server.update_log_frames import MAGIC
+from ps_runtime.system.disk import Disk
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.replay.run_log import read_run
+from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
+from ps_server.update_log.format import MAGIC
+from ps_server.update_log.recovery import KeptLog, open_log, read_log
 from tests.unit.written_logs import LEFT, Owner, SyncedLog, WrittenLog
 
 DEADLINE_S = 1.0

@@ -12,12 +12,12 @@ from ps_core.cluster_view import Session
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, SavedWorker, left_directory_name, number_of
 from ps_core.part_report import PartReport, ReportedTable
-from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint_reader import CheckpointReader
-from ps_runtime.part_writer import WorkerPart, WorkerTensor, write_worker_part
-from ps_runtime.worker_copies import WorkerCopies
-from scheduler.checkpoint_state import CheckpointWritten
-from scheduler.checkpoints import LEAVING
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.part_writer import WorkerPart, WorkerTensor, write_worker_part
+from ps_runtime.checkpoint.reader import CheckpointReader
+from ps_runtime.checkpoint.worker_copies import WorkerCopies
+from scheduler.machine.checkpoint_state import CheckpointWritten
+from scheduler.machine.checkpoints import LEAVING
 from tests.unit.checkpoint_files import CLUSTER_ID, manifest_of, write_checkpoint
 from tests.unit.test_cluster_checkpoints import MODEL, OTHER, Saving
 

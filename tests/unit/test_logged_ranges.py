@@ -10,13 +10,13 @@ from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
 from ps_core.work import Work
-from ps_server.logged_ranges import LoggedRanges
-from ps_server.output_commit import OutputCommit
-from ps_server.range_log import RangeLog
-from ps_server.replica import Replica
-from ps_server.replication import PLACED_EPOCH, Replication
-from ps_server.replication_messages import Batch, Snapshot
-from ps_server.server_machine import ServerMachine
+from ps_server.ranges.server_machine import ServerMachine
+from ps_server.replication.backup import Replica
+from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.output_commit import OutputCommit
+from ps_server.replication.range_roles import PLACED_EPOCH, Replication
+from ps_server.replication.replication_log import RangeLog
+from ps_server.update_log.logged_ranges import LoggedRanges
 from tests.unit.test_range_log import TABLE, delta
 
 ME, OTHER = NodeId(1), NodeId(2)

@@ -20,9 +20,10 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId,
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_core.work import PIECE_COUNT, Work
-from ps_runtime.metrics import ServerMetrics
-from ps_runtime.turns import Turns
-from ps_server.events import (
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_runtime.system.turns import Turns
+from ps_server.checkpoint.restored_values import RestoredValues
+from ps_server.ranges.events import (
     EntryEvent,
     Place,
     PushEvent,
@@ -32,14 +33,13 @@ from ps_server.events import (
     SealTerms,
     Sender,
 )
-from ps_server.frames import BlockFrame
-from ps_server.intake import push_events
-from ps_server.node import ParameterNode
-from ps_server.readings import Reading
-from ps_server.reads import RangeAnswer, Read
-from ps_server.restored_values import RestoredValues
-from ps_server.streams import EntryStream
-from ps_server.works import Works
+from ps_server.service.node import ParameterNode
+from ps_server.service.push_stream import EntryStream
+from ps_server.service.readings import Reading
+from ps_server.service.reads import RangeAnswer, Read
+from ps_server.service.works import Works
+from ps_server.wire.events_from_proto import push_events
+from ps_server.wire.frames import BlockFrame
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import turns_of
 

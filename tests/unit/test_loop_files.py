@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from ps_runtime.disk import DISK
-from ps_server.kept_log import open_log
-from ps_server.lanes import SharedLanes
-from ps_server.shards import Shards
+from ps_runtime.system.disk import DISK
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.update_log.recovery import open_log
 from tests.loop_files import watched
 from tests.unit.logged_server import KERNELS, LoggedServer, Setting
 from tests.unit.test_checkpoint_parts import Server

@@ -17,16 +17,16 @@ from ps_core import limits
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime import wire
-from ps_runtime.metrics import ServerMetrics
-from ps_runtime.requests import RequestReader
-from ps_runtime.turns import TurnMeter, Turns
-from ps_server.events import Place, PushEvent, SealEvent, SealTerms, Sender
-from ps_server.frames import Entry, entry_reader
-from ps_server.node import ParameterNode
-from ps_server.readings import Reading
-from ps_server.reads import AnswerPart, RangeAnswer, Read
-from ps_server.servicer import ParameterServicer
+from ps_runtime.cluster import wire
+from ps_runtime.grpc.requests import RequestReader
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_runtime.system.turns import TurnMeter, Turns
+from ps_server.ranges.events import Place, PushEvent, SealEvent, SealTerms, Sender
+from ps_server.service.node import ParameterNode
+from ps_server.service.readings import Reading
+from ps_server.service.reads import AnswerPart, RangeAnswer, Read
+from ps_server.service.servicer import ParameterServicer
+from ps_server.wire.frames import Entry, entry_reader
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import turns_of
 

@@ -14,9 +14,9 @@ from ps_core.change import Change
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.metrics import ServerMetrics
-from ps_server.node import ParameterNode
-from ps_server.replicated_ranges import ReplicationSetting
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_server.peers.node_replication import ReplicationSetting
+from ps_server.service.node import ParameterNode
 from tests.unit.measured_loop import turns_of_server
 
 TABLES, RANGES = 3000, 256

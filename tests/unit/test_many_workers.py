@@ -17,15 +17,14 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_core.work import at_once
-from ps_runtime import wire
-from ps_runtime.metrics import ServerMetrics
-from ps_server.node import ParameterNode
-from ps_server.part_copy import copying
-from ps_server.range_state import RangeState, WorkerPart
-from ps_server.replication_messages import Snapshot
-from ps_server.snapshot_wire import SnapshotReader, snapshot_messages
-from ps_server.store_copy import RangeCopy
-from ps_server.table_room import TableRoom
+from ps_runtime.cluster import wire
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_server.ranges.range_copy import copying
+from ps_server.ranges.range_state import RangeState, WorkerPart
+from ps_server.ranges.table_room import TableRoom
+from ps_server.replication.messages import RangeCopy, Snapshot
+from ps_server.service.node import ParameterNode
+from ps_server.wire.snapshot_wire import SnapshotReader, snapshot_messages
 from pushpull.v1.replication_pb2 import ReplicateRequest
 from tests.unit.measured_loop import a_turn, collecting_as_a_server, turns_of_server
 

@@ -12,7 +12,7 @@ from ps_core.consistency import parsed
 from ps_core.errors import Fenced, Recovering
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome
-from ps_server.events import (
+from ps_server.ranges.events import (
     AnswerPull,
     Apply,
     Effect,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ps_core.errors import InvalidCheckpoint
-from ps_worker.optimizer_state import OptimizerState
-from ps_worker.state_values import decode, encode
+from ps_worker.checkpoint.state_codec import decode, encode
+from ps_worker.training.optimizer_state import OptimizerState
 
 
 class Local(torch.optim.Adam):

@@ -28,10 +28,10 @@ from ps_core.tables import (
     TensorSpec,
     pack_presence,
 )
-from ps_server.buffer_pool import BufferPool
-from ps_server.kernel_fingerprint import kernel_fingerprint
-from ps_server.optimizers import BlockState, Optimizer
-from ps_server.shard_store import ShardStore
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.kernel_fingerprint import kernel_fingerprint
+from ps_server.values.optimizers import BlockState, Optimizer
+from ps_server.values.shard_store import ShardStore
 
 SHAPES: tuple[tuple[int, ...], ...] = (
     (7,),

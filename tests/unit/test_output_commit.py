@@ -10,11 +10,11 @@ from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation
 from ps_core.work import Work, at_once
-from ps_server.events import Place, Sender, WithdrawEvent
-from ps_server.output_commit import OutputCommit
-from ps_server.replication import Replication
-from ps_server.replication_messages import Ack, Batch, Grant
-from ps_server.server_machine import Promise, ServerMachine
+from ps_server.ranges.events import Place, Sender, WithdrawEvent
+from ps_server.ranges.server_machine import Promise, ServerMachine
+from ps_server.replication.messages import Ack, Batch, Grant
+from ps_server.replication.output_commit import OutputCommit
+from ps_server.replication.range_roles import Replication
 from tests.unit.machine_harness import make_table
 from tests.unit.test_replication import EPOCH, LEASE_S, ONE, RANGE, TWO, view
 
@@ -42,7 +42,7 @@ class Server:
         )
 
     def see(self, seen: ClusterView, change_number: int = 1) -> None:
-        """A newer view, with a change that is proposed, as `ps_server.node` does."""
+        """A newer view, with a change that is proposed, as `ps_server.service.node` does."""
         table = replace(TABLE, proposed=Change(change_number, 0, parsed("asp")))
         self.replication.observe(replace(seen, tables=(table,)), 0.0)
         self.machine.observe(self.replication.serve(0.0))

@@ -11,9 +11,9 @@ from prometheus_client import CollectorRegistry
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import Fenced, Unauthenticated
 from ps_core.keys import Incarnation, NodeId
-from ps_runtime import wire
-from ps_runtime.metrics import ServerMetrics
-from ps_server.node import ParameterNode
+from ps_runtime.cluster import wire
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_server.service.node import ParameterNode
 
 KEY = b"k" * 16
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)

@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from ps_core.ledger import Outcome
-from ps_server.events import Apply, Effect
-from ps_server.part_copy import (
-    Delta,
-    copy_of,
-    delta_of,
-    facts_of,
-    fresh_copy,
-    restore,
-)
+from ps_server.ranges.events import Apply, Effect
+from ps_server.ranges.range_copy import Delta, copy_of, delta_of, facts_of, fresh_copy, restore
 from tests.unit.machine_harness import Bench, make_table, outcomes
 
 

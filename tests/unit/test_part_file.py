@@ -20,9 +20,14 @@ from safetensors import safe_open
 
 from ps_core.errors import InvalidCheckpoint, InvariantViolation
 from ps_core.manifest import MAX_PLACE_CHARACTERS
-from ps_runtime.disk import Disk, Payload
-from ps_runtime.part_file import PartHeader, StoredBlock, read_header, read_into, read_tensor
-from ps_runtime.part_writer import (
+from ps_runtime.checkpoint.part_file import (
+    PartHeader,
+    StoredBlock,
+    read_header,
+    read_into,
+    read_tensor,
+)
+from ps_runtime.checkpoint.part_writer import (
     PartWriter,
     PlannedTable,
     WorkerPart,
@@ -30,6 +35,7 @@ from ps_runtime.part_writer import (
     WrittenPart,
     write_worker_part,
 )
+from ps_runtime.system.disk import Disk, Payload
 
 PLANNED = (PlannedTable("model/0", 3, ("values", "exp_avg")), PlannedTable("wide", 1, ("values",)))
 

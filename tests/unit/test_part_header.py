@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ps_core import limits
-from ps_runtime.part_file import StoredBlock, read_header
-from ps_runtime.part_header import (
+from ps_runtime.checkpoint.part_file import StoredBlock, read_header
+from ps_runtime.checkpoint.part_header import (
     header,
     header_pieces,
     let_go,
@@ -17,7 +17,7 @@ from ps_runtime.part_header import (
     padded_pieces,
     to_json,
 )
-from ps_runtime.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from tests.unit.measured_loop import longest_wait_of
 
 EMOJI = "\N{GRINNING FACE}"

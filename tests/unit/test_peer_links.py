@@ -6,10 +6,10 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
-from ps_server.peer_queues import Backlog
-from ps_server.replication import Replication
-from ps_server.replication_messages import Snapshot
-from ps_server.server_machine import ServerMachine
+from ps_server.ranges.server_machine import ServerMachine
+from ps_server.replication.messages import Snapshot
+from ps_server.replication.peer_queues import Backlog
+from ps_server.replication.range_roles import Replication
 
 
 def test_a_stream_that_takes_all_the_time_what_comes_all_the_time_is_not_slow() -> None:

@@ -19,8 +19,8 @@ import pytest
 
 from docs import protocol_vectors
 from ps_core import errors, limits
-from ps_server import servicer
-from ps_worker import engine
+from ps_server.service import servicer
+from ps_worker.transport import engine
 from pushpull.v1 import parameters_pb2, scheduler_pb2, types_pb2
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -13,10 +13,10 @@ import ps_worker
 import pushpull as ps
 from ps_core import errors as core_errors
 from ps_core.errors import PushpullError
-from ps_worker.client import ConnectOptions
-from ps_worker.config import WorkerConfig
-from ps_worker.settings import TABLE_DEFAULTS, TableOptions
-from ps_worker.training_options import OptimizerOptions, TrainingOptions
+from ps_worker.client.client import ConnectOptions
+from ps_worker.spec.settings import TABLE_DEFAULTS, TableOptions
+from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
+from ps_worker.transport.config import WorkerConfig
 from pushpull import errors, types
 
 NAMES = {

@@ -11,11 +11,11 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import InvalidJournal, PushpullError, Recovering
-from scheduler.cluster import Cluster
-from scheduler.cluster_state import NodeRegistered, Transition
-from scheduler.publication import Journal, Publication
+from scheduler.edge.publication import Journal, Publication
+from scheduler.edge.sqlite_store import SqliteStore
+from scheduler.machine.cluster import Cluster
+from scheduler.machine.state import NodeRegistered, Transition
 from scheduler.store import records
-from scheduler.store.sqlite_store import SqliteStore
 from tests.unit.cluster_harness import Harness
 
 DEADLINE_S = 20.0

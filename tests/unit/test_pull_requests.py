@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ps_core import limits
 from ps_core.keys import RangeId
-from ps_worker.pulls import named_by_block
+from ps_worker.transport.pulls import named_by_block
 from pushpull.v1 import parameters_pb2
 
 WHOLE = dict.fromkeys(map(RangeId, range(64)), 3125)

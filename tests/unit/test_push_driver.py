@@ -9,10 +9,10 @@ from typing import cast
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.errors import PushpullError
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
-from ps_worker.counters import Counters
-from ps_worker.links import ServerLinks
-from ps_worker.pushes import PushDriver
-from ps_worker.steps import PushBody
+from ps_worker.steps.counters import Counters
+from ps_worker.steps.steps import PushBody
+from ps_worker.transport.links import ServerLinks
+from ps_worker.transport.pushes import PushDriver
 from pushpull.v1 import parameters_pb2
 from tests.property.shard_twin import table
 

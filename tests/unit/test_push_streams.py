@@ -10,9 +10,9 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import NotOwner
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_server.events import ReplyTo, Sender
-from ps_server.stream_reads import StreamReads
-from ps_server.streams import EntryStream
+from ps_server.ranges.events import ReplyTo, Sender
+from ps_server.service.push_stream import EntryStream
+from ps_server.service.stream_reads import StreamReads
 from pushpull.v1 import parameters_pb2, types_pb2
 
 SESSION = Session("c", bytes(16), NodeId(1), Incarnation(1), Role.WORKER)

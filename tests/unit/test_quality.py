@@ -1,4 +1,4 @@
-"""`benchmarks/quality.py`: which rate is chosen, by what, and what counts then."""
+"""`ps_cli/bench/quality.py`: which rate is chosen, by what, and what counts then."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ import argparse
 
 import pytest
 
-from benchmarks.quality import (
-    SINGLE,
-    Reached,
-    accuracies,
-    judged,
-    line,
-    options,
-    with_points,
-)
+from ps_cli.bench.quality import SINGLE, Reached, accuracies, judged, line, options, with_points
 
 RATES = (0.1, 0.2, 0.4)
 VALIDATION = {0.1: 0.5, 0.2: 0.8, 0.4: 0.7}

@@ -12,8 +12,8 @@ import torch
 
 import ps_worker
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
-from ps_worker.random_state import RandomState
-from ps_worker.state_values import decode, encode
+from ps_worker.checkpoint.random_state import RandomState
+from ps_worker.checkpoint.state_codec import decode, encode
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from ps_core.consistency import parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, InvariantViolation
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome, ReplyKind
-from ps_server.events import (
+from ps_server.ranges.events import (
     AnswerPull,
     Effect,
     Forget,

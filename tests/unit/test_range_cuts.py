@@ -15,9 +15,9 @@ from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig, UpdateFailed, WaitExpired
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome
-from ps_server.events import AnswerPull, Apply, Effect, PullEvent, RefusePull, ReplyTo
-from ps_server.read_gate import WaitCause
-from ps_server.schedule import checkpoint_cut
+from ps_server.ranges.events import AnswerPull, Apply, Effect, PullEvent, RefusePull, ReplyTo
+from ps_server.ranges.read_gate import WaitCause
+from ps_server.ranges.schedule import checkpoint_cut
 from tests.unit.machine_harness import (
     PLACE,
     Bench,

@@ -8,7 +8,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor
 from ps_core.ledger import Outcome
 from ps_core.tables import OptimizerKind
-from ps_server.events import Apply, Assign, Drop, Effect, ReplyTo
+from ps_server.ranges.events import Apply, Assign, Drop, Effect, ReplyTo
 from tests.unit.machine_harness import Bench, answers, make_table, outcomes, problem
 
 A, B = b"one edit", b"another"

@@ -7,14 +7,10 @@ import pytest
 from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending
-from ps_server.part_copy import (
-    Delta,
-    WorkerFacts,
-    fresh_copy,
-)
-from ps_server.range_log import RangeLog
-from ps_server.replica import MAX_DRIFT, Replica
-from ps_server.replication_messages import Batch
+from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
+from ps_server.replication.backup import MAX_DRIFT, Replica
+from ps_server.replication.messages import Batch
+from ps_server.replication.replication_log import RangeLog
 from tests.unit.machine_harness import make_table
 
 LEASE_S = 3.0

@@ -12,10 +12,10 @@ from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
-from ps_runtime.metrics import ServerMetrics
-from ps_server.events import SealEvent, SealTerms, Sender
-from ps_server.node import ParameterNode
-from ps_server.reads import Read
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_server.ranges.events import SealEvent, SealTerms, Sender
+from ps_server.service.node import ParameterNode
+from ps_server.service.reads import Read
 from tests.unit.machine_harness import PLACE, make_table
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)

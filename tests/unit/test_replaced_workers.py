@@ -11,9 +11,9 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import Fenced, InvalidTensor
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome
-from ps_server.events import Apply, Effect, PushEvent, Record, SealEvent, SealTerms, Sender
-from ps_server.part_copy import PartCopy, copy_of, delta_of, fresh_copy, restore
-from ps_server.schedule import copies_cut
+from ps_server.ranges.events import Apply, Effect, PushEvent, Record, SealEvent, SealTerms, Sender
+from ps_server.ranges.range_copy import PartCopy, copy_of, delta_of, fresh_copy, restore
+from ps_server.ranges.schedule import copies_cut
 from tests.unit.machine_harness import PLACE, Bench, make_table, outcomes, problem
 
 FIRST, SECOND, THIRD = Incarnation(1000), Incarnation(2000), Incarnation(3000)

@@ -13,11 +13,11 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import RangeId
 from ps_core.tables import Table
-from ps_server.kept_log import read_log
-from ps_server.lanes import SharedLanes
-from ps_server.replay import Replay, Version, read_run
-from ps_server.shards import Shards
-from ps_server.update_log_directory import LogDirectory, boot_id
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.replay.replayer import Replay, Version, read_run
+from ps_server.update_log.directory import LogDirectory, boot_id
+from ps_server.update_log.recovery import read_log
 from tests.unit.written_logs import ASP, LEFT, MODEL, RIGHT, Owner, WrittenLog
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from ps_cli.output import Output
-from ps_cli.replay import replay
-from ps_cli.replay_options import ReplayOptions
+from ps_cli.console.output import Output
+from ps_cli.replay.options import ReplayOptions
+from ps_cli.replay.replay import replay
 from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
 from ps_core.keys import TableId
-from ps_runtime.checkpoint_directory import locate
-from ps_runtime.checkpoint_store import CheckpointStore
-from ps_runtime.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.directory import locate
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.store import CheckpointStore
 from tests.unit.checkpoint_files import CLUSTER_ID, saved
 from tests.unit.written_logs import ASP, LEFT, MODEL, RIGHT, Owner, WrittenLog
 

@@ -9,19 +9,15 @@ from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, ReplyKind
 from ps_core.work import at_once
-from ps_server.changes import Put
-from ps_server.events import AnswerPull, Record, RefusePull
-from ps_server.part_copy import (
-    Delta,
-    WorkerFacts,
-    fresh_copy,
-)
-from ps_server.replica import MAX_DRIFT, Replica
-from ps_server.replication import PLACED_EPOCH, Replication
-from ps_server.replication_messages import Ack, Batch, Beat, Grant, Snapshot
-from ps_server.server_machine import ServerMachine
-from ps_worker.push_entries import BlockPlace, EntryState, Reply, SealTerms
-from ps_worker.push_window import PushWindow
+from ps_server.ranges.events import AnswerPull, Record, RefusePull
+from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
+from ps_server.ranges.server_machine import ServerMachine
+from ps_server.replication.backup import MAX_DRIFT, Replica
+from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
+from ps_server.replication.range_roles import PLACED_EPOCH, Replication
+from ps_server.values.mutations import Put
+from ps_worker.window.push_entries import BlockPlace, EntryState, Reply, SealTerms
+from ps_worker.window.push_window import PushWindow
 from tests.unit.cluster_harness import Harness
 from tests.unit.machine_harness import make_table
 

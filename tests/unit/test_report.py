@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_cli.compare_figures import RunFigures, WorkerTime, mode_row
-from ps_cli.report_document import (
+from ps_cli.compare.figures import RunFigures, WorkerTime, mode_row
+from ps_cli.compare.report_document import (
     FAILED,
     FINISHED,
     STOPPED,
@@ -22,8 +22,8 @@ from ps_cli.report_document import (
     document_of,
     missing_reports,
 )
-from ps_cli.report_html import page_of
-from ps_cli.report_svg import (
+from ps_cli.compare.report_html import page_of
+from ps_cli.console.svg import (
     PALETTE,
     Axis,
     Bar,

@@ -8,11 +8,11 @@ from dataclasses import replace
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
-from ps_server.part_copy import Delta, fresh_copy
-from ps_server.replication import PLACED_EPOCH, Replication
-from ps_server.replication_messages import Ack
-from ps_server.restored_ranges import Key, RestoredRanges
-from ps_server.server_machine import ServerMachine
+from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
+from ps_server.ranges.range_copy import Delta, fresh_copy
+from ps_server.ranges.server_machine import ServerMachine
+from ps_server.replication.messages import Ack
+from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from tests.unit.machine_harness import make_table
 
 ME, OTHER = NodeId(1), NodeId(2)

@@ -24,10 +24,10 @@ from ps_core.tables import (
     TableSpec,
     TensorSpec,
 )
-from scheduler import view_size
-from scheduler.cluster import Created, Parked
-from scheduler.cluster_state import Restored, RestoredTable
-from scheduler.tables import comparable, restored_as
+from scheduler.machine import view_size
+from scheduler.machine.cluster import Created, Parked
+from scheduler.machine.state import Restored, RestoredTable
+from scheduler.machine.tables import comparable, restored_as
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 URL = "file:///tmp/checkpoints/00000007-c-1"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ps_server.config
 import scheduler.config
-from ps_runtime.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
-from ps_runtime.config import from_command_line
+from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
+from ps_runtime.settings.config import from_command_line
 from ps_server.config import ServerConfig
 from scheduler.config import SchedulerConfig
 

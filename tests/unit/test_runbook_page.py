@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from ps_cli.__main__ import app
 from ps_core import errors
-from ps_runtime.environment import VARIABLES
+from ps_runtime.settings.environment import VARIABLES
 from tests.tidy.source import ROOT
 
 PAGE = (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8")

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from ps_cli.checkpoint_watch import warn_of_earlier_runs
-from ps_cli.output import Output
+from ps_cli.console.output import Output
+from ps_cli.train.checkpoint_watch import warn_of_earlier_runs
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
-from ps_runtime.checkpoint_store import CheckpointStore
-from ps_runtime.cluster_shape import CheckpointPlan
-from scheduler.restoring import AUTO, restored_at_start
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_runtime.launch.cluster_shape import CheckpointPlan
+from scheduler.edge.restoring import AUTO, restored_at_start
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 
 FIRST, SECOND, THIRD = b"1" * 16, b"2" * 16, b"3" * 16

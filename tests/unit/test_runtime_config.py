@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidConfig
-from ps_runtime.config import argument_parser, from_command_line, resolve
-from ps_runtime.environment import VARIABLES
+from ps_runtime.settings.config import argument_parser, from_command_line, resolve
+from ps_runtime.settings.environment import VARIABLES
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from grpc.aio import Metadata
 
 from ps_core import errors as tree
 from ps_core.limits import MAX_ERROR_MESSAGE_BYTES
-from ps_runtime.errors import (
+from ps_runtime.grpc.errors import (
     ERROR_METADATA_KEY,
     STATUS,
     error_from_proto,

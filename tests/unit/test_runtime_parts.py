@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from ps_core import errors as tree
-from ps_runtime import clock, logs, metrics
-from ps_runtime.addresses import advertised, join_address, split_address
-from ps_runtime.launcher import reason_of
-from ps_runtime.ready_file import write_ready_file
-from ps_runtime.retry import Backoff, is_retryable
+from ps_runtime.grpc.addresses import advertised, join_address, split_address
+from ps_runtime.grpc.retry import Backoff, is_retryable
+from ps_runtime.launch.launcher import reason_of
+from ps_runtime.launch.ready_file import write_ready_file
+from ps_runtime.observe import logs, metrics
+from ps_runtime.system import clock
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ from ps_core.tables import (
     TableSpec,
     TensorSpec,
 )
-from ps_runtime import wire
+from ps_runtime.cluster import wire
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 UINT32 = st.integers(0, 2**32 - 1)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_runtime.part_file import read_header, read_tensor, tensor_name
-from ps_runtime.part_writer import PartWriter, PlannedTable
-from ps_server.shard_store import ShardStore
-from ps_server.store_copy import VALUES, slot_of, tensor_of
+from ps_runtime.checkpoint.part_file import read_header, read_tensor, tensor_name
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_server.values.shard_store import ShardStore
+from ps_server.values.store_copy import VALUES, slot_of, tensor_of
 from tests.unit.test_custom_updates import Shard, gradients
 
 NAMES = ("a/b", "1/values", "values", "%2F", "%76alues", "/", "", "plain", "\u00e4 \u20ac")

@@ -20,11 +20,11 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.keys import Incarnation, NodeId
 from ps_core.manifest import SavedWorker
-from ps_runtime.checkpoint_directory import CheckpointDirectory, locate
-from ps_runtime.part_file import ELEMENT_BYTES, MAX_HEADER_BYTES
-from ps_worker import saved_states
-from ps_worker.saved_states import RestoredStates, copied, encoded
-from ps_worker.state_values import TENSOR_DTYPES
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, MAX_HEADER_BYTES
+from ps_worker.checkpoint import saved_states
+from ps_worker.checkpoint.saved_states import RestoredStates, copied, encoded
+from ps_worker.checkpoint.state_codec import TENSOR_DTYPES
 from tests.unit.checkpoint_files import write_checkpoint
 from tests.unit.worker_files import CLUSTER, Found, from_file, to_file
 

@@ -12,11 +12,11 @@ from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.machine_memory import memory_bytes
-from scheduler import view_size
-from scheduler.cluster import Created
-from scheduler.cluster_state import ServerMemory
-from scheduler.server_memory import needed_by_range
+from ps_runtime.system.memory import memory_bytes
+from scheduler.machine import view_size
+from scheduler.machine.cluster import Created
+from scheduler.machine.server_memory import needed_by_range
+from scheduler.machine.state import ServerMemory
 from tests.unit.cluster_harness import SPEC, Harness
 
 MIB = 2**20

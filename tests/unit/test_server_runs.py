@@ -13,8 +13,8 @@ from ps_core.ledger import ReplyKind
 from ps_core.runs import Run
 from ps_core.tables import Table
 from ps_core.work import at_once
-from ps_server.collectives import Collectives
-from ps_server.events import (
+from ps_server.ranges.collectives import Collectives
+from ps_server.ranges.events import (
     Effect,
     Place,
     PullEvent,

@@ -12,14 +12,13 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidKeys
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.tables import Codec
-from ps_server.changes import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
-from ps_server.events import Contributor, Fold, Place, Record
-from ps_server.lanes import SharedLanes
-from ps_server.part_copy import fresh_copy
-from ps_server.replication_messages import Snapshot
-from ps_server.server_machine import PartAdded
-from ps_server.shards import Shards, for_backup
-from ps_server.store_copy import RangeCopy
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards, for_backup
+from ps_server.ranges.events import Contributor, Fold, Place, Record
+from ps_server.ranges.range_copy import fresh_copy
+from ps_server.ranges.server_machine import PartAdded
+from ps_server.replication.messages import RangeCopy, Snapshot
+from ps_server.values.mutations import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
 from tests.property.shard_twin import table
 
 TABLE = TableId(1)

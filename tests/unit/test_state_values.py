@@ -15,7 +15,7 @@ from torch import nn
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.limits import MAX_STATE_DEPTH
-from ps_worker.state_values import decode, encode
+from ps_worker.checkpoint.state_codec import decode, encode
 
 WEIGHT = nn.Parameter(torch.ones(2))
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from ps_cli.compare_records import LossEntry, TableRecord, read_records
+from ps_cli.compare.records import LossEntry, TableRecord, read_records
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_core.tables import TableSpec
-from ps_worker.optimizers import SGD
-from ps_worker.settings import table_spec
-from ps_worker.step_record import StepLine, StepRecord
+from ps_worker.client.step_record import StepLine, StepRecord
+from ps_worker.spec.optimizers import SGD
+from ps_worker.spec.settings import table_spec
 
 
 def line(clock: int, staleness: int = 0) -> StepLine:

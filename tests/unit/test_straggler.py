@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.errors import InvalidConfig
-from ps_worker.config import worker_config
-from ps_worker.straggler import ComputeTime, Straggler
+from ps_worker.spec.straggler import ComputeTime, Straggler
+from ps_worker.transport.config import worker_config
 
 ROTATING = "rotating:30ms,90ms,burst=2,seed=1"
 

@@ -22,17 +22,25 @@ from ps_core.cluster_view import (
 from ps_core.errors import NotOwner, PushpullError
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.metrics import ServerMetrics
-from ps_server.events import Place, PullEvent, PushEvent, RefusePull, SealEvent, SealTerms, Sender
-from ps_server.lanes import SharedLanes
-from ps_server.node import ParameterNode
-from ps_server.replicated_ranges import ReplicationSetting
-from ps_server.replication import Replication
-from ps_server.replication_messages import Beat
-from ps_server.schedule import copies_cut
-from ps_server.server_machine import ServerMachine
-from ps_server.shards import Shards
-from ps_server.streams import EntryStream
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.peers.node_replication import ReplicationSetting
+from ps_server.ranges.events import (
+    Place,
+    PullEvent,
+    PushEvent,
+    RefusePull,
+    SealEvent,
+    SealTerms,
+    Sender,
+)
+from ps_server.ranges.schedule import copies_cut
+from ps_server.ranges.server_machine import ServerMachine
+from ps_server.replication.messages import Beat
+from ps_server.replication.range_roles import Replication
+from ps_server.service.node import ParameterNode
+from ps_server.service.push_stream import EntryStream
 
 ME, HEIR = NodeId(1), NodeId(7)
 SERVER = Session("cluster", b"t" * 16, ME, Incarnation(10), Role.SERVER)

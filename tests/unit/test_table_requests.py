@@ -12,11 +12,11 @@ from ps_core.envelope import has_few, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.remembered import Remembered
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
-from ps_runtime import wire
+from ps_runtime.cluster import wire
 from pushpull.v1 import scheduler_pb2
-from scheduler import view_size
-from scheduler.requests import spec_of, table_request_of
-from scheduler.servicer import handlers_of
+from scheduler.edge.requests import spec_of, table_request_of
+from scheduler.edge.servicer import handlers_of
+from scheduler.machine import view_size
 from tests.unit.measured_loop import turns_of
 
 COUNT = 60_000

@@ -11,14 +11,14 @@ from torch import nn
 
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_worker.client import Client
-from ps_worker.cutting import BlockPart
-from ps_worker.flat_layout import dtype_of, layout_of
-from ps_worker.optimizers import SGD
-from ps_worker.settings import ASP
-from ps_worker.table_handle import TableHandle
-from ps_worker.trained_table import TrainedTable
-from ps_worker.training_options import TrainingOptions
+from ps_worker.client.client import Client
+from ps_worker.spec.cutting import BlockPart
+from ps_worker.spec.flat_layout import dtype_of, layout_of
+from ps_worker.spec.optimizers import SGD
+from ps_worker.spec.settings import ASP
+from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.steps.table_handle import TableHandle
+from ps_worker.training.trained_table import TrainedTable
 
 NUMBERS = (("lr", 1.0),)
 

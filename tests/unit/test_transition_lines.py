@@ -8,14 +8,8 @@ import pytest
 
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.keys import Incarnation, NodeId, RangeId
-from scheduler.cluster_state import (
-    BackupsSet,
-    JoinersNamed,
-    NodeLeft,
-    RangesFailedOver,
-    Transition,
-)
-from scheduler.transition_lines import log_transition
+from scheduler.edge.transition_lines import log_transition
+from scheduler.machine.state import BackupsSet, JoinersNamed, NodeLeft, RangesFailedOver, Transition
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 LOST = "event=ranges_failed_over"

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidConfig
-from ps_server.custom_updates import checked
-from ps_server.update_check import check_update, self_test
+from ps_server.values.custom_updates import checked
+from ps_server.values.update_check import check_update, self_test
 from tests.unit.sample_updates import BREACHES, Counting, Decaying, Given, Lion
 
 GOOD = [Lion, Decaying, Counting]

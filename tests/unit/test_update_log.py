@@ -15,12 +15,12 @@ import pytest
 
 from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId
-from ps_runtime.disk import Disk
-from ps_server.kept_log import claimable
-from ps_server.update_log import Item, _Writer
-from ps_server.update_log_directory import LogDirectory, boot_id, segments_in
-from ps_server.update_log_frames import MAGIC, FrameKind, frame_bytes, head_at
-from ps_server.update_log_reader import scan
+from ps_runtime.system.disk import Disk
+from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
+from ps_server.update_log.format import MAGIC, FrameKind, frame_bytes, head_at
+from ps_server.update_log.reader import scan
+from ps_server.update_log.recovery import claimable
+from ps_server.update_log.writer import Item, _Writer
 from tests.unit.logged_server import (
     KERNELS,
     RANGES,

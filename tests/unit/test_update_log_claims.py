@@ -11,7 +11,7 @@ from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import RangeId
 from ps_core.tables import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
-from scheduler.cluster_state import NodeLeft, RangesFailedOver, UpdateLogClaim
+from scheduler.machine.state import NodeLeft, RangesFailedOver, UpdateLogClaim
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused
 
 ONE, TWO, OTHER = (bytes([number]) * 16 for number in (1, 2, 9))

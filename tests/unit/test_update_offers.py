@@ -11,9 +11,9 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidConfig, TableExists
 from ps_core.tables import Hyperparameters, OptimizerKind, OptimizerSpec, TableSpec
 from ps_core.update_offer import UpdateOffer
-from ps_runtime import wire
-from scheduler import view_size
-from scheduler.cluster import Created, Parked
+from ps_runtime.cluster import wire
+from scheduler.machine import view_size
+from scheduler.machine.cluster import Created, Parked
 from tests.unit.cluster_harness import SPEC, Harness, asking, refused
 
 NUMBERS = (("beta1", 0.9), ("lr", 0.1))

@@ -14,7 +14,16 @@ from ps_core.errors import AlreadyPast, InvalidConfig, UpdateFailed
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables import OptimizerKind
-from ps_server.events import Apply, Drop, Effect, Fold, Reduce, RefusePull, ReplyTo, ScaleEvent
+from ps_server.ranges.events import (
+    Apply,
+    Drop,
+    Effect,
+    Fold,
+    Reduce,
+    RefusePull,
+    ReplyTo,
+    ScaleEvent,
+)
 from tests.unit.machine_harness import (
     PLACE,
     Bench,

@@ -13,12 +13,12 @@ import pytest
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.turns import Turns
-from ps_server.lanes import SharedLanes
-from ps_server.lent_values import LentValues
-from ps_server.server_machine import PartAdded
-from ps_server.value_homes import ValueHomes
-from ps_worker.lane import SharedLane
+from ps_runtime.system.turns import Turns
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.lent_memory import LentValues
+from ps_server.lane.segments import ValueHomes
+from ps_server.ranges.server_machine import PartAdded
+from ps_worker.transport.lane import SharedLane
 from pushpull.v1 import parameters_pb2
 
 HERE, ELSEWHERE = NodeId(1), NodeId(2)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables import DType
-from ps_worker.flat_layout import FlatLayout, named_group, named_groups, table_layouts
+from ps_worker.spec.flat_layout import FlatLayout, named_group, named_groups, table_layouts
 
 
 def layouts(parameters: Any, module: nn.Module | None = None) -> list[FlatLayout]:

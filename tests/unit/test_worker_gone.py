@@ -13,7 +13,7 @@ from ps_core.errors import Fenced, InvalidConfig, InvalidTensor, Recovering
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import Table
-from ps_server.events import (
+from ps_server.ranges.events import (
     Apply,
     Effect,
     PullEvent,
@@ -24,8 +24,8 @@ from ps_server.events import (
     SealTerms,
     Sender,
 )
-from ps_server.room import Step
-from ps_server.server_machine import ServerMachine
+from ps_server.ranges.memory import Step
+from ps_server.ranges.server_machine import ServerMachine
 from tests.unit.machine_harness import (
     PLACE,
     Bench,

@@ -15,7 +15,7 @@ from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import Table
-from ps_server.events import (
+from ps_server.ranges.events import (
     Apply,
     Effect,
     Forget,
@@ -25,7 +25,7 @@ from ps_server.events import (
     SealTerms,
     Sender,
 )
-from ps_server.server_machine import ServerMachine
+from ps_server.ranges.server_machine import ServerMachine
 from tests.unit.machine_harness import (
     PLACE,
     Bench,
@@ -146,7 +146,7 @@ class Server:
         self.observe()
 
     def observe(self) -> list[Effect]:
-        """As `ps_server.node` does."""
+        """As `ps_server.service.node` does."""
         self.machine.observe(self.view)
         return self.machine.ended(self.view.ended_workers, 100.0) + self.machine.settle(100.0)
 

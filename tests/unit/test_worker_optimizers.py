@@ -11,8 +11,8 @@ import torch
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables import HYPERPARAMETER_DEFAULTS, Kernels, OptimizerKind
-from ps_worker import optimizers
-from ps_worker.optimizers import (
+from ps_worker.spec import optimizers
+from ps_worker.spec.optimizers import (
     SGD,
     Adagrad,
     Adam,

@@ -8,8 +8,8 @@ import pytest
 
 from ps_core import limits
 from ps_core.work import PIECE_COUNT, Work, at_once, pieces_of
-from ps_runtime.turns import Turns
-from ps_server.works import FEW_STEPS, Works
+from ps_runtime.system.turns import Turns
+from ps_server.service.works import FEW_STEPS, Works
 
 
 class Bench:

@@ -14,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import RangeId
-from ps_runtime.background import give_way
-from ps_runtime.disk import _WINDOW_BYTES as WINDOW_BYTES
-from ps_runtime.disk import _WINDOW_COUNT as WINDOW_COUNT
-from ps_runtime.disk import Disk, Payload, WriteBehind
-from ps_runtime.part_writer import PartWriter, PlannedTable
-from ps_server.update_log import Item, Written, _Job, _NextSegment, _Writer
-from ps_server.update_log_directory import LogDirectory
-from ps_server.update_log_frames import FrameKind
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_runtime.system.background import give_way
+from ps_runtime.system.disk import _WINDOW_BYTES as WINDOW_BYTES
+from ps_runtime.system.disk import _WINDOW_COUNT as WINDOW_COUNT
+from ps_runtime.system.disk import Disk, Payload, WriteBehind
+from ps_server.update_log.directory import LogDirectory
+from ps_server.update_log.format import FrameKind
+from ps_server.update_log.writer import Item, Written, _Job, _NextSegment, _Writer
 
 
 @given(st.lists(st.integers(0, 3 * WINDOW_BYTES), max_size=20))

@@ -8,9 +8,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ps_runtime.part_file import read_header, read_tensor
-from ps_runtime.part_writer import WorkerPart, WrittenPart, write_worker_part
-from ps_worker.saved_states import decoded, encoded
+from ps_runtime.checkpoint.part_file import read_header, read_tensor
+from ps_runtime.checkpoint.part_writer import WorkerPart, WrittenPart, write_worker_part
+from ps_worker.checkpoint.saved_states import decoded, encoded
 
 CLUSTER = "3fa9c1d27b60a5e4"
 

@@ -12,18 +12,18 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table
-from ps_runtime import wire
-from ps_server.changes import Assigned, Change, Elements, Kept, Put, SentTotal
-from ps_server.events import Contributor, Record
-from ps_server.lanes import SharedLanes
-from ps_server.part_copy import Delta, PartCopy, WorkerFacts, fresh_copy
-from ps_server.replication_messages import Batch, Snapshot
-from ps_server.replication_wire import batch_messages
-from ps_server.server_machine import PartAdded
-from ps_server.shards import Shards
-from ps_server.snapshot_wire import snapshot_messages
-from ps_server.update_log_frames import MAGIC, FrameKind, Head, packed, padding
-from ps_server.update_log_reader import FORMAT_VERSION
+from ps_runtime.cluster import wire
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.ranges.events import Contributor, Record
+from ps_server.ranges.range_copy import Delta, PartCopy, WorkerFacts, fresh_copy
+from ps_server.ranges.server_machine import PartAdded
+from ps_server.replication.messages import Batch, Snapshot
+from ps_server.update_log.format import MAGIC, FrameKind, Head, packed, padding
+from ps_server.update_log.reader import FORMAT_VERSION
+from ps_server.values.mutations import Assigned, Change, Elements, Kept, Put, SentTotal
+from ps_server.wire.replication_wire import batch_messages
+from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import replication_pb2, update_log_pb2
 from tests.property.shard_twin import table
 

@@ -1,0 +1,134 @@
+"""The benchmarks that there are, and how to run one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+
+from ps_cli.bench.checkpoint import checkpoint
+from ps_cli.bench.checkpoint_view import checkpoint_view
+from ps_cli.bench.dense import dense
+from ps_cli.bench.dense_view import dense_view
+from ps_cli.bench.devices import CPU, DEVICES
+from ps_cli.bench.latency import latency, latency_view
+from ps_cli.bench.memory import memory, memory_view
+from ps_cli.bench.optimizers import optimizers, optimizers_view
+from ps_cli.bench.replicated import replicated, replicated_view
+from ps_cli.bench.sessions import sessions, sessions_view
+from ps_cli.bench.settings import BenchSettings
+from ps_cli.bench.train import train, train_view
+from ps_core.errors import InvalidConfig
+
+Document = dict[str, object]
+
+STANDARD_OUTPUT = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One benchmark: what it measures, how its document reads for a person, and the devices that
+    its workers may compute on.
+    """
+
+    summary: str
+    measure: Callable[[BenchSettings], Document]
+    view: Callable[[Document], RenderableType]
+    devices: tuple[str, ...] = (CPU,)
+
+
+BENCHMARKS = {
+    "dense": Benchmark("push, pull and round of one dense table, GB/s", dense, dense_view),
+    "latency": Benchmark("push_pull of a 4 KB table, milliseconds", latency, latency_view),
+    "train": Benchmark(
+        "a training step with and without a cluster, seconds", train, train_view, DEVICES
+    ),
+    "optimizers": Benchmark(
+        "what a server applies, network aside, GB/s of gradient", optimizers, optimizers_view
+    ),
+    "memory": Benchmark("what a server and a worker take at most, MB", memory, memory_view),
+    "sessions": Benchmark("many sessions on one server, GB/s", sessions, sessions_view),
+    "checkpoint": Benchmark(
+        "writing checkpoints, training meanwhile, and restoring", checkpoint, checkpoint_view
+    ),
+}
+
+
+REPLICATED = Benchmark(
+    "dense with replicas or an update log and without, GB/s", replicated, replicated_view
+)
+"""What `dense` is where servers may die."""
+
+
+def find(name: str) -> Benchmark:
+    """The benchmark of that name.
+
+    Raises:
+        InvalidConfig: there is none; the message lists those that there are.
+    """
+    found = BENCHMARKS.get(name)
+    if found is None:
+        known = "; ".join(f"{known} ({one.summary})" for known, one in BENCHMARKS.items())
+        raise InvalidConfig(f"benchmark is '{name}'; there are: {known}")
+    return found
+
+
+def run(name: str, settings: BenchSettings, console: Console) -> Document:
+    """Run one benchmark and print its table.
+
+    Blocking: up to a few minutes.
+
+    Raises:
+        InvalidConfig: there is no such benchmark, or it does not run on the device.
+    """
+    benchmark = find(name)
+    if settings.replica_count > 1 or settings.has_update_log:
+        if name != "dense":
+            raise InvalidConfig(
+                f"replicas is {settings.replica_count} and there is "
+                f"{'an' if settings.has_update_log else 'no'} update log; {name} runs with 1 and "
+                "without one, and only dense otherwise"
+            )
+        benchmark = REPLICATED
+    if settings.device not in benchmark.devices:
+        raise InvalidConfig(
+            f"device is '{settings.device}'; {name} runs on {' or '.join(benchmark.devices)}"
+        )
+    with console.status(f"{name}: starting") as status:
+
+        def on_progress(what: str) -> None:
+            status.update(f"{name}: {what}")
+
+        document = benchmark.measure(replace(settings, on_progress=on_progress))
+    console.print(benchmark.view(document))
+    found = document["environment"]
+    assert isinstance(found, dict)
+    for warning in found["warnings"]:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    return document
+
+
+def bench(name: str, settings: BenchSettings, json_path: str) -> None:
+    """What `pushpull bench` does: the table, and the document where `json_path` says.
+
+    Args:
+        name: which benchmark.
+        settings: how.
+        json_path: a file; "-" is standard output, and the table goes to standard error; empty:
+            nowhere.
+
+    Raises:
+        InvalidConfig: there is no such benchmark, or the file cannot be written.
+    """
+    find(name)
+    if json_path not in ("", STANDARD_OUTPUT) and not Path(json_path).absolute().parent.is_dir():
+        raise InvalidConfig(f"--json is '{json_path}'; expected a file in a folder that exists")
+    console = Console(stderr=json_path == STANDARD_OUTPUT, highlight=False)
+    text = json.dumps(run(name, settings, console), indent=2)
+    if json_path == STANDARD_OUTPUT:
+        print(text)
+    elif json_path:
+        Path(json_path).write_text(text + "\n", encoding="utf-8")

@@ -1,0 +1,244 @@
+"""Checkpoints: how fast they are written, what training notes of it, and how fast they are read."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ps_worker as ps
+from ps_cli.bench.child import Child
+from ps_cli.bench.disk_writes import THREAD_COUNTS, action_of
+from ps_cli.bench.environment import environment
+from ps_cli.bench.process_memory import PeakWatch
+from ps_cli.bench.restoring import Saved, memory_row, restores
+from ps_cli.bench.sampling import MIB, Measured, Operation, joined, percentile, rounded, take_turns
+from ps_cli.bench.settings import BenchSettings
+from ps_core.errors import InvalidConfig
+
+DEFAULT_SIZE_MB = 1024
+QUICK_SIZE_MB = 16
+QUICK_ROUND_COUNT = 3
+LARGE, SMALL, WHOLE = "large", "small", "whole"
+"""Tables: `large` and `small` are on one server, `whole` is alone on another."""
+
+_STATES = 3
+"""Values and Adam's two moments: what a checkpoint has of a table, in tables."""
+
+_WHOLE_SHARE, _SMALL_SHARE = 16, 256
+_SAMPLE_COUNT, _QUICK_SAMPLE_COUNT = 300, 5
+_MOST_CHECKPOINTS = 60
+_ROOM = 3
+"""Files that there is room for: two at once, and what others write."""
+
+_THREADS = {1: "one_thread", 2: "two_threads"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """A cluster of one server that writes checkpoints, and a worker that asks for them."""
+
+    lane: str
+    worker: Child
+    server_pid: int
+    sizes: dict[str, int]
+
+    @property
+    def place(self) -> dict[str, Any]:
+        return {"lane": self.lane, "servers": 1}
+
+    def do(self, action: str) -> dict[str, Any]:
+        """What the worker found; the checkpoint, if it made one, is left."""
+        found: dict[str, Any] = self.worker.do(action).result
+        return found
+
+    def passing(self, action: str) -> dict[str, Any]:
+        """As `do`, and the checkpoint is removed."""
+        found = self.do(action)
+        shutil.rmtree(found["url"])
+        return found
+
+
+def checkpoint(settings: BenchSettings) -> dict[str, object]:
+    """Measure everything; the document that `--json` writes.
+
+    Blocking: some minutes for each lane at 1 GB.
+
+    Raises:
+        InvalidConfig: there is no room for the files.
+    """
+    found = environment()
+    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
+    byte_count = size_mb * MIB
+    _check_room(byte_count)
+    round_count = max(settings.round_count, QUICK_ROUND_COUNT)
+    sizes = {LARGE: byte_count, SMALL: _share(byte_count, _SMALL_SHARE)}
+    rows: list[dict[str, Any]] = []
+    legs = []
+    with tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder:
+        for lane in settings.lanes:
+            within = settings.within(lane)
+            with _site(lane, folder, sizes) as site:
+                within.on_progress("memory")
+                rows.append(_memory(site))
+                legs.append(_writes(site, folder, round_count, within))
+                rows.append(_pushes(site, SMALL, within))
+                # What is restored is the same whatever lane wrote it: the first is enough.
+                saved = None if lane != settings.lanes[0] else _saved(site)
+            with _site(lane, folder, {WHOLE: _share(byte_count, _WHOLE_SHARE)}) as site:
+                rows.append(_pushes(site, WHOLE, within))
+            if saved is not None:
+                rows += restores(saved, lane, within)
+                shutil.rmtree(saved.url)
+    measured = joined(legs)
+    ceilings = {
+        f"write_{name}_gb_s": rounded(measured[action_of(count)].gb_s)
+        for count, name in _THREADS.items()
+    }
+    return {
+        "environment": {**found, "table_bytes": byte_count, "round_count": round_count},
+        "ceilings": ceilings,
+        "rows": [*(_written(lane, measured) for lane in settings.lanes), *rows],
+        "samples_gb_s": {
+            name: [rounded(rate) for rate in result.rates_gb_s] for name, result in measured.items()
+        },
+    }
+
+
+def _share(byte_count: int, divisor: int) -> int:
+    return max(MIB // 4, byte_count // divisor)
+
+
+def _check_room(byte_count: int) -> None:
+    needed_bytes = _ROOM * _STATES * byte_count
+    folder = tempfile.gettempdir()
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < needed_bytes:
+        raise InvalidConfig(
+            f"{folder} has room for {free_bytes / 1e9:.1f} GB; expected {needed_bytes / 1e9:.1f} "
+            "for checkpoints: choose a smaller --size-mb, or another folder with TMPDIR"
+        )
+
+
+@contextlib.contextmanager
+def _site(lane: str, folder: str, sizes: dict[str, int]) -> Iterator[_Site]:
+    given = [f"{name}={size}" for name, size in sizes.items()]
+    with (
+        ps.local_cluster(1, 1, checkpoint_url=folder) as cluster,
+        Child("ps_cli.bench.checkpoint_worker", cluster.address, lane, *given) as worker,
+    ):
+        yield _Site(lane, worker, cluster.process_ids["server 0"], sizes)
+
+
+def _writes(
+    site: _Site, folder: str, round_count: int, settings: BenchSettings
+) -> dict[str, Measured]:
+    """Checkpoints without training, and plain writes of as many bytes, in turns."""
+    byte_count = site.passing("write")["byte_count"]
+    with Child("ps_cli.bench.disk_writes", folder, str(byte_count)) as writer:
+
+        def run(action: str) -> float:
+            took_s: float = writer.do(action).result
+            return took_s
+
+        operations = [
+            Operation(
+                _write_name(site.lane),
+                lambda: float(site.passing("write")["wall_s"]),
+                byte_count,
+                (site.server_pid,),
+            ),
+            *(
+                Operation(name, lambda name=name: run(name), byte_count)  # type: ignore[misc]
+                for name in map(action_of, THREAD_COUNTS)
+            ),
+        ]
+
+        def listener(number: int) -> None:
+            round_name = f"round {number} of {round_count}" if number else "warm-up"
+            settings.on_progress(f"write, {round_name}")
+
+        return take_turns(operations, round_count, listener)
+
+
+def _write_name(lane: str) -> str:
+    return f"{lane} checkpoint"
+
+
+def _written(lane: str, measured: dict[str, Measured]) -> dict[str, Any]:
+    """The row of a lane: its rate, and that over the ceilings of the run."""
+    own = measured[_write_name(lane)]
+    (server_pid,) = own.operation.pids
+    return {
+        "part": "write",
+        "lane": lane,
+        "servers": 1,
+        "checkpoint_bytes": own.operation.byte_count,
+        "write_gb_s": rounded(own.gb_s),
+        **{
+            f"of_{name}": rounded(own.gb_s / measured[action_of(count)].gb_s)
+            for count, name in _THREADS.items()
+        },
+        "server_cpu_s_per_gb": rounded(own.cpu_s(server_pid) / own.gb),
+    }
+
+
+def _memory(site: _Site) -> dict[str, Any]:
+    """The server's peak while it trains and writes, over its peak while it trains.
+
+    It is the server's first checkpoint: what one took may stay with the allocator.
+    """
+    site.do(f"{LARGE} between")  # a warm-up
+    with PeakWatch(site.server_pid) as quiet:
+        site.do(f"{LARGE} between")
+    with PeakWatch(site.server_pid) as busy:
+        site.passing(f"{LARGE} during")
+    return memory_row(site.place, "write", quiet.peak_bytes, busy.peak_bytes)
+
+
+def _pushes(site: _Site, table: str, settings: BenchSettings) -> dict[str, Any]:
+    """How long pushes take while a checkpoint is written, and between checkpoints."""
+    wanted_count = _QUICK_SAMPLE_COUNT if settings.quick else _SAMPLE_COUNT
+    site.passing(f"{table} during")
+    site.do(f"{table} between")
+    made: list[dict[str, Any]] = []
+    during_s: list[float] = []
+    between_s: list[float] = []
+    while len(made) < settings.round_count or (
+        len(during_s) < wanted_count and len(made) < _MOST_CHECKPOINTS
+    ):
+        settings.on_progress(f"pushes of {table}, checkpoint {len(made) + 1}")
+        made.append(site.passing(f"{table} during"))
+        during_s += made[-1]["waits_s"]
+        between_s += site.do(f"{table} between")["waits_s"]
+    figures = {**_figures("", during_s), **_figures("quiet_", between_s)}
+    return {
+        "part": "push",
+        **site.place,
+        "table": table,
+        "table_bytes": site.sizes[table],
+        "checkpoint_bytes": made[0]["byte_count"],
+        "checkpoint_count": len(made),
+        "checkpoint_s": rounded(statistics.median(one["wall_s"] for one in made)),
+        "held_ms": rounded(statistics.median(one["held_s"] for one in made) * 1000),
+        "sample_count": len(during_s),
+        **figures,
+        "p99_over_quiet": rounded(figures["p99_ms"] / figures["quiet_p99_ms"]),
+    }
+
+
+def _figures(prefix: str, waits_s: list[float]) -> dict[str, float]:
+    return {
+        f"{prefix}{name}_ms": rounded(percentile(waits_s, percent) * 1000)
+        for name, percent in {"p50": 50, "p99": 99, "max": 100}.items()
+    }
+
+
+def _saved(site: _Site) -> Saved:
+    """A checkpoint that stays."""
+    found = site.do("write")
+    return Saved(found["url"], found["byte_count"], LARGE, site.sizes[LARGE])

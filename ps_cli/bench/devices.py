@@ -1,0 +1,46 @@
+"""Where workers compute. `python -m ps_cli.bench.devices` tells whether there is a CUDA device."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+from ps_core.errors import InvalidConfig
+
+CPU, CUDA = DEVICES = ("cpu", "cuda")
+
+
+def name_of(device: str) -> str:
+    """What a device is called: "cpu", or what CUDA calls the card.
+
+    Blocking: until torch is imported, for any but the CPU.
+
+    Raises:
+        InvalidConfig: there is no such device here.
+    """
+    if device == CPU:
+        return CPU
+    if device != CUDA:
+        raise InvalidConfig(f"device is '{device}'; expected one of {', '.join(DEVICES)}")
+    if importlib.util.find_spec("torch") is None:
+        raise InvalidConfig(f"device is 'cuda', and {sys.executable} has no torch")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise InvalidConfig(
+            f"device is 'cuda', and torch {torch.__version__} of {sys.executable} sees no CUDA "
+            "device on this machine"
+        )
+    return str(torch.cuda.get_device_name())
+
+
+def main() -> None:
+    """Print the name of the CUDA device; without one, say so and fail."""
+    try:
+        print(name_of(CUDA))
+    except InvalidConfig as error:
+        sys.exit(f"error: {error.message}")
+
+
+if __name__ == "__main__":
+    main()

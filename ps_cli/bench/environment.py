@@ -1,0 +1,77 @@
+"""The machine that a measurement was taken on, and what may have disturbed it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from ps_runtime.system.cores import usable_core_count
+
+QUIET_LOAD = 0.5
+"""Above this 1-minute load average somebody else has taken a part of the machine."""
+
+_ROOT = Path(__file__).resolve().parents[1]
+_PACKAGES = ("torch", "grpcio", "protobuf", "numpy", "uvloop")
+
+
+def environment() -> dict[str, object]:
+    """The machine, the versions, and the load before the first measurement of this process.
+
+    `warnings` is empty if nothing is known to disturb it.
+    """
+    load = _load_at_start()
+    return {
+        "cpu": _cpu_model(),
+        "core_count": usable_core_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "commit": _commit(),
+        "load_average": round(load, 2),
+        "warnings": warnings_about(load, usable_core_count()),
+    }
+
+
+@cache
+def _load_at_start() -> float:
+    """Asked once: later, the load is what the measurements themselves made."""
+    return os.getloadavg()[0]
+
+
+def warnings_about(load: float, core_count: int) -> list[str]:
+    """What may have disturbed a measurement that began under this load average."""
+    if load <= QUIET_LOAD:
+        return []
+    message = (
+        f"the load average was {load:.2f} on {core_count} cores at the start; expected at most "
+        f"{QUIET_LOAD}: other work shares this machine, so trust the ratios more than the figures"
+    )
+    return [message]
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        run = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown: git is not installed"
+    return run.stdout.strip() or "unknown: not a git checkout"

@@ -1,0 +1,119 @@
+"""How much memory a server and a worker take while a large table is pushed and pulled."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from rich.table import Table as TextTable
+
+from ps_cli.bench import contenders
+from ps_cli.bench.child import together
+from ps_cli.bench.contenders import Load
+from ps_cli.bench.environment import environment
+from ps_cli.bench.moves import PRIVATE
+from ps_cli.bench.process_memory import PeakWatch
+from ps_cli.bench.sampling import MIB, rounded
+from ps_cli.bench.settings import BenchSettings
+
+DEFAULT_SIZE_MB = 1024
+QUICK_SIZE_MB = 16
+OPTIMIZER = "adam"
+WORKER_COUNTS = (1, 2)
+MOVES = ("push", "pull", "round")
+PASS_COUNT = 2
+"""The optimizer's state is made by the first update; the second finds it there."""
+
+TABLES_ON_A_SERVER = 5
+"""Parameters, Adam's two moments, one accumulator, and one staged step."""
+
+SERVER_ALLOWANCE = 1.25
+SERVER_EXTRA_BYTES = 300_000_000
+WORKER_GROWTH_BYTES = 256_000_000
+"""The bounds that the figures stand beside."""
+
+MB = 1e6
+
+
+def memory(settings: BenchSettings) -> dict[str, object]:
+    """Measure everything; the document that `--json` writes.
+
+    Blocking: a few minutes at 1 GB.
+    """
+    found = environment()
+    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
+    rows = []
+    for lane in settings.lanes:
+        for worker_count in WORKER_COUNTS:
+            settings.on_progress(f"{lane}, workers: {worker_count}")
+            rows += _rows(lane, worker_count, size_mb * MIB)
+    return {
+        "environment": {**found, "table_bytes": size_mb * MIB, "pass_count": PASS_COUNT},
+        "ceilings": {},
+        "rows": rows,
+    }
+
+
+def _rows(lane: str, worker_count: int, byte_count: int) -> list[dict[str, Any]]:
+    """What the server of one cluster had at most, and the worker that grew most."""
+    with contextlib.ExitStack() as stack:
+        # The gradient is the script's: in shared memory it would look like the client's.
+        name = f"{OPTIMIZER}{PRIVATE}"
+        load = Load(byte_count, (name,))
+        cluster = stack.enter_context(contenders.cluster(lane, worker_count, load))
+        with contextlib.ExitStack() as watching:
+            server = watching.enter_context(PeakWatch(cluster.server_pid, since_its_start=True))
+            workers = [watching.enter_context(PeakWatch(pid)) for pid in cluster.worker_pids]
+            for move in MOVES * PASS_COUNT:
+                together(cluster.workers, f"{name} {move}")
+    worker = max(workers, key=lambda watch: watch.growth_bytes)
+    bound_bytes = round(SERVER_ALLOWANCE * TABLES_ON_A_SERVER * byte_count) + SERVER_EXTRA_BYTES
+    place = {"lane": lane, "optimizer": OPTIMIZER, "workers": worker_count, "servers": 1}
+    return [
+        {
+            **place,
+            "role": "server",
+            "table_bytes": byte_count,
+            **_against(bound_bytes, server.peak_bytes),
+            "private_bytes": server.highest.private_bytes,
+            "shared_bytes": max(server.highest.shared_bytes - server.borrowed_bytes, 0),
+            "borrowed_bytes": server.borrowed_bytes,
+        },
+        {
+            **place,
+            "role": "worker",
+            "table_bytes": byte_count,
+            **_against(WORKER_GROWTH_BYTES, worker.growth_bytes),
+            "private_bytes": worker.highest.private_bytes - worker.before.private_bytes,
+            "shared_bytes": max(worker.highest.shared_bytes - worker.borrowed_bytes, 0),
+            "borrowed_bytes": worker.borrowed_bytes,
+        },
+    ]
+
+
+def _against(bound_bytes: int, peak_bytes: int) -> dict[str, object]:
+    return {
+        "bound_bytes": bound_bytes,
+        "peak_bytes": peak_bytes,
+        "of_bound": rounded(peak_bytes / bound_bytes),
+    }
+
+
+def memory_view(document: dict[str, Any]) -> TextTable:
+    """The document for a person."""
+    table_mb = document["environment"]["table_bytes"] / MB
+    table = TextTable(
+        title=f"memory: MB while a table of {table_mb:.0f} MB with Adam is pushed and pulled",
+        caption="server: its peak; worker: its growth; borrowed: mapped, and another process's",
+    )
+    table.add_column("lane, workers", no_wrap=True)
+    for heading in ("MB", "bound", "of bound", "private", "shared", "borrowed"):
+        table.add_column(heading, justify="right")
+    for row in document["rows"]:
+        table.add_row(
+            f"{row['lane']}, {row['workers']}: {row['role']}",
+            *(f"{row[key] / MB:.0f}" for key in ("peak_bytes", "bound_bytes")),
+            f"{row['of_bound']:.2f}",
+            *(f"{row[f'{kind}_bytes'] / MB:.0f}" for kind in ("private", "shared", "borrowed")),
+        )
+    return table

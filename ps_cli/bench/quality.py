@@ -1,0 +1,152 @@
+"""Does a consistency setting cost quality? Fashion-MNIST under several, against one process.
+
+    python -m ps_cli.bench.quality --report quality.json
+
+Every setting sees the same number of pictures, as many at a clock: a worker's batch is its share of
+the one process's. Its learning rate is the best of one grid, judged by
+pictures that are held out of training; what counts is the accuracy on the test pictures, the median
+of several seeds at that rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ps_core.errors import Internal
+
+SCRIPT = Path(__file__).parent.parent / "examples" / "fashion_mnist.py"
+SINGLE = "one process"
+MODES = ("bsp", "ssp:4", "asp", "asp:divide", "asp:compensate=2,adaptive")
+_REACHED = re.compile(r"(test|validation) accuracy ([\d.]+)%")
+
+Reached = dict[str, float]
+"""Accuracy by name: "test accuracy" and "validation accuracy", from 0 to 1."""
+
+
+def accuracies(printed: str) -> Reached:
+    """What the script says that it reached."""
+    return {f"{name} accuracy": float(value) / 100 for name, value in _REACHED.findall(printed)}
+
+
+def one_process(told: Sequence[str]) -> Reached:
+    """The script without a cluster.
+
+    Raises:
+        Internal: the run failed.
+    """
+    command = [sys.executable, str(SCRIPT), "--single", *told]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise Internal(f"{SINGLE} failed: {(done.stderr or done.stdout)[-2000:]}")
+    return accuracies(done.stdout)
+
+
+def compared(mode: str, worker_count: int, told: Sequence[str]) -> Reached:
+    """The script on a cluster under `mode`.
+
+    Raises:
+        Internal: the run failed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        command = [
+            sys.executable, "-m", "ps_cli", "compare", str(SCRIPT), "--modes", mode, "--workers",
+            str(worker_count), "--report", str(report), "--", *told,
+        ]  # fmt: skip
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        figures = report.with_suffix(".json")
+        if done.returncode or not figures.is_file():
+            raise Internal(f"compare {mode} failed: {(done.stderr or done.stdout)[-2000:]}")
+        (run,) = json.loads(figures.read_text(encoding="utf-8"))["runs"]
+    found: Reached = run["figures"]["quality"]
+    return found
+
+
+def options(arguments: argparse.Namespace, mode: str, rate: float, seed: int) -> list[str]:
+    """What the script is told: a worker's batch is its share of what is taken at a clock."""
+    worker_count = 1 if mode == SINGLE else arguments.workers
+    return [
+        "--batch-size", str(arguments.batch_size // worker_count),
+        "--epochs", str(arguments.epochs), "--lr", str(rate), "--seed", str(seed),
+        "--hold-out", str(arguments.hold_out), "--log-every", "1000000",
+    ]  # fmt: skip
+
+
+def judged(
+    mode: str, rates: Sequence[float], seeds: Sequence[int], reached: Callable[..., Reached]
+) -> dict[str, Any]:
+    """The best rate of the grid for `mode`, and what each seed reaches with it.
+
+    The rates are judged with the first seed, by the pictures that were held out;
+    `reached(mode, rate, seed)` is a run.
+    """
+    first = {rate: reached(mode, rate, seeds[0]) for rate in rates}
+    best = max(first, key=lambda rate: first[rate]["validation accuracy"])
+    ends = [first[best], *(reached(mode, best, seed) for seed in seeds[1:])]
+    tests = [end["test accuracy"] for end in ends]
+    return {
+        "mode": mode,
+        "rate": best,
+        "validation": {str(rate): found["validation accuracy"] for rate, found in first.items()},
+        "tests": tests,
+        "median": statistics.median(tests),
+    }
+
+
+def with_points(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with its points (hundredths) above the first one's median."""
+    return [{**row, "points": 100 * (row["median"] - rows[0]["median"])} for row in rows]
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in words."""
+    tests = ", ".join(f"{test:.2%}" for test in row["tests"])
+    return (
+        f"{row['mode']}: {row['median']:.2%} ({row['points']:+.2f} points; {tests}), "
+        f"lr {row['rate']:g}"
+    )
+
+
+def main() -> None:
+    """Judge every setting, and print a line for each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modes", nargs="+", default=list(MODES), help="the settings")
+    parser.add_argument("--rates", nargs="+", type=float, default=[3e-3, 6e-3, 1.2e-2])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--epochs", type=int, default=5, help="passes over the pictures")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="pictures of all workers a clock"
+    )
+    parser.add_argument("--hold-out", type=int, default=5000, help="pictures to choose a rate by")
+    parser.add_argument("--report", type=Path, help="a JSON file")
+    arguments = parser.parse_args()
+
+    def reached(mode: str, rate: float, seed: int) -> Reached:
+        told = options(arguments, mode, rate, seed)
+        found = one_process(told) if mode == SINGLE else compared(mode, arguments.workers, told)
+        print(f"{mode}, lr {rate:g}, seed {seed}: {found}", file=sys.stderr, flush=True)
+        return found
+
+    rows: list[dict[str, Any]] = []
+    for mode in [SINGLE, *arguments.modes]:
+        rows = with_points([*rows, judged(mode, arguments.rates, arguments.seeds, reached)])
+        if arguments.report is not None:
+            arguments.report.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    for row in rows:
+        print(line(row))
+
+
+if __name__ == "__main__":
+    main()

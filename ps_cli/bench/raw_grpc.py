@@ -1,0 +1,148 @@
+"""What gRPC itself can do from Python: raw bytes, no stubs, no protocol, nothing applied.
+
+Both ends run what pushpull's own nodes run: `grpc.aio` on uvloop with the same channel options and
+the same allocator settings. Every message is a fresh 1 MiB cut from a buffer of the whole table,
+and every byte is copied out of it at the other end: one message sent again and again would sit in
+the cache and flatter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from ps_cli.bench.child import obey, open_answers, say
+from ps_cli.bench.sampling import MIB, percentile
+from ps_runtime.grpc.channels import SERVER_OPTIONS, aio_channel, new_event_loop, tune_allocator
+
+SERVICE = "benchmarks.RawBytes"
+LATENCY_DEADLINE_S = 60.0
+
+
+class _RawServer:
+    """Keeps what is pushed in one buffer, and gives it out."""
+
+    def __init__(self, byte_count: int) -> None:
+        self._values = np.ones(byte_count, dtype=np.uint8)
+
+    async def push(self, messages: AsyncIterator[bytes], context: Any) -> bytes:  # noqa: ARG002
+        begin = 0
+        async for message in messages:
+            self._values[begin : begin + len(message)] = np.frombuffer(message, np.uint8)
+            begin += len(message)
+        return b""
+
+    async def pull(self, request: bytes, context: Any) -> AsyncIterator[bytes]:  # noqa: ARG002
+        for begin in range(0, self._values.nbytes, MIB):
+            yield self._values[begin : begin + MIB].tobytes()
+
+    async def exchange(self, request: bytes, context: Any) -> bytes:  # noqa: ARG002
+        self._values[:] = np.frombuffer(request, np.uint8)
+        return self._values.tobytes()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All calls, without serializers: bytes in, bytes out."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Push": grpc.stream_unary_rpc_method_handler(self.push),
+                "Pull": grpc.unary_stream_rpc_method_handler(self.pull),
+                "Exchange": grpc.unary_unary_rpc_method_handler(self.exchange),
+            },
+        )
+
+
+async def _serve(byte_count: int) -> None:
+    answers = open_answers()
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((_RawServer(byte_count).handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    say(answers, {"address": f"127.0.0.1:{port}"})
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(None)
+
+
+class _RawClient:
+    """Pushes from one buffer and pulls into another."""
+
+    def __init__(self, address: str, byte_count: int, call_count: int) -> None:
+        self._source = np.ones(byte_count, dtype=np.uint8)
+        self._target = np.zeros(byte_count, dtype=np.uint8)
+        self._call_count = call_count
+        self._channel = aio_channel(address)
+        self._push: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(
+            f"/{SERVICE}/Push"
+        )
+        self._pull: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
+            f"/{SERVICE}/Pull"
+        )
+        self._exchange: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
+            f"/{SERVICE}/Exchange"
+        )
+
+    async def push(self) -> None:
+        """All of the buffer; ends when the server has all of it."""
+        call = self._push()
+        for begin in range(0, self._source.nbytes, MIB):
+            await call.write(self._source[begin : begin + MIB].tobytes())
+        await call.done_writing()
+        await call
+
+    async def pull(self) -> None:
+        """All of the server's buffer."""
+        begin = 0
+        async for message in self._pull(b""):
+            self._target[begin : begin + len(message)] = np.frombuffer(message, np.uint8)
+            begin += len(message)
+
+    async def exchange(self) -> dict[str, float]:
+        """Many unary calls, one after the other; the median's seconds and the 99th percentile's."""
+        waits_s = []
+        for _ in range(self._call_count):
+            began_s = time.perf_counter()
+            answer = await self._exchange(self._source.tobytes(), timeout=LATENCY_DEADLINE_S)
+            self._target[:] = np.frombuffer(answer, np.uint8)
+            waits_s.append(time.perf_counter() - began_s)
+        return {"p50_s": percentile(waits_s, 50), "p99_s": percentile(waits_s, 99)}
+
+
+async def _made(address: str, byte_count: int, call_count: int) -> _RawClient:
+    return _RawClient(address, byte_count, call_count)
+
+
+def _be_client(address: str, byte_count: int, call_count: int) -> None:
+    answers = open_answers()
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        client = runner.run(_made(address, byte_count, call_count))
+        obey(
+            answers,
+            {
+                "push": lambda: runner.run(client.push()),
+                "pull": lambda: runner.run(client.pull()),
+                "exchange": lambda: runner.run(client.exchange()),
+            },
+        )
+
+
+def main() -> None:
+    """`server BYTES` or `client BYTES ADDRESS CALLS`."""
+    tune_allocator()
+    role, size, *rest = sys.argv[1:]
+    if role == "server":
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(_serve(int(size)))
+    else:
+        address, call_count = rest
+        _be_client(address, int(size), int(call_count))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+r"""A training script whose workers take batches from one queue, until so many have been applied.
+
+    pushpull compare ps_cli/bench/shared_queue.py -m bsp,bsp:backup=1,ssp:4,asp -w 4 \
+        --straggler permanent:30ms,90ms,rank=0
+
+With a fixed number of steps a worker a slow worker makes every setting slow; with one queue the
+fast ones take what the slow one does not. The queue is a table that only counts: taking a batch
+adds 1 to it, and a batch whose step was discarded, by any part of the model, is put back. So
+exactly so many batches are applied, if no worker dies: what a dead one had taken is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+import torch
+from torch import nn
+
+import ps_worker as ps
+from examples.digits_cnn import accuracy, build_model, load
+
+
+class Queue:
+    """`count` batches for whoever comes.
+
+    A worker that adds 1 reads the sum with what others have added meanwhile: never too low, perhaps
+    too high. So whoever reads more than there are takes his own back, and ends only if the sum
+    is the whole count without him: the last one to take his back has read what is in the end.
+    """
+
+    def __init__(self, client: ps.Client, count: int) -> None:
+        self._client = client
+        self._count = count
+        self._table = client.create_table(
+            "taken", 1, optimizer=ps.Add(), consistency="asp", reduction="sum", dtype="float64"
+        )
+
+    def take(self) -> bool:
+        """Whether there was a batch left; then it is the caller's, to apply or to put back."""
+        while self._add(1.0) > self._count:
+            if self.put_back() >= self._count:
+                return False
+        return True
+
+    def put_back(self) -> float:
+        """A batch that was taken was not applied; returns how many are taken now."""
+        return self._add(-1.0)
+
+    def _add(self, number: float) -> float:
+        return float(self._client.push_pull(self._table, np.array([number]))[0])
+
+
+def train(client: ps.Client, arguments: argparse.Namespace) -> float:
+    """Train until the queue is empty; returns the accuracy on the test images."""
+    training, testing = load(arguments.seed)
+    torch.manual_seed(arguments.seed)
+    model = build_model()
+    optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=arguments.lr))
+    queue = Queue(client, arguments.batches)
+    draw = torch.Generator().manual_seed(1_000 * arguments.seed + client.rank)
+    while queue.take():
+        chosen = torch.randint(len(training), (arguments.batch_size,), generator=draw)
+        batch = training.take(chosen)
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(batch.pixels), batch.labels)
+        loss.backward()
+        optimizer.step()
+        if any(result.discarded for result in optimizer.results):
+            queue.put_back()
+        client.report(loss=loss.item())
+    return accuracy(model, testing)
+
+
+def main() -> None:
+    """Train as one worker of a cluster."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batches", type=int, default=400, help="batches that are applied in all")
+    parser.add_argument("--batch-size", type=int, default=32, help="images a batch")
+    parser.add_argument("--lr", type=float, default=1e-3, help="Adam's learning rate")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, model and batches")
+    arguments = parser.parse_args()
+    with ps.connect() as client:
+        client.report(quality={"test accuracy": train(client, arguments)})
+
+
+if __name__ == "__main__":
+    main()

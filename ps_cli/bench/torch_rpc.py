@@ -1,0 +1,161 @@
+"""The parameter server that a PyTorch user has today: torch.distributed.rpc, as its tutorial does
+it, and at its best.
+
+The tutorial's way ("Implementing Batch RPC Processing"): one call takes all gradients, adds them to
+the parameters' own, divides by the batch, steps `torch.optim.SGD`, zeroes the gradients and returns
+all parameters; with batches of one, and without the tutorial's momentum. At its best: a call for
+each 4 MiB tensor, several of them on their way at once. What a call returns is used where it lies;
+nothing is copied.
+
+On one machine torch RPC chooses shared memory and reads the other process's memory, which no two
+machines can do; held to TCP it shows what it does between machines. Both are measured.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections import deque
+
+import torch
+from torch.distributed import rpc
+
+from ps_cli.bench.child import obey, open_answers, say
+from ps_cli.bench.sampling import MIB, percentile
+
+TENSOR_BYTES = 4 * MIB
+SERVER = "server"
+
+IN_FLIGHT_COUNT = 4
+"""Calls on their way at once, at its best: of 1, 2, 4, 8 and 16, on 2 cores, 4 was as good as any
+over shared memory and the best over TCP."""
+
+LEARNING_RATE = 0.1
+TUTORIAL_BATCH_COUNT = 1
+"""Trainers whose gradients one step of the tutorial's takes."""
+
+OWN_LANE, TCP_LANE = "own", "tcp"
+"""What torch RPC chooses by itself, and TCP only."""
+
+_parameters: list[torch.Tensor] = []
+_optimizers: list[torch.optim.Optimizer] = []
+
+
+def tensors(byte_count: int) -> list[torch.Tensor]:
+    """A model of 4 MiB tensors, or of one smaller one."""
+    sizes = [min(TENSOR_BYTES, byte_count - at) for at in range(0, byte_count, TENSOR_BYTES)]
+    return [torch.full((size // 4,), 1e-3) for size in sizes]
+
+
+def update_and_fetch(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+    """On the server: the tutorial's one call."""
+    for parameter, gradient in zip(_parameters, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad += gradient
+    for parameter, optimizer in zip(_parameters, _optimizers, strict=True):
+        if parameter.grad is not None:
+            parameter.grad /= TUTORIAL_BATCH_COUNT
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return [parameter.detach() for parameter in _parameters]
+
+
+def update(index: int, gradient: torch.Tensor) -> None:
+    """On the server: one tensor's gradient."""
+    _parameters[index].grad = gradient
+    _optimizers[index].step()
+
+
+def fetch(index: int) -> torch.Tensor:
+    """On the server: one tensor."""
+    return _parameters[index].detach()
+
+
+class _Trainer:
+    """The worker of this parameter server."""
+
+    def __init__(self, byte_count: int, call_count: int) -> None:
+        self._gradients = tensors(byte_count)
+        self._fetched: list[torch.Tensor] = []
+        self._call_count = call_count
+
+    def tutorial_round(self) -> None:
+        """All gradients there and all parameters back, in one call."""
+        self._fetched = rpc.rpc_sync(SERVER, update_and_fetch, args=(self._gradients,))
+
+    def best_round(self) -> None:
+        """All gradients there, then all parameters back, several calls at once."""
+        sent: deque[torch.futures.Future[None]] = deque()
+        for index, gradient in enumerate(self._gradients):
+            if len(sent) == IN_FLIGHT_COUNT:
+                sent.popleft().wait()
+            sent.append(rpc.rpc_async(SERVER, update, args=(index, gradient)))
+        for call in sent:
+            call.wait()
+        asked: deque[torch.futures.Future[torch.Tensor]] = deque()
+        fetched = []
+        for index in range(len(self._gradients)):
+            if len(asked) == IN_FLIGHT_COUNT:
+                fetched.append(asked.popleft().wait())
+            asked.append(rpc.rpc_async(SERVER, fetch, args=(index,)))
+        self._fetched = fetched + [call.wait() for call in asked]
+
+    def exchange(self) -> dict[str, float]:
+        """Many of the tutorial's calls, one after the other."""
+        waits_s = []
+        for _ in range(self._call_count):
+            began_s = time.perf_counter()
+            self.tutorial_round()
+            waits_s.append(time.perf_counter() - began_s)
+        return {"p50_s": percentile(waits_s, 50), "p99_s": percentile(waits_s, 99)}
+
+
+def _be_server(byte_count: int) -> None:
+    for parameter in tensors(byte_count):
+        _parameters.append(parameter.requires_grad_())
+        _optimizers.append(torch.optim.SGD([parameter], lr=LEARNING_RATE))
+
+
+def main() -> None:
+    """`server LANE BYTES STORE` or `client LANE BYTES STORE CALLS`; the store is a file where they
+    meet.
+    """
+    role, lane, size, store, *rest = sys.argv[1:]
+    answers = open_answers()
+    # What torch deprecates inside itself is not this program's to change.
+    warnings.simplefilter("ignore")
+    rank = 0 if role == "server" else 1
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"file://{store}",
+        _transports=["uv"] if lane == TCP_LANE else None,
+        _channels=["basic"] if lane == TCP_LANE else None,
+    )
+    if rank == 0:
+        torch_rpc._be_server(int(size))
+    rpc.init_rpc(
+        SERVER if rank == 0 else "trainer", rank=rank, world_size=2, rpc_backend_options=options
+    )
+    if rank == 0:
+        say(answers, {})
+        sys.stdin.read()
+    else:
+        trainer = torch_rpc._Trainer(int(size), int(rest[0]))
+        obey(
+            answers,
+            {
+                "tutorial": trainer.tutorial_round,
+                "best": trainer.best_round,
+                "exchange": trainer.exchange,
+            },
+        )
+    rpc.shutdown(graceful=False)
+
+
+if __name__ == "__main__":
+    # Calls name their functions by module: this file under its own name, not under __main__, so
+    # that both ends mean the same parameters.
+    from ps_cli.bench import torch_rpc
+
+    main()

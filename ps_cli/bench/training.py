@@ -1,0 +1,167 @@
+"""In a process of its own: a byte LSTM in training, alone or on a cluster."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import ps_worker as ps
+from ps_cli.bench.child import obey, open_answers
+from ps_cli.bench.devices import CUDA
+from ps_runtime.grpc.channels import tune_allocator
+
+BYTE_COUNT = 256
+LEARNING_RATE = 1e-3
+
+PLAIN, TUNED = "plain", "tuned"
+"""Ways to train alone: as any script does, and with the settings of the allocator that `ps_worker`
+gives its process."""
+
+
+class ByteModel(nn.Module):
+    """An LSTM that says how likely each byte follows those before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTE_COUNT, width // 2)
+        self.memory = nn.LSTM(width // 2, width, batch_first=True)
+        self.guess = nn.Linear(width, BYTE_COUNT)
+
+    def loss(self, text: Tensor) -> Tensor:
+        """Mean nats a byte of windows of shape (batch, length + 1)."""
+        remembered, _ = self.memory(self.embedding(text[:, :-1]))
+        logits: Tensor = self.guess(remembered)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Where a training computes, and its sizes: model, batch, and steps a run."""
+
+    device: str
+    width: int
+    batch: int
+    length: int
+    step_count: int
+
+
+class _Training:
+    """Steps on random text; only the optimizer differs between alone and on a cluster."""
+
+    def __init__(self, model: ByteModel, optimizer: torch.optim.Optimizer, shape: Shape) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._shape = shape
+
+    def steps(self) -> float:
+        """Take the steps; seconds of one of them."""
+        return self._run(self._optimizer.step)
+
+    def bare_steps(self) -> float:
+        """Forward and backward, and no update; seconds of one of them."""
+        return self._run(lambda: None)
+
+    def detection(self) -> float:
+        """Look for edits of the script where `step` does, once more; seconds of one look."""
+        optimizer, looks_s = self._optimizer, 0.0
+        tables = optimizer._tables if isinstance(optimizer, ps.DistributedOptimizer) else []
+
+        def look_and_step() -> None:
+            nonlocal looks_s
+            began_s = time.perf_counter()
+            for table in tables:
+                table.edited()
+            looks_s += time.perf_counter() - began_s
+            optimizer.step()
+
+        self._run(look_and_step)
+        return looks_s / self._shape.step_count
+
+    def _run(self, update: Callable[[], object]) -> float:
+        began_s = time.perf_counter()
+        for _ in range(self._shape.step_count):
+            size = (self._shape.batch, self._shape.length + 1)
+            text = torch.randint(BYTE_COUNT, size, device=self._shape.device)
+            self._optimizer.zero_grad()
+            self._model.loss(text).backward()
+            update()
+        _wait_for(self._shape.device)
+        return (time.perf_counter() - began_s) / self._shape.step_count
+
+
+def _wait_for(device: str) -> None:
+    """Wait until a device has done what it was given."""
+    if device == CUDA:
+        torch.cuda.synchronize()
+
+
+def _transfer(client: ps.Client, device: str, element_count: int) -> Callable[[], float]:
+    """Push and pull as many values as the model has, with nothing to hide behind; seconds.
+
+    From a CUDA device and back to it, by way of pinned memory.
+    """
+    table = client.create_table("transfer", element_count, optimizer=ps.Adam(lr=LEARNING_RATE))
+    is_far = device == CUDA
+    gradient = torch.full((element_count,), 1e-3, pin_memory=is_far)
+    values = torch.full((element_count,), 0.0, pin_memory=is_far)
+    far_gradient, far_values = gradient.to(device), values.to(device)
+
+    def round_trip() -> float:
+        began_s = time.perf_counter()
+        if is_far:
+            gradient.copy_(far_gradient)
+        ticket = client.push(table, gradient, copy=False)
+        client.pull(table, out=values)
+        client.wait(ticket)
+        if is_far:
+            far_values.copy_(values)
+        return time.perf_counter() - began_s
+
+    return round_trip
+
+
+def main() -> None:
+    """`WAY SCHEDULER DEVICE WIDTH BATCH LENGTH STEPS`; the way is plain, tuned, or a lane."""
+    way, scheduler, device, *sizes = sys.argv[1:]
+    answers = open_answers()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = Shape(device, *(int(size) for size in sizes))
+    model = ByteModel(shape.width).to(device)
+    element_count = sum(parameter.numel() for parameter in model.parameters())
+    if way in (PLAIN, TUNED):
+        if way == TUNED:
+            tune_allocator()
+        plain = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+        fused = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
+        obey(
+            answers,
+            {
+                "steps": _Training(model, plain, shape).steps,
+                "fused steps": _Training(model, fused, shape).steps,
+                "bare steps": _Training(model, fused, shape).bare_steps,
+                "parameters": lambda: element_count,
+            },
+        )
+        return
+    with ps.connect(scheduler, lane=way) as client:
+        optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=LEARNING_RATE))
+        together = _Training(model, optimizer, shape)
+        obey(
+            answers,
+            {
+                "steps": together.steps,
+                "detection": together.detection,
+                "transfer": _transfer(client, device, element_count),
+                "lane": lambda: client.progress().lane,
+            },
+        )
+
+
+if __name__ == "__main__":
+    main()

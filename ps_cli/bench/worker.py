@@ -1,0 +1,53 @@
+"""In a process of its own: a worker of pushpull that does as it is told."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+import ps_worker as ps
+from ps_cli.bench.child import obey, open_answers
+from ps_cli.bench.lanes import SHARED_MEMORY
+from ps_cli.bench.moves import OPTIMIZERS, PRIVATE, Buffers, Moves
+from ps_cli.bench.sampling import percentile
+
+
+def _latency(action: Callable[[], None], call_count: int) -> dict[str, float]:
+    waits_s = []
+    for _ in range(call_count):
+        began_s = time.perf_counter()
+        action()
+        waits_s.append(time.perf_counter() - began_s)
+    return {"p50_s": percentile(waits_s, 50), "p99_s": percentile(waits_s, 99)}
+
+
+def main() -> None:
+    """`SCHEDULER LANE RANK BYTES CALLS NAME...`: a table for each name, that of an optimizer, which
+    may have PRIVATE behind it.
+    """
+    scheduler, lane, rank, size, calls, *names = sys.argv[1:]
+    answers = open_answers()
+    shared = {name: lane == SHARED_MEMORY and not name.endswith(PRIVATE) for name in names}
+    buffers = {
+        is_shared: Buffers(int(size), is_shared=is_shared) for is_shared in set(shared.values())
+    }
+    with ps.connect(scheduler, rank=int(rank), lane=lane) as client:
+        actions: dict[str, Callable[[], object]] = {}
+        for name in names:
+            own = buffers[shared[name]]
+            optimizer = OPTIMIZERS[name.removesuffix(PRIVATE)]
+            moves = Moves(
+                client, client.create_table(name, own.element_count, optimizer=optimizer), own
+            )
+            for move, act in moves.by_name().items():
+                actions[f"{name} {move}"] = act
+            for verb in (moves.push_pull, moves.push, moves.pull):
+                action = f"{name} {verb.__name__} latency"
+                actions[action] = partial(_latency, verb, int(calls))
+        obey(answers, actions)
+
+
+if __name__ == "__main__":
+    main()

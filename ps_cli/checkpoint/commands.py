@@ -1,0 +1,285 @@
+"""What `pushpull checkpoint` does with files: list, show, verify, prune, compact and diff.
+
+A URL is that of one checkpoint, or of the root that has several.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ps_cli.console.output import Output
+from ps_cli.status.document import spans
+from ps_cli.status.view import size
+from ps_core.errors import InvalidCheckpoint
+from ps_core.manifest import Manifest, number_of, to_json
+from ps_runtime.checkpoint.compaction import compact
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
+
+_SHOWN_SPAN_COUNT = 20
+"""Spans of blocks that differ which are named."""
+
+
+def list_checkpoints(url: str, output: Output) -> int:
+    """Print a line for each checkpoint under a root, newest last."""
+    store = CheckpointStore(url)
+    entries = store.entries()
+    if not entries:
+        output.say(f"no checkpoint is under {store.url}")
+        return 0
+    view = Table(box=None, pad_edge=False, header_style="dim")
+    for name, justify in (("checkpoint", "left"), ("created", "left"), ("clock", "right")):
+        view.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    view.add_column("size", justify="right", no_wrap=True)
+    view.add_column("reason")
+    view.add_column("state", overflow="fold")
+    for name, found in entries:
+        if isinstance(found, Manifest):
+            cells = (
+                found.created,
+                _clocks(found),
+                size(found.byte_count),
+                found.reason,
+                f"good{_needs(found)}",
+            )
+        else:
+            cells = ("", "", "", "", found.message.replace(f"{store.url}/", ""))
+        view.add_row(name, *cells)
+    output.print(view)
+    return 0
+
+
+def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
+    """Print what a checkpoint has."""
+    with opened(url, output) as reader:
+        if as_json:
+            output.say(to_json(reader.manifest))
+            return 0
+        manifest = reader.manifest
+        output.say(reader.directory.url)
+        by = f" by cluster {manifest.cluster_id} of {manifest.worker_count} workers"
+        output.say(
+            f"made {manifest.created}{by * (not manifest.is_imported)}: "
+            f"{manifest.reason or 'no reason given'}; {size(manifest.byte_count)}"
+        )
+        if not manifest.is_full:
+            output.say(
+                f"refers to {manifest.referred_block_count} blocks of "
+                f"{size(manifest.referred_byte_count)} in {', '.join(manifest.bases)}"
+            )
+        for saved in manifest.tables:
+            spec = reader.tables[saved.name].spec
+            torn = ", torn: each range at a moment of its own" * saved.is_torn
+            trained = f"{spec.optimizer.label}, {saved.consistency}, clock {saved.clock}{torn}"
+            output.say(
+                f"table {saved.name}: {spec.element_count:,} elements of {spec.dtype.value} in "
+                f"{saved.block_count} blocks, "
+                f"{'any optimizer' if manifest.is_imported else trained}"
+            )
+        for part in manifest.parts:
+            blocks = sum(part.tables.values())
+            referred = part.referred_block_count
+            more = f", {referred} of them elsewhere ({size(part.referred_byte_count)})"
+            output.say(
+                f"part {part.file}: {size(part.byte_count)}, {blocks} blocks{more * bool(referred)}"
+            )
+        for worker in manifest.workers:
+            state = f"{worker.file}, {size(worker.byte_count)}" if worker.file else "no state"
+            lost = f"its state is lost: {worker.problem}"
+            output.say(
+                f"worker {worker.rank}: clock {worker.clock}, {lost if worker.problem else state}"
+            )
+    return 0
+
+
+def verify_checkpoints(url: str, output: Output) -> int:
+    """Read a checkpoint, or all under a root, and print what is wrong; 1 if something is."""
+    location = locate(url)
+    one = CheckpointDirectory(location)
+    if number_of(location.name) is not None or one.has_manifest():
+        found = [one]
+    else:
+        store = CheckpointStore(location)
+        found = [store.named(name) for name in store.names()]
+        if not found:
+            raise InvalidCheckpoint(f"no checkpoint is under {store.url}")
+    are_bad = [_verify(directory, output, is_one=len(found) == 1) for directory in found]
+    return int(any(are_bad))
+
+
+def _verify(directory: CheckpointDirectory, output: Output, *, is_one: bool) -> bool:
+    if not is_one and not directory.has_manifest():
+        output.say(f"{directory.url}: not completed, passed over")
+        return False
+    try:
+        manifest = directory.read_manifest()
+        byte_count = manifest.byte_count + manifest.referred_byte_count
+    except InvalidCheckpoint:
+        byte_count = 0
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, disable=not output.is_terminal, transient=True) as progress:
+        task = progress.add_task(directory.name, total=byte_count)
+        problems = problems_of(directory, lambda count: progress.advance(task, count))
+    for problem in problems:
+        output.complain(problem)
+    if not problems:
+        output.say(f"{directory.url}: good, {size(byte_count)} read")
+    return bool(problems)
+
+
+def prune_checkpoints(url: str, keep: int, output: Output) -> int:
+    """Remove all but the newest `keep` good checkpoints of a root, and print which went."""
+    store = CheckpointStore(url)
+    for name in store.prune(keep):
+        output.say(f"removed {name}")
+    output.say(f"{len(store.names())} left under {store.url}")
+    return 0
+
+
+def diff_checkpoints(first: str, second: str, output: Output) -> int:
+    """Print in what two checkpoints differ; 1 if they do."""
+    differs = False
+    with opened(first, output) as left, opened(second, output) as right:
+        output.say(f"from {left.directory.url} to {right.directory.url}")
+        for name in sorted(left.tables.keys() | right.tables.keys()):
+            for line in _table_differences(left, right, name):
+                differs = True
+                output.say(f"{name}: {line}")
+    if not differs:
+        output.say("the same tables")
+    return int(differs)
+
+
+def opened(url: str, output: Output) -> CheckpointReader:
+    """The checkpoint that a URL stands for; newer ones that are bad are named."""
+    resolved = resolve(url)
+    for problem in resolved.passed_over:
+        output.complain(f"passed over: {problem}")
+    return resolved.reader
+
+
+def compact_checkpoint(url: str, output: Output) -> int:
+    """Write a full checkpoint of what a URL stands for, and print its directory."""
+    with opened(url, output) as reader:
+        if reader.manifest.is_full:
+            output.say(f"{reader.directory.url} is a full one; nothing is written")
+            return 0
+        store = CheckpointStore(reader.directory.location.parent)
+        made = compact(store, reader)
+        output.say(f"{store.named(made.directory).url} ({size(made.byte_count)})")
+    return 0
+
+
+def _needs(manifest: Manifest) -> str:
+    """Which others it needs, by their numbers, and how much of them."""
+    if manifest.is_full:
+        return ""
+    numbers = ", ".join(str(number_of(base)) for base in manifest.bases)
+    return f", needs {size(manifest.referred_byte_count)} of {numbers}"
+
+
+def _clocks(manifest: Manifest) -> str:
+    clocks = sorted({table.clock for table in manifest.tables})
+    if len(clocks) < 2:
+        return "".join(map(str, clocks))
+    return f"{clocks[0]}-{clocks[-1]}"
+
+
+def _table_differences(left: CheckpointReader, right: CheckpointReader, name: str) -> Iterator[str]:
+    if name not in left.tables or name not in right.tables:
+        yield f"only in {(left if name in left.tables else right).directory.url}"
+        return
+    one, other = left.manifest.table(name), right.manifest.table(name)
+    fields = (
+        ("clock", one.clock, other.clock), ("consistency", one.consistency, other.consistency),
+    )  # fmt: skip
+    for field, before, after in fields:
+        if before != after:
+            yield f"{field} {before} -> {after}"
+    was, now = _flat(one.spec), _flat(other.spec)
+    for field in sorted(was.keys() | now.keys()):
+        if was.get(field) != now.get(field):
+            yield f"spec {field} {was.get(field, 'unset')} -> {now.get(field, 'unset')}"
+    ours, theirs = left.tables[name], right.tables[name]
+    if (ours.spec.element_count, ours.spec.block_elements, ours.spec.dtype) != (
+        theirs.spec.element_count,
+        theirs.spec.block_elements,
+        theirs.spec.dtype,
+    ):
+        yield "its blocks are others, and are not compared"
+        return
+    yield from _block_differences(left, right, name)
+
+
+def _block_differences(left: CheckpointReader, right: CheckpointReader, name: str) -> Iterator[str]:
+    blocks, steps = [], []
+    largest: dict[str, float] = {}
+    for block in range(left.tables[name].block_count):
+        one, other = left.block(name, block), right.block(name, block)
+        if one.steps != other.steps:
+            steps.append(block)
+        differs = False
+        for tensor in sorted({*one.tensors, *other.tensors}):
+            distance = _distance(left, right, (name, block, tensor))
+            if distance is not None:
+                differs = True
+                known = largest.get(tensor, 0.0)
+                largest[tensor] = max(known, distance, key=lambda far: (math.isnan(far), far))
+        if differs:
+            blocks.append(block)
+    if steps:
+        yield f"other step numbers in blocks {_listed(steps)}"
+    if blocks:
+        by = ", ".join(f"{tensor} by up to {value:.6g}" for tensor, value in largest.items())
+        count = left.tables[name].block_count
+        yield f"{len(blocks)} of {count} blocks differ ({_listed(blocks)}): {by}"
+
+
+def _distance(
+    left: CheckpointReader, right: CheckpointReader, place: tuple[str, int, str]
+) -> float | None:
+    """The largest difference of two tensors' elements; None if they are the same bytes.
+
+    One that is missing, and elements that are no numbers, count as infinitely far and as NaN.
+    """
+    one, other = left.tensor(*place), right.tensor(*place)
+    if one is None or other is None:
+        return float("inf")
+    if (one.crc32, one.byte_count) == (other.crc32, other.byte_count):
+        return None
+    import numpy as np  # a scheduler's image has none, and lists and verifies all the same
+
+    element = np.dtype("<f8" if one.dtype == "F64" else "<f4")
+    ours, theirs = (
+        np.frombuffer(reader.read(*place), element).astype(np.float64) for reader in (left, right)
+    )
+    with np.errstate(invalid="ignore"):
+        return float(np.max(np.abs(ours - theirs)))
+
+
+def _listed(blocks: Sequence[int]) -> str:
+    shown = spans(blocks)
+    more = f" and {len(shown) - _SHOWN_SPAN_COUNT} more" * (len(shown) > _SHOWN_SPAN_COUNT)
+    return ", ".join(shown[:_SHOWN_SPAN_COUNT]) + more
+
+
+def _flat(value: Any, path: str = "") -> dict[str, object]:
+    """A JSON value as its leaves, by their paths."""
+    if isinstance(value, Mapping):
+        entries = [(str(name), inner) for name, inner in value.items()]
+    elif isinstance(value, list):
+        entries = [(str(index), inner) for index, inner in enumerate(value)]
+    else:
+        return {path: value}
+    found: dict[str, object] = {}
+    for name, inner in entries:
+        found |= _flat(inner, f"{path}.{name}" if path else name)
+    return found

@@ -1,0 +1,183 @@
+"""`pushpull checkpoint export`: a checkpoint's model as one file that torch loads, and beside it on
+demand what its optimizers keep.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ps_cli.checkpoint.commands import opened
+from ps_cli.console.output import Output
+from ps_cli.console.tensor_file import Entry, replaced, wide_first, write_file, write_tables
+from ps_core.errors import InvalidCheckpoint
+from ps_core.tables import DType, OptimizerKind, Segment, Table
+from ps_runtime.checkpoint.part_file import VALUES
+from ps_runtime.checkpoint.reader import CheckpointReader
+
+STATE_FORMAT = "pushpull-optimizer-state"
+STATE_VERSION = 1
+
+
+def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Output) -> int:
+    """Write the tables of a checkpoint as tensors, and on demand their optimizers' state.
+
+    Raises:
+        InvalidCheckpoint: it is bad, or has no such table.
+        InvalidConfig: two tensors would have one name, or the file cannot be written.
+    """
+    with opened(url, output) as reader:
+        tables = _chosen(reader, prefix, output)
+        count = write_tables(out, tables, functools.partial(_read, reader))
+        output.say(f"{out}: {count} tensors of {reader.directory.url}")
+        if optimizer is not None:
+            _export_state(reader, tables, optimizer, output)
+    return 0
+
+
+def _chosen(reader: CheckpointReader, prefix: str, output: Output) -> list[Table]:
+    """The tables that have parameters or buffers, wide elements first."""
+    inside = f"{prefix.rstrip('/')}/"
+    found = []
+    for name, table in reader.tables.items():
+        if prefix and name != prefix and not name.startswith(inside):
+            continue
+        if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+            output.say(f"{name}: left out, it holds sums of gradients and no parameters")
+            continue
+        found.append(table)
+    if not found:
+        names = ", ".join(reader.tables) or "none"
+        raise InvalidCheckpoint(
+            f"{reader.directory.url} has no table to export whose name begins with '{prefix}'; its "
+            f"tables: {names}"
+        )
+    return wide_first(found)
+
+
+def _read(reader: CheckpointReader, table: Table, block: int) -> bytearray:
+    return reader.read(table.spec.name, block)
+
+
+# --- the optimizers' state
+
+
+def _export_state(
+    reader: CheckpointReader, tables: Sequence[Table], out: Path, output: Output
+) -> None:
+    """The optimizers' state: its tensors, and beside them a JSON file that explains them."""
+    entries: list[Entry] = []
+    states: dict[str, Any] = {}
+    pieces: list[Iterator[bytes]] = []
+    for table in sorted(tables, key=lambda table: table.spec.dtype is not DType.FLOAT64):
+        for slot in _slots(reader, table):
+            source = _Slot(reader, table, slot)
+            for index, tensor in enumerate(table.spec.tensors):
+                found = source.presence(index)
+                if found is None:
+                    output.say(f"{tensor.name}: {slot} left out, some of its blocks have none yet")
+                if not found:
+                    continue
+                states.setdefault(tensor.name, {"slots": []})["slots"].append(slot)
+                dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"
+                entries.append(Entry(f"{tensor.name}/{slot}", dtype, tensor.shape))
+                pieces.append(source.elements(index))
+        for name, steps in _steps(reader, table).items():
+            states.setdefault(name, {"slots": []})["step"] = max(steps)
+            if len(set(steps)) > 1:
+                states[name]["steps"] = steps
+    write_file(out, entries, itertools.chain.from_iterable(pieces))
+    document = {
+        "format": STATE_FORMAT,
+        "version": STATE_VERSION,
+        "checkpoint": reader.directory.url,
+        "groups": [_group(reader, table) for table in tables],
+        "state": states,
+    }
+    beside = out.with_suffix(".json")
+    with replaced(beside) as file:
+        file.write((json.dumps(document, indent=1) + "\n").encode())
+    output.say(f"{out} and {beside}: the optimizers' state of {len(states)} tensors")
+
+
+def _group(reader: CheckpointReader, table: Table) -> dict[str, Any]:
+    optimizer = table.spec.optimizer
+    flags = ("nesterov", "amsgrad", "centered", "maximize")
+    return {
+        "table": table.spec.name,
+        "optimizer": optimizer.label,
+        "clock": reader.manifest.table(table.spec.name).clock,
+        "hyperparameters": dict(optimizer.hyperparameters),
+        **{flag: True for flag in flags if getattr(optimizer, flag)},
+        "tensors": [tensor.name for tensor in table.spec.tensors],
+    }
+
+
+def _slots(reader: CheckpointReader, table: Table) -> list[str]:
+    name = table.spec.name
+    stored = (reader.block(name, block).tensors for block in range(table.block_count))
+    return sorted({tensor for tensors in stored for tensor in tensors} - {VALUES})
+
+
+def _steps(reader: CheckpointReader, table: Table) -> dict[str, list[int]]:
+    """By a tensor's name, its step numbers in each of the blocks that it is in."""
+    found: dict[str, list[int]] = {}
+    for block in range(table.block_count):
+        segments = table.segments(block)
+        steps = reader.block(table.spec.name, block).steps
+        each = steps if len(steps) == len(segments) else steps * len(segments)
+        for segment, step in zip(segments, each, strict=True):
+            found.setdefault(table.spec.tensors[segment.tensor].name, []).append(step)
+    return found
+
+
+class _Slot:
+    """One kind of optimizer state of a table; blocks that took no step yet have none."""
+
+    def __init__(self, reader: CheckpointReader, table: Table, slot: str) -> None:
+        self._reader, self._table, self._slot = reader, table, slot
+        self._segments: dict[int, list[tuple[int, Segment]]] = {}
+        self._last: tuple[int, bytes] = (-1, b"")
+        for block in range(table.block_count):
+            for segment in table.segments(block):
+                self._segments.setdefault(segment.tensor, []).append((block, segment))
+
+    def presence(self, tensor: int) -> bool | None:
+        """Whether a tensor has it; None: in part, and what the rest starts with is not known."""
+        blocks = [block for block, _ in self._segments.get(tensor, ())]
+        there = [self._stored(block) for block in blocks]
+        if any(there) and not all(there):
+            is_known = self._table.spec.optimizer.kind is not OptimizerKind.CUSTOM
+            return True if is_known else None
+        return any(there)
+
+    def elements(self, tensor: int) -> Iterator[bytes]:
+        """The bytes of a tensor's state, a segment at a time."""
+        width = 8 if self._table.spec.dtype is DType.FLOAT64 else 4
+        for block, segment in self._segments[tensor]:
+            yield self._block(block)[segment.begin * width : segment.end * width]
+
+    def _stored(self, block: int) -> bool:
+        return self._reader.tensor(self._table.spec.name, block, self._slot) is not None
+
+    def _block(self, block: int) -> bytes:
+        if self._last[0] != block:
+            if self._stored(block):
+                taken = self._reader.read(self._table.spec.name, block, self._slot)
+                self._last = block, bytes(taken)
+            else:
+                element = "<f8" if self._table.spec.dtype is DType.FLOAT64 else "<f4"
+                start = np.full(self._table.block_length(block), self._start(), element)
+                self._last = block, start.tobytes()
+        return self._last[1]
+
+    def _start(self) -> float:
+        """What torch's optimizers begin with."""
+        numbers = dict(self._table.spec.optimizer.hyperparameters)
+        return numbers.get("initial_accumulator_value", 0.0) if self._slot == "sum" else 0.0

@@ -1,0 +1,278 @@
+"""`pushpull checkpoint import`: a plain state dict as a checkpoint that a run can start from.
+
+Rules:
+    - Nothing is unpickled: a `.pt` file is loaded with `weights_only`.
+    - Tensors lie in one table for each element type, in the order of the file; integers and
+      booleans are float64, as the buffers of a model are. No more than one tensor is in memory.
+    - All is read again before the manifest is written; what came to nothing is removed.
+
+What it deliberately does not do: know a model. Which table begins with which tensor is known when a
+script makes its tables (`ps_core.imported`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf.json_format import MessageToDict
+
+from ps_cli.console.output import Output
+from ps_cli.status.view import size
+from ps_core.consistency import Consistency
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError
+from ps_core.imported import imported_name
+from ps_core.manifest import Manifest, SavedPart, SavedTable, number_of
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.part_file import VALUES
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.reader import problems_with
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_runtime.cluster.wire import spec_to_proto
+
+if TYPE_CHECKING:
+    import torch
+
+CLUSTER_ID = "imported"
+FILE = "imported.safetensors"
+
+_BLOCK_ELEMENTS = 65_536
+"""A block is the least that is read for a small tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor of the file, which is read when it is asked for."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def import_model(file: Path, url: str, prefix: str, output: Output) -> int:
+    """Write a state dict's tensors as a checkpoint, and print its directory.
+
+    Raises:
+        InvalidConfig: the file is none, has something that no table can hold, or there are
+            checkpoints under the URL.
+        InvalidCheckpoint: it cannot be written.
+    """
+    if prefix.strip("/") != prefix:
+        raise InvalidConfig(f"prefix is '{prefix}'; expected a name such as 'model'")
+    store = _empty_store(url)
+    with _opened(file) as sources:
+        if not any(_count(each) for each in sources):
+            raise InvalidConfig(f"{file} has no tensor with elements; expected a model's state")
+        manifest = _write(store, sources, prefix, f"imported from {file.name}")
+    where = store.named(manifest.directory).url
+    output.say(f"{where}: {len(sources)} tensors of {file} ({size(manifest.byte_count)})")
+    return 0
+
+
+def _empty_store(url: str) -> CheckpointStore:
+    location = locate(url)
+    if number_of(location.name) is not None or CheckpointDirectory(location).has_manifest():
+        raise InvalidConfig(f"{location.url} is a checkpoint's own directory; expected a root")
+    store = CheckpointStore(location)
+    names = store.names()
+    if names:
+        raise InvalidConfig(
+            f"{store.url} has checkpoints already, the newest {names[-1]}; expected a place of its "
+            "own, since a run that starts from it takes the newest"
+        )
+    return store
+
+
+# --- the file that is read
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[list[_Source]]:
+    """The tensors of a file, in its order.
+
+    Raises:
+        InvalidConfig: it cannot be read, is no state dict, or has what no table can hold.
+    """
+    # Here, so that other commands start without it.
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    with contextlib.ExitStack() as stack:
+        try:
+            if file.suffix == ".safetensors":
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+                # One by one: the types of tensors are known when they are read.
+                sources = [
+                    _source(file, name, opened.get_tensor(name), _reading(opened, name))
+                    for name in opened.keys()  # noqa: SIM118 - it is no mapping
+                ]
+            else:
+                found = torch.load(file, map_location="cpu", weights_only=True)
+                if not isinstance(found, Mapping):
+                    said = type(found).__name__
+                    raise InvalidConfig(f"{file} is a {said}; expected a state dict")
+                sources = [_source(file, name, each, _kept(each)) for name, each in found.items()]
+        except (OSError, SafetensorError) as error:
+            raise InvalidConfig(f"{file} cannot be read: {error}") from None
+        except PushpullError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever is in a file that is none
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise InvalidConfig(
+                f"{file} cannot be read: {said}; expected a .safetensors file, or what torch.save "
+                "makes of a state dict"
+            ) from None
+        yield sources
+
+
+def _reading(opened: Any, name: str) -> Callable[[], torch.Tensor]:
+    def read() -> torch.Tensor:
+        tensor: torch.Tensor = opened.get_tensor(name)
+        return tensor
+
+    return read
+
+
+def _kept(tensor: Any) -> Callable[[], torch.Tensor]:
+    return lambda: tensor
+
+
+def _source(file: Path, name: object, value: object, read: Callable[[], torch.Tensor]) -> _Source:
+    import torch
+
+    if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+        raise InvalidConfig(
+            f"{file}: {name!r} is a {type(value).__name__}; expected names and tensors alone, as "
+            "module.state_dict() has them"
+        )
+    dtype = _dtype_of(value)
+    if dtype is None or value.layout is not torch.strided or value.is_quantized:
+        raise InvalidConfig(
+            f"{file}: tensor '{name}' is {value.dtype} ({value.layout}); expected a dense one of "
+            "float32, float16, bfloat16, float64, integers or booleans"
+        )
+    is_integer = not value.dtype.is_floating_point
+    if is_integer and not torch.equal(value.to(torch.float64).to(value.dtype), value):
+        raise InvalidConfig(
+            f"{file}: tensor '{name}' has integers that float64, in which tables keep them, does "
+            "not hold"
+        )
+    return _Source(name, dtype, tuple(value.shape), read)
+
+
+def _dtype_of(tensor: torch.Tensor) -> DType | None:
+    """The type of the table that holds such tensors; None if none does."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name in {dtype.value for dtype in DType}:
+        return DType(name)
+    is_integer = not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+    return DType.FLOAT64 if is_integer else None
+
+
+def _count(source: _Source) -> int:
+    return TensorSpec(source.name, source.shape, 0).element_count
+
+
+# --- the checkpoint that is written
+
+
+def _write(
+    store: CheckpointStore, sources: Sequence[_Source], prefix: str, reason: str
+) -> Manifest:
+    by_dtype: dict[DType, list[_Source]] = {}
+    for source in sources:
+        by_dtype.setdefault(source.dtype, []).append(source)
+    specs = {
+        dtype: _spec_of(imported_name(prefix, dtype), dtype, found)
+        for dtype, found in by_dtype.items()
+        if any(map(_count, found))
+    }
+    directory = store.directory(1, CLUSTER_ID)
+    manifest = _manifest(reason, [_saved(spec) for spec in specs.values()])
+    directory.create()
+    try:
+        parts = (_part(directory, manifest, {s: by_dtype[dtype] for dtype, s in specs.items()}),)
+        manifest = _manifest(reason, manifest.tables, parts)
+        problems = problems_with(directory, manifest)
+        if problems:
+            raise InvalidCheckpoint(f"what was written is not good: {problems[0]}")
+        directory.write_manifest(manifest)
+    except BaseException:  # also Ctrl-C: the next import would take it for a checkpoint
+        with contextlib.suppress(PushpullError):
+            directory.remove()
+        raise
+    return manifest
+
+
+def _spec_of(name: str, dtype: DType, sources: Sequence[_Source]) -> TableSpec:
+    tensors, end = [], 0
+    for source in sources:
+        tensors.append(TensorSpec(source.name, source.shape, end))
+        end += tensors[-1].element_count
+    # What is trained with what is the script's to say; this one has values and no state.
+    optimizer = OptimizerSpec(OptimizerKind.ASSIGN)
+    return TableSpec(name, dtype, end, optimizer, _BLOCK_ELEMENTS, tuple(tensors)).validated()
+
+
+def _saved(spec: TableSpec) -> SavedTable:
+    fields = MessageToDict(spec_to_proto(spec), preserving_proto_field_name=True)
+    count = -(-spec.element_count // spec.block_elements)
+    return SavedTable(spec.name, fields, str(Consistency()), 0, False, count)
+
+
+def _manifest(
+    reason: str, tables: Sequence[SavedTable], parts: tuple[SavedPart, ...] = ()
+) -> Manifest:
+    return Manifest(
+        number=1,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        reason=reason,
+        cluster_id=CLUSTER_ID,
+        timeline=b"",
+        worker_count=0,
+        tables=tuple(tables),
+        parts=parts,
+        workers=(),
+    )
+
+
+def _part(
+    directory: CheckpointDirectory, manifest: Manifest, tables: Mapping[TableSpec, list[_Source]]
+) -> SavedPart:
+    path = directory.begin(FILE)
+    counts = {table.name: table.block_count for table in manifest.tables}
+    writer = PartWriter(path, [PlannedTable(n, count, (VALUES,)) for n, count in counts.items()])
+    try:
+        # Wide elements first: so all of them are aligned.
+        for spec in sorted(tables, key=lambda each: -each.accumulator_element_bytes):
+            for block, payload in enumerate(_blocks(spec, tables[spec])):
+                wide = "F64" if spec.dtype is DType.FLOAT64 else "F32"
+                writer.append(spec.name, block, VALUES, payload, wide)
+                writer.note_block(spec.name, block, version=0, steps=(0,))
+        written = writer.finish(manifest.number, manifest.cluster_id)
+    finally:
+        writer.abort()
+    directory.commit(FILE, path)
+    return SavedPart(FILE, written.byte_count, written.header_sha256, counts)
+
+
+def _blocks(spec: TableSpec, sources: Sequence[_Source]) -> Iterator[memoryview]:
+    """The bytes of a table's blocks, in order."""
+    import torch
+
+    kept = torch.float64 if spec.dtype is DType.FLOAT64 else torch.float32
+    rest = torch.empty(0, dtype=kept)
+    for source in sources:
+        flat = torch.cat((rest, source.read().detach().reshape(-1).to(kept)))
+        whole = flat.numel() - flat.numel() % spec.block_elements
+        for begin in range(0, whole, spec.block_elements):
+            yield flat[begin : begin + spec.block_elements].numpy().data.cast("B")
+        rest = flat[whole:].clone()
+    if rest.numel():
+        yield rest.numpy().data.cast("B")

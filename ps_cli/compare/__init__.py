@@ -1,0 +1,1 @@
+"""`pushpull compare`: one script under several settings, and the report."""

@@ -1,0 +1,120 @@
+"""What the workers of a run have recorded, read back; `ps_worker.client.step_record` says what is
+written.
+
+Rules:
+    - A worker that was killed leaves a record that ends anywhere: a last line that is no whole
+      object is left out, and what is before it counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TableRecord:
+    """A table that a script made, and what its consistency turned out to be."""
+
+    name: str
+    optimizer: str
+    consistency: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepEntry:
+    """One step; `ended_s` is on the host's monotonic clock."""
+
+    ended_s: float
+    compute_s: float
+    send_s: float
+    commit_s: float
+    read_s: float
+    staleness: int
+    rejected: int
+    discarded: bool
+    applied: bool
+
+    @property
+    def duration_s(self) -> float:
+        """From the end of the step before to the end of this one."""
+        return self.compute_s + self.send_s + self.commit_s + self.read_s
+
+
+@dataclass(frozen=True, slots=True)
+class LossEntry:
+    """A loss: of which step of its worker, and when it was reported on the monotonic clock."""
+
+    step: int
+    at_s: float
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker of one run."""
+
+    rank: int
+    tables: tuple[TableRecord, ...]
+    steps: tuple[StepEntry, ...]
+    losses: tuple[LossEntry, ...]
+    quality: dict[str, float | None]
+
+
+def read_records(directory: Path) -> tuple[WorkerRecord, ...]:
+    """The records in a directory, by rank; empty if no worker came so far.
+
+    Blocking: reads the files.
+    """
+    found = (_read(path) for path in sorted(directory.glob("worker-*.jsonl")))
+    return tuple(sorted((one for one in found if one), key=lambda record: record.rank))
+
+
+def _read(path: Path) -> WorkerRecord | None:
+    lines = list(_lines(path))
+    if not lines:
+        return None
+    began_s = float(lines[0]["began_s"])
+    steps: list[StepEntry] = []
+    losses: list[LossEntry] = []
+    tables: list[TableRecord] = []
+    quality: dict[str, float | None] = {}
+    for line in lines[1:]:
+        at_s = began_s + line.get("t_s", 0.0)
+        if line["kind"] == "step":
+            steps.append(_step(line, at_s))
+            if "loss" in line:
+                losses.append(LossEntry(len(steps), at_s, line["loss"]))
+        elif line["kind"] == "report":
+            losses.append(LossEntry(line["clock"], at_s, line["loss"]))
+        elif line["kind"] == "table":
+            tables.append(TableRecord(line["name"], line["optimizer"], line["consistency"]))
+        elif line["kind"] == "quality":
+            quality = quality | line["measures"]
+    return WorkerRecord(lines[0]["rank"], tuple(tables), tuple(steps), tuple(losses), quality)
+
+
+def _step(line: dict[str, Any], ended_s: float) -> StepEntry:
+    return StepEntry(
+        ended_s=ended_s,
+        compute_s=line["compute_s"],
+        send_s=line["send_s"],
+        commit_s=line["commit_s"],
+        read_s=line["read_s"],
+        staleness=line["staleness"],
+        rejected=line["rejected"],
+        discarded=line["discarded"],
+        applied=line["applied"],
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for text in stream:
+            try:
+                yield json.loads(text)
+            except json.JSONDecodeError:
+                return

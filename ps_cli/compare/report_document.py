@@ -1,0 +1,108 @@
+"""A comparison as a value, and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ps_cli.compare.figures import ModeRow, RunFigures
+
+FORMAT = 1
+"""Raised when a field of the JSON changes its meaning."""
+
+FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What was compared, on which machine.
+
+    Attributes:
+        script: the training script.
+        arguments: its own; `{seed}` in them is the repeat's seed.
+        worker_count: of each run.
+        server_count: of each run.
+        compute: emulated computation; empty if none was.
+        modes: in the order in which they were asked for.
+        began: when, as ISO 8601.
+        environment: the machine and the versions, by name.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    worker_count: int
+    server_count: int
+    compute: str
+    modes: tuple[str, ...]
+    began: str
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One cluster: how it ended, and what was recorded until then."""
+
+    mode: str
+    seed: int
+    state: str
+    message: str
+    figures: RunFigures
+
+
+def missing_reports(runs: Sequence[Run]) -> list[str]:
+    """What a page lacks since no worker of any finished run reported it, and how it is reported."""
+    figures = [run.figures for run in runs if run.state == FINISHED]
+    if not figures:
+        return []
+    remarks = []
+    if not any(each.quality for each in figures):
+        remarks.append(
+            "No run says how good its model is: have the script call "
+            'client.report(quality={"accuracy": ...}) at its end, in every worker.'
+        )
+    if not any(each.loss_by_step for each in figures):
+        remarks.append(
+            "No run has a curve of the loss: have the script call client.report(loss=...) after "
+            "each step."
+        )
+    return remarks
+
+
+def document_of(
+    comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]
+) -> dict[str, Any]:
+    """The JSON; numbers that are not finite are null."""
+    document = {
+        "format": FORMAT,
+        **asdict(comparison),
+        "modes": [asdict(row) for row in rows],
+        "runs": [_run(run) for run in runs],
+    }
+    cleaned: dict[str, Any] = _finite(document)
+    return cleaned
+
+
+def _run(run: Run) -> dict[str, Any]:
+    figures = run.figures
+    return {
+        **asdict(run),
+        "figures": {
+            **asdict(figures),
+            "steps_per_s": figures.steps_per_s,
+            "mean_staleness": figures.mean_staleness,
+            "max_staleness": figures.max_staleness,
+            "wait_share": figures.wait_share,
+        },
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

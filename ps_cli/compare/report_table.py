@@ -1,0 +1,78 @@
+"""The table of a comparison: its cells as text, for the terminal and for the page alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from ps_cli.compare.figures import ModeRow
+from ps_cli.compare.report_document import Comparison
+
+Cells = list[str]
+
+
+def head_and_cells(comparison: Comparison, rows: Sequence[ModeRow]) -> tuple[Cells, list[Cells]]:
+    """The head of the table, and its cells row by row."""
+    measures = list(dict.fromkeys(name for row in rows for name in row.quality))
+    head = [
+        "mode",
+        "runs",
+        "time, s",
+        f"of {comparison.modes[0]}",
+        "steps/s",
+        *measures,
+        "staleness mean",
+        "max",
+        "waiting",
+        "rejected blocks",
+        "discarded steps",
+    ]
+    return head, [_cells(row, measures) for row in rows]
+
+
+def _cells(row: ModeRow, measures: Sequence[str]) -> Cells:
+    return [
+        row.mode,
+        str(row.run_count)
+        if row.finished_count == row.run_count
+        else f"{row.finished_count} of {row.run_count}",
+        _number(row.time_s, 1),
+        _number(row.relative_time, 2),
+        _number(row.steps_per_s, 1),
+        *(_quality(row, name) for name in measures),
+        _number(row.mean_staleness, 2),
+        _number(row.max_staleness, 0),
+        "-" if row.wait_share is None else f"{row.wait_share:.0%}",
+        _number(row.rejected_count, 0),
+        _number(row.discarded_count, 0),
+    ]
+
+
+def _quality(row: ModeRow, name: str) -> str:
+    """The median, and behind it each run's where there are several."""
+    if name not in row.quality:
+        return "-"
+    median, values = row.quality[name]
+    each = f" ({', '.join(measure_text(one) for one in values)})" if len(values) > 1 else ""
+    return measure_text(median) + each
+
+
+def measure_text(value: float | None) -> str:
+    """A measure as people read it."""
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def table_of(comparison: Comparison, rows: Sequence[ModeRow]) -> Table:
+    """For a terminal."""
+    head, cells = head_and_cells(comparison, rows)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, name in enumerate(head):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
+    return table

@@ -1,0 +1,1 @@
+"""Output, errors and options that several commands share."""

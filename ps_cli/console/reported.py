@@ -1,0 +1,46 @@
+"""Runs a command to its exit code: what it raises becomes a line for a person."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+import typer
+
+from ps_cli.console.output import Output
+from ps_core.errors import InvalidConfig, PushpullError
+
+USAGE_EXIT_CODE = 2
+
+
+def refuse(message: str) -> NoReturn:
+    """End the command for what is wrong with its command line, in one line.
+
+    Raises:
+        typer.Exit: always.
+    """
+    with Output() as output:
+        output.complain(message)
+    raise typer.Exit(USAGE_EXIT_CODE)
+
+
+def guarded(command: Callable[[Output], Coroutine[Any, Any, int]]) -> None:
+    """Run a command on an event loop, as `reported` does."""
+    reported(lambda output: asyncio.run(command(output)))
+
+
+def reported(command: Callable[[Output], int]) -> None:
+    """Run a command to its exit code; an error of the catalogue becomes one line and a code."""
+    with Output() as output:
+        try:
+            code = command(output)
+        except InvalidConfig as error:
+            output.close()
+            output.complain(error.message)
+            code = USAGE_EXIT_CODE
+        except PushpullError as error:
+            output.close()
+            output.complain(error.message)
+            code = 1
+    raise typer.Exit(code)

@@ -1,0 +1,249 @@
+"""The calls that the command line makes, as an operator: the scheduler's status and the servers',
+the end of a process that it has started, the end and the removal of a run, and that a cluster
+begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, TypeVar
+
+import grpc
+
+from ps_core.errors import Fenced, InvalidConfig, PushpullError, Recovering, Unauthenticated
+from ps_runtime.cluster.registration import answer_of, operator_session
+from ps_runtime.grpc.addresses import check_scheduler_address
+from ps_runtime.grpc.channels import aio_channel
+from ps_runtime.grpc.errors import from_rpc_error
+from pushpull.v1 import (
+    parameters_pb2,
+    parameters_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    types_pb2,
+)
+
+AnswerT = TypeVar("AnswerT")
+
+QUERY_DEADLINE_S = 5.0
+"""A status that takes longer is of no use to the person who waits."""
+
+
+class SchedulerQuery:
+    """Asks one scheduler how its cluster does; an async context manager."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = aio_channel(address)
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        self.session: types_pb2.SessionIdentity | None = None
+
+    async def status(self) -> scheduler_pb2.GetClusterStatusResponse:
+        """The cluster's status.
+
+        Blocking: up to `QUERY_DEADLINE_S`.
+
+        Raises:
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        if self.session is not None:
+            with contextlib.suppress(Fenced):  # the cluster has been restored, or is another
+                return await self._ask(self.session)
+        self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
+        return await self._ask(self.session)
+
+    async def process_ended(self, launch_id: bytes, reason: str) -> int:
+        """Say that a process has ended that this one started with that launch_id.
+
+        Returns:
+            How many of its nodes had not left, and are gone.
+
+        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+
+        Raises:
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        if self.session is None:
+            self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
+        request = scheduler_pb2.DeregisterNodeRequest(
+            session=self.session, reason=reason, launch_id=launch_id
+        )
+        answer: scheduler_pb2.DeregisterNodeResponse = await answer_of(
+            self._stub.DeregisterNode(request, timeout=QUERY_DEADLINE_S)
+        )
+        return answer.ended_count
+
+    async def begin_anew(self) -> None:
+        """Have the cluster begin anew with nothing; its servers register again by themselves.
+
+        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+
+        Raises:
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
+        self.session = None  # it is of the cluster before
+        request = scheduler_pb2.RestoreCheckpointRequest(session=session, empty=True)
+        await answer_of(self._stub.RestoreCheckpoint(request, timeout=QUERY_DEADLINE_S))
+
+    async def end_run(self, run: str) -> int:
+        """End a run; how many workers were members of it.
+
+        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+
+        Raises:
+            InvalidConfig: there is no such run.
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
+        request = scheduler_pb2.EndRunRequest(session=session, run=run)
+        answer: scheduler_pb2.EndRunResponse = await answer_of(
+            self._stub.EndRun(request, timeout=QUERY_DEADLINE_S)
+        )
+        return answer.ended_count
+
+    async def remove_run(self, run: str) -> scheduler_pb2.RemoveRunResponse:
+        """Remove a run that is over, with its tables; what it had.
+
+        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+
+        Raises:
+            InvalidConfig: there is no such run, or it is not over.
+            PushpullError: the scheduler did not answer, or refused.
+        """
+        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
+        request = scheduler_pb2.RemoveRunRequest(session=session, run=run)
+        answer: scheduler_pb2.RemoveRunResponse = await answer_of(
+            self._stub.RemoveRun(request, timeout=QUERY_DEADLINE_S)
+        )
+        return answer
+
+    async def _ask(
+        self, session: types_pb2.SessionIdentity
+    ) -> scheduler_pb2.GetClusterStatusResponse:
+        request = scheduler_pb2.GetClusterStatusRequest(session=session)
+        response: scheduler_pb2.GetClusterStatusResponse = await answer_of(
+            self._stub.GetClusterStatus(request, timeout=QUERY_DEADLINE_S)
+        )
+        return response
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._channel.close()
+
+
+ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError
+"""What a server said of its ranges, or why it said nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterAnswer:
+    """What a scheduler said, and the session with which the servers can be asked."""
+
+    response: scheduler_pb2.GetClusterStatusResponse
+    session: types_pb2.SessionIdentity
+
+
+def addresses_of(scheduler: str) -> list[str]:
+    """The addresses in an option of the command line."""
+    return [address.strip() for address in scheduler.split(",") if address.strip()]
+
+
+async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
+    """The status from the first scheduler of the list that answers.
+
+    Blocking: up to `QUERY_DEADLINE_S` an address.
+
+    Raises: as `_first`.
+    """
+
+    async def ask(query: SchedulerQuery) -> ClusterAnswer:
+        response = await query.status()
+        return ClusterAnswer(response, query.session or types_pb2.SessionIdentity())
+
+    return await _first(addresses, ask)
+
+
+async def end_run(addresses: Sequence[str], run: str) -> int:
+    """End a run at the first scheduler of the list that answers; how many workers were in it.
+
+    Blocking: up to twice `QUERY_DEADLINE_S` an address.
+
+    Raises: as `_first`, InvalidConfig also where there is no such run.
+    """
+    return await _first(addresses, lambda query: query.end_run(run))
+
+
+async def remove_run(addresses: Sequence[str], run: str) -> scheduler_pb2.RemoveRunResponse:
+    """Remove a run at the first scheduler of the list that answers; what it had.
+
+    Blocking: up to twice `QUERY_DEADLINE_S` an address.
+
+    Raises: as `_first`, InvalidConfig also where there is no such run, or it is not over.
+    """
+    return await _first(addresses, lambda query: query.remove_run(run))
+
+
+async def _first(
+    addresses: Sequence[str], ask: Callable[[SchedulerQuery], Awaitable[AnswerT]]
+) -> AnswerT:
+    """What the first scheduler of the list says that answers.
+
+    Raises:
+        InvalidConfig: the list is empty, an address is none, or the join secret cannot be one.
+        Unauthenticated: this process does not have the cluster's join secret.
+        Recovering: none answers; the message says why for each.
+    """
+    if not addresses:
+        raise InvalidConfig(
+            "no scheduler given: use --scheduler HOST:PORT or set PUSHPULL_SCHEDULER"
+        )
+    for address in addresses:
+        check_scheduler_address(address)
+    failures = []
+    for address in addresses:
+        try:
+            async with SchedulerQuery(address) as query:
+                return await ask(query)
+        except (Unauthenticated, InvalidConfig):
+            raise
+        except PushpullError as error:
+            failures.append(f"{address}: {error.message}")
+    raise Recovering("no scheduler answers; " + "; ".join(failures))
+
+
+async def server_answers(answer: ClusterAnswer) -> dict[int, ServerAnswer]:
+    """What each living server says of its ranges, by node id; asked all at once."""
+    servers = [
+        status.node
+        for status in answer.response.nodes
+        if status.node.role == types_pb2.NODE_ROLE_SERVER
+        and status.node.state != types_pb2.NODE_STATE_LEFT
+    ]
+    answers = await asyncio.gather(
+        *(_range_stats(server.address, answer.session) for server in servers)
+    )
+    return {server.node_id: answer for server, answer in zip(servers, answers, strict=True)}
+
+
+async def _range_stats(address: str, session: types_pb2.SessionIdentity) -> ServerAnswer:
+    async with aio_channel(address) as channel:
+        stub = parameters_pb2_grpc.ParameterServiceStub(channel)
+        request = parameters_pb2.GetRangeStatsRequest(session=session)
+        try:
+            response: parameters_pb2.GetRangeStatsResponse = await stub.GetRangeStats(
+                request, timeout=QUERY_DEADLINE_S
+            )
+        except grpc.RpcError as failure:
+            return from_rpc_error(failure)
+        return response

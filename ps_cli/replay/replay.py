@@ -1,0 +1,291 @@
+"""`pushpull replay`: what an update log has, version by version, and its tables at one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from ps_cli.console.output import Output
+from ps_cli.console.tensor_file import replaced, write_tables
+from ps_cli.replay.against import compare
+from ps_cli.replay.options import ReplayOptions
+from ps_cli.replay.plot import plot_of
+from ps_cli.replay.view import Row, document_of, view_of
+from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
+from ps_core.runs import words
+from ps_core.tables import Table
+from ps_server.replay.replayer import (
+    History,
+    Replay,
+    RunLog,
+    Version,
+    has_parameters,
+    kernel_fingerprint,
+    read_run,
+)
+
+_SHOWN_COUNT = 40
+"""Versions that are shown of many; the first and the last are among them."""
+
+_MADE_AT_ONCE = 256
+"""Changes between two looks at the bar."""
+
+Loss = Callable[[dict[str, torch.Tensor]], float]
+
+
+def replay(options: ReplayOptions, output: Output) -> int:
+    """Do what the options say; 1 if the log is other than the checkpoint that it is held against.
+
+    Raises:
+        InvalidConfig: they contradict each other.
+        InvalidUpdateLog: the log is damaged, or has not what is asked for.
+        TableNotFound: it has no such table.
+    """
+    _check(options)
+    with _one_thread():
+        return _replayed(options, output)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """As a server has it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _replayed(options: ReplayOptions, output: Output) -> int:
+    loss = _evaluator(options.evaluate) if options.evaluate else None
+    with _bars(output) as bars:
+        run = _read(options.directory, bars)
+        tables = _chosen(run, options.table)
+        for note in _notes(run):
+            output.complain(note)
+        if options.against:
+            return compare(run, tables, options.against, output)
+        again = Replay(run, tables, by_clock=options.clock is not None)
+        if options.export is not None:
+            return _export(again, options, output, bars)
+        shown = _shown(again.history.versions, options)
+        rows = list(_rows(again, shown, loss, bars))
+    _show(run, again, rows, options, output)
+    return 0
+
+
+def _check(options: ReplayOptions) -> None:
+    is_alone = options.export is not None or bool(options.against)
+    shows = options.json_path or options.plot or options.evaluate or options.every or options.last
+    shows = shows or options.first is not None or options.to is not None
+    if is_alone and shows:
+        raise InvalidConfig("--export and --against show no versions; give them alone")
+    if options.export is not None and options.against:
+        raise InvalidConfig("--export and --against: give one of them")
+    if (options.at is not None or options.clock is not None) and options.export is None:
+        raise InvalidConfig("--at and --clock say which version --export writes")
+    if options.at is not None and options.clock is not None:
+        raise InvalidConfig("--at and --clock: give one of them")
+
+
+# --- what there is
+
+
+@contextlib.contextmanager
+def _bars(output: Output) -> Iterator[Progress]:
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
+    with Progress(
+        *columns, TimeRemainingColumn(), disable=not output.is_terminal, transient=True
+    ) as bars:
+        yield bars
+
+
+def _read(directory: Path, bars: Progress) -> RunLog:
+    task = bars.add_task("reading", total=None)
+    run = read_run(directory, lambda done, total: bars.update(task, completed=done, total=total))
+    bars.remove_task(task)
+    return run
+
+
+def _chosen(run: RunLog, pattern: str) -> list[Table]:
+    """The tables that fit a shell pattern, but for those that have no parameters."""
+    found = [
+        table
+        for name, table in run.tables.items()
+        if has_parameters(table) and (name == pattern or fnmatch.fnmatchcase(name, pattern))
+    ]
+    if not found:
+        there = ", ".join(f"'{name}'" for name in run.tables) or "no table"
+        raise TableNotFound(f"no table with parameters is '{pattern}'; the log has {there}")
+    runs = sorted({words(table.run) for table in found})
+    if len(runs) > 1:
+        raise InvalidConfig(
+            f"'{pattern}' fits tables of {' and of '.join(runs)}; expected those of one run, such "
+            "as --table 'nightly:*' for the run 'nightly'"
+        )
+    return found
+
+
+def _notes(run: RunLog) -> Iterator[str]:
+    yield from run.notes
+    others = run.kernel_fingerprints - {kernel_fingerprint()}
+    if others:
+        yield (
+            f"made with other kernels ({', '.join(sorted(others))}) than this machine's "
+            f"({kernel_fingerprint()}): the last bits may differ"
+        )
+
+
+# --- versions
+
+
+def _shown(versions: Sequence[Version], options: ReplayOptions) -> list[Version]:
+    low = options.first or 0
+    high = options.to if options.to is not None else versions[-1].number
+    inside = [version for version in versions if low <= version.number <= high]
+    if options.last:
+        inside = inside[-options.last :]
+    if not inside:
+        raise InvalidConfig(f"no version is from {low} to {high}; {_extent(versions)}")
+    every = options.every or -(-len(inside) // _SHOWN_COUNT)
+    shown = [v for index, v in enumerate(inside) if not index % every]
+    return shown if shown[-1] is inside[-1] else [*shown, inside[-1]]
+
+
+def _extent(versions: Sequence[Version]) -> str:
+    return f"the log has versions {versions[0].number} to {versions[-1].number}"
+
+
+def _rows(
+    again: Replay, shown: Sequence[Version], loss: Loss | None, bars: Progress
+) -> Iterator[Row]:
+    again.watch(shown)
+    task = bars.add_task("replaying", total=again.change_count)
+    for version in shown:
+        _go_to(again, version.position, lambda done: bars.update(task, completed=done))
+        found = None if loss is None else float(loss(again.tensors()))
+        yield Row(version, again.gradient_norm(version), again.parameter_norm(), found)
+    bars.remove_task(task)
+
+
+def _go_to(again: Replay, position: int, told: Callable[[int], object]) -> None:
+    """In pieces, so that the bar moves."""
+    while not again.go_to(position, _MADE_AT_ONCE):
+        told(again.made_count)
+    told(again.made_count)
+
+
+def _show(
+    run: RunLog, again: Replay, rows: Sequence[Row], options: ReplayOptions, output: Output
+) -> None:
+    history = again.history
+    names = ", ".join(table.spec.name for table in again.tables)
+    output.say(f"{options.directory}: {names}; {_extent(history.versions)}")
+    output.print(view_of(rows, is_by_clock=history.is_by_clock))
+    for line in _ends(again, history):
+        output.say(line)
+    if options.json_path is not None:
+        document = document_of(rows, again, [*_notes(run)])
+        with replaced(options.json_path) as file:
+            file.write((json.dumps(document, indent=1) + "\n").encode())
+        output.say(f"{options.json_path}: {len(rows)} versions")
+    if options.plot is not None:
+        with replaced(options.plot) as file:
+            file.write(plot_of(rows, names).encode())
+        output.say(f"{options.plot}: {len(rows)} versions")
+
+
+def _ends(again: Replay, history: History) -> Iterator[str]:
+    """What is to be said after the versions."""
+    if history.unfinished:
+        clocks = sorted({clock for clock, _ in history.unfinished})
+        yield (
+            f"{len(history.unfinished)} more steps, of clocks {clocks[0]} to {clocks[-1]}, are not "
+            "in every range, and are no versions"
+        )
+    if history.lost_count:
+        yield f"{history.lost_count} clocks are in no log, and are no versions"
+    if again.checked_count:
+        yield f"compared with {again.checked_count} bases in the log, and equal bit for bit"
+
+
+# --- one version
+
+
+def _export(again: Replay, options: ReplayOptions, output: Output, bars: Progress) -> int:
+    """Write the tensors at a version."""
+    if options.export is None:
+        return 0
+    position, name = _wanted(again, options)
+    task = bars.add_task("replaying", total=again.change_count)
+    _go_to(again, position, lambda done: bars.update(task, completed=done))
+    count = write_tables(
+        options.export,
+        again.tables,
+        lambda table, block: bytes(again.block(table, block).tensors[0][1]),
+    )
+    output.say(f"{options.export}: {count} tensors at {name}")
+    return 0
+
+
+def _wanted(again: Replay, options: ReplayOptions) -> tuple[int, str]:
+    if options.clock is not None:
+        problem = again.torn_at(options.clock)
+        if problem:
+            raise InvalidUpdateLog(
+                f"the tables were at no moment at clock {options.clock}: {problem}; --at takes any "
+                "version"
+            )
+        return options.clock, f"clock {options.clock}"
+    versions = again.history.versions
+    number = versions[-1].number if options.at is None else options.at
+    for version in versions:
+        if version.number == number:
+            when = datetime.fromtimestamp(version.time_s, UTC).isoformat(timespec="milliseconds")
+            return version.position, f"version {number}, clock {version.clock}, of {when}"
+    raise InvalidConfig(f"there is no version {number}; {_extent(versions)}")
+
+
+def _evaluator(given: str) -> Loss:
+    """What MODULE:FUNCTION, or FILE.py:FUNCTION, names.
+
+    Raises:
+        InvalidConfig: there is no such function.
+    """
+    module_name, _, name = given.rpartition(":")
+    if not module_name or not name:
+        raise InvalidConfig(
+            f"--evaluate is '{given}'; expected MODULE:FUNCTION or FILE.py:FUNCTION"
+        )
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = _file(Path(module_name)) if module_name.endswith(".py") else None
+        found: Any = getattr(module or importlib.import_module(module_name), name)
+    except (ImportError, OSError, AttributeError) as error:
+        raise InvalidConfig(f"--evaluate is '{given}': {error}") from error
+    if not callable(found):
+        raise InvalidConfig(f"--evaluate is '{given}', which cannot be called")
+    loss: Loss = found
+    return loss
+
+
+def _file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

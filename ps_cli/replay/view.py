@@ -1,0 +1,106 @@
+"""The versions of a replay as a table, and as a document for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.table import Table
+
+from ps_server.replay.replayer import Replay, Version
+
+FORMAT = "pushpull-replay"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A version that is shown: `loss` is what was evaluated, if anything was."""
+
+    version: Version
+    gradient_norm: float | None
+    parameter_norm: float
+    loss: float | None
+
+
+def view_of(rows: Sequence[Row], *, is_by_clock: bool) -> Table:
+    """A line for each version."""
+    view = Table(box=None, pad_edge=False, header_style="dim")
+    is_stale = any(row.version.staleness for row in rows)
+    is_evaluated = any(row.loss is not None for row in rows)
+    heads = ["version", *["clock"] * (not is_by_clock), "time (UTC)", "from workers"]
+    heads += [*["missed"] * is_stale, "gradient", "parameters", *["loss"] * is_evaluated]
+    for head in heads:
+        is_left = head in ("time (UTC)", "from workers")
+        view.add_column(head, justify="left" if is_left else "right", no_wrap=not is_left)
+    for row in rows:
+        version = row.version
+        cells = [str(version.number), *[str(version.clock)] * (not is_by_clock)]
+        cells += [_time(version.time_s), contributors(version)]
+        cells += [str(version.staleness)] * is_stale
+        cells += [_number(row.gradient_norm), _number(row.parameter_norm)]
+        cells += [_number(row.loss)] * is_evaluated
+        view.add_row(*cells)
+    return view
+
+
+def contributors(version: Version) -> str:
+    """Whose steps are in it, in words."""
+    if version.step is None:
+        return "where the log begins"
+    return ", ".join(_contributors(version)) or "nobody"
+
+
+def _contributors(version: Version) -> Iterator[str]:
+    yield from map(str, version.ranks)
+    yield from (f"{rank} in part" for rank in version.partial_ranks)
+    yield from (f"({rank} skipped)" for rank in version.skipped_ranks)
+    if version.step is not None and not version.step[0]:
+        yield "initial values"
+    if version.gone_count:
+        yield f"({version.gone_count} gone)"
+
+
+def _time(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s, UTC).strftime("%H:%M:%S.%f")[:-3]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def document_of(rows: Sequence[Row], again: Replay, notes: Sequence[str]) -> dict[str, Any]:
+    """The same for a program."""
+    history = again.history
+    return {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "tables": [table.spec.name for table in again.tables],
+        "versions_are_clocks": history.is_by_clock,
+        "first_version": history.versions[0].number,
+        "last_version": history.versions[-1].number,
+        "unfinished_count": len(history.unfinished),
+        "lost_count": history.lost_count,
+        "checked_base_count": again.checked_count,
+        "notes": list(notes),
+        "versions": [_entry(row) for row in rows],
+    }
+
+
+def _entry(row: Row) -> dict[str, Any]:
+    version = row.version
+    return {
+        "version": version.number,
+        "clock": version.clock,
+        "time_s": version.time_s,
+        "ranks": list(version.ranks),
+        "partial_ranks": list(version.partial_ranks),
+        "skipped_ranks": list(version.skipped_ranks),
+        "gone_count": version.gone_count,
+        "staleness": version.staleness,
+        "gradient_norm": row.gradient_norm,
+        "parameter_norm": row.parameter_norm,
+        "loss": row.loss,
+    }

@@ -1,0 +1,1 @@
+"""`pushpull status`, `tables` and `runs`."""

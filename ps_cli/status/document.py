@@ -1,0 +1,356 @@
+"""What `pushpull status --json` prints, made from the scheduler's and the servers' answers.
+
+A pure function of the messages. Times are in seconds (`_s`), sizes in bytes. A value that is not
+known (a server that does not answer) is null, never 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TypedDict
+
+from ps_cli.status.runs import RunEntry, run_entries
+from ps_core.cluster_view import ClusterView, Role
+from ps_core.errors import PushpullError
+from ps_core.tables import Table
+from ps_runtime.cluster.wire import node_from_proto, view_from_proto
+from pushpull.v1 import parameters_pb2, scheduler_pb2
+
+ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError
+
+
+LANES = ("shm", "grpc", "mixed")
+"""How a client's payloads travel: in memory shared with its servers, as bytes, or some so."""
+
+
+class NodeEntry(TypedDict):
+    """One node; `rank` and `clocks` (by table name) are a worker's, else null and empty; `lane`
+    (one of `LANES`) is a worker's or a reader's that has met a server, else null.
+    """
+
+    node_id: int
+    incarnation: int
+    role: str
+    run: str
+    rank: int | None
+    address: str
+    state: str
+    last_heard_s: float
+    view_number: int
+    clocks: dict[str, int]
+    step_count: int
+    planned_step_count: int
+    loss: float | None
+    staleness: int
+    pushed_bytes: int
+    pulled_bytes: int
+    lane: str | None
+    waiting_for: str
+
+
+class ServerEntry(TypedDict):
+    """What one server serves; `error` says why the other values are null. `backup_count` and
+    `joining_count` are numbers of ranges that it backs up, and that it is brought up to date on.
+    """
+
+    node_id: int
+    address: str
+    ranges: list[str]
+    range_count: int
+    backup_count: int
+    joining_count: int
+    block_count: int | None
+    state_bytes: int | None
+    gate_bytes: int | None
+    update_count: int | None
+    error: str | None
+
+
+class TableEntry(TypedDict):
+    """One table; `clock` is the lowest of its ranges (BSP: the newest update that all have),
+    `failure` why it has failed, None if it has not.
+    """
+
+    table_id: int
+    name: str
+    dtype: str
+    element_count: int
+    block_count: int
+    optimizer: str
+    hyperparameters: dict[str, float]
+    consistency: str
+    reduction: str
+    clock: int | None
+    update_count: int | None
+    state_bytes: int | None
+    is_initialized: bool | None
+    failure: str | None
+
+
+class WaitEntry(TypedDict):
+    """Something that waits, and for whom; `where` is "worker 3", or "server 2, range 17"."""
+
+    where: str
+    table: str | None
+    waits_for: str
+
+
+class CheckpointsEntry(TypedDict):
+    """What became of the cluster's checkpoints; `newest` is the directory of the newest complete
+    one, `failure` why the last one failed that did. Ages are null where there was none.
+    """
+
+    url: str
+    complete_count: int
+    failed_count: int
+    newest: str | None
+    newest_age_s: float | None
+    failed_number: int | None
+    failure: str | None
+    failure_age_s: float | None
+
+
+class KeptEntry(TypedDict):
+    """A server that keeps the values of a cluster that was here before, and is no node of this one;
+    `file` is the one on its machine by which they can be read, null if there is none.
+    """
+
+    address: str
+    cluster_id: str
+    file: str | None
+    last_heard_s: float
+
+
+class StatusDocument(TypedDict):
+    """The whole; `worker_count` is what the cluster was started for, `world_size` what it counts
+    with the workers that came beyond these, both of the run without a name; `runs` are the others.
+    Of their tables and clocks the names begin with the run's, "run:table". `ranges_by_in_sync` has
+    the numbers of ranges, of those that hold anything, by how many living replicas hold all that is
+    committed; `degraded_range_count` is of those with fewer than `replica_count`. `checkpoint` is
+    where one is being made, `checkpoints` what became of those before (null where there are to be
+    none), `restored_from` the one that the cluster was started from. `lost` and `awaited` are
+    words: of the ranges whose values nobody has, and of those whose only servers are silent.
+    """
+
+    cluster_id: str
+    view_number: int
+    worker_count: int
+    world_size: int
+    runs: list[RunEntry]
+    server_count: int
+    is_finished: bool
+    checkpoint: str | None
+    checkpoints: CheckpointsEntry | None
+    restored_from: str | None
+    replica_count: int
+    min_in_sync: int
+    ranges_by_in_sync: dict[str, int]
+    degraded_range_count: int
+    unserved_ranges: list[str]
+    lost_ranges: list[str]
+    lost: str | None
+    awaited: str | None
+    kept_values: list[KeptEntry]
+    nodes: list[NodeEntry]
+    servers: list[ServerEntry]
+    tables: list[TableEntry]
+    waits: list[WaitEntry]
+
+
+def status_document(
+    response: scheduler_pb2.GetClusterStatusResponse, answers: Mapping[int, ServerAnswer]
+) -> StatusDocument:
+    """The document.
+
+    Args:
+        response: what the scheduler said.
+        answers: what each server said, or why it did not, by node id.
+    """
+    view = view_from_proto(response.view)
+    stats = [
+        entry
+        for answer in answers.values()
+        if isinstance(answer, parameters_pb2.GetRangeStatsResponse)
+        for entry in answer.ranges
+    ]
+    knows_all = all(
+        isinstance(answers.get(r.primary), parameters_pb2.GetRangeStatsResponse)
+        for r in view.ranges
+        if r.primary is not None
+    )
+    in_sync = Counter(view.in_sync_count(r) for r in view.ranges if r.primary is not None)
+    replica_count = max(1, response.replica_count)
+    unserved = _unserved(view)
+    return StatusDocument(
+        cluster_id=view.cluster_id,
+        view_number=view.view_number,
+        worker_count=view.worker_count,
+        world_size=view.of_run("").world_size,
+        runs=[entry for entry in run_entries(view) if entry["name"]],
+        server_count=view.server_count,
+        is_finished=view.finished,
+        checkpoint=None if view.checkpoint is None else view.checkpoint.url,
+        checkpoints=_checkpoints(response.checkpoints),
+        restored_from=view.restored_from or None,
+        replica_count=replica_count,
+        min_in_sync=max(1, response.min_in_sync),
+        ranges_by_in_sync={str(count): in_sync[count] for count in sorted(in_sync)},
+        degraded_range_count=sum(n for count, n in in_sync.items() if count < replica_count),
+        unserved_ranges=spans(unserved),
+        lost_ranges=spans(int(r.range_id) for r in view.lost_ranges),
+        lost=view.lost_words or None,
+        awaited=view.awaited_words or None,
+        kept_values=[
+            KeptEntry(
+                address=kept.address,
+                cluster_id=kept.cluster_id,
+                file=kept.file or None,
+                last_heard_s=kept.last_heard_ms / 1000,
+            )
+            for kept in response.kept_values
+        ],
+        nodes=[_node(status, view) for status in response.nodes],
+        servers=[_server(node_id, answer, view) for node_id, answer in sorted(answers.items())],
+        tables=[_table(table, stats, knows_all) for table in view.tables],
+        waits=[*_worker_waits(response), *_range_waits(answers, view)],
+    )
+
+
+def _checkpoints(history: scheduler_pb2.CheckpointHistory) -> CheckpointsEntry | None:
+    if not history.url:
+        return None
+    has_one, has_failed = bool(history.complete_count), bool(history.failed_count)
+    return CheckpointsEntry(
+        url=history.url,
+        complete_count=history.complete_count,
+        failed_count=history.failed_count,
+        newest=history.complete_url if has_one else None,
+        newest_age_s=history.complete_ms / 1000 if has_one else None,
+        failed_number=history.failed_number if has_failed else None,
+        failure=history.failed_reason if has_failed else None,
+        failure_age_s=history.failed_ms / 1000 if has_failed else None,
+    )
+
+
+def _unserved(view: ClusterView) -> list[int]:
+    """The ranges that hold blocks and have no primary. One that holds none needs none."""
+    without = {r.range_id for r in view.ranges if r.primary is None}
+    if not without:
+        return []
+    held = {held for table in view.tables for held in table.blocks_by_range(len(view.ranges))}
+    return [int(range_id) for range_id in without & held]
+
+
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Numbers as spans: 1, 2, 3, 7 become "1-3" and "7"."""
+    ordered = sorted(numbers)
+    found = []
+    for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        first, last = members[0], members[-1]
+        found.append(str(first) if first == last else f"{first}-{last}")
+    return found
+
+
+def _node(status: scheduler_pb2.NodeStatus, view: ClusterView) -> NodeEntry:
+    node, said = node_from_proto(status.node), status.progress
+    names = {int(table.table_id): table.title for table in view.tables}
+    return NodeEntry(
+        node_id=node.node_id,
+        incarnation=node.incarnation,
+        role=node.role.value,
+        run=node.run,
+        rank=node.rank if node.role is Role.WORKER else None,
+        address=node.address,
+        state=node.state.value,
+        last_heard_s=status.last_heard_ms / 1000,
+        view_number=status.view_number,
+        clocks={
+            names.get(table.table_id, f"table {table.table_id}"): table.clock
+            for table in said.tables
+        },
+        step_count=said.step_count,
+        planned_step_count=said.planned_step_count,
+        loss=said.loss if said.HasField("loss") else None,
+        staleness=said.staleness,
+        pushed_bytes=said.pushed_bytes,
+        pulled_bytes=said.pulled_bytes,
+        lane=said.lane if said.lane in LANES else None,
+        waiting_for=said.waiting_for,
+    )
+
+
+def _server(node_id: int, answer: ServerAnswer, view: ClusterView) -> ServerEntry:
+    served = [int(r.range_id) for r in view.ranges if r.primary == node_id]
+    entry = ServerEntry(
+        node_id=node_id,
+        address=next((node.address for node in view.nodes if node.node_id == node_id), ""),
+        ranges=spans(served),
+        range_count=len(served),
+        backup_count=sum(node_id in r.backups for r in view.ranges),
+        joining_count=sum(node_id in r.joining for r in view.ranges),
+        block_count=None,
+        state_bytes=None,
+        gate_bytes=None,
+        update_count=None,
+        error=None,
+    )
+    if isinstance(answer, PushpullError):
+        entry["error"] = answer.message
+        return entry
+    entry["block_count"] = sum(part.block_count for part in answer.ranges)
+    entry["state_bytes"] = sum(part.state_bytes for part in answer.ranges)
+    entry["gate_bytes"] = answer.gate_bytes
+    entry["update_count"] = sum(part.update_count for part in answer.ranges)
+    return entry
+
+
+def _table(table: Table, stats: Sequence[parameters_pb2.RangeStats], knows_all: bool) -> TableEntry:
+    own = [entry for entry in stats if entry.table_id == table.table_id]
+    spec = table.spec
+    is_known = knows_all and bool(own)
+    return TableEntry(
+        table_id=table.table_id,
+        name=table.title,
+        dtype=spec.dtype.value,
+        element_count=spec.element_count,
+        block_count=table.block_count,
+        optimizer=spec.optimizer.label,
+        hyperparameters=dict(spec.optimizer.hyperparameters),
+        consistency=str(table.consistency),
+        reduction=spec.reduction.value,
+        clock=min(entry.clock for entry in own) if is_known else None,
+        update_count=sum(entry.update_count for entry in own) if is_known else None,
+        state_bytes=sum(entry.state_bytes for entry in own) if is_known else None,
+        is_initialized=all(entry.initialized for entry in own) if is_known else None,
+        failure=next((entry.failure for entry in own if entry.failure), None),
+    )
+
+
+def _worker_waits(response: scheduler_pb2.GetClusterStatusResponse) -> list[WaitEntry]:
+    found = []
+    for status in response.nodes:
+        if not status.progress.waiting_for:
+            continue
+        node = node_from_proto(status.node)
+        where = f"worker {node.rank}" if node.role is Role.WORKER else f"node {node.node_id}"
+        where += f" of run '{node.run}'" if node.run else ""
+        found.append(WaitEntry(where=where, table=None, waits_for=status.progress.waiting_for))
+    return found
+
+
+def _range_waits(answers: Mapping[int, ServerAnswer], view: ClusterView) -> list[WaitEntry]:
+    names = {int(table.table_id): table.title for table in view.tables}
+    return [
+        WaitEntry(
+            where=f"server {node_id}, range {entry.range_id}",
+            table=names.get(entry.table_id),
+            waits_for=wait,
+        )
+        for node_id, answer in sorted(answers.items())
+        if isinstance(answer, parameters_pb2.GetRangeStatsResponse)
+        for entry in answer.ranges
+        for wait in entry.waits
+    ]

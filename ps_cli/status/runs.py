@@ -1,0 +1,135 @@
+"""`pushpull runs`: the runs of a cluster, their end and their removal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated, TypedDict
+
+import typer
+
+from ps_cli.console.output import Output
+from ps_cli.console.reported import reported
+from ps_cli.console.scheduler_query import addresses_of, end_run, first_status, remove_run
+from ps_cli.status.tables import SchedulerAddress
+from ps_core.cluster_view import ClusterView, NodeState, Role
+from ps_core.runs import Run, words
+from ps_runtime.cluster import wire
+
+runs_app = typer.Typer(
+    help="The runs of a cluster: who trains there, under which name.", no_args_is_help=True
+)
+
+
+class RunEntry(TypedDict):
+    """One run. `name` is empty for the run without a name; `state` is "waiting" (not all workers
+    have come), "running", "over" or "removed".
+    """
+
+    name: str
+    state: str
+    worker_count: int
+    alive_count: int
+    table_count: int
+
+
+def run_entries(view: ClusterView) -> list[RunEntry]:
+    """The runs of a cluster, the one without a name first; that one only if it is used."""
+    used = [run for run in ("",) if view.of_run(run).tables or _workers(view, run) or not view.runs]
+    named = {run.name: run for run in view.runs}
+    return [_entry(view, named.get(name, Run(name, view.worker_count))) for name in (*used, *named)]
+
+
+def _workers(view: ClusterView, run: str) -> dict[int, NodeState]:
+    """The ranks that a run has given, and how their newest worker is."""
+    nodes = view.of_run(run).nodes
+    return {node.rank: node.state for node in nodes if node.role is Role.WORKER}
+
+
+def _entry(view: ClusterView, run: Run) -> RunEntry:
+    own, workers = view.of_run(run.name), _workers(view, run.name)
+    have_come = all(rank in workers for rank in range(own.worker_count))
+    state = "running" if have_come else "waiting"
+    if run.has_ended or (have_come and all(each is NodeState.LEFT for each in workers.values())):
+        state = "removed" if run.is_removed else "over"
+    return RunEntry(
+        name=run.name,
+        state=state,
+        worker_count=own.worker_count,
+        alive_count=sum(each.is_member for each in workers.values()),
+        table_count=len(own.tables),
+    )
+
+
+@runs_app.command(name="list")
+def runs_list(
+    scheduler: SchedulerAddress = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
+) -> None:
+    """List the runs of a cluster: how each stands, its workers and its tables.
+
+    A worker says with --run (PUSHPULL_RUN) of which run it is. docs/RUNS.md has the rest.
+    """
+
+    def show(output: Output) -> int:
+        response = asyncio.run(first_status(addresses_of(scheduler))).response
+        entries = run_entries(wire.view_from_proto(response.view))
+        if as_json:
+            print(json.dumps(entries, indent=2))
+            return 0
+        for entry in entries:
+            output.say(run_line(entry))
+        return 0
+
+    reported(show)
+
+
+def run_line(entry: RunEntry) -> str:
+    """The run, for a person."""
+    counts = f"{entry['alive_count']} of {entry['worker_count']} workers"
+    return f"{words(entry['name'])}: {entry['state']}, {counts}, {entry['table_count']} tables"
+
+
+@runs_app.command(name="end")
+def runs_end(
+    run: Annotated[str, typer.Argument(help="The run's name.")],
+    scheduler: SchedulerAddress = "",
+) -> None:
+    """End the run RUN of a cluster; other runs go on.
+
+    Its workers are told so at their next call, and nobody joins it any more. Its tables stay, and
+    can be read, until the run is removed.
+
+    Example: `pushpull runs end nightly --scheduler 127.0.0.1:7000`
+    """
+
+    def end(output: Output) -> int:
+        count = asyncio.run(end_run(addresses_of(scheduler), run))
+        output.say(f"run '{run}' has ended; {count} workers were in it")
+        return 0
+
+    reported(end)
+
+
+@runs_app.command(name="remove")
+def runs_remove(
+    run: Annotated[str, typer.Argument(help="The run's name.")],
+    scheduler: SchedulerAddress = "",
+) -> None:
+    """Remove the run RUN of a cluster, which is over: its tables are no more.
+
+    The servers give back the memory that they took. Who reads the run is told so. Another run
+    cannot have its name. There is no way back.
+
+    Example: `pushpull runs remove nightly --scheduler 127.0.0.1:7000`
+    """
+
+    def remove(output: Output) -> int:
+        had = asyncio.run(remove_run(addresses_of(scheduler), run))
+        output.say(
+            f"run '{run}' is removed; it had {had.table_count} tables, for which the servers had "
+            f"up to {had.byte_count / 1e6:.1f} MB"
+        )
+        return 0
+
+    reported(remove)

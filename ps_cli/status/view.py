@@ -1,0 +1,258 @@
+"""What `pushpull status` shows a person: a pure function of the status document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ps_cli.console.progress import duration
+from ps_cli.status.document import (
+    CheckpointsEntry,
+    KeptEntry,
+    NodeEntry,
+    ServerEntry,
+    StatusDocument,
+    TableEntry,
+    WaitEntry,
+)
+from ps_cli.status.runs import run_line
+
+MAX_WAIT_COUNT = 20
+"""More waits than these are counted, not listed."""
+
+_UNKNOWN = "?"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def status_view(document: StatusDocument) -> RenderableType:
+    """The document as tables."""
+    parts: list[RenderableType] = [
+        _head(document),
+        *([Text(f"lost: {document['lost']}", "bold red")] if document["lost"] else []),
+        *([Text(f"waiting: {document['awaited']}", "red")] if document["awaited"] else []),
+        *_checkpoints(document["checkpoints"]),
+        *map(_kept, document["kept_values"]),
+    ]
+    are_replicated = document["replica_count"] > 1
+    servers = _servers(document["servers"], document["nodes"], are_replicated=are_replicated)
+    sections = (
+        ("servers", servers),
+        ("workers and readers", _clients(document["nodes"])),
+        ("tables", _tables(document["tables"])),
+    )
+    for title, table in sections:
+        parts += ["", Text(title, style="bold"), table if table.row_count else Text("  none yet")]
+        if title == "servers":
+            parts += _silent(document["servers"])
+    parts += ["", Text("waits", style="bold"), _waits(document["waits"])]
+    return Group(*parts)
+
+
+def size(byte_count: int | None) -> str:
+    """Bytes as people read them: "1.5 MiB"; "?" if not known."""
+    if byte_count is None:
+        return _UNKNOWN
+    value, unit = float(byte_count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.0f} {_UNITS[unit]}" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"
+
+
+def _head(document: StatusDocument) -> Text:
+    alive = [node for node in document["nodes"] if node["state"] == "alive" and not node["run"]]
+    counts = {role: sum(node["role"] == role for node in alive) for role in ("server", "worker")}
+    text = Text.assemble(
+        ("cluster ", "bold"),
+        document["cluster_id"],
+        f"  view {document['view_number']}",
+        f"  servers {counts['server']} of {document['server_count']}",
+        f"  workers {counts['worker']} of {document['world_size']}",
+    )
+    replica_count = document["replica_count"]
+    if replica_count > 1:
+        text.append(f"  replicas {replica_count} (at least {document['min_in_sync']} in sync)")
+    if document["restored_from"]:
+        text.append(f"\nstarted from {document['restored_from']}")
+    if document["checkpoint"]:
+        text.append(f"\nmaking checkpoint {document['checkpoint']}")
+    if document["is_finished"]:
+        text.append("  finished", style="green")
+    for run in document["runs"]:
+        text.append(f"\n{run_line(run)}")
+    if document["degraded_range_count"]:
+        text.append(f"\n{_degraded(document)}", style="yellow")
+    if document["unserved_ranges"]:
+        ranges = ", ".join(document["unserved_ranges"])
+        text.append(f"\nno server has ranges {ranges}, which hold blocks of tables", "yellow")
+    return text
+
+
+def _checkpoints(entry: CheckpointsEntry | None) -> list[Text]:
+    """A line for the newest that is complete, and one for the last that failed."""
+    if entry is None:
+        return []
+    if entry["newest"] is None:
+        lines = [Text(f"checkpoints go to {entry['url']}; none is complete yet")]
+    else:
+        lines = [
+            Text(
+                f"checkpoints {entry['complete_count']} complete, the newest "
+                f"{_ago(entry['newest_age_s'])}: {entry['newest']}"
+            )
+        ]
+    if entry["failure"] is not None:
+        lines.append(
+            Text(
+                f"checkpoints {entry['failed_count']} failed; checkpoint {entry['failed_number']}, "
+                f"{_ago(entry['failure_age_s'])}: {entry['failure']}",
+                "red",
+            )
+        )
+    return lines
+
+
+def _kept(entry: KeptEntry) -> Text:
+    """A line about values of another cluster, with what to do about them."""
+    remedy = "stop it when they are of no use"
+    if entry["file"] is not None:
+        remedy = f"pushpull checkpoint rescue {entry['file']} OUT.safetensors there, then stop it"
+    return Text(
+        f"server at {entry['address']} is none of this cluster's: it keeps the values of cluster "
+        f"{entry['cluster_id']}, which was here before; {remedy}",
+        "red",
+    )
+
+
+def _ago(age_s: float | None) -> str:
+    return "" if age_s is None else f"{duration(age_s)} ago"
+
+
+def _degraded(document: StatusDocument) -> str:
+    """One line: how many ranges miss replicas, and how many of them wait for one."""
+    count, replica_count = document["degraded_range_count"], document["replica_count"]
+    in_sync = {int(n): ranges for n, ranges in document["ranges_by_in_sync"].items()}
+    line = f"degraded: {count} ranges have fewer than {replica_count} replicas"
+    waiting_count = sum(n for at, n in in_sync.items() if 0 < at < document["min_in_sync"])
+    if waiting_count:
+        line += f"; {waiting_count} take no pushes until {document['min_in_sync']} are in sync"
+    if in_sync.get(0):
+        line += f"; {in_sync[0]} have none that lives"
+    return line
+
+
+def _grid(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def _servers(
+    servers: Sequence[ServerEntry], nodes: Sequence[NodeEntry], *, are_replicated: bool
+) -> Table:
+    states = {node["node_id"]: node["state"] for node in nodes}
+    copies = ("backs up",) if are_replicated else ()
+    table = _grid(
+        *("  node", "address", "state", "ranges", *copies),
+        *("blocks", "parameters", "gate", "updates"),
+    )
+    for server in servers:
+        table.add_row(
+            f"  {server['node_id']}",
+            server["address"],
+            states.get(server["node_id"], _UNKNOWN),
+            _spans(server),
+            *((_backed_up(server),) if are_replicated else ()),
+            _count(server["block_count"]),
+            size(server["state_bytes"]),
+            size(server["gate_bytes"]),
+            _count(server["update_count"]),
+        )
+    return table
+
+
+def _silent(servers: Sequence[ServerEntry]) -> list[Text]:
+    """A line for each server that gave no answer, with the reason: too long for a column."""
+    return [
+        Text(f"  server {server['node_id']} does not answer: {server['error']}", "yellow")
+        for server in servers
+        if server["error"]
+    ]
+
+
+def _backed_up(server: ServerEntry) -> str:
+    """Ranges that it backs up, and how many more it will when it is up to date."""
+    joining = f" +{server['joining_count']} joining" if server["joining_count"] else ""
+    return f"{server['backup_count']}{joining}"
+
+
+def _spans(server: ServerEntry) -> str:
+    """Ranges by their spans, or their number where the spans would fill the line."""
+    spans = server["ranges"]
+    shown = ", ".join(spans[:3]) + (", ..." if len(spans) > 3 else "")
+    return f"{server['range_count']} ({shown})" if spans else "0"
+
+
+def _clients(nodes: Sequence[NodeEntry]) -> Table:
+    table = _grid(
+        "  node", "role", "rank", "state", "lane", "heard", "steps", "clocks", "loss", "staleness"
+    )
+    for node in nodes:
+        if node["role"] == "server":
+            continue
+        planned = f" of {node['planned_step_count']}" if node["planned_step_count"] else ""
+        clocks = ", ".join(f"{name} {clock}" for name, clock in sorted(node["clocks"].items()))
+        table.add_row(
+            f"  {node['node_id']}",
+            node["role"],
+            _count(node["rank"]) if node["rank"] is not None else "",
+            node["state"],
+            "" if node["lane"] is None else f"lane={node['lane']}",
+            f"{node['last_heard_s']:.1f} s ago",
+            f"{node['step_count']}{planned}",
+            clocks,
+            "" if node["loss"] is None else f"{node['loss']:.4f}",
+            str(node["staleness"]),
+        )
+    return table
+
+
+def _tables(tables: Sequence[TableEntry]) -> Table:
+    grid = _grid("  name", "elements", "dtype", "blocks", "optimizer", "gate", "clock", "memory")
+    for table in tables:
+        lr = table["hyperparameters"].get("lr")
+        clock = _count(table["clock"])
+        if table["failure"] is not None:
+            clock += " (failed)"
+        elif table["is_initialized"] is False:
+            clock += " (not initialized)"
+        grid.add_row(
+            f"  {table['name']}",
+            f"{table['element_count']:,}",
+            table["dtype"],
+            str(table["block_count"]),
+            table["optimizer"] + (f" lr {lr:g}" if lr is not None else ""),
+            f"{table['consistency']} {table['reduction']}",
+            clock,
+            size(table["state_bytes"]),
+        )
+    return grid
+
+
+def _waits(waits: Sequence[WaitEntry]) -> RenderableType:
+    if not waits:
+        return Text("  nobody waits")
+    lines = []
+    for wait in waits[:MAX_WAIT_COUNT]:
+        table = f", table '{wait['table']}'" if wait["table"] else ""
+        lines.append(f"  {wait['where']}{table}: {wait['waits_for']}")
+    if len(waits) > MAX_WAIT_COUNT:
+        lines.append(f"  and {len(waits) - MAX_WAIT_COUNT} more")
+    return Text("\n".join(lines))
+
+
+def _count(value: int | None) -> str:
+    return _UNKNOWN if value is None else str(value)

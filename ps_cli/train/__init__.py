@@ -1,0 +1,1 @@
+"""`pushpull train` and `pushpull up`: a cluster on this machine."""

@@ -1,0 +1,140 @@
+"""`pushpull scheduler`, `pushpull server`, `pushpull worker`: one role, on this machine.
+
+The process becomes the role, which reads its own command line. Here are the options alone, for
+`--help` and for the shell's completion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect
+import os
+import typing
+from importlib import import_module
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from ps_runtime.launch.role_process import become
+from ps_runtime.settings.config import fields_of, flag_name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StartedRole:
+    """A role: its module, and the classes of its settings."""
+
+    module: str
+    settings: tuple[str, ...]
+    runs_script: bool = False
+    """Its options end where the script's name stands."""
+
+    def parser(self, description: str) -> argparse.ArgumentParser:
+        """What reads its command line."""
+        made = import_module(self.settings[0].rpartition(".")[0]).parser()
+        made.description = description
+        return typing.cast(argparse.ArgumentParser, made)
+
+
+ROLES = {
+    "scheduler": StartedRole("scheduler", ("scheduler.config.SchedulerConfig",)),
+    "server": StartedRole("ps_server", ("ps_server.config.ServerConfig",)),
+    "worker": StartedRole(
+        "ps_worker",
+        ("ps_worker.transport.config.WorkerConfig", "ps_worker.transport.config.ProcessConfig"),
+        runs_script=True,
+    ),
+}
+"""By the name of the command."""
+
+
+class BecomesRole(TyperCommand):
+    """A command that becomes a role unless it is asked what it takes."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The role's options, from the classes that resolve them."""
+        return [*_parameters(ROLES[str(self.name)]), *super().get_params(ctx)]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does where it only completes or shows the help; else this process ends here."""
+        role = ROLES[str(self.name)]
+        if ctx.resilient_parsing or asks_for_help(args, ends_at_script=role.runs_script):
+            return super().parse_args(ctx, args)
+        return become(role.module, args, os.environ)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as typer calls it
+        """The role's own help: each option with its variable and its default."""
+        role = ROLES[str(self.name)]
+        print(role.parser(inspect.cleandoc(self.help or "")).format_help(), end="")
+
+
+def asks_for_help(arguments: list[str], *, ends_at_script: bool) -> bool:
+    """Whether one of these is --help, and not the script's.
+
+    Args:
+        arguments: the command line behind the command's name.
+        ends_at_script: all options have a value, and the first argument that is neither is the
+            script.
+    """
+    is_value = False
+    for argument in arguments:
+        if argument in ("-h", "--help"):
+            return True
+        if ends_at_script and not is_value and not argument.startswith("--"):
+            return False
+        is_value = not is_value and argument.startswith("--") and "=" not in argument
+    return False
+
+
+def _parameters(role: StartedRole) -> list[Any]:
+    """What typer makes of a function with these options."""
+
+    def shown(**given: object) -> None:
+        """Has the parameters alone."""
+
+    options = [_option(field, hint) for name in role.settings for field, hint in _fields(name)]
+    if role.runs_script:
+        options += [
+            Parameter("script", _NAMED, annotation=Annotated[Path, typer.Argument()]),
+            Parameter(
+                "arguments",
+                _NAMED,
+                default=None,
+                annotation=Annotated[list[str] | None, typer.Argument(metavar="ARGS")],
+            ),
+        ]
+    else:
+        options += [_more("config", Path), _more("print_config", bool)]
+    vars(shown)["__signature__"] = Signature(options)
+    shown.__annotations__ = {option.name: option.annotation for option in options}
+    alone = typer.Typer(add_completion=False)
+    alone.command()(shown)
+    made: list[Any] = typer.main.get_command(alone).params
+    return made
+
+
+_NAMED = Parameter.KEYWORD_ONLY
+
+
+def _fields(name: str) -> list[tuple[dataclasses.Field[Any], Any]]:
+    module, _, cls = name.rpartition(".")
+    settings = getattr(import_module(module), cls)
+    hints = typing.get_type_hints(settings)
+    return [(field, hints[field.name]) for field in fields_of(settings)]
+
+
+def _option(field: dataclasses.Field[Any], hint: Any) -> Parameter:
+    """A setting as an option; its value is never read here."""
+    flag = flag_name(field.name)
+    is_switch = hint is bool
+    given = typer.Option(f"{flag}/--no{flag[1:]}" if is_switch else flag)
+    kind = bool if is_switch else str
+    return Parameter(field.name, _NAMED, default=None, annotation=Annotated[kind | None, given])
+
+
+def _more(name: str, kind: Any) -> Parameter:
+    given = typer.Option(flag_name(name))
+    return Parameter(name, _NAMED, default=None, annotation=Annotated[kind | None, given])

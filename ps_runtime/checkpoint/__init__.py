@@ -1,0 +1,1 @@
+"""Checkpoint files: the store, directories, parts, references between checkpoints."""

@@ -1,0 +1,354 @@
+"""One checkpoint's directory, on any filesystem that fsspec knows: how its files come to be.
+
+Rules:
+    - A file gets its name when it is complete and durable: on this machine's filesystems by a
+      rename, elsewhere by one upload. The manifest is the last, so a directory without it is no
+      checkpoint; it is the first to go when a checkpoint is removed.
+    - What the filesystem raises becomes `InvalidCheckpoint`, with the address and the reason.
+
+What it deliberately does not do: judge what is in the files (`ps_runtime.checkpoint.reader`), or
+retry (fsspec's filesystems do).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError
+from ps_core.manifest import MANIFEST_FILE, Manifest, from_json, number_of, to_json
+from ps_runtime.system.disk import DISK, Disk
+
+_EXTRAS = {"s3": "s3fs, which comes with: pip install 'pushpull[s3]'"}
+"""What a protocol needs that is not always installed."""
+
+_OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+
+_TRIED = b"pushpull was here\n" * 256
+"""What is written to see whether anything can be: more than a full disk has left for a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place on a filesystem: `path` is the filesystem's own name of it, `url` ours."""
+
+    filesystem: Any
+    path: str
+    url: str
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a path of this machine."""
+        return isinstance(self.filesystem, LocalFileSystem)
+
+    @property
+    def has_directories(self) -> bool:
+        """Whether directories are made there before their files; in an object store a bucket would
+        be.
+        """
+        protocol = self.filesystem.protocol
+        named = {protocol} if isinstance(protocol, str) else set(protocol)
+        return named.isdisjoint(_OBJECT_STORES)
+
+    def child(self, name: str) -> Location:
+        """The place of that name in it."""
+        return Location(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
+
+    @property
+    def parent(self) -> Location:
+        """The directory that it is in."""
+        path, url = self.path.rsplit("/", 1)[0], self.url.rsplit("/", 1)[0]
+        return Location(self.filesystem, path, url)
+
+    def names(self) -> list[str]:
+        """What is in it; nothing if there is no such directory.
+
+        Blocking: lists it.
+
+        Raises:
+            InvalidCheckpoint: it cannot be listed.
+        """
+        with reported(self.url, "listed"):
+            self.filesystem.invalidate_cache()
+            try:
+                found = self.filesystem.ls(self.path, detail=False)
+            except FileNotFoundError:
+                return []
+            own = self.path.strip("/")
+            paths = (str(path).strip("/") for path in found)
+            return sorted(path.rsplit("/", 1)[-1] for path in paths if path != own)
+
+
+def locate(url: str) -> Location:
+    """The place that a URL or a path names; a path is made absolute.
+
+    Raises:
+        InvalidConfig: it is empty or no text, or of a protocol that fsspec does not know, lacks
+            what for, or cannot open by a URL alone.
+    """
+    if not url:
+        raise InvalidConfig("the checkpoints' URL is empty; expected a path or a URL")
+    if not url.isprintable():
+        raise InvalidConfig(f"the checkpoints' URL is {url!a}; expected printable characters")
+    protocol = url.split("://", 1)[0].rsplit("::", 1)[-1] if "://" in url else "file"
+    try:
+        filesystem, path = url_to_fs(url)
+    except ImportError as error:
+        needed = _EXTRAS.get("s3" if protocol == "s3a" else protocol, str(error))
+        raise InvalidConfig(f"{url}: '{protocol}' needs {needed}") from error
+    except Exception as error:  # noqa: BLE001 - each filesystem has errors of its own
+        raise InvalidConfig(
+            f"{url}: {error}; expected a path, or a URL that fsspec knows"
+        ) from None
+    path = str(path).rstrip("/")
+    is_local = isinstance(filesystem, LocalFileSystem)
+    return Location(filesystem, path, path if is_local else url.rstrip("/"))
+
+
+@contextlib.contextmanager
+def reported(url: str, done: str) -> Iterator[None]:
+    """Whatever a filesystem raises within becomes one error with the address and the reason.
+
+    Raises:
+        InvalidCheckpoint: something was raised that is no error of ours.
+    """
+    try:
+        yield
+    except PushpullError:
+        raise
+    except Exception as error:  # each filesystem has errors of its own
+        said = str(error) or type(error).__name__
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else said
+        raise InvalidCheckpoint(f"{url} cannot be {done}: {reason}") from error
+
+
+class CheckpointDirectory:
+    """The directory of one checkpoint.
+
+    Args:
+        location: where it is.
+        disk: what local files are written with.
+    """
+
+    def __init__(self, location: Location, disk: Disk = DISK) -> None:
+        self.location = location
+        self._disk = disk
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.location.url
+
+    @property
+    def name(self) -> str:
+        """Its name under the root."""
+        return self.location.name
+
+    def sibling(self, name: str) -> CheckpointDirectory:
+        """Another checkpoint's directory under the same root, which need not exist."""
+        return CheckpointDirectory(self.location.parent.child(name), self._disk)
+
+    def _path(self, file: str) -> str:
+        return f"{self.location.path}/{file}"
+
+    def local_path(self, file: str) -> Path | None:
+        """The path of a file on this machine; None if the directory is elsewhere."""
+        return Path(self.location.path, file) if self.location.is_local else None
+
+    def create(self) -> None:
+        """Make the directory; files that a broken attempt has left in it may be replaced.
+
+        Blocking: until it is durable.
+
+        Raises:
+            InvalidCheckpoint: it cannot be made, or there is a checkpoint in it.
+        """
+        with reported(self.url, "made"):
+            if self.location.is_local:
+                self._disk.make_durable_directory(Path(self.location.path))
+            else:
+                self.location.filesystem.makedirs(self.location.path, exist_ok=True)
+        if self.has_manifest():
+            raise InvalidCheckpoint(f"{self.url} is a checkpoint; expected a new directory")
+
+    def try_out(self, file: str) -> None:
+        """Write a file that is new in the directory, which is made if need be, and remove it.
+
+        Blocking: until it is durable, and gone.
+
+        Raises:
+            InvalidCheckpoint: that cannot be done.
+        """
+        final = self.local_path(file)
+        with reported(self.url, "written to"):
+            if final is None:
+                if self.location.has_directories:
+                    self.location.filesystem.makedirs(self.location.path, exist_ok=True)
+                self.location.filesystem.pipe_file(self._path(file), _TRIED)
+                self.location.filesystem.rm_file(self._path(file))
+                return
+            self._disk.make_directory(final.parent)
+            try:
+                descriptor = self._disk.create(final)
+                try:
+                    self._disk.write(descriptor, _TRIED, 0)
+                    self._disk.sync(descriptor)
+                finally:
+                    self._disk.close(descriptor)
+            finally:
+                self._disk.remove(final)
+
+    def begin(self, file: str, spool: Path | None = None) -> Path:
+        """Where to write a file on this machine, before `commit`.
+
+        Args:
+            file: its name in the directory.
+            spool: where files wait for their upload if the directory is elsewhere; None: where
+                this machine has temporary files.
+
+        Raises:
+            InvalidCheckpoint: there is no place.
+        """
+        final = self.local_path(file)
+        if final is not None:
+            return _temporary(final)
+        with reported(str(spool or tempfile.gettempdir()), "written"):
+            descriptor, path = tempfile.mkstemp(prefix=f"{file}.", dir=spool)
+            os.close(descriptor)
+        return Path(path)
+
+    def commit(self, file: str, written: Path) -> None:
+        """A file that is complete and synced gets its name; what was spooled is gone, also if not.
+
+        Args:
+            file: its name in the directory.
+            written: where it was written, from `begin`.
+
+        Blocking: until it is durable; elsewhere the upload.
+
+        Raises:
+            InvalidCheckpoint: it cannot be put there.
+        """
+        final = self.local_path(file)
+        with reported(f"{self.url}/{file}", "written"):
+            if final is not None:
+                self._disk.rename(written, final)
+                self._disk.sync_directory(final.parent)
+            else:
+                try:
+                    self.location.filesystem.put_file(str(written), self._path(file))
+                finally:
+                    self._disk.remove(written)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Complete the checkpoint: every other file is durable by now.
+
+        Blocking: until it is durable.
+
+        Raises:
+            InvalidCheckpoint: it cannot be written, or contradicts itself.
+        """
+        text = to_json(manifest).encode()
+        final = self.local_path(MANIFEST_FILE)
+        with reported(f"{self.url}/{MANIFEST_FILE}", "written"):
+            if final is None:
+                self.location.filesystem.pipe_file(self._path(MANIFEST_FILE), text)
+                return
+            descriptor = self._disk.create(_temporary(final))
+            try:
+                self._disk.write(descriptor, text, 0)
+                self._disk.sync(descriptor)
+            finally:
+                self._disk.close(descriptor)
+        self.commit(MANIFEST_FILE, _temporary(final))
+
+    def has_manifest(self) -> bool:
+        """Whether there is a checkpoint, good or bad; else it was not completed, or is not there.
+
+        Raises:
+            InvalidCheckpoint: it cannot be known.
+        """
+        with reported(self.url, "read"):
+            self.location.filesystem.invalidate_cache()
+            return bool(self.location.filesystem.isfile(self._path(MANIFEST_FILE)))
+
+    def read_manifest(self) -> Manifest:
+        """What the checkpoint has.
+
+        Blocking: reads it.
+
+        Raises:
+            InvalidCheckpoint: there is none, it is damaged or of another checkpoint.
+        """
+        where = f"{self.url}/{MANIFEST_FILE}"
+        with reported(where, "read"):
+            try:
+                content = bytes(self.location.filesystem.cat_file(self._path(MANIFEST_FILE)))
+            except FileNotFoundError:
+                raise InvalidCheckpoint(
+                    f"{self.url} has no {MANIFEST_FILE}: it was not completed, or is no checkpoint"
+                ) from None
+        try:
+            text = content.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidCheckpoint(f"{where} is not a manifest: {error}; expected UTF-8") from None
+        manifest = from_json(text, where)
+        if number_of(self.name) is not None and manifest.directory != self.name:
+            raise InvalidCheckpoint(
+                f"{where}: it is the manifest of checkpoint {manifest.directory}; expected that of "
+                f"{self.name}"
+            )
+        return manifest
+
+    def open(self, file: str) -> BinaryIO:
+        """A file, for reading; one thread at a time.
+
+        Raises:
+            InvalidCheckpoint: it is not there, or cannot be read.
+        """
+        with reported(f"{self.url}/{file}", "read"):
+            local = self.local_path(file)
+            if local is not None:
+                return cast(BinaryIO, local.open("rb", buffering=0))
+            return cast(BinaryIO, self.location.filesystem.open(self._path(file), "rb"))
+
+    def remove(self) -> None:
+        """Remove the checkpoint: first its manifest, so that what is left of it is no checkpoint.
+
+        Blocking: until it is gone.
+
+        Raises:
+            InvalidCheckpoint: a file cannot be removed.
+        """
+        files = sorted(self.location.names(), key=lambda file: file != MANIFEST_FILE)
+        with reported(self.url, "removed"):
+            for file in files:
+                local = self.local_path(file)
+                if local is None:
+                    self.location.filesystem.rm_file(self._path(file))
+                    continue
+                self._disk.remove(local)
+                if file == MANIFEST_FILE:
+                    self._disk.sync_directory(local.parent)
+            if self.location.is_local:
+                self._disk.remove_directory(Path(self.location.path))
+            elif self.location.filesystem.isdir(self.location.path):
+                # An object store's are gone with what was in them.
+                self.location.filesystem.rmdir(self.location.path)
+
+
+def _temporary(final: Path) -> Path:
+    return final.with_name(f".{final.name}.tmp")

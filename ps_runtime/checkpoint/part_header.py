@@ -1,0 +1,132 @@
+"""The header of a server's part, made in pieces: a part may have a quarter of a million blocks.
+
+The json module holds the interpreter for as long as a call takes, and so does the end of a large
+dict: with 65,000 blocks the loop of the server stood for a tenth of a second in each of a few such
+calls, though a thread made them. Nothing here is one call for all blocks.
+
+What it deliberately does not do: write (`ps_runtime.checkpoint.part_writer` does).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+from ps_runtime.checkpoint.part_file import LENGTH_BYTES, METADATA_KEY, VERSION, StoredBlock
+
+_AT_ONCE = 64
+"""Entries that one call encodes."""
+_SORTED_AT_ONCE = 4096
+_PIECE_BYTES = 1024 * 1024
+
+
+def to_json(value: object) -> str:
+    """ASCII, so that characters are bytes."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def header(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """A header as safetensors has it, of a part that has few entries."""
+    return {"__metadata__": {METADATA_KEY: to_json(metadata)}, **tensors}
+
+
+def metadata(checkpoint: int, cluster_id: str, blocks: Mapping[str, Any]) -> dict[str, Any]:
+    """What a server's part says of itself."""
+    return {
+        "version": VERSION, "checkpoint": checkpoint, "cluster_id": cluster_id, "blocks": blocks,
+    }  # fmt: skip
+
+
+def header_pieces(
+    checkpoint: int,
+    cluster_id: str,
+    blocks: Mapping[tuple[str, int], StoredBlock],
+    tensors: Mapping[str, Any],
+) -> Iterator[str]:
+    """The JSON of a server's header, piece by piece; the same as of `header`."""
+    begin, end = to_json(header({}, {})).split("{}")
+    yield begin
+    for piece in _metadata_pieces(checkpoint, cluster_id, blocks):
+        yield to_json(piece)[1:-1]
+    yield end.removesuffix("}")
+    for piece in _members(tensors.items()):
+        yield f",{piece}"
+    yield "}"
+
+
+def _metadata_pieces(
+    checkpoint: int, cluster_id: str, blocks: Mapping[tuple[str, int], StoredBlock]
+) -> Iterator[str]:
+    yield to_json(metadata(checkpoint, cluster_id, {})).removesuffix("}}")
+    between_tables = ""
+    for table, numbers in _in_order(blocks):
+        yield f"{between_tables}{to_json(table)}:{{"
+        between_tables, between = ",", ""
+        entries = ((str(number), _entry(blocks[table, number])) for number in numbers)
+        for piece in _members(entries):
+            yield between + piece
+            between = ","
+        yield "}"
+    yield "}}"
+
+
+def _members(items: Iterable[tuple[str, Any]]) -> Iterator[str]:
+    """The members of a JSON object, without its braces, some at a time."""
+    left = iter(items)
+    while some := dict(itertools.islice(left, _AT_ONCE)):
+        yield to_json(some)[1:-1]
+
+
+def _entry(stored: StoredBlock) -> dict[str, Any]:
+    """What is said of a block."""
+    entry = {"version": stored.version, "steps": stored.steps, "crc32": dict(stored.crc32s)}
+    return {**entry, "in": stored.place} if stored.place else entry
+
+
+def _in_order(
+    blocks: Iterable[tuple[str, int]],
+) -> Iterator[tuple[str, Iterator[int]]]:
+    """The tables by name, each with the numbers of its blocks, ascending."""
+    by_table: dict[str, list[int]] = {}
+    for table, block in blocks:
+        by_table.setdefault(table, []).append(block)
+    for table in sorted(by_table):
+        found = by_table[table]
+        yield (
+            table,
+            heapq.merge(
+                *(
+                    sorted(found[begin : begin + _SORTED_AT_ONCE])
+                    for begin in range(0, len(found), _SORTED_AT_ONCE)
+                )
+            ),
+        )
+
+
+def padded_pieces(pieces: Iterable[str], room: int) -> Iterator[bytes]:
+    """How a part begins: the length of its header, the header, and spaces up to `room` bytes."""
+    gathered = bytearray(room.to_bytes(LENGTH_BYTES, "little"))
+    left = room
+    for piece in pieces:
+        gathered += piece.encode()
+        left -= len(piece)
+        if len(gathered) >= _PIECE_BYTES:
+            yield bytes(gathered)
+            gathered.clear()
+    while left > 0:
+        count = min(left, _PIECE_BYTES)
+        gathered += count * b" "
+        left -= count
+        yield bytes(gathered)
+        gathered.clear()
+    if gathered:
+        yield bytes(gathered)
+
+
+def let_go(mapping: MutableMapping[Any, Any]) -> None:
+    """Empty it, entry by entry: at its end all of them go in one call that lets nobody in."""
+    while mapping:
+        mapping.popitem()

@@ -1,0 +1,395 @@
+"""Writes a part of a checkpoint: tensors in any order, the header at the end, into room kept free.
+
+Rules:
+    - Two threads may append at once: a place in the file is given under the lock, checksums and
+      writes happen outside it.
+    - What is written has a temporary name until whoever owns the directory renames it; `finish`
+      has made its content durable by then.
+    - A write that failed leaves a hole: the part cannot be finished any more.
+    - What is written goes to the disk, and out of the system's memory, window by window: nobody
+      reads it soon, and what others have in memory is worth more.
+
+Invariants:
+    PF-1  A tensor is appended once, and none after the end.
+    PF-2  Every block that has a tensor is noted once, and has its values. One that is referred to
+          has no tensor here.
+    PF-3  The header fits the room that was reserved for it.
+
+What it deliberately does not do: align tensors (safetensors allows no holes; one of F64 may begin
+at a multiple of 4), or read (`ps_runtime.checkpoint.part_file`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import math
+import threading
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ps_core.errors import InvalidCheckpoint, InvariantViolation, check
+from ps_core.manifest import MAX_PLACE_CHARACTERS, split_place
+from ps_runtime.checkpoint.part_file import (
+    ELEMENT_BYTES,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    VALUES,
+    VERSION,
+    StoredBlock,
+    tensor_name,
+)
+from ps_runtime.checkpoint.part_header import (
+    header,
+    header_pieces,
+    let_go,
+    metadata,
+    padded_pieces,
+    to_json,
+)
+from ps_runtime.system.disk import DISK, Disk, Payload, WriteBehind, flat_bytes
+
+_ALIGNMENT_BYTES = 8
+_WIDEST_NUMBER = 2**64 - 1
+_MAX_CLUSTER_ID_CHARACTERS = 200
+_MOST_BYTES_A_CHARACTER = 14  # an emoji, escaped twice: two surrogates of seven
+_CRC32 = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTable:
+    """What a part will have of a table, at most.
+
+    Attributes:
+        name: the table's.
+        block_count: blocks.
+        tensors: names of the tensors that a block may have, "values" among them.
+        step_count: step numbers of all its blocks together; 0: one a block. For blocks whose
+            tensors have taken different steps: all of their segments.
+    """
+
+    name: str
+    block_count: int
+    tensors: Sequence[str]
+    step_count: int = 0
+
+    @property
+    def header_bytes(self) -> int:
+        """The room that it takes in a header, at most."""
+        longest = f'"{_WIDEST_NUMBER}":'
+        entry = {
+            "version": _WIDEST_NUMBER,
+            "steps": [],
+            "crc32": dict.fromkeys(self.tensors, _CRC32),
+        }
+        described = _described("F32", (_WIDEST_NUMBER,), _WIDEST_NUMBER, _WIDEST_NUMBER)
+        written = sum(
+            len(to_json({tensor_name(self.name, _WIDEST_NUMBER, tensor): described}))
+            for tensor in self.tensors
+        )
+        referred = _escaped_bytes(to_json({"in": MAX_PLACE_CHARACTERS * "x"}))
+        block = _escaped_bytes(longest + to_json(entry)) + 1 + max(written, referred)
+        numbers = max(self.step_count, self.block_count) * (len(str(_WIDEST_NUMBER)) + 1)
+        return self.block_count * block + numbers + _escaped_bytes(to_json({self.name: {}})) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """A part that is durable: its length, and the SHA-256 up to the end of its header in hex; and,
+    of a server's, its blocks by table and number, as whoever reads it finds them.
+    """
+
+    byte_count: int
+    header_sha256: str
+    blocks: dict[tuple[str, int], StoredBlock] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPart:
+    """Whose part it is and what it says beside its tensors; `state` is JSON."""
+
+    checkpoint: int
+    cluster_id: str
+    rank: int
+    clock: int
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTensor:
+    """A tensor of a worker's; `payload` is little-endian and C-contiguous."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    payload: Payload
+
+
+class PartWriter:
+    """Writes one server's part.
+
+    Args:
+        path: of the file, on this machine; whatever has the name is replaced.
+        planned: what will be in it, at most: room is reserved for a header of that.
+        disk: what it is written with.
+
+    Blocking: makes the file.
+
+    Raises:
+        InvalidCheckpoint: the file cannot be made, or the header would be too long for safetensors.
+    """
+
+    def __init__(self, path: Path, planned: Iterable[PlannedTable], disk: Disk = DISK) -> None:
+        self.path = path
+        self._disk = disk
+        self._lock = threading.Condition()
+        fixed = len(to_json(header(metadata(_WIDEST_NUMBER, "", {}), {})))
+        reserved = fixed + _MOST_BYTES_A_CHARACTER * _MAX_CLUSTER_ID_CHARACTERS
+        reserved += sum(table.header_bytes for table in planned)
+        self._header_bytes = -(-reserved // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if self._header_bytes > MAX_HEADER_BYTES:
+            raise InvalidCheckpoint(
+                f"{path}: its header would have up to {self._header_bytes} bytes; safetensors "
+                f"takes {MAX_HEADER_BYTES}: expected fewer blocks on a server (more servers), or "
+                "larger ones (block_elements)"
+            )
+        self._end = 0  # of the data, from its beginning
+        self._tensors: dict[str, dict[str, Any]] = {}
+        self._checksums: dict[tuple[str, int], dict[str, int]] = {}
+        self._notes: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
+        self._referred: dict[tuple[str, int], StoredBlock] = {}
+        self._open: dict[str, int] = {}  # where appends began that are under way
+        self._behind = WriteBehind()
+        self._problem = ""
+        self._descriptor: int | None = None
+        with _reported(path):
+            self._descriptor = disk.create(path)
+
+    def append(
+        self, table: str, block: int, tensor: str, payload: Payload, dtype: str = "F32"
+    ) -> None:
+        """Write one tensor of a block. Thread-safe.
+
+        Args:
+            table: its name.
+            block: its number.
+            tensor: "values", or the name of an optimizer's state.
+            payload: little-endian, C-contiguous; it is read before this returns.
+            dtype: F32 or F64.
+
+        Blocking: the write.
+
+        Raises:
+            InvalidCheckpoint: it cannot be written.
+        """
+        flat = flat_bytes(payload)
+        count, rest = divmod(flat.nbytes, ELEMENT_BYTES[dtype])
+        name = tensor_name(table, block, tensor)
+        check(rest == 0, "PF-1", f"'{name}' has {flat.nbytes} bytes, which are no {dtype}")
+        with self._lock:
+            descriptor = self._open_descriptor()
+            check(name not in self._tensors, "PF-1", f"'{name}' is there twice")
+            begin = self._end
+            self._end += flat.nbytes
+            self._tensors[name] = _described(dtype, (count,), begin, self._end)
+            self._open[name] = begin
+        problem = "a write was broken off"
+        try:
+            crc32 = zlib.crc32(flat)
+            with _reported(self.path):
+                self._disk.write(descriptor, flat, LENGTH_BYTES + self._header_bytes + begin)
+            problem = ""
+        finally:
+            with self._lock:
+                del self._open[name]
+                self._lock.notify_all()
+                self._problem = self._problem or problem
+                if not problem:
+                    self._checksums.setdefault((table, block), {})[tensor] = crc32
+                    self._let_go(descriptor)
+
+    def _let_go(self, descriptor: int) -> None:
+        """Of what is written; under the lock."""
+        end = min(self._open.values(), default=self._end)
+        with _reported(self.path):
+            for window in self._behind.written(LENGTH_BYTES + self._header_bytes + end):
+                self._disk.let_go(descriptor, *window)
+
+    def note_block(self, table: str, block: int, version: int, steps: Sequence[int]) -> None:
+        """Say which version of a block is in the part, and its steps. Thread-safe.
+
+        Args:
+            table: its name.
+            block: its number.
+            version: the block's.
+            steps: one number, or one for each of the block's segments.
+        """
+        with self._lock:
+            self._open_descriptor()
+            check((table, block) not in self._notes, "PF-2", f"'{table}/{block}' is noted twice")
+            self._notes[table, block] = version, tuple(int(step) for step in steps)
+
+    def refer(self, table: str, block: int, stored: StoredBlock) -> None:
+        """Say that a block is in another checkpoint, as `stored` says, whose `place` has its bytes
+        itself. Thread-safe.
+        """
+        with self._lock:
+            self._open_descriptor()
+            name = f"'{table}/{block}'"
+            check(split_place(stored.place) is not None, "PF-2", f"{name} is in '{stored.place}'")
+            check((table, block) not in self._referred, "PF-2", f"{name} is referred to twice")
+            self._referred[table, block] = stored
+
+    def finish(self, checkpoint: int, cluster_id: str) -> WrittenPart:
+        """Write the header; the file is complete and durable.
+
+        Blocking: until the disk has it.
+
+        Raises:
+            InvalidCheckpoint: it cannot be written, or a tensor before could not.
+        """
+        with self._lock:
+            descriptor = self._open_descriptor()
+            check(not self._open, "PF-1", f"{len(self._open)} appends are under way")
+            blocks, room = self._blocks(), self._header_bytes
+            pieces = list(header_pieces(checkpoint, cluster_id, blocks, self._tensors))
+            length = sum(map(len, pieces))
+            check(length <= room, "PF-3", f"a header of {length} bytes, room for {room}")
+            digest, offset = hashlib.sha256(), 0
+            self._problem = "its end was broken off"  # what a disk did not take it never has
+            with _reported(self.path):
+                for piece in padded_pieces(pieces, room):
+                    digest.update(piece)
+                    self._disk.write(descriptor, piece, offset)
+                    offset += len(piece)
+                self._disk.sync(descriptor)
+                self._descriptor, self._problem = None, ""
+                self._disk.close(descriptor)
+            for kept in (self._tensors, self._checksums, self._notes, self._referred):
+                let_go(kept)
+            return WrittenPart(offset + self._end, digest.hexdigest(), blocks)
+
+    def abort(self) -> None:
+        """Remove the file, unless it is finished. Idempotent. Thread-safe.
+
+        Blocking: until appends that are under way have ended. Whatever is opened next may get the
+        same descriptor, and they would write to it.
+
+        Raises:
+            InvalidCheckpoint: it cannot be removed.
+        """
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+            self._lock.wait_for(lambda: not self._open)
+            if descriptor is not None:
+                with _reported(self.path):
+                    self._disk.close(descriptor)
+                    self._disk.remove(self.path)
+
+    def _open_descriptor(self) -> int:
+        """Of the file; under the lock."""
+        if self._problem:
+            raise InvalidCheckpoint(f"{self.path}: {self._problem}; it cannot be finished")
+        if self._descriptor is None:
+            raise InvariantViolation("PF-1", f"{self.path} is closed")
+        return self._descriptor
+
+    def _blocks(self) -> dict[tuple[str, int], StoredBlock]:
+        for place in itertools.chain(self._notes, self._checksums):
+            if place not in self._notes or place not in self._checksums:
+                table, block = place
+                raise InvariantViolation("PF-2", f"'{table}/{block}' lacks its note or its tensors")
+        found = dict(self._referred)
+        for (table, block), (version, steps) in self._notes.items():
+            checksums = self._checksums[table, block]
+            check(VALUES in checksums, "PF-2", f"'{table}/{block}' has no {VALUES}")
+            check((table, block) not in found, "PF-2", f"'{table}/{block}' is here and elsewhere")
+            found[table, block] = StoredBlock(version, steps, checksums)
+        return found
+
+
+def write_worker_part(
+    path: Path, part: WorkerPart, tensors: Mapping[str, WorkerTensor], disk: Disk = DISK
+) -> WrittenPart:
+    """Write a worker's part; it is complete and durable.
+
+    Args:
+        path: of the file, on this machine; whatever has the name is replaced.
+        part: whose it is, and its state.
+        tensors: by name; they are written in this order, wide elements first.
+        disk: what it is written with.
+
+    Blocking: until the disk has it.
+
+    Raises:
+        InvalidCheckpoint: it cannot be written, or `state` is no JSON, or too large.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    checksums = {}
+    end = 0
+    ordered = sorted(tensors.items(), key=lambda item: -ELEMENT_BYTES[item[1].dtype])
+    for name, tensor in ordered:
+        flat = flat_bytes(tensor.payload)
+        expected = math.prod(tensor.shape) * ELEMENT_BYTES[tensor.dtype]
+        check(flat.nbytes == expected, "PF-1", f"'{name}': {flat.nbytes} bytes, not {expected}")
+        checksums[name] = zlib.crc32(flat)
+        entries[name] = _described(tensor.dtype, tensor.shape, end, end + flat.nbytes)
+        end += flat.nbytes
+    fields = {
+        "version": VERSION,
+        "checkpoint": part.checkpoint,
+        "cluster_id": part.cluster_id,
+        "rank": part.rank,
+        "clock": part.clock,
+        "state": part.state,
+        "crc32": checksums,
+    }
+    try:
+        text = to_json(header(fields, entries))
+    except (TypeError, ValueError) as error:
+        raise InvalidCheckpoint(f"{path}: a worker's state is no JSON: {error}") from None
+    start = _padded(text, -(-len(text) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+    if len(start) - LENGTH_BYTES > MAX_HEADER_BYTES:  # nothing could read it back
+        raise InvalidCheckpoint(
+            f"{path}: the state without its tensors takes {len(start)} bytes; expected at most "
+            f"{MAX_HEADER_BYTES}"
+        )
+    with _reported(path):
+        descriptor = disk.create(path)
+        try:
+            disk.write(descriptor, start, 0)
+            for name, tensor in ordered:
+                begin = len(start) + entries[name]["data_offsets"][0]
+                disk.write(descriptor, tensor.payload, begin)
+            disk.sync(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):  # a full disk needs the room
+                disk.remove(path)
+            raise
+        finally:
+            disk.close(descriptor)
+    return WrittenPart(len(start) + end, hashlib.sha256(start).hexdigest())
+
+
+def _described(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def _padded(text: str, room: int) -> bytes:
+    return room.to_bytes(LENGTH_BYTES, "little") + text.encode().ljust(room)
+
+
+def _escaped_bytes(text: str) -> int:
+    return len(to_json(text))
+
+
+@contextlib.contextmanager
+def _reported(path: Path) -> Iterator[None]:
+    """An OSError within becomes one that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidCheckpoint(f"{path} cannot be written: {error.strerror or error}") from error

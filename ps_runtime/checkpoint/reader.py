@@ -1,0 +1,362 @@
+"""A checkpoint that is read: which file has which block, and whether all is as the manifest says.
+
+Rules:
+    - Opening reads every header, and no tensor: files that are missing, cut short, of another
+      checkpoint, with a damaged header or with blocks twice or not at all are found then. So it is
+      with the files of other checkpoints that it refers to.
+    - A tensor is checked whenever it is read; `problems_of` reads them all, wherever they are.
+
+What it deliberately does not do: choose a checkpoint (`ps_runtime.checkpoint.store`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from google.protobuf import json_format
+
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.keys import TableId
+from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
+from ps_core.tables import DType, Initializer, Table
+from ps_runtime.checkpoint.directory import CheckpointDirectory, reported
+from ps_runtime.checkpoint.part_file import (
+    VALUES,
+    PartHeader,
+    StoredBlock,
+    StoredTensor,
+    read_into,
+    read_tensor,
+    tensor_name,
+)
+from ps_runtime.checkpoint.references import Bases, Source, header_of
+from ps_runtime.cluster.wire import spec_from_proto
+from pushpull.v1 import types_pb2
+
+_SHOWN_PROBLEM_COUNT = 10
+"""Damaged tensors of one file that are named."""
+
+
+def table_of(saved: SavedTable, where: str) -> Table:
+    """A table as its manifest describes it; its number and place are those of no cluster.
+
+    Raises:
+        InvalidCheckpoint: the spec is none, or of another table.
+    """
+    what = f"{where}: the spec of table '{saved.name}'"
+    try:
+        message = json_format.ParseDict(dict(saved.spec), types_pb2.TableSpec())
+        # Inline values are not saved: they were the table's before its first update.
+        spec = replace(spec_from_proto(message), initializer=Initializer()).validated()
+    except (json_format.ParseError, InvalidConfig) as error:
+        raise InvalidCheckpoint(f"{what} is no TableSpec: {error}") from None
+    table = Table(TableId(0), 0, spec)
+    if spec.name != saved.name or table.block_count != saved.block_count:
+        raise InvalidCheckpoint(
+            f"{what} is of '{spec.name}' with {table.block_count} blocks; expected "
+            f"'{saved.name}' with {saved.block_count}"
+        )
+    return table
+
+
+class CheckpointReader:
+    """A checkpoint, open for reading by one thread at a time. A context manager.
+
+    Args:
+        directory: its directory.
+
+    Attributes:
+        directory: as given.
+        manifest: what it has.
+        headers: of each file of its own, by its name.
+        tables: as the manifest's specs describe them, by name.
+
+    Blocking: reads the manifest and every header, of other checkpoints what it needs of them.
+
+    Raises:
+        InvalidCheckpoint: the first thing that is wrong, with its file.
+    """
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        self.directory = directory
+        self.manifest = directory.read_manifest()
+        self.headers: dict[str, PartHeader] = {}
+        self._open: dict[str, BinaryIO] = {}
+        self._files: dict[tuple[str, int], str] = {}
+        self._sources: dict[tuple[str, int], Source] = {}
+        bases = Bases(directory, self.manifest)
+        try:
+            self.tables = {t.name: table_of(t, directory.url) for t in self.manifest.tables}
+            for file, saved in self.manifest.files.items():
+                header = header_of(directory, self.manifest, saved)
+                self.headers[file] = header
+                for key in header.blocks:
+                    self._place(key, file)
+                if isinstance(saved, SavedPart):
+                    for problem in bases.problems(saved, header):
+                        raise InvalidCheckpoint(problem)
+            for problem in bases.unused():
+                raise InvalidCheckpoint(problem)
+            self._sources = _sources_of(directory, self.headers, bases)
+            for problem in _table_problems(self.manifest, self.tables, self._blocks()):
+                raise InvalidCheckpoint(f"{directory.url}: {problem}")
+        except BaseException:
+            self.close()
+            raise
+
+    def twin(self) -> CheckpointReader:
+        """The same checkpoint for another thread, whose files are its own to open and close.
+
+        Blocking: no; nothing is read again.
+        """
+        found = copy.copy(self)
+        found._open = {}
+        return found
+
+    def _place(self, key: tuple[str, int], file: str) -> None:
+        other = self._files.setdefault(key, file)
+        if other != file:
+            raise InvalidCheckpoint(
+                f"{self.directory.url}: block {key[1]} of table '{key[0]}' is in {other} and "
+                f"in {file}; expected it once"
+            )
+
+    def _blocks(self) -> dict[tuple[str, int], tuple[Source, StoredBlock]]:
+        return {
+            key: (source, self.headers[self._files[key]].blocks[key])
+            for key, source in self._sources.items()
+        }
+
+    def file_of(self, table: str, block: int) -> str:
+        """The checkpoint's file that has a block, or refers to it.
+
+        Raises:
+            InvalidCheckpoint: there is no such table or block.
+        """
+        saved = self.manifest.table(table)
+        if not 0 <= block < saved.block_count:
+            raise InvalidCheckpoint(
+                f"{self.directory.url}: table '{table}' has blocks 0 to {saved.block_count - 1}; "
+                f"got {block}"
+            )
+        return self._files[table, block]
+
+    def block(self, table: str, block: int) -> StoredBlock:
+        """What a block has beside its bytes.
+
+        Raises:
+            InvalidCheckpoint: there is no such table or block.
+        """
+        return self.headers[self.file_of(table, block)].blocks[table, block]
+
+    def tensor(self, table: str, block: int, tensor: str) -> StoredTensor | None:
+        """Where a tensor of a block lies in the file that has it; None if there is none so named.
+
+        Raises:
+            InvalidCheckpoint: there is no such table or block.
+        """
+        if tensor not in self.block(table, block).tensors:
+            return None
+        return self._source(table, block).header.tensors[tensor_name(table, block, tensor)]
+
+    def _source(self, table: str, block: int) -> Source:
+        self.file_of(table, block)  # refuses what there is not
+        return self._sources[table, block]
+
+    def read(self, table: str, block: int, tensor: str = VALUES) -> bytearray:
+        """A tensor of a block, checked: little-endian elements.
+
+        Blocking: reads it.
+
+        Raises:
+            InvalidCheckpoint: there is no such tensor, or it is damaged.
+        """
+        return self._read(self._source(table, block), tensor_name(table, block, tensor))
+
+    def read_block_into(self, table: str, block: int, tensor: str, target: memoryview) -> None:
+        """As `read`, into memory that is there.
+
+        Shapes:
+            target: writable bytes ("B"), C-contiguous, as long as the tensor.
+
+        Blocking, Raises: as `read`; InvalidCheckpoint if the length is another.
+        """
+        source = self._source(table, block)
+        with reported(source.url, "read"):
+            name = tensor_name(table, block, tensor)
+            read_into(self._opened(source), source.header, name, target)
+
+    def read_file(self, file: str, name: str) -> bytearray:
+        """A tensor of a file by the name that it has there, a worker's for example.
+
+        Blocking, Raises: as `read`.
+        """
+        return self._read(Source(self.directory, file, self.headers[file]), name)
+
+    def _read(self, source: Source, name: str) -> bytearray:
+        with reported(source.url, "read"):
+            return read_tensor(self._opened(source), source.header, name)
+
+    def worker(self, rank: int) -> SavedWorker | None:
+        """What the manifest says of a worker; None if it knows none of that rank."""
+        return next((w for w in self.manifest.workers if w.rank == rank), None)
+
+    def _opened(self, source: Source) -> BinaryIO:
+        if source.url not in self._open:
+            self._open[source.url] = source.directory.open(source.file)
+        return self._open[source.url]
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def problems_of(
+    directory: CheckpointDirectory, progress: Callable[[int], object] = lambda _: None
+) -> list[str]:
+    """Read all of a checkpoint and say what is wrong with it, with the file of each; nothing: good.
+
+    Args:
+        directory: the checkpoint's.
+        progress: is told of bytes that were read, as many in the end as all files have and what is
+            referred to in others; fewer where something is wrong.
+
+    Blocking: reads every byte.
+    """
+    try:
+        manifest = directory.read_manifest()
+    except InvalidCheckpoint as error:
+        return [error.message]
+    return problems_with(directory, manifest, progress)
+
+
+def problems_with(
+    directory: CheckpointDirectory,
+    manifest: Manifest,
+    progress: Callable[[int], object] = lambda _: None,
+) -> list[str]:
+    """As `problems_of`, of a checkpoint whose manifest need not be written yet."""
+    problems: list[str] = []
+    tables: dict[str, Table] = {}
+    for saved_table in manifest.tables:
+        try:
+            tables[saved_table.name] = table_of(saved_table, directory.url)
+        except InvalidCheckpoint as error:
+            problems.append(error.message)
+    headers: dict[str, PartHeader] = {}
+    bases = Bases(directory, manifest)
+    for file, saved in manifest.files.items():
+        try:
+            header = headers[file] = header_of(directory, manifest, saved)
+            names = sorted(header.tensors, key=lambda name: header.tensors[name].begin)
+            first = header.tensors[names[0]].begin if names else header.byte_count
+            progress(first)
+            problems += _damages(Source(directory, file, header), names, progress)
+        except InvalidCheckpoint as error:
+            problems.append(error.message)
+            continue
+        if isinstance(saved, SavedPart):
+            problems += bases.problems(saved, header)
+    problems += bases.unused()
+    problems += (f"{directory.url}: {p}" for p in _twice(headers))
+    if problems:  # else blocks of the files that are wrong would be named as well
+        return problems
+    sources = _sources_of(directory, headers, bases)
+    for place, source in bases.sources.items():
+        names = [
+            tensor_name(*key, tensor)
+            for header in headers.values()
+            for key, block in header.referred.items()
+            if block.place == place
+            for tensor in block.tensors
+        ]
+        problems += _damages(source, names, progress)
+    blocks = {
+        key: (sources[key], block)
+        for header in headers.values()
+        for key, block in header.blocks.items()
+    }
+    found = _table_problems(manifest, tables, blocks)
+    return [*problems, *(f"{directory.url}: {problem}" for problem in found)]
+
+
+def _sources_of(
+    directory: CheckpointDirectory, headers: Mapping[str, PartHeader], bases: Bases
+) -> dict[tuple[str, int], Source]:
+    """The file that has each block."""
+    found: dict[tuple[str, int], Source] = {}
+    for file, header in headers.items():
+        own = Source(directory, file, header)
+        for key, block in header.blocks.items():
+            found[key] = bases.sources[block.place] if block.place else own
+    return found
+
+
+def _damages(source: Source, names: Sequence[str], progress: Callable[[int], object]) -> list[str]:
+    """Of these tensors of a file, those that cannot be read."""
+    problems = []
+    with source.directory.open(source.file) as opened:
+        for name in names:
+            try:
+                with reported(source.url, "read"):
+                    read_tensor(opened, source.header, name)
+            except InvalidCheckpoint as error:
+                problems.append(error.message)
+            progress(source.header.tensors[name].byte_count)
+    more = len(problems) - _SHOWN_PROBLEM_COUNT
+    if more > 0:
+        problems[_SHOWN_PROBLEM_COUNT:] = [f"{source.url}: {more} more of its tensors are damaged"]
+    return problems
+
+
+def _twice(headers: dict[str, PartHeader]) -> Iterator[str]:
+    files: dict[tuple[str, int], str] = {}
+    for file, header in headers.items():
+        for table, block in header.blocks:
+            other = files.setdefault((table, block), file)
+            if other != file:
+                yield f"block {block} of table '{table}' is in {other} and in {file}; expected one"
+
+
+def _table_problems(
+    manifest: Manifest,
+    tables: Mapping[str, Table],
+    blocks: Mapping[tuple[str, int], tuple[Source, StoredBlock]],
+) -> Iterator[str]:
+    """Blocks that are missing, of another length or of another type than their table's."""
+    for saved in manifest.tables:
+        table = tables[saved.name]
+        dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"
+        for number in range(saved.block_count):
+            if (saved.name, number) not in blocks:
+                yield f"block {number} of table '{saved.name}' is in no file"
+                continue
+            source, block = blocks[saved.name, number]
+            where = source.file if not block.place else block.place
+            if len(block.steps) not in (1, len(table.segments(number))):
+                yield f"{where}: block {number} of '{saved.name}' has {len(block.steps)} steps"
+            expected = (dtype, (table.block_length(number),))
+            for tensor in block.tensors:
+                name = tensor_name(saved.name, number, tensor)
+                stored = source.header.tensors[name]
+                if (stored.dtype, stored.shape) != expected:
+                    yield (
+                        f"{where}: tensor '{name}' is {stored.dtype} of shape {stored.shape}; "
+                        f"expected {expected[0]} of shape {expected[1]}"
+                    )

@@ -1,0 +1,180 @@
+"""Where the blocks of a checkpoint are: in its own files, or in those of others beside it.
+
+Rules:
+    - A checkpoint that refers to others names all of them in its manifest, and no more.
+    - Of another one its manifest and the files that are referred to have to be good, no others.
+    - What is referred to has its bytes in the file that is named, and is there of the version, the
+      steps and the checksums that were written down here. So a directory that was swapped for
+      another training's is found, also where each of its files is whole.
+
+What it deliberately does not do: read values, or follow a reference to a reference (there is none).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ps_core.errors import InvalidCheckpoint
+from ps_core.manifest import Manifest, SavedPart, SavedWorker, split_place
+from ps_runtime.checkpoint.directory import CheckpointDirectory, reported
+from ps_runtime.checkpoint.part_file import PartHeader, StoredBlock, read_header, tensor_name
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file that has blocks: its directory, its name and its header."""
+
+    directory: CheckpointDirectory
+    file: str
+    header: PartHeader
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"{self.directory.url}/{self.file}"
+
+
+class Bases:
+    """The other checkpoints that one refers to; each file is looked at when it is first needed.
+
+    Args:
+        directory: of the one that refers to them.
+        manifest: its manifest.
+
+    Attributes:
+        sources: the files that were found, by their places.
+    """
+
+    def __init__(self, directory: CheckpointDirectory, manifest: Manifest) -> None:
+        self._directory = directory
+        self._manifest = manifest
+        self._manifests: dict[str, Manifest | InvalidCheckpoint] = {}
+        self._failed: dict[str, InvalidCheckpoint] = {}
+        self.sources: dict[str, Source] = {}
+
+    def problems(self, saved: SavedPart, header: PartHeader) -> Iterator[str]:
+        """What is wrong with what one part refers to: of each file, the first thing.
+
+        Blocking: reads manifests and headers.
+        """
+        blocks: dict[str, dict[tuple[str, int], StoredBlock]] = {}
+        for key, block in header.referred.items():
+            blocks.setdefault(block.place, {})[key] = block
+        byte_count, is_whole = 0, True
+        for place, referred in blocks.items():
+            try:
+                byte_count += self._checked(place, referred)
+            except InvalidCheckpoint as error:
+                is_whole = False
+                yield f"{header.where} refers to {place}: {error.message}"
+        came = len(header.referred), byte_count
+        said = saved.referred_block_count, saved.referred_byte_count
+        if is_whole and came != said:
+            yield (
+                f"{header.where}: it refers to {came[0]} blocks of {came[1]} bytes; the manifest "
+                f"says {said[0]} of {said[1]}"
+            )
+
+    def unused(self) -> Iterator[str]:
+        """Checkpoints that the manifest names, and no part refers to, when all were looked at."""
+        used = {(split_place(place) or ("", ""))[0] for place in self.sources.keys() | self._failed}
+        for base in self._manifest.bases:
+            if base not in used:
+                yield f"{self._directory.url}: nothing is in {base}, which its manifest names"
+
+    def _checked(self, place: str, blocks: dict[tuple[str, int], StoredBlock]) -> int:
+        """Bytes of the blocks that one part has in one other file.
+
+        Raises:
+            InvalidCheckpoint: the file is not good, or does not have them.
+        """
+        source = self._source(place)
+        byte_count = 0
+        for (table, number), block in blocks.items():
+            found = source.header.blocks.get((table, number))
+            what = f"block {number} of table '{table}'"
+            if found is None or found.place:
+                raise InvalidCheckpoint(f"{source.url}: {what} is not in it")
+            for name, came, expected in (
+                ("version", found.version, block.version),
+                ("steps", found.steps, block.steps),
+                ("CRC-32", found.crc32s, block.crc32s),
+            ):
+                if came != expected:
+                    raise InvalidCheckpoint(
+                        f"{source.url}: the {name} of {what} is {came}; expected {expected}"
+                    )
+            for tensor in block.crc32s:
+                stored = source.header.tensors[tensor_name(table, number, tensor)]
+                byte_count += stored.byte_count
+        return byte_count
+
+    def _source(self, place: str) -> Source:
+        if place in self._failed:
+            raise self._failed[place]
+        if place not in self.sources:
+            try:
+                self.sources[place] = self._opened(place)
+            except InvalidCheckpoint as error:
+                self._failed[place] = error
+                raise
+        return self.sources[place]
+
+    def _opened(self, place: str) -> Source:
+        name, file = split_place(place) or ("", "")
+        if name not in self._manifest.bases:
+            named = ", ".join(self._manifest.bases) or "none"
+            raise InvalidCheckpoint(f"its manifest does not name {name}, but {named}")
+        directory = self._directory.sibling(name)
+        manifest = self._manifest_of(name, directory)
+        saved = manifest.files.get(file)
+        if not isinstance(saved, SavedPart):
+            raise InvalidCheckpoint(f"{directory.url} has no part {file}")
+        return Source(directory, file, header_of(directory, manifest, saved))
+
+    def _manifest_of(self, name: str, directory: CheckpointDirectory) -> Manifest:
+        if name not in self._manifests:
+            try:
+                self._manifests[name] = directory.read_manifest()
+            except InvalidCheckpoint as error:
+                self._manifests[name] = error
+        found = self._manifests[name]
+        if isinstance(found, InvalidCheckpoint):
+            raise found
+        return found
+
+
+def header_of(
+    directory: CheckpointDirectory, manifest: Manifest, saved: SavedPart | SavedWorker
+) -> PartHeader:
+    """The header of a file that is the one of this checkpoint.
+
+    Blocking: reads it.
+
+    Raises:
+        InvalidCheckpoint: it is missing, damaged or of another checkpoint.
+    """
+    where = f"{directory.url}/{saved.file}"
+    with reported(where, "read"), directory.open(saved.file) as file:
+        header = read_header(file, where, saved.byte_count, saved.header_sha256)
+    came = (header.checkpoint, header.cluster_id)
+    if came != (manifest.number, manifest.cluster_id):
+        raise InvalidCheckpoint(
+            f"{where}: it is of checkpoint {came[0]} of cluster {came[1]}; expected "
+            f"{manifest.number} of {manifest.cluster_id}"
+        )
+    if isinstance(saved, SavedPart):
+        if header.worker is not None or header.block_counts != saved.tables:
+            raise InvalidCheckpoint(
+                f"{where}: it has blocks {dict(header.block_counts)}; the manifest says "
+                f"{dict(saved.tables)}"
+            )
+    elif header.worker is None or (header.worker.rank, header.worker.clock) != (
+        saved.rank,
+        saved.clock,
+    ):
+        raise InvalidCheckpoint(
+            f"{where}: it is not of the worker of rank {saved.rank} at clock {saved.clock}"
+        )
+    return header

@@ -1,0 +1,65 @@
+"""The places that a request may name: a caller has a word in what a cluster is restored from, and
+none in what the scheduler's process opens.
+
+Rules:
+    - A local path lies in a root when it does so with symbolic links and `..` resolved.
+    - Any other URL begins with the root's, and goes on with plain names: what a filesystem would
+      make of `..`, of an escape or of a chain of URLs is not guessed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ps_core.errors import NotPermitted
+from ps_runtime.checkpoint.directory import locate
+
+_LOCAL = ("file://", "local://")
+_PLAIN = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[\w.@=+-]+)*/?", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRoots:
+    """The roots, as URLs or paths; empty ones count for nothing."""
+
+    urls: Sequence[str] = ()
+
+    def check(self, url: str) -> None:
+        """Refuse a URL that lies in none of them.
+
+        Blocking: resolves links.
+
+        Raises:
+            NotPermitted: it does not.
+            InvalidConfig: it is empty, or no text.
+        """
+        if not any(_is_within(url, root) for root in self.urls if root):
+            there = ", ".join(filter(None, self.urls)) or "nowhere"
+            raise NotPermitted(
+                f"a restore from {url[:200]!r}, which is in none of the places that the scheduler "
+                f"was started with ({there}); start it with --checkpoint-roots"
+            )
+
+
+def _is_within(url: str, root: str) -> bool:
+    own, its = _local_path(url), _local_path(root)
+    if its is None:
+        base = root.rstrip("/")
+        return url.startswith(base) and _PLAIN.fullmatch(url[len(base) :]) is not None
+    if own is None:
+        return False
+    try:
+        path, base = os.path.realpath(own), os.path.realpath(its)
+    except (OSError, ValueError):  # too many links, or a character that no path has
+        return False
+    return os.path.commonpath((path, base)) == base
+
+
+def _local_path(url: str) -> str | None:
+    """The path that a URL without a protocol, or with the local one, names; None if it is none."""
+    if "::" in url or ("://" in url and not url.startswith(_LOCAL)):
+        return None
+    return locate(url).path  # as it would be opened: `~` and `file:` mean something there

@@ -1,0 +1,70 @@
+"""A worker's part of one checkpoint, written as that of another: only what it names is another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ps_core.errors import InvalidCheckpoint
+from ps_core.manifest import Manifest, SavedWorker
+from ps_runtime.checkpoint.directory import CheckpointDirectory, reported
+from ps_runtime.checkpoint.part_file import PartHeader, read_header, read_tensor
+from ps_runtime.checkpoint.part_writer import WorkerPart, WorkerTensor, write_worker_part
+from ps_runtime.system.disk import DISK, Disk
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCopies:
+    """Copies parts into a checkpoint.
+
+    Attributes:
+        directory: the checkpoint's.
+        manifest: its manifest, of which its number and its cluster count.
+        disk: what local files are written with.
+    """
+
+    directory: CheckpointDirectory
+    manifest: Manifest
+    disk: Disk = DISK
+
+    def copy(self, file: str, header: PartHeader, read: Callable[[str], bytearray]) -> SavedWorker:
+        """Write a part that was read.
+
+        Args:
+            file: its name, there and here.
+            header: its header.
+            read: reads one of its tensors, by name.
+
+        Blocking: until the copy is durable. All of it is in memory meanwhile.
+
+        Raises:
+            InvalidCheckpoint: it is no worker's part, or cannot be read or written.
+        """
+        worker = header.worker
+        if worker is None:
+            raise InvalidCheckpoint(f"{header.where} is no worker's part")
+        tensors = {
+            name: WorkerTensor(stored.dtype, stored.shape, read(name))
+            for name, stored in header.tensors.items()
+        }
+        manifest, clock = self.manifest, worker.clock
+        part = WorkerPart(manifest.number, manifest.cluster_id, worker.rank, clock, worker.state)
+        path = self.directory.begin(file)
+        written = write_worker_part(path, part, tensors, self.disk)
+        self.directory.commit(file, path)
+        return SavedWorker(worker.rank, clock, file, written.byte_count, written.header_sha256)
+
+    def copy_from(self, source: CheckpointDirectory, saved: SavedWorker) -> SavedWorker:
+        """As `copy`, of a file that belongs to no checkpoint.
+
+        Blocking, Raises: as `copy`; InvalidCheckpoint, too, if it is not what `saved` says.
+        """
+        where = f"{source.url}/{saved.file}"
+        with reported(where, "read"), source.open(saved.file) as file:
+            header = read_header(file, where, saved.byte_count, saved.header_sha256)
+            came = None if header.worker is None else (header.worker.rank, header.worker.clock)
+            if came != (saved.rank, saved.clock):
+                raise InvalidCheckpoint(
+                    f"{where}: it is of rank and clock {came}; expected {(saved.rank, saved.clock)}"
+                )
+            return self.copy(saved.file, header, lambda name: read_tensor(file, header, name))

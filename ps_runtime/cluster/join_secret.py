@@ -1,0 +1,170 @@
+"""Where the join secret is, which every process of a cluster has.
+
+Rules:
+    - PUSHPULL_JOIN_SECRET, else the file PUSHPULL_JOIN_SECRET_FILE, else ~/.pushpull/join-secret:
+      so the processes of one user on one host find each other without a word.
+    - Who starts a cluster makes the file where there is none, for its owner alone.
+    - The secret is in no flag, no log line, no error and no other file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from ps_core.cluster_view import Role
+from ps_core.errors import InvalidConfig, Recovering
+from ps_core.join_proof import Joiner
+from ps_runtime.cluster import wire
+from pushpull.v1 import scheduler_pb2
+
+SECRET = "PUSHPULL_JOIN_SECRET"  # noqa: S105 - the variable's name
+SECRET_FILE = "PUSHPULL_JOIN_SECRET_FILE"  # noqa: S105
+MIN_BYTES = 16
+MAX_BYTES = 1024
+
+_OWN_FILE = Path(".pushpull", "join-secret")
+_DRAWN_BYTES = 32
+
+
+def found(env: Mapping[str, str] | None = None) -> bytes:
+    """The secret of this process; empty if it has none.
+
+    Blocking: reads a file.
+
+    Raises:
+        InvalidConfig: it is too short or too long, or its file cannot be read, or the user's own
+            file is open to others.
+        Recovering: the file that PUSHPULL_JOIN_SECRET_FILE names is not there yet.
+    """
+    env = os.environ if env is None else env
+    if given := env.get(SECRET):
+        return _checked(given.encode(), SECRET)
+    if named := env.get(SECRET_FILE):
+        secret = _read(Path(named))
+        if secret is None:
+            raise Recovering(f"the join secret is not there yet: no file {named} ({SECRET_FILE})")
+        return secret
+    own = _own_file(env)
+    return b"" if own is None else _read(own, is_own=True) or b""
+
+
+def found_or_made(env: Mapping[str, str] | None = None) -> bytes:
+    """The same; where there is none, one is drawn and kept in the file where it would be.
+
+    Blocking: reads or writes a file.
+
+    Raises:
+        InvalidConfig: as `found`, or it cannot be kept; the message says what to do.
+    """
+    env = os.environ if env is None else env
+    if env.get(SECRET):
+        return found(env)
+    named = env.get(SECRET_FILE)
+    path = Path(named) if named else _own_file(env)
+    if path is None:
+        raise _unkept("a file: this user has no home directory")
+    try:
+        _make(path, is_own=not named)
+    except OSError as error:
+        raise _unkept(f"{path}: {error.strerror}") from None
+    return _read(path, is_own=not named) or b""
+
+
+def place(env: Mapping[str, str] | None = None) -> str:
+    """Where a person finds it: the name of a variable, or of a file."""
+    env = os.environ if env is None else env
+    own = _own_file(env)
+    return SECRET if env.get(SECRET) else env.get(SECRET_FILE) or str(own)
+
+
+def set_proof(request: scheduler_pb2.RegisterNodeRequest, secret: bytes, challenge: bytes) -> None:
+    """Put the proof of the secret into a registration; nothing where there is no secret."""
+    if secret:
+        request.join_proof = joiner(request).proof(secret, challenge)
+
+
+def joiner(request: scheduler_pb2.RegisterNodeRequest) -> Joiner:
+    """Who asks.
+
+    Raises:
+        InvalidConfig: its role is unset or unknown.
+    """
+    role: Role = wire.role_from_proto(request.role)
+    rank = request.requested_rank if request.HasField("requested_rank") else None
+    asked = request.registration_id, role, rank, request.address
+    return Joiner(*asked, request.run, request.world_size, request.identity)
+
+
+def _own_file(env: Mapping[str, str]) -> Path | None:
+    home = env.get("HOME")
+    return Path(home) / _OWN_FILE if home else None
+
+
+def _read(path: Path, *, is_own: bool = False) -> bytes | None:
+    """What the file has; None if there is none."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(MAX_BYTES + 2)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise InvalidConfig(f"the join secret in {path} cannot be read: {error.strerror}") from None
+    if is_own and stat.S_IMODE(mode) & 0o077:
+        raise InvalidConfig(f"others may read the join secret; run: chmod 600 {path}")
+    return _checked(content, str(path))
+
+
+def _checked(content: bytes, where: str) -> bytes:
+    secret = content.strip()
+    if not MIN_BYTES <= len(secret) <= MAX_BYTES:
+        raise InvalidConfig(
+            f"the join secret in {where} has {len(secret)} bytes; expected {MIN_BYTES} to "
+            f"{MAX_BYTES}, such as openssl rand -hex 32 prints"
+        )
+    return secret
+
+
+def _make(path: Path, *, is_own: bool) -> None:
+    """Draw a secret and write the file whole, unless it is there."""
+    if path.exists():
+        return
+    if is_own:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(secrets.token_hex(_DRAWN_BYTES) + "\n")
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            path.hardlink_to(unfinished)
+    finally:
+        unfinished.unlink()
+
+
+def ensure(env: MutableMapping[str, str]) -> None:
+    """Before a local cluster is started: have a secret, and where no file can keep one, have it in
+    this process' environment, which the cluster's processes inherit.
+
+    Blocking, Raises: as `found`.
+    """
+    try:
+        found_or_made(env)
+    except _UnkeptError:
+        env[SECRET] = secrets.token_hex(_DRAWN_BYTES)
+
+
+class _UnkeptError(InvalidConfig):
+    """There is no place for a secret."""
+
+
+def _unkept(where: str) -> _UnkeptError:
+    return _UnkeptError(
+        f"the cluster has no join secret, and one cannot be kept in {where}; set {SECRET} to what "
+        f"openssl rand -hex 32 prints, the same for every process of the cluster"
+    )

@@ -1,0 +1,177 @@
+"""How a node comes to the scheduler: the addresses to try, one call's answer, the registration."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from ps_core.errors import PushpullError, Recovering, Unauthenticated, WaitExpired
+from ps_runtime.cluster import join_secret
+from ps_runtime.grpc.channels import scheduler_channel
+from ps_runtime.grpc.errors import from_rpc_error
+from ps_runtime.grpc.retry import Backoff, is_retryable
+from ps_runtime.observe import logs
+from ps_runtime.system import clock
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+
+AnswerT = TypeVar("AnswerT")
+
+REGISTRATION_ID_BYTES = 16
+PROTOCOL_VERSION = 1
+
+ATTEMPT_DEADLINE_S = 5.0
+"""The longest that one attempt at a short call may take before the next address is tried."""
+
+LEAST_ATTEMPT_S = 0.2
+"""The shortest: less would fail for want of a round trip."""
+
+
+class Addresses:
+    """The scheduler's addresses, each with its channel; one of them is the present one."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._addresses = tuple(addresses)
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._present = 0
+
+    def __str__(self) -> str:
+        return ", ".join(self._addresses)
+
+    @property
+    def present(self) -> str:
+        """The address that is tried next."""
+        return self._addresses[self._present]
+
+    def stub(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
+        """Calls to the present address."""
+        channel = self._channels.get(self.present)
+        if channel is None:
+            channel = self._channels[self.present] = scheduler_channel(self.present)
+        return scheduler_pb2_grpc.SchedulerServiceStub(channel)
+
+    def leave(self, address: str) -> None:
+        """Go on to the next address, unless another task has left this one already."""
+        if self.present == address:
+            self._present = (self._present + 1) % len(self._addresses)
+
+    async def close(self) -> None:
+        """End the connections."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+
+async def registered(
+    book: Addresses,
+    request: scheduler_pb2.RegisterNodeRequest,
+    deadline_s: float,
+) -> scheduler_pb2.RegisterNodeResponse:
+    """Register, at whichever address answers, going on for `deadline_s`.
+
+    A place (a rank, an address) that another node has is waited for while that node may be dead.
+
+    Raises:
+        WaitExpired: no scheduler answered, or the place was not free in time; names the addresses
+            and the last failure.
+        PushpullError: a scheduler answered and refused.
+    """
+    begun_s = clock.now_s()
+    end_s = begun_s + deadline_s
+    backoff = Backoff()
+    told = ""
+    while True:
+        address = book.present
+        request.waiting_ms = round((clock.now_s() - begun_s) * 1000)
+        attempt_s = min(max(end_s - clock.now_s(), LEAST_ATTEMPT_S), ATTEMPT_DEADLINE_S)
+        try:
+            answer = await register_once(book.stub(), request, attempt_s)
+        except PushpullError as error:
+            if not (is_retryable(error) or isinstance(error, WaitExpired)):
+                raise
+            has_answered = isinstance(error, Recovering) and error.retry_after_ms > 0
+            if not has_answered:
+                book.leave(address)
+            event = "waiting_for_place" if has_answered else "waiting_for_scheduler"
+            if event != told:
+                told = event
+                logs.warning(event, addresses=str(book), error=error.message)
+            wait_s = backoff.next_s(error)
+            if clock.now_s() + wait_s >= end_s:
+                what = "not registered" if has_answered else "no scheduler answered"
+                raise WaitExpired(
+                    f"{what} at {book} within {deadline_s:.1f} s; last failure: {error.message}"
+                ) from error
+            await asyncio.sleep(wait_s)
+        else:
+            session = answer.session
+            logs.info(
+                "registered",
+                scheduler=address,
+                cluster_id=session.cluster_id,
+                node_id=session.node_id,
+                incarnation=session.incarnation,
+            )
+            return answer
+
+
+async def register_once(
+    stub: scheduler_pb2_grpc.SchedulerServiceStub,
+    request: scheduler_pb2.RegisterNodeRequest,
+    timeout_s: float,
+) -> scheduler_pb2.RegisterNodeResponse:
+    """One attempt to register, with the proof that this process knows the join secret.
+
+    Raises:
+        PushpullError: the scheduler did not answer, or refused.
+        InvalidConfig: there is a secret that cannot be read, or cannot be one.
+    """
+    secret = await asyncio.to_thread(join_secret.found)
+    while True:
+        challenge = await _challenge(stub, timeout_s)
+        join_secret.set_proof(request, secret, challenge)
+        try:
+            response: scheduler_pb2.RegisterNodeResponse = await answer_of(
+                stub.RegisterNode(request, timeout=timeout_s)
+            )
+        except Unauthenticated:
+            if await _challenge(stub, timeout_s) == challenge:
+                raise  # else the cluster was restored in between
+        else:
+            return response
+
+
+async def operator_session(
+    stub: scheduler_pb2_grpc.SchedulerServiceStub, timeout_s: float
+) -> types_pb2.SessionIdentity:
+    """The session of an operator, who needs no heartbeat and no farewell.
+
+    Raises:
+        PushpullError: the scheduler did not answer, or refused.
+    """
+    request = scheduler_pb2.RegisterNodeRequest(
+        registration_id=os.urandom(REGISTRATION_ID_BYTES),
+        role=types_pb2.NODE_ROLE_OPERATOR,
+        protocol_version=PROTOCOL_VERSION,
+    )
+    return (await register_once(stub, request, timeout_s)).session
+
+
+async def _challenge(stub: scheduler_pb2_grpc.SchedulerServiceStub, timeout_s: float) -> bytes:
+    request = scheduler_pb2.GetJoinChallengeRequest()
+    answer: scheduler_pb2.GetJoinChallengeResponse = await answer_of(
+        stub.GetJoinChallenge(request, timeout=timeout_s)
+    )
+    return answer.challenge
+
+
+async def answer_of(call: Awaitable[AnswerT]) -> AnswerT:
+    """The answer of a call, its failure told by the catalogue."""
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error

@@ -1,0 +1,525 @@
+"""A node's tie to the scheduler: registration, heartbeats, the view, tables.
+
+The link survives a scheduler that is away: it goes on trying, in turn at every address that it was
+given, and logs one line when the scheduler goes and one when it is back. It ends only when the
+scheduler says that this node has been replaced (Fenced), or when it is closed.
+
+Everything belongs to the event loop that `connect` ran on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from ps_core import limits
+from ps_core.change import Change, ChangeOutcome
+from ps_core.cluster_view import BackupWish, ClusterView, Session
+from ps_core.consistency import Consistency
+from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
+from ps_core.keys import RangeId, TableId
+from ps_core.tables import Table, TableSpec
+from ps_runtime.cluster import wire, wire_changes
+from ps_runtime.cluster.registration import (
+    LEAST_ATTEMPT_S,
+    REGISTRATION_ID_BYTES,
+    Addresses,
+    answer_of,
+    registered,
+)
+from ps_runtime.grpc.addresses import check_scheduler_address
+from ps_runtime.grpc.errors import from_rpc_error
+from ps_runtime.grpc.retry import Backoff, is_retryable
+from ps_runtime.grpc.view_waits import ViewWaits
+from ps_runtime.observe import logs
+from ps_runtime.system import clock
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+
+AnswerT = TypeVar("AnswerT")
+Attempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[AnswerT]]
+"""One call, given the stub and the seconds that it may take."""
+
+FAREWELL_DEADLINE_S = 5.0
+
+
+def no_progress() -> scheduler_pb2.NodeProgress:
+    """What a node says of itself until its role knows better."""
+    return scheduler_pb2.NodeProgress()
+
+
+_HEARTBEAT_SHARE = 1 / 3
+"""How long a heartbeat waits for its answer, as a share of the lease: one that is lost is followed
+by another before the lease is over."""
+
+
+class SchedulerLink:
+    """A registered node's link. Made by `connect`; `close` ends it.
+
+    Attributes:
+        session: the identity to put into every request.
+        worker_count: the number of workers of the cluster.
+        replica_count: servers that hold each range, the primary included.
+        min_in_sync: in-sync replicas below which a range takes no pushes.
+        range_count: key ranges of the cluster.
+        left_url: where a worker that leaves puts its own state; empty: nowhere.
+        checkpoint_url: servers: where checkpoints go; empty: nowhere.
+        lease_s: a node that is not heard for so long counts as silent.
+        token_key: servers: what session tokens are checked with. Otherwise empty.
+        view: the newest view that came, or None before the first.
+        before_view: awaited with each newer view, before it is taken; those that follow wait.
+        on_view: called on the loop with each newer view, in order of addition; a callback that is
+            added late is not called for views of before.
+        on_fenced: called once on the loop when the link has ended: the scheduler said that this
+            node has been replaced, or the link itself failed. Whoever holds the link then stops.
+        fenced: set at that moment.
+        fenced_by: why, or None.
+        progress: asked at each heartbeat for what the node says of itself.
+        last_scheduler_contact_s: when the scheduler last answered, by `clock.now_s`.
+    """
+
+    def __init__(self, addresses: Addresses, answer: scheduler_pb2.RegisterNodeResponse) -> None:
+        self.session: Session = wire.session_from_proto(answer.session)
+        self.worker_count: int = answer.worker_count
+        self.replica_count: int = max(answer.replica_count, 1)
+        self.min_in_sync: int = max(answer.min_in_sync, 1)
+        self.range_count: int = answer.range_count
+        self.left_url: str = answer.left_url
+        self.checkpoint_url: str = answer.checkpoint_url
+        self.lease_s: float = answer.lease_ms / 1000
+        self.token_key: bytes = answer.token_key
+        self.cluster_features: tuple[str, ...] = tuple(answer.features)
+        self.view: ClusterView | None = None
+        self.before_view: Callable[[ClusterView], Awaitable[None]] | None = None
+        self.on_view: list[Callable[[ClusterView], None]] = []
+        self.on_fenced: list[Callable[[PushpullError], None]] = []
+        self.fenced = asyncio.Event()
+        self.fenced_by: PushpullError | None = None
+        self.progress: Callable[[], scheduler_pb2.NodeProgress] = no_progress
+        self.last_scheduler_contact_s = clock.now_s()
+        self._identity = answer.session
+        self._heartbeat_interval_s = answer.heartbeat_interval_ms / 1000
+        self._addresses = addresses
+        self._is_away = False
+        self._is_closed = False
+        self._has_left = False
+        self._waits = ViewWaits()
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+
+    @classmethod
+    async def connect(
+        cls,
+        addresses: Sequence[str],
+        register: scheduler_pb2.RegisterNodeRequest,
+        deadline_s: float,
+        progress: Callable[[], scheduler_pb2.NodeProgress] = no_progress,
+    ) -> SchedulerLink:
+        """Register with the scheduler, going on until it answers, and start the heartbeats.
+
+        Args:
+            addresses: "host:port" of the scheduler, or of several of which one answers.
+            register: the request; a registration_id is drawn if it has none.
+            deadline_s: how long to go on trying.
+            progress: see the class.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            InvalidConfig: there is no address, or one is none.
+            WaitExpired: no scheduler answered; names the addresses and the last failure.
+            PushpullError: a scheduler answered and refused.
+        """
+        if not addresses:
+            raise InvalidConfig("no scheduler address; give --scheduler or PUSHPULL_SCHEDULER")
+        for address in addresses:
+            check_scheduler_address(address)
+        request = scheduler_pb2.RegisterNodeRequest()
+        request.CopyFrom(register)
+        request.registration_id = register.registration_id or os.urandom(REGISTRATION_ID_BYTES)
+        book = Addresses(addresses)
+        try:
+            link = cls(book, await registered(book, request, deadline_s))
+        except BaseException:
+            await book.close()
+            raise
+        link.progress = progress
+        loop = asyncio.get_running_loop()
+        link._tasks = (loop.create_task(link._beat()), loop.create_task(link._watch()))
+        for task in link._tasks:
+            task.add_done_callback(link._task_ended)
+        return link
+
+    async def view_at_least(self, number: int, deadline_s: float) -> ClusterView:
+        """The first view that came with at least that number.
+
+        Raises:
+            WaitExpired: none came in time.
+            Fenced: the link ended meanwhile.
+        """
+        return await self.view_where(
+            lambda view: view.view_number >= number, f"view {number} of the cluster", deadline_s
+        )
+
+    async def view_where(
+        self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
+    ) -> ClusterView:
+        """The first view that came for which `holds`; `what` names it in the error.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            WaitExpired: none came in time.
+            Fenced: the link ended meanwhile.
+        """
+        try:
+            return await self._waits.wait(holds, deadline_s)
+        except TimeoutError:
+            raise WaitExpired(f"waited {deadline_s:.1f} s for {what}; {self._standing()}") from None
+
+    async def create_table(self, spec: TableSpec, deadline_s: float) -> tuple[Table, int]:
+        """Create a table, or find the identical one, and wait until the own view holds it.
+
+        Returns:
+            The table as the cluster knows it, and the first view that holds it.
+
+        Blocking: up to `deadline_s`; the scheduler waits until enough servers have registered.
+
+        Raises:
+            TableExists: one of that name differs.
+            InvalidConfig: the spec is wrong.
+            WaitExpired: in time neither enough servers came nor the scheduler answered.
+            Fenced: this node has been replaced.
+        """
+        end_s = clock.now_s() + deadline_s
+        request = scheduler_pb2.CreateTableRequest(
+            session=self._identity, spec=wire.spec_to_proto(spec)
+        )
+        what = f"table '{spec.name}' to be created"
+        answer = await self.call(
+            lambda stub, left_s: stub.CreateTable(request, timeout=left_s), what, end_s
+        )
+        await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
+        return wire.table_from_proto(answer.table), answer.view_number
+
+    async def set_consistency(
+        self, table_name: str, consistency: Consistency, after_clock: int, deadline_s: float
+    ) -> Change:
+        """Change a table's consistency, and wait until the own view holds it.
+
+        Returns:
+            From which clock on it is so.
+
+        Blocking: up to `deadline_s`; the scheduler waits until every server has promised.
+
+        Raises:
+            TableNotFound: there is no such table.
+            InvalidConfig: the table cannot have that setting.
+            WaitExpired: a server has not promised, or no scheduler answered; nothing has changed.
+            Fenced: this node has been replaced.
+        """
+        end_s = clock.now_s() + deadline_s
+        request = scheduler_pb2.SetConsistencyRequest(
+            session=self._identity,
+            table_name=table_name,
+            consistency=wire_changes.consistency_to_proto(consistency),
+            after_clock=after_clock,
+        )
+        what = f"table '{table_name}' to become {consistency}"
+        answer = await self.call(
+            lambda stub, left_s: stub.SetConsistency(request, timeout=left_s), what, end_s
+        )
+        await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
+        return wire_changes.change_from_proto(answer.change)
+
+    async def promise_change(
+        self,
+        table_id: TableId,
+        number: int,
+        held_clock: int,
+        outcome: ChangeOutcome | None = None,
+    ) -> None:
+        """Servers: say that nothing of a table takes effect here beyond `held_clock`, until the
+        change of that number is settled; or what became of it.
+
+        Blocking: until a scheduler has answered.
+
+        Raises:
+            Fenced: this node has been replaced.
+        """
+        request = scheduler_pb2.PromiseChangeRequest(
+            session=self._identity,
+            table_id=table_id,
+            number=number,
+            clock=held_clock,
+            outcome=wire_changes.change_outcome_to_proto(outcome),
+        )
+        what = "the scheduler to hear a promise"
+        await self.call(
+            lambda stub, left_s: stub.PromiseChange(request, timeout=min(left_s, self.lease_s)),
+            what,
+            math.inf,
+        )
+
+    async def set_backups(self, wishes: Sequence[BackupWish], deadline_s: float) -> list[RangeId]:
+        """Servers: ask for other backups of ranges that this node is primary of.
+
+        Returns:
+            The ranges whose wishes were void: another configuration came first; after an answer
+            that was lost, it may be the one that was wished for. What holds is in a view to come.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            InvalidConfig, InvalidKeys: a wish is wrong in itself; nothing has changed.
+            WaitExpired: no scheduler answered in time; any of the wishes may have been granted.
+            Fenced: this node has been replaced.
+        """
+        request = scheduler_pb2.SetBackupsRequest(
+            session=self._identity, requests=map(wire.wish_to_proto, wishes)
+        )
+        what = f"the scheduler to set the backups of {len(wishes)} ranges"
+        end_s = clock.now_s() + deadline_s
+        answer = await self.call(lambda stub, s: stub.SetBackups(request, timeout=s), what, end_s)
+        return list(map(RangeId, answer.refused_range_ids))
+
+    async def deregister(
+        self,
+        reason: str,
+        deadline_s: float = FAREWELL_DEADLINE_S,
+        *,
+        loss_is_wanted: bool = False,
+        unfinished: bool = False,
+    ) -> bool:
+        """Leave the cluster: a last heartbeat with the final progress, then the farewell. One that
+        has left already leaves no more.
+
+        Args:
+            reason: why, for the scheduler's log.
+            deadline_s: how long to go on trying.
+            loss_is_wanted: servers: what is lost by that is no news to who stopped this one.
+            unfinished: workers: it ends in the middle of its work; another may take its rank.
+
+        Returns:
+            Whether the scheduler heard it; if not, it will count this node as silent.
+
+        Blocking: up to `deadline_s`.
+        """
+        await self._end_tasks()
+        if self._has_left:
+            return True
+        if self.fenced_by is not None or self._is_closed:
+            return False
+        end_s = clock.now_s() + deadline_s
+        beat = self._heartbeat()
+        farewell = scheduler_pb2.DeregisterNodeRequest(
+            session=self._identity,
+            reason=reason,
+            loss_is_wanted=loss_is_wanted,
+            unfinished=unfinished,
+        )
+        what = "the scheduler to hear the farewell"
+        try:
+            await self.call(lambda stub, s: stub.Heartbeat(beat, timeout=s), what, end_s)
+            await self.call(lambda stub, s: stub.DeregisterNode(farewell, timeout=s), what, end_s)
+        except PushpullError as error:
+            logs.warning("farewell_unheard", error=error.message)
+            return False
+        self._has_left = True
+        logs.info("deregistered", reason=reason)
+        return True
+
+    async def deregister_if_kept(self, reason: str, timeout_s: float) -> None:
+        """Servers: leave the cluster, if others keep all that this one holds. One attempt.
+
+        Blocking: up to `timeout_s`; while a checkpoint is made for it.
+
+        Raises:
+            Recovering: the scheduler says whom to wait for; the membership goes on.
+            PushpullError: no scheduler answered, or another refusal.
+        """
+        farewell = scheduler_pb2.DeregisterNodeRequest(
+            session=self._identity, reason=reason, only_if_kept=True
+        )
+        await answer_of(self._addresses.stub().DeregisterNode(farewell, timeout=timeout_s))
+        self._has_left = True
+        await self._end_tasks()
+        logs.info("deregistered", reason=reason)
+
+    async def close(self) -> None:
+        """End the heartbeats and the connection without a farewell. Idempotent.
+
+        Waits for views end with Fenced.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self._end_tasks()
+        self._waits.end(self._closed())
+        await self._addresses.close()
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _beat(self) -> None:
+        """Heartbeats, one an interval, whatever becomes of each."""
+        while self.fenced_by is None:
+            address = self._addresses.present
+            request = self._heartbeat()
+            try:
+                timeout_s = self.lease_s * _HEARTBEAT_SHARE
+                await answer_of(self._addresses.stub().Heartbeat(request, timeout=timeout_s))
+                self._heard()
+            except PushpullError as error:
+                self._failed(address, error)
+            await asyncio.sleep(self._heartbeat_interval_s)
+
+    async def _watch(self) -> None:
+        """The stream of views, opened again whenever it ends."""
+        backoff = Backoff(last_bound_s=max(self._heartbeat_interval_s, 0.1))
+        request = scheduler_pb2.WatchClusterRequest(session=self._identity)
+        while self.fenced_by is None:
+            address = self._addresses.present
+            ended_by = "the scheduler"
+            try:
+                async for response in self._addresses.stub().WatchCluster(request):
+                    await self._take(await _read(response.view, self.view))
+                    backoff.reset()
+            except grpc.RpcError as failure:
+                error = from_rpc_error(failure)
+                if isinstance(error, Fenced):
+                    self._fence(error)
+                ended_by = error.message
+            # No warning: if the scheduler is away the next heartbeat says so, and says it once.
+            logs.debug("stream_of_views_ended", address=address, by=ended_by)
+            await asyncio.sleep(backoff.next_s())
+
+    async def call(self, attempt: Attempt[AnswerT], what: str, end_s: float) -> AnswerT:
+        """Attempt a call until it is answered, by whichever scheduler, or `end_s` has passed.
+
+        Raises:
+            WaitExpired: no scheduler answered in time; `what` says what for.
+            Fenced: this node has been replaced.
+            PushpullError: a scheduler answered and refused.
+        """
+        backoff = Backoff()
+        begun_s = clock.now_s()
+        while True:
+            self._check_open()
+            left_s = max(end_s - clock.now_s(), LEAST_ATTEMPT_S)
+            address = self._addresses.present
+            try:
+                answer = await answer_of(attempt(self._addresses.stub(), left_s))
+            except PushpullError as error:
+                if not is_retryable(error):
+                    raise self._named(error, what) from error
+                self._failed(address, error)
+                wait_s = backoff.next_s(error)
+                if clock.now_s() + wait_s >= end_s:
+                    waited_s = clock.now_s() - begun_s
+                    raise WaitExpired(
+                        f"waited {waited_s:.1f} s for {what}; {self._standing()}; "
+                        f"last failure: {error.message}"
+                    ) from error
+                await asyncio.sleep(wait_s)
+            else:
+                self._heard()
+                return answer
+
+    def _named(self, error: PushpullError, what: str) -> PushpullError:
+        """The error of an answered call; gRPC's own expiry names nobody, so say what is known."""
+        if isinstance(error, WaitExpired) and error.message.startswith("DEADLINE_EXCEEDED"):
+            return WaitExpired(f"waited for {what}; {self._standing()}")
+        if isinstance(error, Fenced):
+            self._fence(error)
+        return error
+
+    async def _take(self, view: ClusterView) -> None:
+        self._heard()
+        if self.view is not None and view.view_number <= self.view.view_number:
+            return
+        if self.before_view is not None:
+            await self.before_view(view)
+        self.view = view
+        self._waits.came(view)
+        for callback in tuple(self.on_view):
+            callback(view)
+
+    def _heard(self) -> None:
+        self.last_scheduler_contact_s = clock.now_s()
+        if self._is_away:
+            self._is_away = False
+            logs.info("scheduler_is_back", address=self._addresses.present)
+
+    def _failed(self, address: str, error: PushpullError) -> None:
+        """A call to `address` failed: be fenced, or say once that the scheduler is away."""
+        if isinstance(error, Fenced):
+            self._fence(error)
+            return
+        self._addresses.leave(address)
+        if not self._is_away:
+            self._is_away = True
+            logs.warning("scheduler_is_away", address=address, error=error.message)
+
+    def _fence(self, error: PushpullError) -> None:
+        if self.fenced_by is not None:
+            return
+        self.fenced_by = error
+        logs.error("fenced", node_id=self.session.node_id, error=error.message)
+        self.fenced.set()
+        for callback in tuple(self.on_fenced):
+            callback(error)
+        self._waits.end(error)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """A heartbeat or watch task that fails is a bug: end the link, lest somebody wait on it."""
+        failure = None if task.cancelled() else task.exception()
+        if failure is not None:
+            logs.exception("link_failed", failure)
+            self._fence(Internal(f"the link to the scheduler failed: {failure!r}"))
+
+    def _check_open(self) -> None:
+        if self.fenced_by is not None:
+            raise self.fenced_by
+        if self._is_closed:
+            raise self._closed()
+
+    @staticmethod
+    def _closed() -> Fenced:
+        return Fenced("the link to the scheduler is closed; connect again")
+
+    def _heartbeat(self) -> scheduler_pb2.HeartbeatRequest:
+        return scheduler_pb2.HeartbeatRequest(
+            session=self._identity,
+            progress=self.progress(),
+            view_number=self.view.view_number if self.view else 0,
+        )
+
+    def _standing(self) -> str:
+        """What is known of the cluster, for the message of a wait that expired."""
+        silent_s = clock.now_s() - self.last_scheduler_contact_s
+        heard = f"scheduler {self._addresses.present} last heard {silent_s:.1f} s ago"
+        if self.view is None:
+            return f"{heard}; no view has come yet"
+        return (
+            f"{heard}; the view is {self.view.view_number}, with {len(self.view.living_servers)} "
+            f"of {self.view.server_count} servers"
+        )
+
+
+async def _read(message: types_pb2.ClusterView, before: ClusterView | None) -> ClusterView:
+    """The view of a message. A long one is read beside the loop, which has a lease to keep."""
+
+    def read() -> ClusterView:
+        view = wire.view_from_proto(message)
+        return view if before is None else view.reusing(before)
+
+    if message.ByteSize() <= limits.MESSAGE_OVERHEAD_BYTES:
+        return read()
+    return await asyncio.to_thread(read)

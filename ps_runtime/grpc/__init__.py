@@ -1,0 +1,1 @@
+"""gRPC servers, channels, addresses, and errors on the wire."""

@@ -1,0 +1,152 @@
+"""The HTTP port of a node: GET /metrics for Prometheus, /healthz and /readyz for probes.
+
+Small on purpose: one request a connection, bounded in size, time and number, on the node's own
+event loop. Where connections are too many the oldest makes room for the newest: a probe is
+answered while others say nothing. It is no web server and parses nothing beyond the request line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from http import HTTPStatus
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from ps_core.errors import InvalidConfig
+from ps_core.limits import (
+    HTTP_REQUEST_DEADLINE_S,
+    MAX_HTTP_CONNECTION_COUNT,
+    MAX_HTTP_REQUEST_BYTES,
+)
+from ps_runtime.grpc.addresses import join_address, split_address
+from ps_runtime.observe import logs
+
+_TEXT = "text/plain; charset=utf-8"
+_MAX_DISCARDED_BYTES = 16 * MAX_HTTP_REQUEST_BYTES
+
+
+class HttpEndpoint:
+    """Serves /metrics of a registry, /healthz by asking `is_serving`, and /readyz by asking
+    `why_unready`, which is empty where nothing keeps the node from being ready. What is `degraded`
+    is said by /healthz, with 200 all the same: to start this node again would mend nothing.
+    """
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        is_serving: Callable[[], bool],
+        why_unready: Callable[[], str] = str,
+        degraded: Callable[[], str] = str,
+        request_deadline_s: float = HTTP_REQUEST_DEADLINE_S,
+    ) -> None:
+        self._registry = registry
+        self._is_serving = is_serving
+        self._why_unready = why_unready
+        self._degraded = degraded
+        self._request_deadline_s = request_deadline_s
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._server: asyncio.Server | None = None
+        self.address = ""
+
+    async def start(self, listen: str) -> None:
+        """Bind `listen` ("host:port", port 0 for a free one) and serve.
+
+        Raises:
+            InvalidConfig: it cannot be bound.
+        """
+        host, port = split_address(listen, "http_listen")
+        try:
+            self._server = await asyncio.start_server(
+                self._accept, host, port, limit=MAX_HTTP_REQUEST_BYTES
+            )
+        except OSError as error:
+            raise InvalidConfig(
+                f"http_listen is '{listen}', which cannot be bound: {error}"
+            ) from error
+        self.address = join_address(host, self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Close the port and the connections that are open."""
+        if self._server is None:
+            return
+        self._server.close()
+        for writer in self._connections.values():  # a task of a stream's that is cancelled is
+            writer.transport.abort()  # a failure for asyncio, before Python 3.12
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._server.wait_closed()
+        self._server = None
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        if task is None:
+            return
+        if len(self._connections) >= MAX_HTTP_CONNECTION_COUNT:
+            oldest = next(iter(self._connections))
+            self._connections.pop(oldest).transport.abort()  # which ends its task
+        self._connections[task] = writer
+        try:
+            async with asyncio.timeout(self._request_deadline_s):
+                writer.write(await self._respond(reader))
+                writer.write_eof()
+                await writer.drain()
+                await _discard(reader)
+                writer.close()
+                await writer.wait_closed()
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
+            logs.debug("http_request_dropped")
+        finally:
+            writer.transport.abort()  # whatever is still unsent has had its time
+            self._connections.pop(task, None)
+
+    async def _respond(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.LimitOverrunError:
+            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, b"request is too large\n")
+        words = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
+            return _response(HTTPStatus.BAD_REQUEST, b"expected an HTTP/1 request line\n")
+        if words[0] != b"GET":
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, b"expected GET\n")
+        return self._page(words[1].split(b"?", 1)[0])
+
+    def _page(self, path: bytes) -> bytes:
+        if path == b"/metrics":
+            return _response(HTTPStatus.OK, generate_latest(self._registry), CONTENT_TYPE_LATEST)
+        if path == b"/readyz":
+            reason = self._why_unready()
+            if not reason:
+                return _response(HTTPStatus.OK, b"ok\n")
+            return _response(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}\n".encode())
+        if path != b"/healthz":
+            return _response(HTTPStatus.NOT_FOUND, b"expected /metrics, /healthz or /readyz\n")
+        if self._is_serving():
+            degraded = self._degraded()
+            return _response(
+                HTTPStatus.OK, f"degraded: {degraded}\n".encode() if degraded else b"ok\n"
+            )
+        return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"not serving\n")
+
+
+async def _discard(reader: asyncio.StreamReader) -> None:
+    """Read until the client closes, or too much has come.
+
+    Closing a socket with bytes in it that nobody has read resets the connection, and the client may
+    lose the response that it was sent.
+    """
+    left_bytes = _MAX_DISCARDED_BYTES
+    while left_bytes > 0 and (chunk := await reader.read(MAX_HTTP_REQUEST_BYTES)):
+        left_bytes -= len(chunk)
+
+
+def _response(status: HTTPStatus, body: bytes, content_type: str = _TEXT) -> bytes:
+    lines = [
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        f"Content-Type: {content_type}",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    ]
+    if status is HTTPStatus.METHOD_NOT_ALLOWED:
+        lines.append("Allow: GET")
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

@@ -1,0 +1,253 @@
+"""What every node serves: its own gRPC services, health, reflection, and the HTTP port.
+
+Everything runs on one event loop; no call holds a thread, so a parked read costs a future.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_runtime.grpc.addresses import advertised, join_address, split_address
+from ps_runtime.grpc.channels import SERVER_OPTIONS
+from ps_runtime.grpc.errors import abort
+from ps_runtime.grpc.http_endpoint import HttpEndpoint
+from ps_runtime.observe import logs
+from ps_runtime.observe.metrics import TurnMetrics
+from ps_runtime.system.turns import TurnMeter
+
+Service = tuple[str, Callable[[grpc.aio.Server], object]]
+"""A service's full name, and what adds its servicer to a server."""
+
+READINESS = "readiness"
+"""The service name under which health says whether the node is ready: more than that it serves."""
+
+LOOPBACK = "127.0.0.1:0"
+"""Roles bind loopback, at a free port, unless told otherwise."""
+
+
+class NodeServer:
+    """A running gRPC server with its health, reflection and HTTP port. Made by `start`.
+
+    It starts as not serving: `/healthz` answers 503 and health NOT_SERVING until
+    `set_serving(True)`, which the role calls when it is there for others. Calls are answered from
+    the start. A node that serves is ready, too, but for what `set_unready` names: `/readyz` and
+    health's service "readiness" say so.
+
+    Attributes:
+        degraded: what is wrong with more than this node, in words, for `/healthz`; empty: nothing.
+    """
+
+    def __init__(self, registry: CollectorRegistry, service_names: Sequence[str]) -> None:
+        self.address = ""
+        self.http_address = ""
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=(_RefuseMalformed(),))
+        self._service_names = ("", *service_names)
+        self._health = health.aio.HealthServicer()
+        self._turns = TurnMeter()
+        TurnMetrics(registry).watch(self._turns)
+        self._http = HttpEndpoint(
+            registry, lambda: self._is_serving, lambda: self.why_unready, lambda: self.degraded
+        )
+        self.degraded = ""
+        self._is_serving = False
+        self._unready = ""
+        self._is_stopped = False
+        self._updates: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(
+        cls,
+        listen: str = LOOPBACK,
+        *,
+        advertise: str | None = None,
+        http_listen: str = LOOPBACK,
+        services: Sequence[Service] = (),
+        registry: CollectorRegistry,
+    ) -> NodeServer:
+        """Bind both ports and answer calls.
+
+        Args:
+            listen: "host:port" of the gRPC server; port 0 takes a free one.
+            advertise: where others reach it, see `addresses.advertised`.
+            http_listen: "host:port" of /metrics and /healthz.
+            services: the role's own services.
+            registry: what /metrics shows.
+
+        Raises:
+            InvalidConfig: an address is malformed or cannot be bound.
+        """
+        node = cls(registry, [name for name, _ in services])
+        for _, add_to_server in services:
+            add_to_server(node._server)
+        health_pb2_grpc.add_HealthServicer_to_server(node._health, node._server)
+        reflection.enable_server_reflection(
+            (*(name for name, _ in services), health.SERVICE_NAME, reflection.SERVICE_NAME),
+            node._server,
+        )
+        await node._publish_health()
+        host, port = split_address(listen, "listen")
+        bound = node._bind(join_address(host, port))
+        node.address = advertised(advertise, host, bound)
+        await node._http.start(http_listen)
+        node.http_address = node._http.address
+        await node._server.start()
+        node._turns.start()
+        logs.info("listening", address=node.address, http_address=node.http_address)
+        return node
+
+    @property
+    def is_serving(self) -> bool:
+        """What health and /healthz say."""
+        return self._is_serving
+
+    def set_serving(self, is_serving: bool) -> None:
+        """Say in health and /healthz whether the node is ready for others.
+
+        Blocking: no; watchers of the health service hear of it within the loop's next turns.
+        """
+        if is_serving == self._is_serving or self._is_stopped:
+            return
+        self._is_serving = is_serving
+        logs.info("serving" if is_serving else "not_serving", address=self.address)
+        self._publish_soon()
+
+    @property
+    def why_unready(self) -> str:
+        """Why the node is not ready; empty: it is."""
+        return self._unready if self._is_serving else "not serving"
+
+    def set_unready(self, reason: str) -> None:
+        """Say in health and /readyz why the node should not be relied on alone yet, or any more.
+
+        Args:
+            reason: in words; empty: it is ready as soon as it serves.
+
+        Blocking: no; as `set_serving`.
+        """
+        if bool(reason) != bool(self._unready) and not self._is_stopped:
+            logs.info("not_ready" if reason else "ready", **({"reason": reason} if reason else {}))
+            self._unready = reason
+            self._publish_soon()
+        self._unready = reason
+
+    def _publish_soon(self) -> None:
+        update = asyncio.get_running_loop().create_task(self._publish_health())
+        self._updates.add(update)
+        update.add_done_callback(self._updates.discard)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, let those in progress finish within `grace_s`, then cut them.
+
+        Health says NOT_SERVING and /healthz 503 from the beginning to the end of the grace.
+        Idempotent.
+
+        Blocking: up to `grace_s` and a little.
+        """
+        if self._is_stopped:
+            return
+        self.set_serving(False)
+        self._is_stopped = True
+        self._turns.stop()
+        await self._health.enter_graceful_shutdown()
+        await self._server.stop(grace_s)
+        await self._http.stop()
+        await asyncio.gather(*self._updates)
+        logs.info("stopped", address=self.address)
+
+    def _bind(self, listen: str) -> int:
+        try:
+            port = self._server.add_insecure_port(listen)
+        except RuntimeError as error:
+            raise InvalidConfig(f"listen is '{listen}', which cannot be bound: {error}") from error
+        if port == 0:
+            raise InvalidConfig(f"listen is '{listen}', which cannot be bound")
+        return port
+
+    async def _publish_health(self) -> None:
+        states = health_pb2.HealthCheckResponse
+        for name in self._service_names:
+            await self._health.set(name, states.SERVING if self._is_serving else states.NOT_SERVING)
+        is_ready = not self.why_unready
+        await self._health.set(READINESS, states.SERVING if is_ready else states.NOT_SERVING)
+
+
+class _Malformed:
+    """Stands for a request that does not parse, until the call can be ended with a reason."""
+
+    def __init__(self, error: DecodeError) -> None:
+        self.error = error
+
+
+class _RefuseMalformed(grpc.aio.ServerInterceptor):
+    """Ends a call whose only request does not parse as InvalidTensor; gRPC would answer UNKNOWN.
+
+    Messages of a request stream are parsed inside the servicer, under `translated`.
+    """
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        name = handler_call_details.method
+        found = self._wrapped.get(name)
+        if found is not None:
+            return found
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        self._wrapped[name] = _guarded(name, handler)
+        return self._wrapped[name]
+
+
+def _guarded(name: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    def deserialize(payload: bytes) -> object:
+        try:
+            return handler.request_deserializer(payload)
+        except DecodeError as error:
+            return _Malformed(error)
+
+    def refusal(request: _Malformed) -> InvalidTensor:
+        return InvalidTensor(f"the request of {name} does not parse: {request.error}")
+
+    async def unary(request: Any, context: Any) -> Any:
+        if isinstance(request, _Malformed):
+            await abort(context, refusal(request))
+        return await handler.unary_unary(request, context)
+
+    async def written(request: Any, context: Any) -> None:
+        if isinstance(request, _Malformed):
+            await abort(context, refusal(request))
+        await handler.unary_stream(request, context)
+
+    async def stream(request: Any, context: Any) -> Any:
+        if isinstance(request, _Malformed):
+            await abort(context, refusal(request))
+        async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    if not handler.response_streaming:
+        return grpc.unary_unary_rpc_method_handler(unary, deserialize, handler.response_serializer)
+    # A method that writes through its context instead of yielding is a coroutine, and gRPC looks.
+    yields = inspect.isasyncgenfunction(handler.unary_stream)
+    return grpc.unary_stream_rpc_method_handler(
+        stream if yields else written, deserialize, handler.response_serializer
+    )

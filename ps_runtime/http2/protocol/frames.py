@@ -1,0 +1,218 @@
+"""HTTP/2 on the wire (RFC 9113): frames, settings, windows' bounds, and gRPC's message prefix.
+
+What it deliberately does not do: know streams or what is open
+(`ps_runtime.http2.protocol.connection`), or compress headers (the package hpack does).
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+FRAME_HEAD_BYTES = 9
+PREFIX_BYTES = 5
+"""gRPC's, before each message: a flag, and the length."""
+
+DEFAULT_WINDOW_BYTES = 65_535
+DEFAULT_MAX_FRAME_BYTES = 16_384
+MAX_MAX_FRAME_BYTES = (1 << 24) - 1
+MAX_WINDOW_BYTES = (1 << 31) - 1
+
+_HEAD = struct.Struct(">HBBBI")
+_PREFIX = struct.Struct(">BI")
+_SETTING = struct.Struct(">HI")
+
+
+class FrameType(IntEnum):
+    """RFC 9113, section 6; all others are ignored."""
+
+    DATA = 0
+    HEADERS = 1
+    PRIORITY = 2
+    RST_STREAM = 3
+    SETTINGS = 4
+    PUSH_PROMISE = 5
+    PING = 6
+    GOAWAY = 7
+    WINDOW_UPDATE = 8
+    CONTINUATION = 9
+
+
+class Flag:
+    """Bits of a frame's flags."""
+
+    END_STREAM = 0x1
+    ACK = 0x1
+    END_HEADERS = 0x4
+    PADDED = 0x8
+    PRIORITY = 0x20
+
+
+class Setting(IntEnum):
+    """Identifiers of settings; all others are ignored."""
+
+    HEADER_TABLE_SIZE = 1
+    ENABLE_PUSH = 2
+    MAX_CONCURRENT_STREAMS = 3
+    INITIAL_WINDOW_SIZE = 4
+    MAX_FRAME_SIZE = 5
+    MAX_HEADER_LIST_SIZE = 6
+
+
+class ErrorCode(IntEnum):
+    """Of RST_STREAM and GOAWAY."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    CONNECT_ERROR = 10
+    ENHANCE_YOUR_CALM = 11
+    INADEQUATE_SECURITY = 12
+    HTTP_1_1_REQUIRED = 13
+
+
+class ConnectionBroken(Exception):
+    """The peer broke the protocol, or a bound: the connection ends with `code`."""
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(f"{code.name}: {text}")
+        self.code = code
+        self.text = text
+
+
+class FrameHead(NamedTuple):
+    """What is before each frame's payload."""
+
+    length: int
+    kind: int
+    flags: int
+    stream_id: int
+
+
+def read_head(view: memoryview, at: int) -> FrameHead:
+    """The head at `at`; FRAME_HEAD_BYTES of it are there."""
+    high, low, kind, flags, stream_id = _HEAD.unpack_from(view, at)
+    return FrameHead(high << 8 | low, kind, flags, stream_id & MAX_WINDOW_BYTES)
+
+
+def check_length(head: FrameHead, expected: int) -> None:
+    """Refuse a frame of a fixed length that has another.
+
+    Raises:
+        ConnectionBroken: it has.
+    """
+    if head.length != expected:
+        raise ConnectionBroken(
+            ErrorCode.FRAME_SIZE_ERROR,
+            f"a frame of type {head.kind} has {head.length} bytes; expected {expected}",
+        )
+
+
+def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
+    """A frame's head."""
+    return _HEAD.pack(length >> 8, length & 0xFF, kind, flags, stream_id)
+
+
+def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
+    """A whole frame."""
+    return head(len(payload), kind, flags, stream_id) + payload
+
+
+def prefix(length: int) -> bytes:
+    """The prefix that gRPC gives an uncompressed message."""
+    return _PREFIX.pack(0, length)
+
+
+def read_prefix(raw: bytes | bytearray | memoryview, at: int = 0) -> tuple[int, int]:
+    """The flag and the length of a message."""
+    flag, length = _PREFIX.unpack_from(raw, at)
+    return flag, length
+
+
+def settings(values: dict[Setting, int]) -> bytes:
+    """A SETTINGS frame."""
+    payload = b"".join(_SETTING.pack(name, value) for name, value in values.items())
+    return frame(FrameType.SETTINGS, 0, 0, payload)
+
+
+def read_settings(payload: bytes) -> list[tuple[int, int]]:
+    """The settings in order, checked.
+
+    Raises:
+        ConnectionBroken: the length or a value is out of bounds.
+    """
+    if len(payload) % _SETTING.size:
+        raise ConnectionBroken(
+            ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS has {len(payload)} bytes; expected sixes"
+        )
+    found = list(_SETTING.iter_unpack(payload))
+    for name, value in found:
+        if name == Setting.ENABLE_PUSH and value > 1:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH is {value}")
+        if name == Setting.INITIAL_WINDOW_SIZE and value > MAX_WINDOW_BYTES:
+            raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {value} bytes")
+        in_bounds = DEFAULT_MAX_FRAME_BYTES <= value <= MAX_MAX_FRAME_BYTES
+        if name == Setting.MAX_FRAME_SIZE and not in_bounds:
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE is {value}")
+    return found
+
+
+def window_update(stream_id: int, increment: int) -> bytes:
+    """Room for so many bytes more."""
+    return frame(FrameType.WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
+
+
+def reset(stream_id: int, code: int) -> bytes:
+    """An RST_STREAM frame."""
+    return frame(FrameType.RST_STREAM, 0, stream_id, int(code).to_bytes(4))
+
+
+def go_away(last_stream_id: int, code: int, text: str) -> bytes:
+    """A GOAWAY frame."""
+    payload = last_stream_id.to_bytes(4) + int(code).to_bytes(4) + text.encode()
+    return frame(FrameType.GOAWAY, 0, 0, payload)
+
+
+def ping(payload: bytes, *, is_ack: bool) -> bytes:
+    """A PING frame of 8 bytes."""
+    return frame(FrameType.PING, Flag.ACK if is_ack else 0, 0, payload)
+
+
+def header_frames(stream_id: int, block: bytes, max_frame_bytes: int, *, ends: bool) -> bytes:
+    """HEADERS, and CONTINUATION where one frame does not hold the block."""
+    pieces = [
+        block[at : at + max_frame_bytes] for at in range(0, max(len(block), 1), max_frame_bytes)
+    ]
+    frames = []
+    for number, piece in enumerate(pieces):
+        kind = FrameType.CONTINUATION if number else FrameType.HEADERS
+        flags = Flag.END_STREAM if ends and not number else 0
+        if number == len(pieces) - 1:
+            flags |= Flag.END_HEADERS
+        frames.append(frame(kind, flags, stream_id, piece))
+    return b"".join(frames)
+
+
+def without_padding(payload: bytes, flags: int) -> bytes:
+    """The payload of a HEADERS frame without its padding and priority.
+
+    Raises:
+        ConnectionBroken: it is shorter than what it announces.
+    """
+    at, padding = 0, 0
+    if flags & Flag.PADDED:
+        padding, at = payload[0] if payload else 1, 1
+    if flags & Flag.PRIORITY:
+        at += 5
+    if at + padding > len(payload):
+        raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "HEADERS are all padding")
+    return payload[at : len(payload) - padding]

@@ -1,0 +1,67 @@
+"""Header blocks as they come in: put together from their frames, and decompressed (RFC 7541).
+
+Rules:
+    - Nothing else comes between the frames of a block.
+    - Every block is decompressed, also of a stream that has gone: the compression has a memory.
+"""
+
+from __future__ import annotations
+
+import hpack
+
+from ps_runtime.http2.protocol import frames as wire
+from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType
+from ps_runtime.http2.protocol.streams import Fields
+
+MAX_LIST_BYTES = 16 * 1024
+"""Of the fields of a block, as RFC 9113 counts them (6.5.2)."""
+
+_MAX_BLOCK_BYTES = 32 * 1024
+
+
+class HeaderBlocks:
+    """The blocks that one peer sends."""
+
+    def __init__(self) -> None:
+        self._decoder = hpack.Decoder(max_header_list_size=MAX_LIST_BYTES)
+        self._block = bytearray()
+        self._head: FrameHead | None = None
+
+    def check_place(self, head: FrameHead) -> None:
+        """Refuse what comes inside of a block, and the rest of a block that did not begin."""
+        belongs = head.kind == FrameType.CONTINUATION
+        if (self._head is not None) != belongs or (
+            self._head is not None and head.stream_id != self._head.stream_id
+        ):
+            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a header block is cut in two")
+
+    def take(self, head: FrameHead, payload: bytes) -> tuple[FrameHead, Fields] | None:
+        """A frame of HEADERS or CONTINUATION: the head of the block's first frame and its fields,
+        if this is its last.
+
+        Raises:
+            ConnectionBroken: it is too long, or does not decompress.
+        """
+        if head.kind == FrameType.HEADERS:
+            self._head = head
+            self._block[:] = wire.without_padding(payload, head.flags)
+        else:
+            self._block += payload
+            if not payload:
+                raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "CONTINUATION of nothing")
+        if len(self._block) > _MAX_BLOCK_BYTES:
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block without end")
+        first = self._head
+        if first is None or not head.flags & Flag.END_HEADERS:
+            return None
+        self._head = None
+        return first, self._fields()
+
+    def _fields(self) -> Fields:
+        try:
+            found = self._decoder.decode(bytes(self._block), raw=True)
+        except hpack.OversizedHeaderListError:
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "too many headers") from None
+        except hpack.HPACKError as error:
+            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, f"headers: {error}") from None
+        return [(bytes(name), bytes(value)) for name, value in found]

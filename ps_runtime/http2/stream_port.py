@@ -1,0 +1,101 @@
+"""The two ways to call the methods that move parameters: a server's stream port, where it has one
+that can be reached, else its gRPC port by grpcio. What goes over the wire is the same.
+
+Everything belongs to the loop that it was made on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol, cast
+
+import grpc
+import grpc.aio
+
+from ps_core.cluster_view import Node
+from ps_runtime.grpc.addresses import split_address
+from ps_runtime.http2.channel import StreamChannel
+from ps_runtime.http2.protocol.streams import Piece
+from ps_runtime.observe import logs
+
+_CONNECT_S = 2.0
+
+
+class ServerCall(Protocol):
+    """A call that is open. Failures are `grpc.RpcError`."""
+
+    async def write(self, pieces: Sequence[Piece]) -> None:
+        """Send a message in pieces, which must not change until it is answered."""
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        """The serialized answers."""
+
+    def cancel(self) -> object:
+        """Give the call up, if it has not ended."""
+
+
+class GrpcioCall:
+    """A call of grpcio's, which takes messages in one piece."""
+
+    def __init__(
+        self,
+        call: grpc.aio.StreamStreamCall[bytes, bytes] | grpc.aio.UnaryStreamCall[bytes, bytes],
+    ) -> None:
+        self._call = call
+
+    async def write(self, pieces: Sequence[Piece]) -> None:
+        """See `ServerCall`."""
+        message = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        stream = cast("grpc.aio.StreamStreamCall[bytes, bytes]", self._call)
+        await stream.write(bytes(message))
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return aiter(self._call)
+
+    def cancel(self) -> object:
+        """See `ServerCall`."""
+        return self._call.cancel()
+
+
+class StreamPort:
+    """The stream port of one server, and whether it serves.
+
+    Args:
+        node: the server.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._port = 0
+        self._refused = ""
+
+    async def connect(self, port: int, deadline_s: float) -> StreamChannel | None:
+        """A connection; None if there is none to be had, said once.
+
+        Args:
+            port: the one that the server names.
+            deadline_s: what may be spent on it.
+        """
+        self._port = port
+        host, _ = split_address(self._node.address, "address")
+        try:
+            return await StreamChannel.connect(host, port, min(deadline_s, _CONNECT_S))
+        except OSError as error:
+            self.refuse(f"it cannot be reached: {error!r}")
+            return None
+
+    def confirm(self) -> None:
+        """It serves: trouble that comes later is news."""
+        self._refused = ""
+
+    def refuse(self, reason: str) -> None:
+        """Say why it is not used, once."""
+        if reason != self._refused:
+            self._refused = reason
+            logs.warning(
+                "stream_port_not_used",
+                server=self._node.node_id,
+                address=self._node.address,
+                stream_port=self._port,
+                reason=reason,
+            )

@@ -1,0 +1,1 @@
+"""Starting roles as processes, and ending them."""

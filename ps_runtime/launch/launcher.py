@@ -1,0 +1,511 @@
+"""Starts the roles of a local cluster as child processes, watches them, and ends them.
+
+Rules:
+    - Each role is the leader of its own process group, so Ctrl-C in a terminal reaches only the
+      launcher, and what a role left behind ends with it.
+    - A child that has ended stays unreaped until its group has been killed: until then the kernel
+      cannot give its number to a stranger, so every signal goes where it was meant to go.
+    - Children are begun by one thread that lives as long as the launcher: the kernel's
+      parent-death signal, which roles ask for under PUSHPULL_DIE_WITH_PARENT=1, fires at the end of
+      the *thread* that forked.
+    - Nothing is polled at a fixed rate, and every wait is bounded and ends early if the child dies.
+
+What it deliberately does not do: decide what a role's end means, or know what roles say to each
+other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Self
+
+from ps_core.errors import InvalidConfig, Recovering, WaitExpired
+from ps_runtime.cluster import join_secret
+from ps_runtime.launch import role_starts
+from ps_runtime.launch.cluster_shape import ClusterShape
+from ps_runtime.launch.role_environment import role_environment
+from ps_runtime.launch.role_starts import RoleChild, RoleStart
+from ps_runtime.observe import logs
+
+RECENT_LINE_COUNT = 40
+"""Lines of each role's output kept for the message about its end."""
+
+MAX_LINE_BYTES = 65_536
+"""A longer line is cut: memory stays bounded whatever a role prints."""
+
+READY_DEADLINE_S = 120.0
+"""A role imports torch before it answers: seconds on a busy machine, minutes on a cold disk."""
+
+STOP_GRACE_S = 2.0
+"""Between SIGTERM and SIGKILL, for each kind of role."""
+
+CHECKPOINT_GRACE_S = 35.0
+"""Longer than a scheduler waits for a checkpoint that is under way."""
+
+_DRAIN_GRACE_S = 1.0
+"""Calls in progress get this long when a role stops: less than `STOP_GRACE_S`, or it is killed."""
+
+_LAUNCH_ID = "PUSHPULL_LAUNCH_ID"
+
+_READER_JOIN_S = 1.0
+_FIRST_POLL_S = 0.005
+_MAX_POLL_S = 0.1
+
+LineSink = Callable[["RoleProcess", str], None]
+"""Called with each line of output, from a thread of the launcher's, one line at a time a role."""
+
+ExitSink = Callable[["RoleExit"], None]
+"""Called once for each role that ends, from a thread of the launcher's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleCommand:
+    """What to start: `module` with `arguments`; `kind` and `index` make its name."""
+
+    kind: str
+    index: int | None
+    module: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def launch_id(self) -> bytes:
+        """What its nodes have told the scheduler, so that their end can be told; empty: nothing."""
+        return bytes.fromhex(self.environment.get(_LAUNCH_ID, ""))
+
+    @property
+    def name(self) -> str:
+        """As people read it: "scheduler", "server 0", "worker 3"."""
+        return self.kind if self.index is None else f"{self.kind} {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class RoleExit:
+    """How a role ended: `returncode` as subprocess has it, negative for a signal; `was_ready` says
+    whether it had come to serve, `ran_s` how many seconds after its start it ended.
+    """
+
+    command: RoleCommand
+    returncode: int
+    was_stopped: bool
+    recent_lines: tuple[str, ...]
+    was_ready: bool = False
+    ran_s: float = 0.0
+
+    @property
+    def how(self) -> str:
+        """For a person: "exit code 1", "signal 9 (SIGKILL)"."""
+        if self.returncode >= 0:
+            return f"exit code {self.returncode}"
+        name = _signal_name(-self.returncode)
+        return f"signal {-self.returncode}" + (f" ({name})" if name else "")
+
+    @property
+    def reason(self) -> str:
+        """Why, as the role said itself; empty if it said nothing. A worker's script speaks for
+        itself.
+        """
+        if self.returncode <= 0 or self.command.kind == "worker":
+            return ""
+        return reason_of(self.recent_lines)
+
+    @property
+    def fate(self) -> str:
+        """In a sentence: "ended with exit code 1", "was killed by SIGKILL"."""
+        name = _signal_name(-self.returncode)
+        return f"was killed by {name}" if name else f"ended with {self.how}"
+
+
+def _signal_name(number: int) -> str:
+    """The signal's name; empty if it is none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyRole:
+    """What a role wrote to its ready file."""
+
+    address: str
+    http_address: str
+
+
+class RoleProcess:
+    """One running role. Made by `Launcher.start`."""
+
+    def __init__(
+        self,
+        command: RoleCommand,
+        child: RoleChild,
+        output: IO[bytes],
+        ready_file: Path,
+    ) -> None:
+        self.command = command
+        self._ready_file = ready_file
+        self.pid = child.pid
+        self._child = child
+        self._output = output
+        self._signal_lock = threading.Lock()
+        self._is_reaped = False
+        self._recent_lines: deque[str] = deque(maxlen=RECENT_LINE_COUNT)
+        self._was_stopped = False
+        self._began_s = time.monotonic()
+        self._ended = threading.Event()
+        self._exit: RoleExit | None = None
+        self._reader: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+
+    @property
+    def name(self) -> str:
+        """As people read it."""
+        return self.command.name
+
+    @property
+    def recent_lines(self) -> tuple[str, ...]:
+        """The last lines that it printed."""
+        return tuple(self._recent_lines)
+
+    @property
+    def exit(self) -> RoleExit | None:
+        """How it ended, or None while it runs."""
+        return self._exit
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it runs, and has written its addresses."""
+        return self._exit is None and self._ready_file.exists()
+
+    def wait(self, timeout_s: float) -> RoleExit | None:
+        """Wait for its end.
+
+        Blocking: up to `timeout_s`; None if it still runs then.
+        """
+        self._ended.wait(max(0.0, timeout_s))
+        return self._exit
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the role itself; nothing if it has ended."""
+        with self._signal_lock:
+            if not self._is_reaped:
+                os.kill(self.pid, number)
+
+    def stop(self, number: signal.Signals) -> None:
+        """End it on purpose: its exit counts as `was_stopped`. SIGKILL goes to its whole group."""
+        self._was_stopped = True
+        if number is not signal.SIGKILL:
+            self.send(number)
+            return
+        with self._signal_lock:
+            if not self._is_reaped:
+                os.killpg(self.pid, number)
+
+    def watch(self, on_line: LineSink, on_exit: ExitSink) -> None:
+        """Begin to read its output and to wait for its end."""
+        self._reader = threading.Thread(
+            target=self._read, args=(on_line,), name=f"output of {self.name}", daemon=True
+        )
+        self._watcher = threading.Thread(
+            target=self._watch, args=(on_exit,), name=f"end of {self.name}", daemon=True
+        )
+        self._reader.start()
+        self._watcher.start()
+
+    def _read(self, on_line: LineSink) -> None:
+        with self._output:
+            for line in _lines(self._output):
+                self._recent_lines.append(line)
+                on_line(self, line)
+
+    def _watch(self, on_exit: ExitSink) -> None:
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        with self._signal_lock:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            returncode = self._child.wait()
+            self._is_reaped = True
+        if self._reader is not None:
+            # What the role wrote last says why it ended. Bounded: a process that left the group may
+            # hold the pipe open.
+            self._reader.join(_READER_JOIN_S)
+        was_stopped, was_ready = self._was_stopped, self._ready_file.exists()
+        ran_s = time.monotonic() - self._began_s
+        lines = self.recent_lines
+        self._exit = RoleExit(self.command, returncode, was_stopped, lines, was_ready, ran_s)
+        self._ended.set()
+        on_exit(self._exit)
+
+
+def _lines(stream: IO[bytes]) -> Iterable[str]:
+    """The lines of `stream`; of a line that was overwritten by carriage returns, what remained."""
+    while raw := stream.readline(MAX_LINE_BYTES):
+        text = raw.decode("utf-8", "replace").rstrip("\r\n")
+        yield text.rsplit("\r", 1)[-1]
+
+
+def _ignore_line(process: RoleProcess, line: str) -> None:
+    """The default sink: lines are only kept for the message about the role's end."""
+
+
+def _ignore_exit(role_exit: RoleExit) -> None:
+    """The default sink: `RoleProcess.wait` tells."""
+
+
+class Launcher:
+    """Starts roles and ends them all. Thread-safe; use it as a context manager.
+
+    Args:
+        on_line: gets each line of output.
+        on_exit: gets each role's end, asked for or not.
+    """
+
+    def __init__(self, on_line: LineSink = _ignore_line, on_exit: ExitSink = _ignore_exit) -> None:
+        self._on_line = on_line
+        self._on_exit = on_exit
+        self._forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pushpull launcher")
+        self._ready_directory = tempfile.TemporaryDirectory(prefix="pushpull-")
+        self._lock = threading.Lock()
+        self._processes: list[RoleProcess] = []
+        self._is_stopping = False
+
+    @property
+    def processes(self) -> tuple[RoleProcess, ...]:
+        """All roles that were started, in that order, ended ones included."""
+        with self._lock:
+            return tuple(self._processes)
+
+    def ready_file(self, command: RoleCommand) -> Path:
+        """Where the role writes its addresses."""
+        return Path(self._ready_directory.name) / f"{command.name.replace(' ', '-')}.json"
+
+    @property
+    def journal_directory(self) -> Path:
+        """Where a scheduler may keep its journal; it goes with the launcher."""
+        return Path(self._ready_directory.name) / "journal"
+
+    def start_again(self, command: RoleCommand) -> RoleProcess:
+        """Start a role that has ended; a scheduler where it was, since others know its address.
+
+        Raises:
+            InvalidConfig: the launcher has been stopped.
+        """
+        ready_file = self.ready_file(command)
+        if command.kind == "scheduler" and ready_file.exists():
+            where = _read_ready(ready_file)
+            places = {"--listen": where.address, "--http-listen": where.http_address}
+            arguments = tuple(
+                f"{name}={places.get(name, value)}" if equals else name
+                for name, equals, value in (each.partition("=") for each in command.arguments)
+            )
+            command = replace(command, arguments=arguments)
+        return self.start(command)
+
+    def start(self, command: RoleCommand) -> RoleProcess:
+        """Start a role; one that has ended may be started again.
+
+        Raises:
+            InvalidConfig: the launcher has been stopped.
+        """
+        with self._lock:
+            self._check_open(command)
+            forked = self._forker.submit(self._fork, command)
+        return forked.result()
+
+    def _check_open(self, command: RoleCommand) -> None:
+        if self._is_stopping:
+            raise InvalidConfig(f"{command.name} cannot start: the launcher has been stopped")
+
+    def _fork(self, command: RoleCommand) -> RoleProcess:
+        with self._lock:
+            self._check_open(command)
+            ready_file = self.ready_file(command)
+            ready_file.unlink(missing_ok=True)  # of the one that ended
+            read_end, write_end = os.pipe()
+            output = os.fdopen(read_end, "rb")
+            try:
+                environment = role_environment(os.environ, command.environment)
+                child = role_starts.begin(
+                    RoleStart(command.module, command.arguments, environment, write_end)
+                )
+            finally:
+                os.close(write_end)
+            process = RoleProcess(command, child, output, ready_file)
+            self._processes.append(process)
+        process.watch(self._on_line, self._on_exit)
+        return process
+
+    def wait_ready(self, process: RoleProcess, deadline_s: float = READY_DEADLINE_S) -> ReadyRole:
+        """Wait until a role serves.
+
+        Blocking: up to `deadline_s`.
+
+        Raises:
+            Recovering: the role ended first; the message has its last lines.
+            WaitExpired: it did not serve in time; the message has its last lines.
+        """
+        path = self.ready_file(process.command)
+        give_up_s = time.monotonic() + deadline_s
+        poll_s = _FIRST_POLL_S
+        while True:
+            if path.exists():
+                return _read_ready(path)
+            role_exit = process.wait(poll_s)
+            if role_exit is not None:
+                raise Recovering(describe_exit(role_exit, "before it served"))
+            if time.monotonic() >= give_up_s:
+                lines = "\n".join(process.recent_lines)
+                raise WaitExpired(f"{process.name} did not serve within {deadline_s:g} s\n{lines}")
+            poll_s = min(poll_s * 2, _MAX_POLL_S)
+
+    def stop_scheduler(self, grace_s: float) -> None:
+        """End the scheduler before all others: then it waits for a checkpoint that is under way.
+        Idempotent.
+
+        Blocking: at most `grace_s`, and the kernel's time to kill.
+        """
+        with self._lock:
+            self._is_stopping = True
+            processes = list(self._processes)
+        _stop_all([p for p in processes if p.command.kind == "scheduler"], grace_s)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """End all roles: workers first, then servers, then the scheduler. Idempotent.
+
+        Blocking: at most `grace_s` for each of the three kinds, and the kernel's time to kill.
+        """
+        with self._lock:
+            self._is_stopping = True
+            processes = list(self._processes)
+        for kind in ("worker", "server", "scheduler"):
+            _stop_all([p for p in processes if p.command.kind == kind], grace_s)
+        self._forker.shutdown()
+        self._ready_directory.cleanup()
+
+    def kill(self) -> None:
+        """SIGKILL to all roles at once, for a user who does not want to wait for `stop`."""
+        with self._lock:
+            self._is_stopping = True
+        for process in self.processes:
+            process.stop(signal.SIGKILL)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def _stop_all(processes: Sequence[RoleProcess], grace_s: float) -> None:
+    for process in processes:
+        # A server that is sent SIGTERM stays until another has what it holds: here all of them end.
+        process.stop(signal.SIGINT if process.command.kind == "server" else signal.SIGTERM)
+    give_up_s = time.monotonic() + grace_s
+    for process in processes:
+        if process.wait(give_up_s - time.monotonic()) is None:
+            process.stop(signal.SIGKILL)
+    for process in processes:
+        process.wait(STOP_GRACE_S + _READER_JOIN_S)
+
+
+def _read_ready(path: Path) -> ReadyRole:
+    written = json.loads(path.read_text())
+    return ReadyRole(address=written["address"], http_address=written["http_address"])
+
+
+def reason_of(lines: Sequence[str]) -> str:
+    """Why a role ended, as it said itself in the last error of its log, or in what is wrong with
+    its command line; empty if it said nothing of the kind.
+    """
+    for text in reversed(lines):
+        fields = logs.fields_of(text)
+        if fields and logs.is_error(text):
+            said = (fields.get(name) for name in ("message", "error", "reason"))
+            return next((each for each in said if each), fields["event"])
+        program, is_wrong, reason = text.partition(": error: ")
+        if is_wrong and program.startswith("pushpull "):
+            return reason
+    return ""
+
+
+def describe_exit(role_exit: RoleExit, when: str) -> str:
+    """The message about a role that ended: which, how, when, and why if it said so itself, else
+    what it said last.
+    """
+    head = f"{role_exit.command.name} ended with {role_exit.how} {when}"
+    if role_exit.reason:
+        return f"{head}; it said: {role_exit.reason}"
+    if not role_exit.recent_lines:
+        return f"{head}; it printed nothing"
+    lines = "\n".join(f"  [{role_exit.command.name}] {line}" for line in role_exit.recent_lines)
+    return f"{head}; its last lines:\n{lines}"
+
+
+def start_scheduler(
+    launcher: Launcher, shape: ClusterShape, deadline_s: float = READY_DEADLINE_S
+) -> ReadyRole:
+    """Start the scheduler of a local cluster and wait until it serves.
+
+    Blocking: as `Launcher.wait_ready`.
+
+    Raises:
+        InvalidConfig: there is a join secret that cannot be read.
+        Recovering: it ended first.
+        WaitExpired: it did not serve in time.
+    """
+    join_secret.ensure(os.environ)
+    bare = RoleCommand("scheduler", None, "scheduler", environment=shape.environment)
+    arguments = (
+        f"--listen={shape.listen}",
+        "--http-listen=127.0.0.1:0",
+        *shape.scheduler_arguments,
+        f"--ready-file={launcher.ready_file(bare)}",
+        f"--drain-grace-s={_DRAIN_GRACE_S}",
+        *((f"--journal={launcher.journal_directory}",) if shape.has_journal else ()),
+    )
+    return launcher.wait_ready(launcher.start(replace(bare, arguments=arguments)), deadline_s)
+
+
+def start_servers(launcher: Launcher, shape: ClusterShape, scheduler: str) -> list[RoleProcess]:
+    """Start the servers of a local cluster; `Launcher.wait_ready` waits for each."""
+    return [start_server(launcher, shape, scheduler, index) for index in range(shape.server_count)]
+
+
+def start_server(
+    launcher: Launcher, shape: ClusterShape, scheduler: str, index: int
+) -> RoleProcess:
+    """Start one server of a local cluster, or another one, by an index that none has."""
+    bare = RoleCommand("server", index, "ps_server", environment=shape.environment)
+    arguments = (
+        f"--listen={shape.server_listen}",
+        "--http-listen=127.0.0.1:0",
+        f"--scheduler={scheduler}",
+        f"--ready-file={launcher.ready_file(bare)}",
+        *shape.update_log.server_arguments(index),
+    )
+    return launcher.start(replace(bare, arguments=arguments))
+
+
+def worker_command(
+    rank: int, scheduler: str, arguments: Sequence[str], environment: Mapping[str, str]
+) -> RoleCommand:
+    """The command of worker `rank` of a local cluster; `arguments` are the script and its own."""
+    added = {
+        **environment,
+        "PUSHPULL_SCHEDULER": scheduler,
+        "PUSHPULL_RANK": str(rank),
+        _LAUNCH_ID: secrets.token_hex(16),
+    }
+    return RoleCommand("worker", rank, "ps_worker", tuple(arguments), added)

@@ -1,0 +1,65 @@
+"""The environment of a local cluster's roles, and the cores and threads that they share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import ps_core
+from ps_runtime.launch.shutdown import DIE_WITH_PARENT, PARENT_PID
+from pushpull.v1 import types_pb2
+
+_ADDRESSING = (
+    "ADVERTISE",
+    "CLUSTER_ID",
+    "HTTP_LISTEN",
+    "LAUNCH_ID",
+    "LISTEN",
+    "MIN_IN_SYNC",
+    "RANK",
+    "READY_FILE",
+    "REPLICAS",
+    "ROLE",
+    "SCHEDULER",
+    "SERVERS",
+    "STOP_WHEN_DONE",
+    "WORKERS",
+    "WORLD_SIZE",
+)
+"""PUSHPULL_ variables that say who a process is, and what its cluster is like: never inherited by a
+role of a local cluster."""
+
+
+def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a role: what the caller has, less who the caller is, plus `added`.
+
+    Our packages come from where this process has them, whatever the working directory.
+    """
+    dropped = {f"PUSHPULL_{name}" for name in _ADDRESSING}
+    environment = {name: value for name, value in inherited.items() if name not in dropped}
+    environment["PYTHONPATH"] = python_path(inherited)
+    environment[DIE_WITH_PARENT] = "1"
+    environment[PARENT_PID] = str(os.getpid())
+    # A pipe makes Python's output block-buffered: the last lines of a killed role would be lost.
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    environment.update(added)
+    return environment
+
+
+def python_path(inherited: Mapping[str, str]) -> str:
+    """The PYTHONPATH of a role: the folders of our packages, and the caller's, all absolute."""
+    given = [Path(p) for p in inherited.get("PYTHONPATH", "").split(os.pathsep) if p]
+    paths = dict.fromkeys(str(path.absolute()) for path in (*_package_roots(), *given))
+    return os.pathsep.join(paths)
+
+
+def _package_roots() -> list[Path]:
+    """The folders that hold our packages, less those that Python finds by itself."""
+    found = (Path(ps_core.__file__).parents[1], Path(types_pb2.__file__).parents[2])
+    return [root for root in found if root.name not in ("site-packages", "dist-packages")]
+
+
+def thread_count(core_count: int, process_count: int) -> int:
+    """Threads for each of `process_count` processes that share `core_count` cores; at least 1."""
+    return max(1, core_count // max(1, process_count))

@@ -1,0 +1,58 @@
+"""`python -P -m ps_runtime.launch.role_process MODULE ...`: runs one of our roles, and no other
+module.
+
+A user's own `scheduler.py`, in the working directory or in a folder on PYTHONPATH, would run in the
+place of ours with `python -m scheduler`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from typing import NoReturn
+
+import ps_core
+from ps_runtime.launch.role_environment import python_path
+
+ROLES = ("scheduler", "ps_server", "ps_worker")
+
+
+def command_of(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command line of a process that runs `python -m module arguments`."""
+    # -P: nothing of the working directory runs in the place of ours.
+    return [sys.executable, "-P", "-m", "ps_runtime.launch.role_process", module, *arguments]
+
+
+def become(module: str, arguments: Sequence[str], inherited: Mapping[str, str]) -> NoReturn:
+    """Turn this process into a role, so that signals and its end are the role's."""
+    sys.stdout.flush()
+    environment = {**inherited, "PYTHONPATH": python_path(inherited)}
+    os.execve(sys.executable, command_of(module, arguments), environment)  # noqa: S606 - the role
+
+
+def claim(module: str) -> None:
+    """Import a role's package from beside this one, wherever else there is one of its name."""
+    spec = PathFinder.find_spec(module, [str(Path(ps_core.__file__).parents[1])])
+    if spec is None or spec.loader is None:
+        raise ModuleNotFoundError(f"pushpull is not whole: there is no {module} beside ps_core")
+    package = module_from_spec(spec)
+    sys.modules[module] = package
+    spec.loader.exec_module(package)
+
+
+def main() -> None:
+    """Run the module that the command line names, as `python -m` would."""
+    _, module, *arguments = sys.argv
+    if module in ROLES:
+        claim(module)
+    sys.argv[1:] = arguments
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Settings of a role, from flags and environment variables."""

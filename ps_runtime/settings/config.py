@@ -1,0 +1,289 @@
+"""Settings of a role: flag over environment over file over default, resolved once at start.
+
+A role's settings are one frozen dataclass; each field carries ``metadata={"help": ...}``. Field
+`http_listen` is flag ``--http-listen``, variable ``PUSHPULL_HTTP_LISTEN`` and key ``http_listen``
+of a TOML file. Unknown keys are errors that name the nearest known one. Types: str, int, float,
+bool, Path, tuple[str, ...] (commas), and each of them or None.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ps_core.errors import InvalidConfig
+from ps_runtime.settings.environment import PREFIX, check_known, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    DataclassT = TypeVar("DataclassT", bound=DataclassInstance)
+else:
+    DataclassT = TypeVar("DataclassT")
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Refuse a setting that is none of its choices.
+
+    Raises:
+        InvalidConfig: it is not.
+    """
+    if value not in choices:
+        raise InvalidConfig(f"{name} is '{value}'; expected one of {', '.join(choices)}")
+
+
+def resolve(
+    cls: type[DataclassT],
+    flags: Mapping[str, object],
+    env: Mapping[str, str],
+    file: Path | None = None,
+) -> DataclassT:
+    """The settings of `cls`: flag, else PUSHPULL_<FIELD>, else the file's key, else the default.
+
+    Args:
+        cls: a dataclass.
+        flags: by field name; None means not given. Names that are no field are not looked at, so
+            that ``vars(parser.parse_args())`` can be passed whole.
+        env: the environment; an empty value counts as not given.
+        file: a TOML file.
+
+    Blocking: reads the file.
+
+    Raises:
+        InvalidConfig: an unknown key or variable, a value of the wrong type, or a missing setting,
+            named together with where it came from.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    hints = typing.get_type_hints(cls)
+    variables = {name: variable_name(name) for name in fields}
+    check_known(env, variables.values())
+    from_file = _read(file, list(fields)) if file is not None else {}
+    found: dict[str, Any] = {}
+    for name, field in fields.items():
+        if flags.get(name) is not None:
+            value, source = flags[name], flag_name(name)
+        elif env.get(variables[name]):
+            value, source = env[variables[name]], variables[name]
+        elif name in from_file:
+            value, source = from_file[name], f"'{name}' in {file}"
+        elif _has_default(field):
+            continue
+        else:
+            raise InvalidConfig(
+                f"'{name}' is not set; give {flag_name(name)} or {variables[name]}: "
+                f"{field.metadata.get('help', 'no description')}"
+            )
+        found[name] = _converted(value, hints[name], source)
+    return cls(**found)
+
+
+def flag_name(field: str) -> str:
+    """The command-line flag of a field."""
+    return "--" + field.replace("_", "-")
+
+
+def variable_name(field: str) -> str:
+    """The environment variable of a field."""
+    return PREFIX + field.upper()
+
+
+def argument_parser(
+    cls: type[DataclassInstance], description: str, program: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser with a flag for each field of `cls`, and --config FILE and --print-config.
+
+    A flag that is not given is None in the result, which `resolve` takes as such.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage="%(prog)s [OPTIONS]",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="A setting is its flag, else its variable, else its key in the --config file.",
+    )
+    add_flags(parser, cls)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the settings in force as TOML and exit"
+    )
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type[DataclassInstance]) -> None:
+    """Give a parser a flag for each field of `cls` that is for people."""
+    hints = typing.get_type_hints(cls)
+    for field in fields_of(cls):
+        _add_flag(parser, field, hints[field.name])
+
+
+def fields_of(cls: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
+    """The fields that have a flag; one with "is_internal" in its metadata is a variable alone."""
+    return [f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("is_internal")]
+
+
+def from_command_line(
+    cls: type[DataclassT],
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> DataclassT:
+    """What an entry point does with its command line: parse, resolve, and print if asked to.
+
+    Ends the process with status 0 after --print-config, and with status 2 and a line on stderr when
+    a setting is wrong.
+    """
+    arguments = vars(parser.parse_args(argv))
+    try:
+        config = resolve(cls, arguments, os.environ if env is None else env, arguments["config"])
+    except InvalidConfig as error:
+        parser.error(error.message)
+    if arguments["print_config"]:
+        print_config(config)
+        sys.exit(0)
+    return config
+
+
+def print_config(config: DataclassInstance) -> None:
+    """Print the settings as TOML, each under its help; the output can be given back as --config."""
+    for field in dataclasses.fields(config):
+        if not field.init:
+            continue
+        value = getattr(config, field.name)
+        print(f"# {field.metadata.get('help', 'no description')}")
+        print(f"# {field.name} is not set" if value is None else f"{field.name} = {_toml(value)}")
+
+
+def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hint: object) -> None:
+    text = str(field.metadata.get("help", "no description"))
+    default = default_of(field)
+    shown = "" if default in (None, "", ()) else f"; default: {_shown(default)}"
+    text = f"{text} [{variable_name(field.name)}{shown}]".replace("%", "%%")
+    kind = _alternatives(hint)[0]
+    if kind is bool:
+        parser.add_argument(
+            flag_name(field.name),
+            dest=field.name,
+            action=argparse.BooleanOptionalAction,
+            default=None,
+            help=text,
+        )
+        return
+    metavar = {int: "N", float: "X", Path: "PATH"}.get(typing.cast(type, kind), "TEXT")
+    parser.add_argument(flag_name(field.name), dest=field.name, metavar=metavar, help=text)
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """What a field is where nobody says otherwise; None if somebody has to."""
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return (
+        field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+    )
+
+
+def _read(file: Path, known: list[str]) -> dict[str, object]:
+    try:
+        with file.open("rb") as stream:
+            values = tomllib.load(stream)
+    except OSError as error:
+        raise InvalidConfig(f"the file {file} cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"the file {file} is not TOML: {error}") from error
+    for key in values:
+        if key not in known:
+            raise InvalidConfig(f"'{key}' in {file} is unknown{nearest(key, known)}")
+    return values
+
+
+def _alternatives(hint: object) -> list[object]:
+    """The types of ``X | None`` without None; of anything else, itself."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    return [hint]
+
+
+def _converted(value: object, hint: object, source: str) -> object:
+    kind = _alternatives(hint)[0]
+    if kind is bool:
+        return _boolean(value, source)
+    if kind is int:
+        return _integer(value, source)
+    if kind is float:
+        return _number(value, source)
+    if typing.get_origin(kind) is tuple:
+        return _strings(value, source)
+    if kind in (str, Path) and isinstance(value, (str, Path)):
+        return Path(value) if kind is Path else str(value)
+    raise InvalidConfig(f"{source} is {_shown(value)}; expected text")
+
+
+def _boolean(value: object, source: str) -> bool:
+    text = str(value).lower()
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    raise InvalidConfig(f"{source} is {_shown(value)}; expected one of {', '.join(_TRUE + _FALSE)}")
+
+
+def _integer(value: object, source: str) -> int:
+    try:
+        if isinstance(value, (int, str)) and not isinstance(value, bool):
+            return int(value)
+    except ValueError:
+        pass
+    raise InvalidConfig(f"{source} is {_shown(value)}; expected a whole number")
+
+
+def _number(value: object, source: str) -> float:
+    try:
+        if isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+    except ValueError:
+        pass
+    raise InvalidConfig(f"{source} is {_shown(value)}; expected a finite number")
+
+
+def _strings(value: object, source: str) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, (list, tuple)) and all(isinstance(part, str) for part in value):
+        return tuple(value)
+    raise InvalidConfig(f"{source} is {_shown(value)}; expected texts separated by commas")
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "not set"
+    if isinstance(value, tuple):
+        return ",".join(str(part) for part in value) or "none"
+    return repr(value) if isinstance(value, str) else str(value)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(part) for part in value) + "]"
+    return json.dumps(str(value), ensure_ascii=False)

@@ -1,0 +1,1 @@
+"""Clock, disk, memory and processor: the machine that a process runs on."""

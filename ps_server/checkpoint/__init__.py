@@ -1,0 +1,1 @@
+"""A server's parts of checkpoints, written and restored."""

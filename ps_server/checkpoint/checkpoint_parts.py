@@ -1,0 +1,531 @@
+"""A server's part of a checkpoint: its blocks as of the cut, in one file (SEMANTICS S10).
+
+    proposed -> the file is made
+    cut      -> each range is read at its cut, as a consistent reader does -> captured
+             -> copied, before it changes or in its turn -> written -> durable -> reported
+             -> as it was in the base: referred to ----------------> durable -> reported
+
+Rules:
+    - With a base, what has not changed since it is neither captured nor copied nor written.
+    - All but the files belongs to the loop that owns the values. Threads write, from copies: the
+      loop waits for no file.
+    - What was copied and waits to be written is bounded. A range whose copies would not fit is held
+      at its cut until they do (`copy_room`): its steps wait, and whoever asks is told for what.
+    - A store that takes nothing for a while when training waits for it gets no part.
+    - While updates come, blocks are written at a bounded rate: what writes them would take the
+      processor from what trains. Its threads give way to others.
+    - Copies lie in memory of their own (`copy_memory`), which is touched when the checkpoint is
+      proposed and kept for the next one: the step after the cut waits for the copies.
+    - Whatever goes wrong is reported, once; training goes on.
+
+What it deliberately does not do: decide when or where to cut (the scheduler does), or write the
+manifest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ps_core import limits
+from ps_core.change import Checkpoint
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import Internal, PushpullError
+from ps_core.keys import TableId
+from ps_core.part_report import PartReport, ReportedTable
+from ps_core.tables import DType, OptimizerKind, Table
+from ps_core.work import Work
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.part_header import let_go
+from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable, WrittenPart
+from ps_runtime.observe import logs
+from ps_runtime.system.background import give_way
+from ps_runtime.system.disk import DISK, Disk
+from ps_server.checkpoint.copy_memory import CopyMemory, Piece
+from ps_server.checkpoint.written_blocks import (
+    Base,
+    BlockKey,
+    WrittenBlock,
+    WrittenBlocks,
+    written_in,
+)
+from ps_server.ranges.events import AnswerPull, RefusePull
+from ps_server.service.node import ParameterNode
+from ps_server.values.copy_on_write import Captures, Key
+from ps_server.values.copy_room import CopyRoom
+from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
+
+_THREAD_COUNT = 2
+_BUSY_S = 0.5
+"""After an update the server counts as busy for so long."""
+
+_STATE_NAMES = {
+    OptimizerKind.SGD: ("momentum_buffer",),
+    OptimizerKind.ADAM: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    OptimizerKind.ADAGRAD: ("sum",),
+    OptimizerKind.RMSPROP: ("square_avg", "grad_avg", "momentum_buffer"),
+}
+
+_Copied = tuple[TableId, SavedBlock, Piece | None]
+
+Report = Callable[[int, PartReport], Awaitable[None]]
+"""Tells the scheduler of the part of a checkpoint, by its number."""
+
+
+class CheckpointParts:
+    """The parts that one server writes, one at a time. Belongs to its event loop.
+
+    Args:
+        node: the server.
+        report: how the scheduler is told.
+        rate_bytes_s: how much is written in a second while updates come; 0: no bound.
+        buffer_bytes: what copies that wait to be written may take.
+        disk: what local files are written with.
+        stall_s: how long a store may take nothing while training waits for it.
+    """
+
+    def __init__(
+        self,
+        node: ParameterNode,
+        report: Report,
+        rate_bytes_s: int,
+        buffer_bytes: int = limits.CHECKPOINT_BUFFER_BYTES,
+        disk: Disk = DISK,
+        stall_s: float = limits.CHECKPOINT_STALL_S,
+    ) -> None:
+        self._node = node
+        self._report = report
+        self._means = _Means(rate_bytes_s, CopyMemory(buffer_bytes), disk, stall_s)
+        self._newest = 0
+        self._part: _Part | None = None
+        self._written = WrittenBlocks()
+        node.on_cut_answered = self._answered
+
+    def observe(self, view: ClusterView) -> None:
+        """A newer view, which the node has observed."""
+        checkpoint, part = view.checkpoint, self._part
+        if part is not None and (checkpoint is None or checkpoint.number != part.number):
+            self._part = None
+            part.abandon()
+        if checkpoint is None:
+            return
+        if checkpoint.number > self._newest:
+            self._newest = checkpoint.number
+            self._part = _Part(self._node, checkpoint, self._written, self._report, self._means)
+            self._part.begin(self._planned())
+        if checkpoint.is_cut and self._part is not None:
+            self._node.works.begin(self._part.cutting(view))
+
+    def _planned(self) -> list[_Planned]:
+        """What will be in the file, at most: what is here now, in whatever range."""
+        planned: dict[TableId, _Planned] = {}
+        for (table_id, _), part in self._node.machine.parts.items():
+            if table_id not in planned:
+                table = part.state.table
+                planned[table_id] = _Planned(table, (VALUES, *self._state_names(table)), [])
+            planned[table_id].blocks.append(part.state.blocks)
+        return list(planned.values())
+
+    def _state_names(self, table: Table) -> tuple[str, ...]:
+        optimizer = table.spec.optimizer
+        if optimizer.kind is OptimizerKind.CUSTOM:
+            slots = self._node.shards.custom_state(optimizer.custom_update)
+            return tuple(map(tensor_of, slots))
+        return _STATE_NAMES.get(optimizer.kind, ())
+
+    def _answered(self, effect: AnswerPull | RefusePull) -> None:
+        if self._part is not None:
+            self._part.answered(effect)
+
+    async def close(self) -> None:
+        """Give up what is being written."""
+        part, self._part = self._part, None
+        if part is not None:
+            part.abandon()
+            await part.ended()
+
+
+class _Means(NamedTuple):
+    """What parts are written with."""
+
+    rate_bytes_s: int
+    copies: CopyMemory
+    disk: Disk
+    stall_s: float
+
+
+class _Planned(NamedTuple):
+    """A table that will be in a part: the tensors of its blocks, and the blocks of each range."""
+
+    table: Table
+    tensors: tuple[str, ...]
+    blocks: list[Sequence[int]]
+
+    def counted(self) -> PlannedTable:
+        """How much there may be of it; a microsecond a block."""
+        return PlannedTable(
+            self.table.spec.name,
+            sum(map(len, self.blocks)),
+            self.tensors,
+            sum(len(self.table.segments(block)) for some in self.blocks for block in some),
+        )
+
+
+class _Finished(NamedTuple):
+    """A part that is durable: what the scheduler is told, and where each block is."""
+
+    report: PartReport
+    blocks: dict[BlockKey, WrittenBlock]
+
+
+class _Part:
+    """One checkpoint's part."""
+
+    def __init__(
+        self,
+        node: ParameterNode,
+        checkpoint: Checkpoint,
+        written: WrittenBlocks,
+        report: Report,
+        means: _Means,
+    ) -> None:
+        self.number = checkpoint.number
+        self._node = node
+        self._url = checkpoint.url
+        self._report = report
+        self._rate_bytes_s, self._copies, self._disk, self._stall_s = means
+        self._loop = asyncio.get_running_loop()
+        self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint", give_way)
+        self._captures = Captures(self._about_to_change)
+        self._memory = written
+        self._base: Base = written.base(checkpoint.base)
+        self._referred: dict[BlockKey, WrittenBlock] = {}
+        self._lineages: dict[BlockKey, object] = {}  # of blocks that are written
+        self._waiters: dict[int, Key] = {}
+        self._tables: dict[TableId, ReportedTable] = {}
+        self._specs: dict[TableId, Table] = {}
+        self._is_cut = self._is_over = False
+        self._problem = ""
+        self._room = CopyRoom(self._copies.byte_count)
+        self._progress_s = 0.0  # when the store last took something, or training began to wait
+        self._copied: deque[_Copied] = deque()
+        self._writing_count = 0
+        self._wake = asyncio.Event()
+        self._opening: Future[tuple[CheckpointDirectory, Path, PartWriter]]
+        self._task: asyncio.Task[None]
+        session = node.session
+        self._file = f"server-{session.node_id}-{session.incarnation}.safetensors"
+
+    def _has_ended(self) -> bool:
+        """Whether nothing more comes of it."""
+        return self._is_over
+
+    def begin(self, planned: list[_Planned]) -> None:
+        """Make the file."""
+        self._specs = {each.table.table_id: each.table for each in planned}
+        self._opening = self._threads.submit(self._open, planned)
+        self._opening.add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._opened, done)
+        )
+        self._threads.submit(self._copies.touch, self._captured_bytes())
+        self._task = self._loop.create_task(self._run())
+
+    def _open(self, planned: list[_Planned]) -> tuple[CheckpointDirectory, Path, PartWriter]:
+        self._memory.end_forgotten()
+        directory = CheckpointDirectory(locate(self._url), self._disk)
+        directory.create()
+        path = directory.begin(self._file)
+        tables = [each.counted() for each in planned]
+        return directory, path, PartWriter(path, tables, self._disk)
+
+    def _opened(self, done: Future[tuple[CheckpointDirectory, Path, PartWriter]]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._problem = self._problem or _words(error)
+        self._progress_s = self._loop.time()
+        self._wake.set()
+
+    def _captured_bytes(self) -> int:
+        """What there is to copy, at most."""
+        return sum(store.state_bytes for store in self._node.shards.stores.values())
+
+    def cutting(self, view: ClusterView) -> Work[None]:
+        """The cuts are settled: ask for each range as of its own; one range after the other."""
+        if self._is_cut or self._has_ended():
+            return
+        self._progress_s = self._loop.time()
+        self._node.shards.captures = self._captures
+        for key in list(self._node.machine.parts):
+            yield
+            if self._has_ended():  # meanwhile
+                return
+            cut = view.tables_by_id[key[0]].cut
+            if cut is None or cut.checkpoint != self.number:
+                continue
+            if not self._room.plan(key, self._node.shards.stores[key].state_bytes):
+                self._node.hold_copies(key, cut)
+            waiter = self._node.next_number()
+            self._waiters[waiter] = key
+            self._tables.setdefault(key[0], ReportedTable(0, cut.after_clock))
+            is_torn = yield from self._node.reading_at_cut(waiter, key, cut)
+            self._tables[key[0]] = replace(self._tables[key[0]], is_torn=is_torn)
+        self._is_cut = True
+        self._wake.set()
+
+    def answered(self, effect: AnswerPull | RefusePull) -> None:
+        """A range is as it shall be written; or it will not be."""
+        key = self._waiters.pop(effect.waiter, None)
+        if key is None:
+            return
+        self._wake.set()
+        if isinstance(effect, RefusePull):
+            self._room.captured(key, 0)
+            self._problem = self._problem or effect.error.message
+            return
+        blocks = self._node.machine.parts[key].state.blocks
+        store = self._node.shards.stores[key]
+        same = self._base.unchanged(key[0], store, blocks)
+        self._referred |= same
+        if same:
+            self._start((0, None), self._refer, same)
+        changed = [block for block in blocks if (key[0], block) not in same]
+        self._lineages.update(((key[0], block), store.lineage) for block in changed)
+        unchanged_bytes = sum(each.byte_count for each in same.values())
+        self._room.captured(key, max(0, store.state_bytes - unchanged_bytes) if changed else 0)
+        if changed:
+            self._captures.add(key, store, changed)
+        table = self._tables[key[0]]
+        self._tables[key[0]] = replace(table, block_count=table.block_count + len(blocks))
+
+    # --- writing
+
+    def _about_to_change(self, key: Key, block: SavedBlock) -> None:
+        if self._problem:
+            return
+        try:
+            self._take(key, block)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the update is made
+            self._problem = _words(error)
+        self._wake.set()
+
+    def _take(self, key: Key, block: SavedBlock) -> None:
+        """Copy a block, to be written when its turn comes. What does not fit after all, since the
+        free memory is in pieces or what was decided before the cut was held is applied, is copied
+        to other memory.
+        """
+        piece = self._copies.take(block.byte_count)
+        view = memoryview(bytearray(block.byte_count)) if piece is None else piece.view
+        self._room.copied(key, block.byte_count, is_last=not self._captures.has(key))
+        self._copied.append((key[0], block.copied_to(view), piece))
+
+    def _start(
+        self, copied: tuple[int, Piece | None], work: Callable[..., None], *told: Any
+    ) -> None:
+        """Let a thread do it; what was copied for it is not needed when it is done."""
+        self._writing_count += 1
+        writing = self._threads.submit(work, *told)
+        writing.add_done_callback(
+            lambda done: self._loop.call_soon_threadsafe(self._written, done, copied)
+        )
+
+    def _refer(self, blocks: dict[BlockKey, WrittenBlock]) -> None:
+        _, _, writer = self._opening.result()
+        for (table_id, block), written in blocks.items():
+            writer.refer(self._specs[table_id].spec.name, block, written.stored)
+
+    def _write(self, table_id: TableId, block: SavedBlock) -> None:
+        _, _, writer = self._opening.result()
+        spec = self._specs[table_id].spec
+        dtype = "F64" if spec.dtype is DType.FLOAT64 else "F32"
+        writer.note_block(spec.name, block.block, block.version, block.steps)
+        for name, payload in block.tensors:
+            writer.append(spec.name, block.block, name, payload, dtype)
+
+    def _written(self, done: Future[None], copied: tuple[int, Piece | None]) -> None:
+        self._give_back(*copied)
+        self._progress_s = self._loop.time()
+        self._writing_count -= 1
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._problem = self._problem or _words(error)
+        self._wake.set()
+
+    def _give_back(self, byte_count: int, piece: Piece | None) -> None:
+        self._room.written(byte_count)
+        if piece is not None:
+            self._copies.give_back(piece)
+
+    async def _run(self) -> None:
+        try:
+            report = await self._whole()
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            report = PartReport(problem=_words(error))
+        finally:
+            self._release()
+        if report.problem:
+            logs.warning("checkpoint_part_failed", number=self.number, reason=report.problem)
+            await asyncio.wrap_future(self._threads.submit(self._abort))
+        else:
+            logs.info(
+                "checkpoint_part_written",
+                number=self.number,
+                bytes=report.byte_count,
+                referred_bytes=report.referred_byte_count,
+                referred_blocks=report.referred_block_count,
+            )
+        self._threads.shutdown(wait=False)
+        with contextlib.suppress(PushpullError):
+            await self._report(self.number, report)
+
+    async def _whole(self) -> PartReport:
+        """Everything up to a file that is durable under its own name."""
+        while not self._is_done:
+            self._check()
+            for key in self._room.opened():
+                await self._node.works.in_turn(partial(self._node.copied, key, self.number))
+            await self._write_next()
+        self._check()
+        if not self._specs:
+            await asyncio.wrap_future(self._threads.submit(self._abort))
+            return PartReport()
+        finished = await asyncio.wrap_future(self._threads.submit(self._finish))
+        self._memory.wrote(self.number, finished.blocks)
+        return finished.report
+
+    def _blocks(self, written: WrittenPart) -> dict[BlockKey, WrittenBlock]:
+        """What the next checkpoint may refer to, and where it is."""
+        found = dict(self._referred)
+        tables = {table.spec.name: table for table in self._specs.values()}
+        directory = self._url.rstrip("/").rsplit("/", 1)[-1]
+        for (name, block), stored in written.blocks.items():
+            if stored.place:
+                continue
+            table = tables[name]
+            width = 8 if table.spec.dtype is DType.FLOAT64 else 4
+            byte_count = len(stored.crc32s) * table.block_length(block) * width
+            key = table.table_id, block
+            found[key] = written_in(directory, self._file, self._lineages[key], stored, byte_count)
+        return found
+
+    def _check(self) -> None:
+        if self._problem:
+            raise Internal(self._problem)
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether everything is written."""
+        is_captured = self._is_cut and not self._waiters and not self._captures.has_more
+        is_written = not self._copied and not self._writing_count and self._opening.done()
+        return is_captured and is_written
+
+    async def _write_next(self) -> None:
+        """Let a block be written: one that was copied before it changed, else one that has not
+        changed, where training waits first; or wait until there may be one.
+        """
+        if not self._opening.done():
+            await self._wait()
+            return
+        if not self._copied and self._room.waiting_bytes <= self._copies.byte_count // 2:
+            found = self._captures.next(self._room.turns)
+            if found is not None:
+                self._take(*found)
+        if not self._copied or self._writing_count >= 2 * _THREAD_COUNT:
+            await self._wait()
+            return
+        table_id, block, piece = self._copied.popleft()
+        self._start((block.byte_count, piece), self._write, table_id, block)
+        await self._pause(block)
+
+    async def _wait(self) -> None:
+        """Until something has happened; not for ever where training waits for it, too."""
+        until_s = self._progress_s + self._stall_s if self._room.held else None
+        try:
+            async with asyncio.timeout_at(until_s):
+                await self._wake.wait()
+        except TimeoutError:
+            self._problem = self._problem or (
+                f"{self._url} has taken nothing for {self._stall_s:g} s, while training waited for "
+                f"room for copies (checkpoint_buffer_mb is {self._copies.byte_count / 2**20:g}): "
+                "the store is too slow, or gone"
+            )
+        self._wake.clear()
+
+    async def _pause(self, block: SavedBlock) -> None:
+        """Keep to the rate, unless training waits: this block is on its way."""
+        is_training = not self._room.held and self._node.since_update_s < _BUSY_S
+        is_busy = self._rate_bytes_s and is_training
+        await asyncio.sleep(block.byte_count / self._rate_bytes_s if is_busy else 0)
+
+    def _finish(self) -> _Finished:
+        """Nothing of the part changes any more; a thread's, since it is of all blocks."""
+        directory, path, writer = self._opening.result()
+        written = writer.finish(self.number, self._node.session.cluster_id)
+        directory.commit(self._file, path)
+        report = PartReport(
+            self._file,
+            written.byte_count,
+            written.header_sha256,
+            self._tables,
+            referred_block_count=len(self._referred),
+            referred_byte_count=sum(each.byte_count for each in self._referred.values()),
+            bases=tuple(sorted({each.directory for each in self._referred.values()})),
+        )
+        finished = _Finished(report, self._blocks(written))
+        for of_all in (written.blocks, self._lineages, self._referred):
+            let_go(of_all)
+        return finished
+
+    def _abort(self) -> None:
+        with contextlib.suppress(PushpullError):
+            self._opening.result()[2].abort()
+
+    # --- its end
+
+    def abandon(self) -> None:
+        """Nothing comes of the checkpoint."""
+        self._problem = self._problem or "the checkpoint was given up"
+        self._release()
+        self._wake.set()
+
+    async def ended(self) -> None:
+        """Wait until nothing of it runs any more."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PushpullError):
+            await self._task
+        await asyncio.to_thread(self._threads.shutdown)
+
+    def _release(self) -> None:
+        self._is_over = True
+        if self._node.shards.captures is self._captures:
+            self._node.shards.captures = None
+        for waiter in list(self._waiters):
+            self._node.end_read(waiter)
+        self._waiters.clear()
+        self._captures.end()
+        if self._copied:
+            copied, self._copied = self._copied, deque()
+            self._room.written(sum(block.byte_count for _, block, _ in copied))
+            self._threads.submit(self._give_back_all, copied)
+        for key in self._room.held:
+            self._node.works.between(partial(self._let_change, key))
+
+    def _give_back_all(self, copied: deque[_Copied]) -> None:
+        """What will not be written; a thread's, since it may be of all blocks."""
+        while copied:
+            _, _, piece = copied.pop()
+            if piece is not None:
+                self._copies.give_back(piece)
+
+    def _let_change(self, key: Key) -> None:
+        with contextlib.suppress(PushpullError):  # the server has failed: nobody waits for it
+            self._node.copied(key, self.number)
+
+
+def _words(error: BaseException) -> str:
+    return error.message if isinstance(error, PushpullError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,168 @@
+"""A restored table's values, on their way from a checkpoint to where they are served (G7).
+
+    part added -> its blocks read by threads, to where they will lie -> nobody backs the range up
+               -> loaded: reads are answered, and backups join
+
+Rules:
+    - Until a range is loaded it has no initial values: reads and steps wait.
+    - Backups have nothing of what is loaded: they are left out before, and given all of the range
+      when they join anew. Until then a range has one replica.
+    - Every byte is checked against its checksum before the range counts as loaded. What cannot be
+      read fails its table, with the file and the reason: nobody trains on half a checkpoint.
+
+What it deliberately does not do: choose the checkpoint (the scheduler has), or compare specs (it
+does that, too).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable
+
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import PushpullError, UpdateFailed
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.reader import CheckpointReader
+from ps_runtime.checkpoint.restored_blocks import RestoredTables
+from ps_runtime.observe import logs
+from ps_runtime.system import clock
+from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
+from ps_server.ranges.range_machine import RangeMachine
+from ps_server.service.node import ParameterNode
+
+_THREAD_COUNT = min(4, os.cpu_count() or 1)
+"""A thread reads, checks and finds new memory for about half a GB a second; a disk is faster."""
+
+_Room = tuple[int, Callable[[str], memoryview]]
+"""A block, and where each of its tensors goes."""
+
+
+class RestoredValues:
+    """Loads what one server serves of restored tables. Belongs to its event loop.
+
+    Args:
+        node: the server.
+    """
+
+    def __init__(self, node: ParameterNode) -> None:
+        self._node = node
+        self._url = ""
+        self._ranges = RestoredRanges(node.machine.parts, node.replicas)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def observe(self, view: ClusterView) -> None:
+        """A newer view, which the node has observed."""
+        self._url = view.restored_from
+        self.look()
+
+    def look(self) -> None:
+        """Load what is served and not there; to be called now and then, since time alone lets this
+        server serve what an old lease kept from it.
+        """
+        if not self._url:
+            return
+        self._hand_over()
+        keys = self._ranges.look()
+        if not keys:
+            return
+        task = asyncio.get_running_loop().create_task(self._load(self._url, keys))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _load(self, url: str, keys: list[Key]) -> None:
+        begun_s = clock.now_s()
+        try:
+            reader = await asyncio.to_thread(
+                lambda: CheckpointReader(CheckpointDirectory(locate(url)))
+            )
+            byte_count = await self._load_ranges(reader, keys)
+        except PushpullError as error:
+            self._fail(keys, error.message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the tables have no values
+            logs.exception("restore_failed", error, url=url)
+            self._fail(keys, f"{url}: {type(error).__name__}: {error}")
+        else:
+            took_s = round(clock.now_s() - begun_s, 3)
+            logs.info("restored", url=url, parts=len(keys), bytes=byte_count, took_s=took_s)
+
+    async def _load_ranges(self, reader: CheckpointReader, keys: list[Key]) -> int:
+        """Load them all, several at once; their bytes.
+
+        Raises:
+            Exception: the first that befell one of them; those that had not begun are left.
+        """
+        rest = deque(keys)
+        readers = [reader, *(reader.twin() for _ in range(_THREAD_COUNT - 1))]
+
+        async def load_next(own: CheckpointReader) -> int:
+            restored, byte_count = RestoredTables(own), 0
+            try:
+                while rest:
+                    byte_count += await self._load_range(restored, rest.popleft())
+            finally:
+                rest.clear()
+                await asyncio.to_thread(own.close)
+            return byte_count
+
+        loaded = await asyncio.gather(*map(load_next, readers), return_exceptions=True)
+        total = 0
+        for found in loaded:
+            if isinstance(found, BaseException):
+                raise found
+            total += found
+        return total
+
+    async def _load_range(self, restored: RestoredTables, key: Key) -> int:
+        """Load one range, unless it is not here any more, or loaded already; its bytes."""
+        part = self._ranges.begin(key)
+        if part is None:
+            return 0
+        store, found = self._node.shards.stores[key], restored.blocks_of(part.state.table)
+        versions, rooms = {}, list[_Room]()
+        for block in part.state.blocks:
+            saved = found.stored(block)
+            versions[block] = saved.version
+            rooms.append((block, store.load(block, saved.version, saved.steps)))
+
+        def read() -> int:
+            byte_count = 0
+            for block, room in rooms:
+                for tensor in found.stored(block).tensors:
+                    target = room(tensor)
+                    found.read_into(block, tensor, target)
+                    byte_count += target.nbytes
+            return byte_count
+
+        byte_count = await asyncio.to_thread(read)
+        await self._node.works.in_turn(lambda: self._was_read(key, part, versions))
+        return byte_count
+
+    def _was_read(self, key: Key, part: RangeMachine, versions: dict[int, int]) -> None:
+        self._ranges.was_read(key, part, versions)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        """What is loaded is served, where nobody else has anything of the range."""
+        works = self._node.works
+        works.finish()
+        for key, versions in self._ranges.hand_over():
+            self._node.loaded(key, versions)
+            if works.is_busy:  # the others when that is done
+                works.between(self._hand_over)
+                return
+
+    def _fail(self, keys: list[Key], reason: str) -> None:
+        logs.error("restore_failed", reason=reason)
+        for table_id in {table_id for table_id, _ in keys}:
+            error = UpdateFailed(f"the checkpoint that it starts from cannot be loaded: {reason}")
+            with contextlib.suppress(PushpullError):
+                self._node.refuse_table(table_id, error)
+
+    async def close(self) -> None:
+        """Load no more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,1 @@
+"""Shared memory with workers of the same host, and the stores in it."""

@@ -1,0 +1,515 @@
+"""The values of one server: the stores of its ranges, and where sessions on this host may read
+them.
+
+Invariants:
+    SH-1  What is folded or assigned has its payload.
+    SH-2  A block that is lent changes only while its stamp says so.
+    SH-3  A range has one store of a table, from when it is added until it is removed.
+
+What it deliberately does not do: decide what happens to them, or count and time it (`node` does).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+from weakref import ref
+
+from ps_core import limits
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import InvalidKeys, InvariantViolation, Recovering, UpdateFailed
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.tables import Codec, Table
+from ps_core.work import Work, at_once, pieces_of
+from ps_runtime.system.turns import Turns
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.lent_memory import LentValues
+from ps_server.lane.segments import ValueHomes, held_ranges
+from ps_server.ranges.events import Assign, Fold, Forget, Place, Record, Sender
+from ps_server.ranges.server_machine import PartAdded
+from ps_server.replication.messages import RangeCopy, Snapshot
+from ps_server.values import contributions
+from ps_server.values.block_values import ReadyBlock, ready_block
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.contributions import Contribution
+from ps_server.values.copy_on_write import Captures
+from ps_server.values.custom_updates import CheckedUpdate
+from ps_server.values.mutations import (
+    Assigned,
+    Change,
+    Dropped,
+    Kept,
+    Put,
+    SentTotal,
+    fixed_elements,
+)
+from ps_server.values.optimizer_arrays import check_array
+from ps_server.values.shard_store import Changes, ShardStore, nobody
+from ps_server.values.sums import Total
+from pushpull.v1 import parameters_pb2
+
+_Key = tuple[TableId, RangeId]
+
+
+_AGAIN_MS = 100
+_FREEZE_COUNT = 1024
+"""Blocks after whose making the collector need not look at them again and again: it would take a
+tenth of a second to look at those of a large table."""
+
+
+@dataclass(slots=True, eq=False)
+class _Ready:
+    """The store of a range that is not here yet, and where its values lie."""
+
+    lent: LentValues | None
+    store: ShardStore
+
+
+_HELD_COUNT = 32
+"""Answers of one range beyond which those that nobody has any more are looked for."""
+
+
+class HeldAnswer(Protocol):
+    """An answer that is made of a range piece by piece."""
+
+    def keep(self, blocks: Collection[int]) -> None:
+        """These blocks of the range are about to change."""
+
+
+class Shards:
+    """All stores of one server.
+
+    Args:
+        lanes: the sessions on this host.
+        updates: the custom updates that the server offers, by name.
+
+    Attributes:
+        stores: by table and range.
+        received_bytes: payload bytes that came, wherever they lay.
+        sent_bytes: those of answers to reads.
+        lanes: the sessions on this host.
+        captures: what has to be written for a checkpoint before it changes, if anything.
+        homes: where values lie that are lent.
+        pool: the working memory of all stores.
+    """
+
+    def __init__(self, lanes: SharedLanes, updates: Mapping[str, CheckedUpdate]) -> None:
+        self.stores: dict[_Key, ShardStore] = {}
+        self.received_bytes = 0
+        self.sent_bytes = 0
+        self._ready: dict[_Key, _Ready] = {}
+        self._held: dict[_Key, list[ref[HeldAnswer]]] = {}
+        self.captures: Captures | None = None
+        self.lanes = lanes
+        self._updates = updates
+        self.pool = BufferPool()
+        self.homes = ValueHomes(lanes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of parameters and optimizer state."""
+        return sum(store.state_bytes for store in self.stores.values())
+
+    def add(self, parts: Sequence[PartAdded]) -> None:
+        """Make room for parts of one table: where they can be lent, if this server lends. Those
+        that are here stay as they are (SH-3).
+        """
+        table = parts[0].table
+        parts = [part for part in parts if (table.table_id, part.range_id) not in self.stores]
+        if not parts:
+            return
+        homes = self.homes.add(parts)
+        for part in parts:
+            key = table.table_id, part.range_id
+            lent, ready = homes[part.range_id], self._ready.pop(key, None)
+            if ready is not None and ready.lent is lent:
+                self.stores[key] = ready.store
+            else:
+                self.stores[key] = self._store_of(table, part.blocks, lent)
+
+    def _store_of(
+        self,
+        table: Table,
+        blocks: Sequence[int],
+        lent: LentValues | None,
+        ready: Mapping[int, ReadyBlock] | None = None,
+    ) -> ShardStore:
+        update = self._updates.get(table.spec.optimizer.custom_update)
+        home = None if lent is None else lent.values
+        return ShardStore(table, blocks, self.pool, home, update, ready)
+
+    async def prepare(
+        self,
+        view: ClusterView,
+        node_id: NodeId,
+        turns: Turns,
+        on_ready: Callable[[PartAdded], None],
+    ) -> None:
+        """Have ready what `add` will need when a view is observed that is about to be: a table of
+        many blocks takes seconds, in which others have their turns. `on_ready` is called with each
+        part.
+        """
+        lacking = await self._lacking(view, node_id, turns)
+        await self.homes.reserve(view, node_id, turns)
+        expected = {(part.table.table_id, part.range_id) for part in lacking}
+        self._ready = {key: ready for key, ready in self._ready.items() if key in expected}
+        made_count = 0
+        for part in lacking:
+            key = part.table.table_id, part.range_id
+            if key in self.stores or key in self._ready:
+                continue
+            lent = self.homes.spare(key)
+            home = None if lent is None else lent.values
+            made: dict[int, ReadyBlock] = {}
+            for block in part.blocks:
+                made[block] = ready_block(part.table, block, home)
+                made_count += 1
+                if not made_count % limits.SLICE_BLOCK_COUNT:
+                    await turns.breathe()
+                if not made_count % _FREEZE_COUNT:
+                    gc.freeze()
+            self._ready[key] = _Ready(lent, self._store_of(part.table, part.blocks, lent, made))
+            on_ready(part)
+
+    async def _lacking(self, view: ClusterView, node_id: NodeId, turns: Turns) -> list[PartAdded]:
+        """What the server holds by a view and has not made."""
+        held, range_count = held_ranges(view, node_id), len(view.ranges)
+        found = []
+        for table in view.tables:
+            if table.block_count > limits.SLICE_BLOCK_COUNT and not table.knows_ranges(range_count):
+                await asyncio.to_thread(table.blocks_by_range, range_count)
+            for range_id, blocks in table.blocks_by_range(range_count).items():
+                if range_id in held and (table.table_id, range_id) not in self.stores:
+                    found.append(PartAdded(table, range_id, blocks))
+            await turns.breathe()
+        return found
+
+    def remove(self, range_id: RangeId) -> None:
+        """`removing`, at once."""
+        at_once(self.removing((range_id,)))
+
+    def removing(self, range_ids: Collection[RangeId]) -> Work[None]:
+        """Nothing of these ranges is here any more, of any table."""
+        for key in [key for key in self.stores if key[1] in range_ids]:
+            self._keep_held(key, self.stores[key].blocks)
+            del self.stores[key]
+            self._held.pop(key, None)
+            yield
+        yield from self.homes.removing(range_ids)
+
+    def removing_tables(self, table_ids: Collection[TableId]) -> Work[None]:
+        """Nothing of these tables is here any more, in any range."""
+        for key in [key for key in self.stores if key[0] in table_ids]:
+            self._keep_held(key, self.stores[key].blocks)
+            del self.stores[key]
+            self._held.pop(key, None)
+            yield
+        self._ready = {key: each for key, each in self._ready.items() if key[0] not in table_ids}
+        self.homes.remove_tables(table_ids)
+
+    def custom_state(self, name: str) -> tuple[str, ...]:
+        """What a custom update keeps of each element, by name; nothing if it is not here."""
+        update = self._updates.get(name)
+        return () if update is None else tuple(update.slots)
+
+    # --- payloads that come
+
+    def decode(
+        self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
+    ) -> Contribution:
+        """See `intake.Decoder`; a place that is not here is answered by the machine."""
+        store = self._store_at(place)
+        self.received_bytes += len(payload)
+        return store.decode(block, codec, payload, presence)
+
+    def decode_shared(
+        self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
+    ) -> Contribution:
+        """See `intake.Decoder`."""
+        store = self._store_at(place)
+        payload = self.lanes.payload(sender.incarnation, message.shared_payload)
+        self.received_bytes += len(payload)
+        return store.decode(message.block, codec, payload, message.presence, is_shared=True)
+
+    def _store_at(self, place: Place) -> ShardStore:
+        """Where an entry goes. It may wait for its turn, and be answered by a machine that has come
+        meanwhile: that it could not be read then is no fault of its sender's.
+        """
+        store = self.stores.get((place.table_id, place.range_id))
+        if store is None:
+            raise Recovering(
+                f"range {place.range_id} was not here when the push came", retry_after_ms=_AGAIN_MS
+            )
+        return store
+
+    def _store(self, table_id: TableId, range_id: RangeId) -> ShardStore:
+        store = self.stores.get((table_id, range_id))
+        if store is None:
+            raise InvalidKeys(f"range {range_id} holds no block of table {table_id}")
+        return store
+
+    # --- what the machines decided
+
+    def fold(self, effect: Fold) -> None:
+        """One worker's step goes into the sum of its clock."""
+        store = self.stores[effect.table_id, effect.range_id]
+        parts = _contributions(effect.parts)
+        store.fold(effect.clock, parts, effect.scale, effect.compensation)
+
+    def folding(self, effect: Fold) -> Work[None]:
+        """`fold`, a few blocks at a time."""
+        for some in effect.pieces:
+            self.fold(some)
+            yield
+
+    def reducing(self, record: Record) -> Work[tuple[float, ...]]:
+        """The sum of the record's clock is whole: reduce it, and say how large it is.
+
+        Returns:
+            As `ShardStore.reduce`.
+        """
+        store = self.stores[record.table_id, record.range_id]
+        return store.reducing(record.clock, record.contributor_count)
+
+    def take(self, record: Record) -> Total:
+        """The sum of the record's clock, for `apply`: what is folded for it later is another."""
+        return self.stores[record.table_id, record.range_id].take(record.clock)
+
+    def kept(self, record: Record) -> Total:
+        """The sum that the record's clock was reduced to; it stays where it is."""
+        return self.stores[record.table_id, record.range_id].kept_total(record.clock)
+
+    def apply(self, record: Record, total: Total | None = None) -> UpdateFailed | None:
+        """`applying`, at once."""
+        return at_once(self.applying(record, total))
+
+    def applying(self, record: Record, total: Total | None = None) -> Work[UpdateFailed | None]:
+        """Why the update could not be computed, if so; then nothing has changed.
+
+        Args:
+            record: the decision.
+            total: the sum, which is used up; None means what was folded for its clock.
+        """
+        if total is None and self.is_brief(record):
+            self.apply_brief(record)
+            return None
+        key = record.table_id, record.range_id
+        store = self.stores[key]
+        if total is None:
+            total = store.take(record.clock)
+        try:
+            yield from store.applying(
+                record.clock,
+                total,
+                record.hyperparameters,
+                record.contributor_count,
+                record.update_scale,
+                self._changes(key),
+            )
+        except UpdateFailed as error:  # a new one: this one's frames hold the gradients
+            return UpdateFailed(f"{error.message} (range {record.range_id})")
+        return None
+
+    def is_brief(self, record: Record) -> bool:
+        """Whether the update is one step: `apply_brief` does it."""
+        return self.stores[record.table_id, record.range_id].is_brief(len(record.blocks))
+
+    def apply_brief(self, record: Record) -> None:
+        """As `applying`, where the update `is_brief`."""
+        key = record.table_id, record.range_id
+        store = self.stores[key]
+        total = store.take(record.clock)
+        terms = record.hyperparameters, record.contributor_count, record.update_scale
+        store.apply_brief(total, *terms, self._changes(key))
+
+    def assign(self, effect: Assign) -> None:
+        """`assigning`, at once."""
+        at_once(self.assigning(effect))
+
+    def assigning(self, effect: Assign) -> Work[None]:
+        """Initial values, or an edit's."""
+        key = effect.record.table_id, effect.record.range_id
+        changes = self._changes(key)
+        for some in pieces_of(effect.parts):
+            blocks = [block for block, _ in some]
+            changes.begin(blocks)
+            record = effect.record
+            self.stores[key].assign(_contributions(some), record.array, record.edit)
+            changes.end(blocks)
+            yield
+
+    def _changes(self, key: _Key) -> Changes:
+        """Who is told of what changes in a range."""
+        lent = self.homes.find(key)
+        if lent is None:
+            return Changes(partial(self._before_change, key), nobody)
+
+        def begin(blocks: Sequence[int]) -> None:
+            self._before_change(key, blocks)
+            lent.begin_change(blocks)
+
+        return Changes(begin, lent.end_change)
+
+    def _before_change(self, key: _Key, blocks: Sequence[int]) -> None:
+        if key in self._held:
+            self._keep_held(key, blocks)
+        if self.captures is not None:
+            self.captures.before_change(key, blocks)
+
+    def hold(self, key: _Key, answer: HeldAnswer) -> None:
+        """This answer is not all made: before the range changes it is told, if anybody has it."""
+        held = self._held.setdefault(key, [])
+        if len(held) >= _HELD_COUNT:  # most of them have been made since
+            held[:] = _living(held)
+        held.append(ref(answer))
+
+    def _keep_held(self, key: _Key, blocks: Collection[int]) -> None:
+        living = _living(self._held.get(key, ()))
+        for each in living:
+            answer = each()
+            if answer is not None:
+                answer.keep(blocks)
+        if living:
+            self._held[key] = living
+        else:
+            self._held.pop(key, None)
+
+    def drop(self, record: Record) -> None:
+        """Nothing comes of the sum of the record's clock."""
+        self.stores[record.table_id, record.range_id].drop(record.clock)
+
+    def make(self, change: Change) -> UpdateFailed | None:
+        """`making`, at once."""
+        return at_once(self.making(change))
+
+    def making(self, change: Change) -> Work[UpdateFailed | None]:
+        """A backup does to values what its primary has decided, as the primary does it.
+
+        Returns:
+            As `apply`.
+
+        Raises:
+            InvalidKeys: the change is of what is not here, or of more than its record.
+            InvalidTensor: a payload has the wrong length.
+        """
+        record = change.record
+        store = self._store(record.table_id, record.range_id)
+        match change:
+            case Put():
+                if change.total is None:
+                    return (yield from self.applying(record))
+                total = yield from _receiving(store, record, change.total)
+                store.drop(record.clock)  # a primary that took over sends what it was told was kept
+                return (yield from self.applying(record, total))
+            case Kept():
+                sent = change.total._replace(is_reduced=True)
+                store.put_total(record.clock, (yield from _receiving(store, record, sent)))
+            case Dropped():
+                store.drop(record.clock)
+            case Assigned():
+                if record.array:
+                    check_array(store.table, record.array)
+                values = yield from _receiving(store, record, SentTotal(change.parts))
+                yield from self.assigning(Assign(record, tuple(values.parts.items())))
+        return None
+
+    # --- for servers that join
+
+    def copy(self, snapshot: Snapshot) -> RangeCopy:
+        """`copying`, at once."""
+        return at_once(self.copying(snapshot))
+
+    def copying(self, snapshot: Snapshot) -> Work[RangeCopy]:
+        """The values of a range as they are now, beside what `snapshot` knows; shares nothing with
+        them.
+        """
+        range_id = snapshot.range_id
+        held = []
+        for change in snapshot.held:
+            held.append(fixed_for_backup(change))
+            yield
+        stores = {}
+        for table_id in snapshot.copies:
+            stores[table_id] = yield from self.stores[table_id, range_id].copying()
+        return RangeCopy(snapshot._replace(held=tuple(held)), stores)
+
+    def restore(self, copy: RangeCopy) -> None:
+        """`restoring`, at once."""
+        at_once(self.restoring(copy))
+
+    def restoring(self, copy: RangeCopy) -> Work[None]:
+        """Make the stores of a range, which are here, what the copy says.
+
+        Raises:
+            InvalidKeys: the copy has a table that is not here, or other blocks.
+            InvalidTensor: something in it has the wrong length.
+        """
+        range_id = copy.snapshot.range_id
+        for table_id, each in copy.stores.items():
+            yield from self._store(table_id, range_id).checking(each)
+        for table_id, each in copy.stores.items():
+            key = table_id, range_id
+            yield from self.stores[key].restoring(each, self._changes(key))
+        for change in copy.snapshot.held:
+            yield from self.making(change)
+
+    def forget(self, effect: Forget) -> None:
+        """What was kept for a reader is of no use any more."""
+        self.stores[effect.table_id, effect.range_id].forget(effect.reader)
+
+    def abandon(self, table_id: TableId) -> None:
+        """The table has failed."""
+        for (owner, _), store in self.stores.items():
+            if owner == table_id:
+                store.abandon()
+
+
+def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contribution]]:
+    found = []
+    for block, payload in parts:
+        if not isinstance(payload, Contribution):
+            raise InvariantViolation("SH-1", f"block {block} was folded without its payload")
+        found.append((block, payload))
+    return found
+
+
+def for_backup(change: Change) -> Change:
+    """The change as backups are told it: with views of what its total, or its values, are now."""
+    match change:
+        case Put(record, Total() as total):
+            return Put(record, total.sent())
+        case Kept(record, Total() as total):
+            return Kept(record, total.sent())
+        case Assigned(record, parts):
+            values = _contributions(parts)
+            return Assigned(record, tuple(contributions.elements(part) for _, part in values))
+    return change
+
+
+def fixed_for_backup(change: Change) -> Change:
+    """As `for_backup`, in memory that does not change."""
+    change = for_backup(change)
+    if isinstance(change, Put | Kept) and change.total is not None:
+        return change._replace(total=change.total.fixed())
+    if isinstance(change, Assigned):
+        return change._replace(parts=fixed_elements(change.parts))
+    return change
+
+
+def _receiving(store: ShardStore, record: Record, sent: SentTotal) -> Work[Total]:
+    total = yield from store.receiving(sent)
+    beyond = total.parts.keys() - set(record.blocks)  # means are of some of these
+    if beyond:
+        raise InvalidKeys(
+            f"a change of range {record.range_id} has blocks {sorted(beyond)}; expected some of "
+            f"{list(record.blocks)}, its record's"
+        )
+    return total
+
+
+def _living(held: Sequence[ref[HeldAnswer]]) -> list[ref[HeldAnswer]]:
+    return [answer for answer in held if answer() is not None]

@@ -1,0 +1,1 @@
+"""Replication between the servers of a cluster: links, streams, the joined machines."""

@@ -1,0 +1,494 @@
+"""One server's part in replication: its machines, its values and the streams to other servers.
+
+`node` asks it what may be done of what its machines decided, and does that; this file carries
+batches, beats, snapshots and their answers between the machines of replication and the wire.
+
+Everything belongs to one event loop.
+
+Invariants:
+    RR-1  What a backup has acknowledged, its values have: where they may not, it has nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ps_core.cluster_view import BackupWish, ClusterView, Session
+from ps_core.errors import PushpullError
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.tables import Table
+from ps_core.work import Work, at_once
+from ps_runtime.cluster import wire
+from ps_runtime.http2.protocol.streams import Piece
+from ps_runtime.observe import logs
+from ps_server.fail_stop import FailStop, decides
+from ps_server.lane.shards import Shards, fixed_for_backup, for_backup
+from ps_server.peers.peer_links import PeerLinks
+from ps_server.ranges.events import Effect
+from ps_server.ranges.range_copy import PartCopy, fresh_copy
+from ps_server.ranges.server_machine import PartAdded, Promise, ServerMachine
+from ps_server.replication.backup import Replica
+from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy, Snapshot
+from ps_server.replication.output_commit import Deed, OutputCommit
+from ps_server.replication.peer_pacing import BEATS_A_LEASE, Beats, PeerPacing
+from ps_server.replication.peer_queues import PeerQueues
+from ps_server.replication.range_roles import Replication
+from ps_server.update_log.encoder import EncodedLog
+from ps_server.update_log.logged_ranges import LoggedRanges
+from ps_server.update_log.writer import UpdateLog, Written
+from ps_server.values.mutations import Put
+from ps_server.wire.replication_wire import (
+    Pieces,
+    answers_from,
+    batch_messages,
+    beat_message,
+    cutting_batch,
+)
+from ps_server.wire.snapshot_wire import snapshot_messages
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationSetting:
+    """What the scheduler says of replication."""
+
+    lease_s: float
+    min_in_sync: int = 1
+
+
+class ReplicatedRanges:
+    """The replication of one server.
+
+    Args:
+        session: the server's.
+        machine: its machine.
+        shards: its values.
+        setting: as the scheduler gave it.
+        now: the clock, in seconds; one that counts suspended time.
+        update_log: where what is decided has to be too, if anywhere.
+
+    Attributes:
+        release: called with the ranges of which more may be done, since others have what they had
+            to have first: `released` is to be called between two works, else what is under way
+            would do what was decided later before it (OC-1).
+        log_has_room: called when something was written to the log: `looking_at_log` may be called.
+        health: of the server.
+        ask: called with what the scheduler is to be asked for at once.
+        wishes: what the scheduler is to be asked for.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        machine: ServerMachine,
+        shards: Shards,
+        setting: ReplicationSetting,
+        now: Callable[[], float],
+        update_log: UpdateLog | None = None,
+    ) -> None:
+        node_id = NodeId(session.node_id)
+        has_log = update_log is not None
+        self.replication = Replication(
+            node_id, machine, setting.lease_s, setting.min_in_sync, has_update_log=has_log
+        )
+        write = self._write if has_log else None
+        self._queues: PeerQueues[bytes] = PeerQueues()
+        self._pacing = PeerPacing(self.replication, setting.lease_s, self._queues)
+        self.output = OutputCommit(
+            machine, self.replication, shards, self._send, write, self._encoding
+        )
+        self.update_log = update_log
+        if update_log is not None:
+            self._encoded_log = EncodedLog(update_log, shards, self._logged_messages)
+            self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
+            update_log.on_written = self._written
+        self.release: Callable[[Iterable[RangeId]], None] = self._release
+        self.log_has_room: Callable[[], None] = _nothing_to_do
+        self.health = FailStop()
+        self.ask: Callable[[Sequence[BackupWish]], None] = _nothing_to_ask
+        self.wishes: Sequence[BackupWish] = ()
+        self._node_id = node_id
+        self._shards = shards
+        self._lease_s = setting.lease_s
+        self._now = now
+        self._links = PeerLinks(wire.session_to_proto(session), self, self._queues)
+        self._view: ClusterView | None = None
+        self._view_came = asyncio.Event()
+        self._tables: dict[TableId, Table] = {}
+        self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
+        self._encoded: tuple[Batch, Sequence[bytes]] | None = None
+        self._cut: tuple[Batch, Sequence[Pieces]] | None = None
+        self._missing: tuple[RangeId, ...] = ()
+
+    def recover(self, replicas: Mapping[RangeId, Replica]) -> None:
+        """What the update log had all of when the server started, which is in the stores; before
+        the first view.
+        """
+        self.replication.recover(replicas.values())
+        self._logged.recover(replicas)
+
+    # --- views
+
+    def observing(self, view: ClusterView) -> Work[tuple[list[RangeId], list[Effect]]]:
+        """A newer view: the ranges of which nothing is here any more, and what that means for reads
+        that wait. `serve` must follow.
+        """
+        self._links.observe(view)
+        removed = self.replication.removed_by(view)
+        lost, effects = yield from self.replication.observing(view, self._now())
+        if lost:
+            yield from self._shards.removing(set(lost))
+            self.output.forget(set(lost))
+        if removed:
+            self.output.forget_tables(removed)
+            yield from self._shards.removing_tables(removed)
+        self._view = view
+        self._view_came.set()
+        yield from self._making_room(view)
+        if self.update_log is not None:
+            self._encoded_log.add_tables(view.tables)
+            self._logged.observe(lost)
+        if lost:
+            logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
+        kept = self.deposed.difference(lost)
+        if kept:
+            logs.warning("ranges_suspended", view=view.view_number, ranges=len(kept))
+        self._send_all(self._pacing.renewed())
+        missing = self.replication.missing
+        if missing != self._missing:
+            self._missing = missing
+            if missing:
+                logs.error("ranges_missing", view=view.view_number, ranges=len(missing))
+        return lost, effects
+
+    def _send_all(self, batches: Iterable[tuple[NodeId, Batch]]) -> None:
+        for peer, batch in batches:
+            self._send(peer, batch)
+
+    def _making_room(self, view: ClusterView) -> Work[None]:
+        """Stores for what this server backs up, or is about to."""
+        self._tables = view.tables_by_id
+        held = {
+            a.range_id
+            for a in view.ranges
+            if self._node_id in (*a.backups, *a.joining) or a.range_id in self.replication.replicas
+        }
+        self._blocks = {}
+        for table in view.tables if held else ():
+            yield
+            parts = [
+                PartAdded(table, range_id, blocks)
+                for range_id, blocks in table.blocks_by_range(len(view.ranges)).items()
+                if range_id in held
+            ]
+            for part in parts:
+                self._blocks[table.table_id, part.range_id] = part.blocks
+            if parts:
+                self._shards.add(parts)
+
+    def serve(self) -> ClusterView:
+        """The newest view as the machine shall see it; see `Replication.serve`. What this server
+        serves from now on nobody sees before the scheduler has left out who is dead: it is asked
+        at once.
+        """
+        before = set(self.replication.primaries)
+        view = self.replication.serve(self._now())
+        taken = set(self.replication.primaries) - before
+        if taken:
+            logs.info("ranges_served", view=view.view_number, ranges=len(taken))
+            self._pacing.hurry()
+            self.keep_up()
+            self.ask(self.wishes)
+        return view
+
+    @property
+    def deposed(self) -> set[RangeId]:
+        """See `Replication.deposed`."""
+        return self.replication.deposed
+
+    @property
+    def waits(self) -> bool:
+        """Whether an old lease keeps this server from serving: `serve` is to be called again."""
+        return self.replication.waits
+
+    @property
+    def serves_within_s(self) -> float:
+        """When `serve` is to be called again, because an old lease has run out."""
+        return self.replication.serves_within(self._now())
+
+    # --- what was decided
+
+    def deciding(self, effects: Iterable[Effect]) -> Work[list[Deed]]:
+        """See `OutputCommit.deciding`."""
+        return self.output.deciding(effects, self._now)
+
+    def settling(self) -> Work[list[Deed]]:
+        """See `OutputCommit.settle`. The machine has observed the view that `serve` gave."""
+        if self.update_log is not None:
+            yield from self._logged.looking()
+        return (yield from self.output.settling(self._now))
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """See `OutputCommit.promises`."""
+        return self.output.promises
+
+    def keep_up(self) -> None:
+        """Ask for the lease, and send again what was not acknowledged; to be called ten times a
+        lease at least, whatever is under way.
+        """
+        now_s = self._now()
+        self._send_all(self._pacing.late(now_s))
+        beats = self._pacing.beats(now_s)
+        if beats is not None:
+            self._beat(beats)
+
+    def going_on(self) -> Work[list[Deed]]:
+        """Copy ranges for those who join, and look at the log; what may be done now."""
+        yield from self._giving_snapshots()
+        if self.update_log is not None:
+            yield from self._looking_at(self.update_log)
+        return self.output.release(self._now(), self.replication.primaries)
+
+    def released(self, range_ids: Iterable[RangeId]) -> list[Deed]:
+        """What may be done now of these ranges."""
+        return self.output.release(self._now(), range_ids)
+
+    def _release(self, range_ids: Iterable[RangeId]) -> None:
+        self.released(range_ids)
+
+    def looking_at_log(self) -> Work[None]:
+        """What is served now is in the log, or gets there."""
+        yield from self._logged.looking()
+
+    def _looking_at(self, log: UpdateLog) -> Work[None]:
+        if log.failure is not None:
+            raise log.failure
+        yield from self._logged.looking()
+        log.turn(self._shards.state_bytes)
+
+    def _write(self, batch: Batch) -> None:
+        self._logged.write(batch)
+
+    def _beat(self, due: Beats) -> None:
+        for peer, beat in due.beats.items():
+            link = self._links.find(peer)
+            if link is not None:
+                link.send_first(beat_message(beat))
+        for peer in due.useless:
+            self._links.reset(peer)
+        self.wishes = due.wishes
+
+    def _send(self, peer: NodeId, batch: Batch) -> None:
+        link = self._links.find(peer)
+        if link is not None:
+            link.send(self._messages(batch))
+
+    @decides
+    def _written(self, written: Written) -> None:
+        """More is in the update log."""
+        self.release(self._logged.written(written.numbers))
+        self.log_has_room()
+
+    def _encoding(self, batch: Batch) -> Work[None]:
+        """Have a batch ready for who is told it: as messages for servers, else in pieces."""
+        primary = self.replication.primaries.get(batch.range_id)
+        if primary is None or not primary.holders:
+            if self.update_log is not None:
+                self._cut = batch, (yield from self._cutting(batch))
+            return
+        told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
+        messages = []
+        for pieces in (yield from cutting_batch(told)):
+            messages.append(b"".join(pieces))
+            yield
+        self._encoded = batch, messages
+
+    def _messages(self, batch: Batch) -> Sequence[bytes]:
+        if self._encoded is None or self._encoded[0] is not batch:
+            told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
+            self._encoded = batch, batch_messages(told)
+        return self._encoded[1]
+
+    def _logged_messages(self, batch: Batch) -> Sequence[Pieces]:
+        """A sum is applied, and its memory used again, only when it is in the log (LOG-1): it is
+        written from where it lies. Whatever else has values, as it is now.
+        """
+        if self._encoded is not None and self._encoded[0] is batch:
+            return [(message,) for message in self._encoded[1]]
+        cut, self._cut = self._cut, None
+        if cut is not None and cut[0] is batch:
+            return cut[1]
+        return at_once(self._cutting(batch))
+
+    def _cutting(self, batch: Batch) -> Work[Sequence[Pieces]]:
+        told = []
+        for change in batch.changes:
+            is_put = isinstance(change, Put)
+            told.append(for_backup(change) if is_put else fixed_for_backup(change))
+            yield
+        return (yield from cutting_batch(batch._replace(changes=tuple(told))))
+
+    # --- values that are loaded
+
+    def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
+        """See `Primary.close`: values of these are about to come from a checkpoint."""
+        for range_id in range_ids:
+            primary = self.replication.primaries.get(range_id)
+            if primary is not None:
+                primary.close()
+
+    def is_deserted(self, range_id: RangeId) -> bool:
+        """See `Primary.is_deserted`; so is a range that is not served here."""
+        primary = self.replication.primaries.get(range_id)
+        return primary is None or primary.is_deserted
+
+    def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
+        """See `Primary.replaced`."""
+        primary = self.replication.primaries.get(range_id)
+        if primary is not None:
+            primary.replaced(is_last=is_last)
+
+    # --- how it does
+
+    @property
+    def backed_up_count(self) -> int:
+        """Ranges that this server backs up."""
+        return len(self.replication.replicas)
+
+    @property
+    def held_count(self) -> int:
+        """Decisions that not every backup has yet."""
+        return sum(p.log.held_count for p in self.replication.primaries.values())
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written to other servers."""
+        return self._queues.queued_bytes
+
+    def _giving_snapshots(self) -> Work[None]:
+        for peer, copying in self.output.copies(self._now(), self._has_room):
+            copy = yield from self._shards.copying((yield from copying))
+            messages = []
+            for message in snapshot_messages(copy):
+                messages.append(message)
+                yield
+            link = self._links.find(peer)
+            if link is not None:
+                link.send(messages)
+
+    def _has_room(self, peer: NodeId) -> bool:
+        link = self._links.find(peer)
+        if link is None:
+            return False
+        link.begin()
+        return self._queues.has_room(peer)
+
+    # --- what other servers say of this one's ranges
+
+    @decides
+    def peer_opened(self, peer: NodeId) -> None:
+        """See `PeerListener`."""
+        self._send_all(self._pacing.opened(peer))
+
+    def peer_said(self, peer: NodeId, response: Piece) -> None:
+        """See `PeerListener`."""
+        self._heard(peer, answers_from(response))
+
+    @decides
+    def _heard(self, peer: NodeId, answers: Iterable[Ack | Grant]) -> None:
+        now_s = self._now()
+        freed: dict[RangeId, None] = {}
+        for answer in answers:
+            if isinstance(answer, Ack):
+                self.replication.acked(peer, answer, now_s)
+                freed[answer.range_id] = None
+            else:
+                self.replication.granted(peer, answer, now_s)
+                freed |= dict.fromkeys(answer.range_ids)
+        self.release(freed)
+
+    # --- what this server says of others'
+
+    def take(self, batch: Batch) -> Ack | None:
+        """`taking`, at once."""
+        return at_once(self.taking(batch))
+
+    @decides
+    def taking(self, batch: Batch) -> Work[Ack | None]:
+        """A batch of a primary came."""
+        try:
+            is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
+            for change in batch.changes if is_taken else ():
+                yield from self._shards.making(change)
+        except Exception as error:  # noqa: BLE001 - whatever it is, not all of the batch is here
+            self._lost_track(batch.range_id, error)
+            return None
+        return ack
+
+    async def view_of(self, snapshot: Snapshot) -> None:
+        """Wait a moment for the view that a snapshot was made in: its primary may have that sooner,
+        and what comes too early is dropped.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._lease_s / BEATS_A_LEASE):
+                while not self.replication.knows(snapshot):
+                    self._view_came.clear()
+                    await self._view_came.wait()
+
+    def join(self, copy: RangeCopy) -> Ack | None:
+        """`joining`, at once."""
+        return at_once(self.joining(copy))
+
+    @decides
+    def joining(self, copy: RangeCopy) -> Work[Ack | None]:
+        """All of a range came from its primary."""
+        range_id = copy.snapshot.range_id
+        before = self.replication.replicas.get(range_id)
+        copy = copy.of(self.replication.living(copy.snapshot))
+        ack = self.replication.join(copy.snapshot)
+        if ack is None or self.replication.replicas.get(range_id) is before:
+            return ack
+        try:
+            yield from self._shards.restoring(copy)
+        except Exception as error:  # noqa: BLE001 - as in `take`
+            self._lost_track(range_id, error)
+            return None
+        logs.debug("range_joined", range_id=range_id, number=ack.number)
+        return ack
+
+    def _lost_track(self, range_id: RangeId, error: Exception) -> None:
+        """It cannot follow the range any more, and must not say that it does (RR-1)."""
+        if isinstance(error, PushpullError):
+            logs.error("replica_broken", range_id=range_id, error=error.message)
+        else:
+            logs.exception("replica_broken", error, range_id=range_id)
+        self.replication.leave(range_id)
+        self._shards.remove(range_id)
+        if self._view is not None:
+            at_once(self._making_room(self._view))
+
+    def _fresh(self, batch: Batch) -> PartCopy | None:
+        blocks = self._blocks.get((batch.table_id, batch.range_id))
+        return None if blocks is None else fresh_copy(self._tables[batch.table_id], blocks)
+
+    @decides
+    def grant(self, beat: Beat) -> Grant:
+        """A primary asks for the lease."""
+        return self.replication.beat(beat, self._now())
+
+    async def close(self) -> None:
+        """End the streams, and the log."""
+        await self._links.close()
+        if self.update_log is not None:
+            await self.update_log.close()
+
+
+def _nothing_to_ask(wishes: Sequence[BackupWish]) -> None:
+    """Nobody carries wishes to a scheduler."""
+
+
+def _nothing_to_do() -> None:
+    """Nobody keeps a log."""

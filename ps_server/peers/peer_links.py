@@ -1,0 +1,287 @@
+"""Streams to the servers that back up this one's ranges, or are about to.
+
+A stream is opened while something is to be sent and kept; one that breaks is opened again. What was
+on its way is lost with it, and so is what is sent while there is none: the sender of batches sends
+them again until they are acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from ps_core.cluster_view import ClusterView, Node, NodeState, Role
+from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
+from ps_core.keys import NodeId
+from ps_runtime.cluster.node_identity import AddressTaken, as_of_unknown, check_answers
+from ps_runtime.grpc.channels import aio_channel
+from ps_runtime.grpc.errors import from_rpc_error
+from ps_runtime.grpc.retry import Backoff, is_retryable
+from ps_runtime.http2.protocol.streams import Piece
+from ps_runtime.http2.stream_port import GrpcioCall, ServerCall, StreamPort
+from ps_runtime.observe import logs
+from ps_server.replication.peer_queues import PeerQueue, PeerQueues
+from ps_server.wire.replication_wire import greeting_from
+from pushpull.v1 import replication_pb2, types_pb2
+
+REPLICATE = "/pushpull.v1.ReplicationService/Replicate"
+
+_LAST_BACKOFF_S = 0.5
+"""A peer that is back is found again within this time."""
+
+_GREETING_S = 2.0
+"""How long a stream port may take to answer, when the gRPC port has answered."""
+
+
+class PeerListener(Protocol):
+    """Who is told what comes from peers."""
+
+    def peer_opened(self, peer: NodeId) -> None:
+        """A stream to the peer is there; nothing of what was sent before may have come."""
+
+    def peer_said(self, peer: NodeId, response: Piece) -> None:
+        """The peer answered."""
+
+
+class PeerLink:
+    """The stream to one server, and what waits for it in `queue`."""
+
+    def __init__(
+        self,
+        node: Node,
+        identity: types_pb2.SessionIdentity,
+        listener: PeerListener,
+        queue: PeerQueue[bytes],
+    ) -> None:
+        self.node = node
+        self._queue = queue
+        self._identity = identity
+        self._listener = listener
+        self._channel = aio_channel(node.address)
+        self._stream_port = StreamPort(node)
+        self._open_call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = (
+            self._channel.stream_stream(
+                REPLICATE, request_serializer=_unchanged, response_deserializer=_unchanged
+            )
+        )
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._call: ServerCall | None = None
+        self._is_troubled = False
+
+    def begin(self) -> None:
+        """Open the stream and keep it, if that has not begun."""
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._keep())
+
+    def send(self, messages: Iterable[bytes]) -> None:
+        """Queue messages; they are lost if there is no stream, or it breaks."""
+        self.begin()
+        for message in messages:
+            self._queue.put(message, len(message))
+        self._news.set()
+
+    def send_first(self, message: bytes) -> None:
+        """As `send`, before what waits already."""
+        self.begin()
+        self._queue.put_first(message, len(message))
+        self._news.set()
+
+    def reset(self) -> None:
+        """What waits is of no use any more, and neither is what the stream has taken."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def close(self) -> None:
+        """End the stream and the channel."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._channel.close()
+
+    async def _keep(self) -> None:
+        backoff = Backoff(last_bound_s=_LAST_BACKOFF_S)
+        while True:
+            error: PushpullError = Recovering("the stream ended")
+            try:
+                await self._run(backoff)
+            except grpc.RpcError as failure:
+                error = as_of_unknown(from_rpc_error(failure))
+            except Recovering as failure:
+                error = failure
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise
+            except Exception as bug:  # noqa: BLE001 - else the range would wait for ever, unsaid
+                logs.exception("peer_link_failed", bug, server=self.node.node_id)
+                error = Internal(f"the link to server {self.node.node_id} failed: {bug!r}")
+            self._troubled(error)
+            await asyncio.sleep(backoff.next_s(error))
+
+    async def _run(self, backoff: Backoff) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            call = GrpcioCall(self._open_call())
+            stack.callback(call.cancel)
+            port = await self._greeted(call)
+            by_stream_port = await self._by_stream_port(port, stack) if port else None
+            if by_stream_port is not None:
+                call.cancel()
+            await self._carry(by_stream_port or call, backoff, stack)
+
+    async def _greeted(self, call: ServerCall) -> int:
+        """Say who this is, and hear that the peer listens; its stream port, 0 for none.
+
+        Raises:
+            AddressTaken: somebody else answers there.
+            Recovering: it has ended the stream.
+        """
+        header = replication_pb2.ReplicateHeader(
+            session=self._identity, receiver_node_id=self.node.node_id
+        )
+        await call.write((replication_pb2.ReplicateRequest(header=header).SerializeToString(),))
+        first = await anext(aiter(call), None)
+        if first is None:
+            raise Recovering("the peer ended the stream")
+        try:
+            node_id, incarnation, port = greeting_from(first)
+        except PushpullError as error:
+            raise as_of_unknown(error) from error
+        # A server of another cluster accepts no session of this one.
+        check_answers(self.node, "", ("", node_id, incarnation))
+        return port
+
+    async def _by_stream_port(
+        self, port: int, stack: contextlib.AsyncExitStack
+    ) -> ServerCall | None:
+        """The stream by the peer's stream port, if that serves; what it takes ends with `stack`."""
+        streams = await self._stream_port.connect(port, _GREETING_S)
+        if streams is None:
+            return None
+        stack.callback(streams.close)
+        try:
+            call = streams.call(REPLICATE)
+            async with asyncio.timeout(_GREETING_S):
+                await self._greeted(call)
+        except (grpc.RpcError, TimeoutError) as error:
+            said = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
+            self._stream_port.refuse(f"Replicate failed there: {said}")
+            return None
+        except PushpullError as error:
+            self._stream_port.refuse(error.message)
+            return None
+        self._stream_port.confirm()
+        return call
+
+    async def _carry(
+        self, call: ServerCall, backoff: Backoff, stack: contextlib.AsyncExitStack
+    ) -> None:
+        """Write what waits and hear what is said, until the stream ends."""
+        self._call = call
+        self._queue.open()
+        stack.callback(call.cancel)
+        self._reached()
+        backoff.reset()
+        writer = asyncio.create_task(self._write(call))
+        try:
+            self._listener.peer_opened(self.node.node_id)
+            async for response in call:
+                self._listener.peer_said(self.node.node_id, response)
+        finally:
+            self._call = None
+            self._queue.end()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, call: ServerCall) -> None:
+        """Write what comes. If the stream breaks, the reader says why."""
+        try:
+            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+                while True:
+                    while (message := self._queue.take()) is not None:
+                        await call.write((message,))
+                    self._news.clear()
+                    await self._news.wait()
+        except Exception:
+            call.cancel()  # else nobody would notice that nothing is written any more
+            raise
+
+    def _troubled(self, error: PushpullError) -> None:
+        if not self._is_troubled:
+            self._is_troubled = True
+            is_taken = isinstance(error, AddressTaken)
+            expected = not is_taken and (is_retryable(error) or isinstance(error, WaitExpired))
+            (logs.info if expected else logs.warning)(
+                "peer_unreachable",
+                server=self.node.node_id,
+                address=self.node.address,
+                error=error.message,
+            )
+
+    def _reached(self) -> None:
+        if self._is_troubled:
+            self._is_troubled = False
+            logs.info("peer_reached", server=self.node.node_id, address=self.node.address)
+
+
+class PeerLinks:
+    """The streams to all other servers of the present view.
+
+    Args:
+        identity: this server's session.
+        listener: who is told what comes.
+        queues: what waits for the streams, and how these get on.
+    """
+
+    def __init__(
+        self,
+        identity: types_pb2.SessionIdentity,
+        listener: PeerListener,
+        queues: PeerQueues[bytes],
+    ) -> None:
+        self._identity = identity
+        self._listener = listener
+        self._queues = queues
+        self._links: dict[NodeId, PeerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def observe(self, view: ClusterView) -> None:
+        """Go on without servers that have left."""
+        present = {
+            node.node_id: node
+            for node in view.nodes
+            if node.role is Role.SERVER
+            and node.state is not NodeState.LEFT
+            and node.node_id != self._identity.node_id
+        }
+        for node_id in [node_id for node_id in self._links if node_id not in present]:
+            closing = asyncio.create_task(self._links.pop(node_id).close())
+            self._queues.remove(node_id)
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for node_id, node in present.items():
+            if node_id not in self._links:
+                queue = self._queues.add(node_id)
+                self._links[node_id] = PeerLink(node, self._identity, self._listener, queue)
+
+    def find(self, peer: NodeId) -> PeerLink | None:
+        """The link to a server; None if it has left."""
+        return self._links.get(peer)
+
+    def reset(self, peer: NodeId) -> None:
+        """What is on its way to the server is of no use any more; see `PeerLink.reset`."""
+        self._links[peer].reset()
+
+    async def close(self) -> None:
+        """Close all links."""
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links), *self._closing)
+
+
+def _unchanged(message: bytes) -> bytes:
+    return message

@@ -1,0 +1,308 @@
+"""What a backup knows of one table in one range, and what it is told of each change (SEMANTICS S8).
+
+    RangeState --facts--> Delta --batch--> PartCopy --restored--> RangeState of the new primary
+
+A backup decides nothing. It keeps what the primary decided: clocks, ledgers, counts. What is
+volatile at the primary is not here: steps that wait at the gate, seals that formed nothing yet,
+reads. Whoever sent them sends them again.
+
+Invariants:
+    PC-1  A part that is restored from its copy answers every entry that the primary has answered
+          for good as the primary did, and decides every other one as the primary might have.
+
+What it deliberately does not do: hold values (`shard_store` does, in the same order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ps_core.consistency import Consistency
+from ps_core.errors import InvalidKeys, UpdateFailed
+from ps_core.keys import Incarnation
+from ps_core.ledger import Ending, Ledger
+from ps_core.tables import InitializerKind, Table
+from ps_core.work import Work, at_once
+from ps_server.ranges.events import Effect, Record, ReplyTo
+from ps_server.ranges.range_state import RangeState, Said, WorkerPart
+from ps_server.ranges.schedule import Promises, Schedule
+
+
+class Facts(NamedTuple):
+    """The state of a part that is no worker's, as of the newest decision; see `RangeState` and
+    `Schedule`.
+    """
+
+    clock: int
+    formed_clock: int
+    changed_clock: int
+    newest_join_clock: int
+    update_count: int
+    record_count: int
+    initialized: bool
+    unscaled: Record | None
+    squares: tuple[tuple[int, tuple[float, ...]], ...]
+    said: Said | None
+    settings: tuple[tuple[int, Consistency], ...]
+    change_number: int
+    promised: int
+    hold_clock: int | None
+    minds_reads: bool
+    failure: UpdateFailed | None
+    past_reached_clock: int = 0
+    past_stepped_clock: int = 0
+    taken: tuple[int, int] = (0, 0)
+
+
+class WorkerFacts(NamedTuple):
+    """A worker in a part. `sealed_clock` is its newest seal that is decided (what is sealed beyond
+    comes again), `left_clock` its last if that is, `confirmed` up to where it has seen outcomes.
+    `predecessor`: who had its rank before it and is not forgotten; 0: there was one, who is; None:
+    nobody that is known of.
+    """
+
+    incarnation: Incarnation
+    rank: int
+    sealed_clock: int
+    done_clock: int
+    left_clock: int | None
+    joined_clock: int
+    confirmed: int
+    goodbye_clock: int | None = None
+    predecessor: Incarnation | None = None
+
+
+class Delta(NamedTuple):
+    """What an event changed of a part: all facts as they are now, what ended, what was counted."""
+
+    facts: Facts
+    workers: tuple[WorkerFacts, ...]
+    endings: tuple[tuple[Incarnation, int, Ending], ...]
+    counted: tuple[Record, ...]
+
+
+@dataclass(slots=True)
+class WorkerCopy:
+    """A worker as the backup knows it."""
+
+    facts: WorkerFacts
+    ledger: Ledger = field(default_factory=Ledger)
+    own_updates: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PartCopy:
+    """One table in one range, at a backup."""
+
+    facts: Facts
+    versions: dict[int, int]
+    workers: dict[Incarnation, WorkerCopy] = field(default_factory=dict)
+
+    def twin(self) -> PartCopy:
+        """The same, sharing nothing."""
+        workers = {
+            incarnation: WorkerCopy(w.facts, w.ledger.copy(), dict(w.own_updates))
+            for incarnation, w in self.workers.items()
+        }
+        return PartCopy(self.facts, dict(self.versions), workers)
+
+    def take(self, delta: Delta) -> None:
+        """One change more.
+
+        Raises:
+            InvalidKeys: it is of a worker or a block that is not known here; the copy is of no use
+                from then on.
+        """
+        self.facts = delta.facts
+        for facts in delta.workers:
+            worker = self.workers.get(facts.incarnation)
+            if worker is None:
+                worker = self.workers[facts.incarnation] = WorkerCopy(facts)
+            worker.facts = facts
+        for incarnation, sequence, ending in delta.endings:
+            ledger = self._worker(incarnation).ledger
+            if not ledger.has_ended(sequence):  # else it was answered again
+                ledger.end(sequence, ending)
+        for worker in self.workers.values():
+            worker.ledger.confirm(worker.facts.confirmed)
+        for record in delta.counted:
+            self._count(record)
+        for facts in delta.workers:
+            if facts.predecessor is not None:
+                self._forget_before(facts)
+
+    def _forget_before(self, facts: WorkerFacts) -> None:
+        """Of those who had the worker's rank before it, only its `predecessor` and that one's, and
+        so on, are still of any use.
+        """
+        kept = {facts.incarnation}
+        before = facts.predecessor
+        while before:
+            kept.add(before)
+            found = self.workers.get(before)
+            before = None if found is None else found.facts.predecessor
+        for worker in [w.facts for w in self.workers.values() if w.facts.rank == facts.rank]:
+            if worker.incarnation < facts.incarnation and worker.incarnation not in kept:
+                del self.workers[worker.incarnation]
+
+    def _worker(self, incarnation: Incarnation) -> WorkerCopy:
+        worker = self.workers.get(incarnation)
+        if worker is None:
+            raise InvalidKeys(f"a batch is of worker {incarnation}, of which no fact has come")
+        return worker
+
+    def _count(self, record: Record) -> None:
+        for block in record.blocks:
+            if block not in self.versions:
+                raise InvalidKeys(f"a batch counts an update of block {block}, which is not here")
+            self.versions[block] += 1
+        for contributor in record.summed_by or record.contributors:
+            if not contributor.skip:
+                own_updates = self._worker(contributor.incarnation).own_updates
+                for block in record.blocks:
+                    own_updates[block] = own_updates.get(block, 0) + 1
+
+
+def fresh_copy(table: Table, blocks: Sequence[int]) -> PartCopy:
+    """Of a part of which nothing has been decided."""
+    schedule = Schedule(table)
+    is_restored, first = table.restored_clock is not None, table.restored_clock or 0
+    kind = table.spec.initializer.kind
+    initialized = not is_restored and kind is not InitializerKind.FROM_RANK_ZERO
+    facts = Facts(
+        first, first, first, 0, 0, 0, initialized, None, (), None, schedule.settings,
+        schedule.number, 0, None, True, None,
+    )  # fmt: skip
+    return PartCopy(facts, dict.fromkeys(blocks, 0))
+
+
+def facts_of(state: RangeState) -> Facts:
+    """The part's own facts."""
+    schedule = state.schedule
+    return Facts(
+        state.clock,
+        state.formed_clock,
+        state.changed_clock,
+        state.newest_join_clock,
+        state.update_count,
+        state.record_count,
+        state.initialized,
+        state.unscaled,
+        tuple(state.squares.items()),
+        state.said,
+        schedule.settings,
+        schedule.number,
+        schedule.promised,
+        schedule.hold_clock,
+        schedule.minds_reads,
+        state.failure,
+        state.past_reached_clock,
+        state.past_stepped_clock,
+        schedule.taken,
+    )
+
+
+def worker_facts(worker: WorkerPart, *, has_ended: bool) -> WorkerFacts:
+    """The worker's facts that are decided. Whose membership `has_ended` sends nothing again: as
+    far as others know, it left after its newest seal that is decided.
+    """
+    sealed = min(worker.sealed_clock, worker.done_clock)
+    # Who said goodbye says it again unless it was answered.
+    left = None if worker.holds_last_seal else worker.left_clock
+    if left is not None and has_ended:
+        left = min(left, sealed)
+    return WorkerFacts(
+        worker.incarnation,
+        worker.rank,
+        sealed,
+        worker.done_clock,
+        left,
+        worker.joined_clock,
+        worker.ledger.confirmed,
+        None if left is None else worker.goodbye_clock,
+        _predecessor_of(worker),
+    )
+
+
+def _predecessor_of(worker: WorkerPart) -> Incarnation | None:
+    if worker.is_first:
+        return None
+    return Incarnation(0) if worker.predecessor is None else worker.predecessor.incarnation
+
+
+def _worker_facts(state: RangeState) -> Iterator[WorkerFacts]:
+    """Of each worker, in their order."""
+    for worker in state.workers.values():
+        yield worker_facts(worker, has_ended=state.has_ended(worker))
+
+
+def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Record]) -> Delta:
+    """What an event changed, from the state after it and what it wanted done."""
+    endings = tuple(
+        (effect.sender.incarnation, effect.sequence, effect.ending)
+        for effect in effects
+        if isinstance(effect, ReplyTo) and effect.ending is not None
+    )
+    workers = tuple(_worker_facts(state))
+    return Delta(facts_of(state), workers, endings, tuple(counted))
+
+
+def copy_of(state: RangeState) -> PartCopy:
+    """`copying`, at once."""
+    return at_once(copying(state))
+
+
+def copying(state: RangeState) -> Work[PartCopy]:
+    """All that a new backup has to know of a part; nothing of it is shared with the part."""
+    workers = {}
+    for facts, worker in zip(_worker_facts(state), state.workers.values(), strict=True):
+        copy = WorkerCopy(facts, worker.ledger.copy(), dict(worker.own_updates))
+        workers[facts.incarnation] = copy
+        yield
+    return PartCopy(facts_of(state), dict(state.versions), workers)
+
+
+def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
+    """Make a fresh state what the copy says; the copy is used up."""
+    facts = copy.facts
+    state.clock, state.formed_clock = facts.clock, facts.formed_clock
+    state.changed_clock, state.newest_join_clock = facts.changed_clock, facts.newest_join_clock
+    state.update_count, state.record_count = facts.update_count, facts.record_count
+    state.initialized, state.failure = facts.initialized, facts.failure
+    state.unscaled, state.versions = facts.unscaled, copy.versions
+    state.squares, state.said = dict(facts.squares), facts.said
+    state.past_reached_clock = facts.past_reached_clock
+    state.past_stepped_clock = facts.past_stepped_clock
+    state.schedule.restore(
+        facts.settings,
+        facts.change_number,
+        Promises(facts.promised, facts.hold_clock, facts.minds_reads, facts.taken),
+    )
+    for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
+        _restore_worker(worker, state, now_s)
+    # Whoever has a step behind it may have been answered the read for its next; anybody, that for
+    # the first.
+    begun = state.first_clock if state.initialized else -1
+    done_clocks = [worker.done_clock for worker in state.workers.values()]
+    if state.past_reached_clock:
+        done_clocks.append(state.past_reached_clock)
+    done_clock = max([begun, *done_clocks])
+    held = state.schedule.hold_clock if facts.minds_reads else None
+    state.read_clock = done_clock + 1 if held is None else min(done_clock + 1, held)
+
+
+def _restore_worker(copy: WorkerCopy, state: RangeState, now_s: float) -> None:
+    facts = copy.facts
+    part = WorkerPart(facts.rank, facts.incarnation, facts.sealed_clock, facts.done_clock, now_s)
+    part.ledger, part.own_updates = copy.ledger, copy.own_updates
+    part.left_clock, part.joined_clock = facts.left_clock, facts.joined_clock
+    part.goodbye_clock, part.is_first = facts.goodbye_clock, facts.predecessor is None
+    before = state.by_rank.get(facts.rank)
+    if before is not None:
+        part.is_first, state.replaced[before.incarnation] = False, before
+        part.predecessor = before if facts.joined_clock else None
+    state.workers[facts.incarnation] = part
+    state.by_rank[facts.rank] = part
+    state.ranks = tuple(sorted({*state.ranks, facts.rank}))

@@ -1,0 +1,530 @@
+"""The range machine: one table in one range, from an entry's arrival to its outcome (SEMANTICS
+S2-S6).
+
+    arrive -> [INVALID | REFUSED | held] -> sealed -> in effect -> folded -> recorded -> committed
+
+This file takes entries in and gives them back; `update_gate` has what follows from a seal,
+`read_gate` the reads, `entry_rules` what may be wrong, `range_state` what is known.
+
+Rules:
+    - An entry that passed session and epoch checks ends in exactly one outcome; a refusal for room
+      ends nothing.
+    - An entry that comes again gets the answer that it got, or would have got, before.
+
+What it deliberately does not do: look into payloads, or know sessions and epochs (`server_machine`
+checks them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from ps_core import limits
+from ps_core.change import Change, ChangeOutcome, Join, Settled
+from ps_core.cluster_view import Node, NodeState
+from ps_core.errors import (
+    Fenced,
+    InvalidKeys,
+    Overloaded,
+    PushpullError,
+    Recovering,
+    UpdateFailed,
+)
+from ps_core.keys import Incarnation, RangeId
+from ps_core.ledger import Ending, Outcome, ReplyKind
+from ps_core.tables import Table
+from ps_server.ranges.entry_rules import EntryRules
+from ps_server.ranges.events import (
+    Effect,
+    PullEvent,
+    PushEvent,
+    Record,
+    ScaleEvent,
+    SealEvent,
+    Sender,
+    WithdrawEvent,
+)
+from ps_server.ranges.memory import Step
+from ps_server.ranges.range_state import HeldPush, RangeState, Room, StepPart, WorkerPart
+from ps_server.ranges.read_gate import ReadGate
+from ps_server.ranges.schedule import CutId
+from ps_server.ranges.update_gate import UpdateGate
+
+_Entry = TypeVar("_Entry", PushEvent, SealEvent, WithdrawEvent, ScaleEvent)
+
+
+class RangeMachine:
+    """One table in one range. Methods take an event and the time, and return effects in order."""
+
+    def __init__(
+        self,
+        table: Table,
+        range_id: RangeId,
+        blocks: tuple[int, ...],
+        worker_count: int,
+        room: Room,
+        versions: dict[int, int] | None = None,
+    ) -> None:
+        """A fresh range part. `versions`: 0 for each block, if that has been made before."""
+        self.resent_count = 0  # entries that were answered from the ledger
+        self.state = RangeState(table, range_id, blocks, worker_count, room, versions)
+        self.reads = ReadGate(self.state)
+        self._gate = UpdateGate(self.state, self.reads)
+        self._rules = EntryRules(self.state)
+
+    def push(self, event: PushEvent, now_s: float) -> list[Effect]:
+        """A block arrived."""
+        return self._entry(event, event.confirmed, now_s, self._take_push)
+
+    def seal(self, event: SealEvent, now_s: float) -> list[Effect]:
+        """A seal arrived."""
+        return self._entry(event, event.confirmed, now_s, self._take_seal)
+
+    def scale(self, event: ScaleEvent, now_s: float) -> list[Effect]:
+        """What an update is multiplied by arrived."""
+
+        def take(event: ScaleEvent, worker: WorkerPart, out: list[Effect]) -> None:
+            self._gate.scale(event, worker, now_s, out)
+
+        return self._entry(event, event.confirmed, now_s, take)
+
+    def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
+        """The sum of the record was reduced.
+
+        Args:
+            record: as in `Reduce`.
+            squares: of each block of the range, ascending, the sum of its squares.
+        """
+        out: list[Effect] = []
+        self._gate.reduced(record, squares, out)
+        return out
+
+    def withdraw(self, event: WithdrawEvent, now_s: float) -> list[Effect]:
+        """A number is given up."""
+        return self._entry(event, 0, now_s, self._take_withdrawal)
+
+    def _entry(
+        self,
+        event: _Entry,
+        confirmed: int,
+        now_s: float,
+        take: Callable[[_Entry, WorkerPart, list[Effect]], None],
+    ) -> list[Effect]:
+        out: list[Effect] = []
+        try:
+            worker = self._worker(event.sender, now_s)
+            worker.ledger.confirm(confirmed)
+            if worker.ledger.has_ended(event.sequence):
+                self.resent_count += 1
+                ending = worker.ledger.ending(event.sequence)
+                self.state.reply(
+                    out, event.sender, ReplyKind.COMMITTED, event.sequence, ending=ending
+                )
+                return out
+            worker.ledger.check_in_reach(event.sequence)
+            take(event, worker, out)
+        except PushpullError as error:
+            self.state.reply(out, event.sender, ReplyKind.ERROR, event.sequence, error=error)
+            return out
+        self._gate.advance(worker, now_s, out)
+        self._go_on(now_s, out)
+        return out
+
+    def ended(self, node: Node, now_s: float) -> list[Effect]:
+        """A worker was declared gone, or has left, heard of here or not: what it sealed counts, the
+        rest ends as WITHDRAWN, its reads are refused, and nobody waits for it (S6). Saying it again
+        does nothing, as it does where the worker has left by a seal.
+        """
+        out: list[Effect] = []
+        state = self.state
+        holder = state.by_rank.get(node.rank)
+        worker = state.workers.get(node.incarnation)
+        if worker is None and holder is None and node.rank < state.worker_count:
+            worker = holder = self._new_worker(node.rank, node.incarnation, now_s)
+        if worker is None:  # it never came here, or was replaced and is past
+            self.reads.ended(node, out)
+            return out
+        if worker is holder:
+            if node.rank in state.ended:
+                return out
+            if worker.has_left and node.state is NodeState.LEFT:
+                return out
+            state.ended[node.rank] = node
+        self.reads.ended(node, out)
+        self._gate.ended(worker, now_s, out)
+        self._go_on(now_s, out)
+        return out
+
+    def overturn(self, record: Record, error: UpdateFailed) -> None:
+        """The record's update could not be computed: its entries end as INVALID after all."""
+        state = self.state
+        for contributor in record.contributors:
+            worker = state.workers.get(contributor.incarnation)
+            if worker is None:  # forgotten: nobody asks what became of its entries
+                continue
+            for sequence in contributor.sequences:
+                worker.ledger.overturn(sequence, Ending(Outcome.INVALID, error))
+        if record.blocks and not record.is_assign:
+            state.update_count -= 1
+            for block in record.blocks:
+                state.versions[block] -= 1
+        state.clock = min(state.clock, max(record.clock - 1, 0))
+
+    def fail(self, error: UpdateFailed) -> list[Effect]:
+        """The table has failed here: what is held ends, and whatever comes still does, as INVALID
+        with the reason; reads are refused with it.
+        """
+        out: list[Effect] = []
+        state = self.state
+        state.failure = error
+        state.unscaled = None
+        state.end_sum()
+        ending = Ending(Outcome.INVALID, error)
+        for worker in state.workers.values():
+            for step in worker.steps.values():
+                senders = {**step.missing, **{s: p.sender for s, p in step.pushes.items()}}
+                if step.seal is not None:
+                    senders[step.seal.sequence] = step.seal.sender
+                for push in step.pushes.values():
+                    state.unstage(step, worker, push)
+                for sequence in sorted(senders):
+                    state.end(worker, senders[sequence], sequence, ending, out)
+            worker.steps.clear()
+        self.reads.fail(error, out)
+        return out
+
+    def observe(self, table: Table, now_s: float, *, decides: bool = False) -> list[Effect]:
+        """The newest view says this of the table: a change of its consistency may be proposed,
+        decided, withdrawn or committed.
+
+        Args:
+            table: as in that view.
+            now_s: the time.
+            decides: whether this range takes what is decided.
+        """
+        out: list[Effect] = []
+        state, change = self.state, table.proposed
+        is_freed = state.schedule.observe(
+            table, state.reached_clock, state.stepped_clock, state.read_clock, now_s
+        )
+        for join in table.joins:
+            self._join(join, now_s)
+        if decides and change is not None and change.is_decided:
+            is_freed = self._take(change, now_s) or is_freed
+        if is_freed:
+            self._gate.resume(now_s, out)
+        self._go_on(now_s, out)
+        return out
+
+    def _take(self, change: Change, now_s: float) -> bool:
+        is_taken = self.state.schedule.take(change)
+        if is_taken and change.join is not None:
+            self._join(replace(change.join, after_clock=change.after_clock), now_s)
+        return is_taken
+
+    def settled(self, change: Change, settled: Settled, now_s: float) -> list[Effect]:
+        """What became of a change that is held for here, as the range says that decides."""
+        out: list[Effect] = []
+        if settled.outcome is ChangeOutcome.TAKEN:
+            is_freed = self._take(replace(change, after_clock=settled.after_clock), now_s)
+        else:
+            is_freed = self.give_up(change.number)
+        if is_freed:
+            self._gate.resume(now_s, out)
+            self._go_on(now_s, out)
+        return out
+
+    def give_up(self, number: int) -> bool:
+        """See `Schedule.give_up`; what may go on does at the next `resume`."""
+        return self.state.schedule.give_up(number)
+
+    def resume(self, now_s: float) -> list[Effect]:
+        """Nothing is held any more that was."""
+        out: list[Effect] = []
+        self._gate.resume(now_s, out)
+        self._go_on(now_s, out)
+        return out
+
+    def _join(self, join: Join, now_s: float) -> None:
+        """A worker has its rank from the clock after `join.after_clock` on, as everywhere else. All
+        before is decided without it.
+        """
+        state = self.state
+        holder = state.by_rank.get(join.rank)
+        if holder is not None and holder.incarnation >= join.incarnation:
+            return  # it has joined, or has been replaced in its turn
+        state.ended.pop(join.rank, None)
+        worker = self._new_worker(join.rank, join.incarnation, now_s)
+        if holder is not None:
+            worker.is_first = False
+            state.replaced[holder.incarnation] = holder
+        state.ranks = tuple(sorted({*state.ranks, join.rank}))
+        if (
+            not state.awaits_rank_zero or join.rank != 0
+        ):  # rank 0 may have the initial values to give
+            worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock
+            state.newest_join_clock = max(state.newest_join_clock, join.after_clock)
+            worker.predecessor = holder
+
+    def loaded(self, versions: Mapping[int, int], now_s: float) -> list[Effect]:
+        """The values of a table that is restored are there, with these versions of blocks."""
+        out: list[Effect] = []
+        state = self.state
+        state.versions |= versions
+        state.initialized = True
+        self._gate.resume(now_s, out)
+        return out
+
+    def begin_cut(self, cut_id: CutId, deadline_s: float) -> int:
+        """A reader is about to ask for one state of the whole table: nothing beyond the clock that
+        is returned takes effect before it has its answer, or `deadline_s` has come.
+
+        Raises:
+            UpdateFailed: the table has failed.
+        """
+        if self.state.failure is not None:  # a new one: what is raised collects frames
+            raise UpdateFailed(self.state.failure.message)
+        return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
+
+    def hold(self, cut_id: CutId, clock: int, deadline_s: float) -> None:
+        """Nothing beyond `clock` takes effect before `end_cut`, or `deadline_s`."""
+        self.state.schedule.hold(cut_id, clock, deadline_s)
+
+    def end_cut(self, cut_id: CutId, now_s: float) -> list[Effect]:
+        """Its reader is done with it."""
+        out: list[Effect] = []
+        self.state.schedule.end_cut(cut_id)
+        self._go_on(now_s, out)
+        return out
+
+    def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
+        """A read arrived: answered at once, refused, or parked until its deadline."""
+        out = self.reads.pull(event, now_s)
+        self._go_on(now_s, out)
+        return out
+
+    def cancel(self, waiter: int) -> None:
+        """The caller of a read has gone. What it held goes on at the next `tick`."""
+        self.reads.cancel(waiter)
+
+    def _go_on(self, now_s: float, out: list[Effect]) -> None:
+        """Let go on what cuts held and hold no more, and forget who is past."""
+        if self.state.replaced:
+            self.state.forget_past()
+        while self.state.schedule.is_freed:
+            self.state.schedule.is_freed = False
+            self._gate.resume(now_s, out)
+
+    @property
+    def wake_s(self) -> float | None:
+        """When `tick` may do something; None: time alone does not."""
+        schedule = self.state.schedule
+        gate_s = self._gate.wake_s if self.state.failure is None else None
+        cut_s = schedule.cut_deadline_s
+        if schedule.is_freed:
+            return 0.0
+        if gate_s is None or cut_s is None:
+            return cut_s if gate_s is None else gate_s
+        return min(gate_s, cut_s)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Time passed."""
+        self.state.schedule.end_late_cuts(now_s)
+        out: list[Effect] = list(self.reads.tick(now_s))
+        self._gate.tick(now_s, out)
+        self._go_on(now_s, out)
+        return out
+
+    def _worker(self, sender: Sender, now_s: float) -> WorkerPart:
+        worker = self.state.workers.get(sender.incarnation)
+        if worker is None:
+            holder = self.state.by_rank.get(sender.rank)
+            if self.state.is_to_join(sender.rank, sender.incarnation):
+                raise Recovering(
+                    f"worker {sender.rank} (incarnation {sender.incarnation}) has not joined table "
+                    f"'{self.state.name}' yet: pull it first, which waits for that",
+                    retry_after_ms=int(limits.JOIN_RETRY_S * 1000),
+                )
+            if holder is not None:
+                raise Fenced(
+                    f"rank {sender.rank} is incarnation {holder.incarnation} here; got "
+                    f"{sender.incarnation}"
+                )
+            worker = self._new_worker(sender.rank, sender.incarnation, now_s)
+        worker.last_heard_s = now_s
+        return worker
+
+    def _new_worker(self, rank: int, incarnation: Incarnation, now_s: float) -> WorkerPart:
+        start = -1 if rank == 0 and self.state.awaits_rank_zero else self.state.first_clock
+        done_clock = max(start, self.state.formed_clock)
+        worker = WorkerPart(rank, incarnation, start, done_clock, now_s)
+        worker.joined_clock = self.state.first_clock
+        self.state.workers[incarnation] = worker
+        self.state.by_rank[rank] = worker
+        return worker
+
+    def _answer_again(
+        self, event: PushEvent | SealEvent, worker: WorkerPart, out: list[Effect]
+    ) -> None:
+        """A held entry came again: all that is said of it from now on goes to the stream that it
+        came by last, since the one before may have broken.
+        """
+        step = worker.steps[worker.held[event.sequence]]
+        push = step.pushes.get(event.sequence)
+        if push is not None:
+            push.sender = event.sender
+        elif step.seal is not None and step.seal.sequence == event.sequence:
+            step.seal = step.seal._replace(sender=event.sender)
+        self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
+
+    def _take_push(self, event: PushEvent, worker: WorkerPart, out: list[Effect]) -> None:
+        step = worker.steps.get(event.clock)
+        if event.sequence in worker.held:
+            self._answer_again(event, worker, out)
+            return
+        if event.replaces:
+            self._replace(event, worker, out)
+        problem = event.problem or self._rules.push_problem(event, worker, step)
+        if problem is None and not self.state.room.admit(
+            Step(event.clock, event.sender.rank), event.byte_count, out
+        ):
+            retry_ms = int(limits.ROOM_RETRY_S * 1000)
+            full = Overloaded(
+                f"the gate of table '{self.state.name}' is full", retry_after_ms=retry_ms
+            )
+            self.state.reply(out, event.sender, ReplyKind.REFUSED, event.sequence, error=full)
+            return
+        if problem is not None:
+            self._take_invalid(event, worker, problem, out)
+            return
+        if step is None:
+            step = worker.steps[event.clock] = StepPart(event.clock)
+        worker.arrived(event.sequence)
+        self._hold(event, worker, step, out)
+
+    def _take_invalid(
+        self, event: PushEvent, worker: WorkerPart, problem: PushpullError, out: list[Effect]
+    ) -> None:
+        """The number is consumed; the step that it belonged to, if it is still open, knows."""
+        step = worker.steps.get(event.clock)
+        if worker.sealed_clock < event.clock <= worker.sealed_clock + limits.MAX_CLOCK_LEAD_COUNT:
+            step = step or worker.steps.setdefault(event.clock, StepPart(event.clock))
+            if len(step.invalid) >= limits.MAX_LEDGER_GAP_COUNT:
+                raise InvalidKeys(
+                    f"clock {event.clock} of table '{self.state.name}' has {len(step.invalid)} "
+                    "invalid pushes; expected a seal with skip"
+                )
+            if step.seal is None or event.sequence < step.seal.sequence:
+                step.invalid.add(event.sequence)
+                if event.is_assign:
+                    step.invalid_values.add(event.sequence)
+        self.state.end(worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out)
+
+    def _hold(
+        self, event: PushEvent, worker: WorkerPart, step: StepPart, out: list[Effect]
+    ) -> None:
+        push = HeldPush(
+            event.sender,
+            event.sequence,
+            event.block,
+            event.byte_count,
+            event.payload,
+            event.pulled_peer_version,
+            event.eager is not None,
+            event.is_assign,
+        )
+        step.pushes[event.sequence] = push
+        step.has_values = step.has_values or event.is_assign
+        step.blocks[event.block] = event.sequence
+        worker.held[event.sequence] = event.clock
+        if event.eager is not None:
+            step.eager = self.state.table.numbers.merged(event.eager)
+        if self._gate.takes_eager(worker, step, push):
+            self._gate.record_eager(worker, step, push, out)
+            return
+        self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
+
+    def _replace(self, event: PushEvent, worker: WorkerPart, out: list[Effect]) -> None:
+        self._rules.check_replacement(event, worker)
+        step = worker.steps.get(event.clock)
+        if worker.ledger.has_ended(event.replaces):
+            if step is not None:
+                step.invalid.discard(event.replaces)
+                step.invalid_values.discard(event.replaces)
+            return
+        if step is not None:
+            self.state.drop_push(step, worker, event.replaces)
+        self.state.end(worker, event.sender, event.replaces, Ending(Outcome.REPLACED), out)
+
+    def _take_seal(self, event: SealEvent, worker: WorkerPart, out: list[Effect]) -> None:
+        clock = event.terms.clock
+        if event.sequence in worker.held:
+            # Asked again: an answer was lost. What was given back may be what was lost.
+            step = worker.steps[worker.held[event.sequence]]
+            full = Overloaded("given back", retry_after_ms=int(limits.ROOM_RETRY_S * 1000))
+            for sequence in step.missing:
+                self.state.reply(out, event.sender, ReplyKind.GIVEN_BACK, sequence, error=full)
+            self._answer_again(event, worker, out)
+            return
+        step = worker.steps.get(clock) or StepPart(clock)
+        problem = self._rules.seal_problem(event, worker, step)
+        if problem is None:
+            problem = self._rules.disagreement(event.terms, worker)
+            if problem is not None:
+                self.reads.dispute(clock, problem, out)
+        if problem is not None:
+            self.state.end(
+                worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out
+            )
+            return
+        worker.steps[clock] = step
+        worker.arrived(event.sequence)
+        step.seal = event
+        if event.skip_if_invalid:
+            self._gate.recall_carrier(worker, step, event)
+        step.numbers = self.state.table.numbers.merged(event.terms.hyperparameters)
+        worker.held[event.sequence] = clock
+        self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
+
+    def _take_withdrawal(self, event: WithdrawEvent, worker: WorkerPart, out: list[Effect]) -> None:
+        clock = worker.held.get(event.sequence)
+        if clock is not None:
+            step = worker.steps[clock]
+            is_seal = step.seal is not None and step.seal.sequence == event.sequence
+            if is_seal or clock <= worker.sealed_clock:
+                raise InvalidKeys(
+                    f"sequence {event.sequence} is {'a seal' if is_seal else 'in effect'}: it "
+                    "cannot be withdrawn"
+                )
+            self.state.drop_push(step, worker, event.sequence)
+        self.state.end(worker, event.sender, event.sequence, Ending(Outcome.WITHDRAWN), out)
+
+    def give_back(self, given: Step, out: list[Effect]) -> None:
+        """Room is needed for a lower step: what is staged of this one must be sent again.
+
+        The room has already taken the bytes off this step.
+        """
+        worker = self.state.worker_at(given.rank, given.clock)
+        step = worker.steps.get(given.clock) if worker is not None else None
+        if worker is None or step is None:
+            return
+        staged = [push for push in step.pushes.values() if push.payload is not None]
+        if not staged:
+            return
+        error = Overloaded(
+            f"the gate of table '{self.state.name}' gives room to a lower step",
+            retry_after_ms=int(limits.ROOM_RETRY_S * 1000),
+        )
+        for push in staged:
+            del step.pushes[push.sequence]
+            step.blocks.pop(push.block, None)
+            worker.held.pop(push.sequence)
+            step.missing[push.sequence] = push.sender
+            self.state.reply(out, push.sender, ReplyKind.GIVEN_BACK, push.sequence, error=error)
+        worker.sealed_clock = min(worker.sealed_clock, given.clock - 1)
+        if self.state.has_ended(worker):  # it will not send again
+            self._gate.leave_unsealed(worker, out)
+        elif worker.left_clock is not None and worker.holds_last_seal:
+            worker.left_clock = None  # that seal is no longer in effect: it may send again

@@ -1,0 +1,455 @@
+"""What a range machine knows: workers, their steps, clocks and versions of one (range, table).
+
+Invariants:
+    RM-5  A step in effect has a seal.
+    RM-1  Each sequence of an incarnation is unseen, held, missing (given back) or ended; never two.
+
+What it deliberately does not do: decide (`range_machine`, `update_gate` and `read_gate` do).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ps_core.cluster_view import Node, NodeState
+from ps_core.consistency import Mode, StalePolicy
+from ps_core.errors import EditRefused, InvariantViolation, PushpullError, UpdateFailed
+from ps_core.keys import Incarnation, RangeId
+from ps_core.ledger import Ending, Ledger, ReplyKind
+from ps_core.tables import Hyperparameters, InitializerKind, Table
+from ps_server.ranges.events import Compensation, Effect, Record, ReplyTo, SealEvent, Sender
+from ps_server.ranges.memory import Step
+from ps_server.ranges.schedule import Schedule
+
+
+class Room(Protocol):
+    """What a range asks of its table's gate memory; giving back reaches every range of the
+    table.
+    """
+
+    def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:
+        """Whether there is room; effects of making it are appended."""
+
+    def release(self, step: Step, byte_count: int) -> None:
+        """A payload is no longer staged."""
+
+    def add_sum(self, byte_count: int) -> None:
+        """What is no longer staged has become a sum, or so much more of one."""
+
+    def end_sum(self, byte_count: int) -> None:
+        """A sum is there no more."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldPush:
+    """A push that is held: `payload` is None once it is folded or dropped."""
+
+    sender: Sender
+    sequence: int
+    block: int
+    byte_count: int
+    payload: object | None
+    pulled_peer_version: int | None
+    is_eager: bool = False
+    is_assign: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class StepPart:
+    """One worker's step on its way."""
+
+    clock: int
+    pushes: dict[int, HeldPush] = field(default_factory=dict)  # by sequence
+    blocks: dict[int, int] = field(default_factory=dict)  # block -> sequence
+    missing: dict[int, Sender] = field(default_factory=dict)  # given back, by sequence
+    invalid: set[int] = field(default_factory=set)
+    invalid_values: set[int] = field(default_factory=set)
+    """Of `invalid`, those of ASSIGN: what else an edit has sent is no part of it."""
+    has_values: bool = False
+    """Whether an ASSIGN has been held, perhaps one that was replaced since."""
+    seal: SealEvent | None = None
+    numbers: Hyperparameters = ()  # the seal's, over the table's own
+    skip: bool = False
+    eager: Hyperparameters | None = None
+    edit: bytes = b""
+    """Of a seal in effect: what its seal names; empty where the step is none, or is not taken."""
+    array: str = ""
+    """What it is of: an array of optimizer state, or, empty, the values."""
+    problem: EditRefused | None = None
+    """Why nothing of the step is taken: what its entries end with."""
+
+    @property
+    def of(self) -> tuple[str, bytes]:
+        """What the record of an edit says that it is of."""
+        return (self.array, self.edit) if self.array else ("", b"")
+
+    @property
+    def sealed_by(self) -> SealEvent:
+        """The seal of a step that has one."""
+        if self.seal is None:
+            raise InvariantViolation("RM-5", f"clock {self.clock} is in effect without a seal")
+        return self.seal
+
+
+@dataclass(slots=True, eq=False)
+class WorkerPart:
+    """A worker in this range: `sealed_clock` is its newest seal in effect; up to `done_clock` all
+    is decided for it (its steps are recorded, or updates formed without them); `held` has the clock
+    of each held sequence, `own_updates` how many updates of a block it had a part in; `left_clock`
+    is its last.
+    """
+
+    rank: int
+    incarnation: Incarnation
+    sealed_clock: int
+    done_clock: int
+    last_heard_s: float
+    ledger: Ledger = field(default_factory=Ledger)
+    steps: dict[int, StepPart] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    own_updates: dict[int, int] = field(default_factory=dict)
+    left_clock: int | None = None
+    goodbye_clock: int | None = None
+    """Of the seal by which it left, if that ended no step."""
+    joined_clock: int = 0
+    """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
+    predecessor: WorkerPart | None = None
+    """Whose rank it has, if it was another's: whose steps up to that clock still count."""
+    is_first: bool = True
+    """Whether nobody had its rank before it."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has left this table, and nothing of it is to come."""
+        left = self.left_clock
+        return left is not None and left <= self.sealed_clock and not self.steps
+
+    @property
+    def stepped_clock(self) -> int:
+        """The highest clock of a step of it that has taken effect, or that was taken without it."""
+        clock = max(self.sealed_clock, self.done_clock)
+        return clock - (self.goodbye_clock == clock)
+
+    @property
+    def holds_last_seal(self) -> bool:
+        """Whether the seal that it left by has no outcome yet."""
+        for step in self.steps.values():  # noqa: SIM110 - asked of each worker at each batch
+            if step.seal is not None and step.seal.terms.last:
+                return True
+        return False
+
+    @property
+    def gap(self) -> int | None:
+        """The lowest sequence that has not come and that a seal waits for; None if none does."""
+        waiting = [
+            step.seal.sequence
+            for step in self.steps.values()
+            if step.seal is not None and step.clock > self.sealed_clock
+        ]
+        for number in range(self.ledger.low_water + 1, min(waiting, default=0)):
+            if number not in self.held and not self.ledger.has_ended(number):
+                return number
+        return None
+
+    @property
+    def gap_words(self) -> str:
+        """What its next seal waits for, if a sequence is missing; else empty."""
+        gap = self.gap
+        return "" if gap is None else f"waits for sequence {gap} of worker {self.rank}"
+
+    def arrived(self, sequence: int) -> None:
+        """What was given back has come again, or has ended (RM-1)."""
+        for step in self.steps.values():
+            if step.missing:
+                step.missing.pop(sequence, None)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlace:
+    """Where a worker is, for status."""
+
+    rank: int
+    incarnation: Incarnation
+    clock: int
+    low_water: int
+    last_heard_s: float
+    left: bool
+
+
+class Said(NamedTuple):
+    """The scale that an update was applied by, and who said it."""
+
+    clock: int
+    scale: float
+    rank: int
+
+
+class RangeState:
+    """The state of one table in one range, and the few changes that all its deciders share."""
+
+    def __init__(
+        self,
+        table: Table,
+        range_id: RangeId,
+        blocks: tuple[int, ...],
+        worker_count: int,
+        room: Room,
+        versions: dict[int, int] | None = None,
+    ) -> None:
+        """A fresh part: clock 0, initialised unless rank 0 is to do it. One that is restored is at
+        its clock, and initialised when it has been loaded.
+        """
+        self.table = table
+        self.name = table.spec.name
+        self.schedule = Schedule(table)
+        self.range_id = range_id
+        self.blocks = blocks
+        is_restored = table.restored_clock is not None
+        self.first_clock = table.restored_clock or 0  # where it and all workers begin
+        self.initialized = (
+            not is_restored and table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
+        )
+        self.clock = self.first_clock
+        self.formed_clock = self.first_clock
+        self.read_clock = self.first_clock  # the highest that a worker has read for: its next
+        self.newest_join_clock = 0
+        self.changed_clock = self.first_clock  # the highest of which the values have anything
+        self.update_count = 0
+        self.record_count = 0
+        self.versions = dict.fromkeys(blocks, 0) if versions is None else versions
+        self.worker_count = worker_count
+        self.ranks: Sequence[int] = range(worker_count)  # and those that joined beyond these
+        self.room = room
+        self.workers: dict[Incarnation, WorkerPart] = {}
+        self.by_rank: dict[int, WorkerPart] = {}
+        self.replaced: dict[Incarnation, WorkerPart] = {}  # workers that are not `by_rank` any more
+        self.past_reached_clock = self.past_stepped_clock = 0  # by workers that were forgotten
+        self.ended: dict[int, Node] = {}  # by rank: who left unsaid, or is gone, and not replaced
+        self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
+        self.squares: dict[int, tuple[float, ...]] = {}  # what was told of the newest such sums
+        self.said: Said | None = None  # the newest scale
+        self._summed: dict[int, int] = {}  # bytes of each block of the sum in the making
+        self.failure: UpdateFailed | None = None  # of any range of the table on this server
+
+    @property
+    def awaits_rank_zero(self) -> bool:
+        """Whether rank 0 is to give the initial values, and has not."""
+        return not self.initialized and self.table.restored_clock is None
+
+    @property
+    def reached_clock(self) -> int:
+        """The highest clock of which anything has taken effect."""
+        reached = max(self.clock, self.changed_clock, self.past_reached_clock)
+        for worker in self.workers.values():
+            reached = max(reached, worker.sealed_clock, worker.done_clock)
+        return reached
+
+    @property
+    def stepped_clock(self) -> int:
+        """The highest clock of a step that has taken effect. A goodbye is none: it is for a step
+        that its worker has not taken, and the others may never take.
+        """
+        reached = max(self.formed_clock, self.changed_clock, self.past_stepped_clock)
+        for worker in self.workers.values():
+            reached = max(reached, worker.stepped_clock)
+        return reached
+
+    def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:
+        """How gradients of `clock` by this worker are corrected for what they missed, if so."""
+        setting = self.schedule.at(clock)
+        if setting.policy is not StalePolicy.COMPENSATE:
+            return None
+        return Compensation(incarnation, setting.strength, setting.adaptive)
+
+    def takes_edits(self, clock: int) -> bool:
+        """Whether a step of that clock is one of all workers, who so can change values together."""
+        setting = self.schedule.at(clock)
+        is_shared = setting.mode is Mode.BSP and not setting.backup_workers
+        return is_shared or (len(self.ranks) == 1 and setting.mode is not Mode.BSP)
+
+    def slowest_clock(self) -> int:
+        """Up to which clock all is decided for every worker that has not left; of those that have
+        all left, the highest. A worker that was never heard of has done what formed without it.
+        """
+        workers = [self.by_rank.get(rank) for rank in self.ranks]
+        clocks = [
+            self.formed_clock if worker is None else worker.done_clock
+            for worker in workers
+            if worker is None or worker.left_clock is None
+        ]
+        if clocks:
+            return min(clocks)
+        return max((worker.done_clock for worker in workers if worker is not None), default=0)
+
+    def is_member(self, rank: int, clock: int) -> bool:
+        """Whether update `clock` waits for this rank."""
+        worker = self.by_rank.get(rank)
+        if worker is not None and worker.joined_clock:
+            worker = self.worker_at(rank, clock)
+        return worker is None or (
+            clock > worker.joined_clock
+            and (worker.left_clock is None or clock <= worker.left_clock)
+        )
+
+    def is_to_join(self, rank: int, incarnation: Incarnation) -> bool:
+        """Whether a worker that is not here comes by a scheduled change: in another's place, or
+        beyond the first, whom everybody waits for from the start.
+        """
+        holder = self.by_rank.get(rank)
+        return rank >= self.worker_count if holder is None else holder.incarnation < incarnation
+
+    def worker_at(self, rank: int, clock: int) -> WorkerPart | None:
+        """Who has or had the rank at a clock; None if nobody was ever heard of."""
+        worker = self.by_rank.get(rank)
+        while worker is not None and clock <= worker.joined_clock and worker.predecessor:
+            worker = worker.predecessor
+        return worker
+
+    def forget_past(self) -> None:
+        """Forget workers that were replaced once all is decided of what they sealed: they are
+        fenced by who has their rank now, and no later update waits for them.
+        """
+        summed = () if self.unscaled is None else self.unscaled.contributors
+        in_sum = {contributor.incarnation for contributor in summed}
+        for incarnation, worker in list(self.replaced.items()):
+            left = worker.left_clock
+            if incarnation in in_sum:  # it becomes an update with its scale
+                continue
+            if worker.steps or left is None or left > worker.done_clock:
+                continue
+            clock = max(worker.sealed_clock, worker.done_clock)
+            self.past_reached_clock = max(self.past_reached_clock, clock)
+            self.past_stepped_clock = max(self.past_stepped_clock, worker.stepped_clock)
+            del self.replaced[incarnation], self.workers[incarnation]
+            for other in (*self.replaced.values(), self.by_rank[worker.rank]):
+                if other.predecessor is worker:
+                    other.predecessor = worker.predecessor
+
+    def has_ended(self, worker: WorkerPart) -> bool:
+        """Whether the worker's membership has ended, its rank given anew since or not."""
+        return worker.rank in self.ended or worker is not self.by_rank.get(worker.rank)
+
+    def gone_count(self, clock: int) -> int:
+        """Workers whose step of `clock` is missing because they are gone."""
+        gone = (r for r, node in self.ended.items() if node.state is NodeState.GONE)
+        return sum(not self.is_member(rank, clock) for rank in gone)
+
+    def peer_version(self, incarnation: Incarnation | None, block: int) -> int:
+        """Updates of `block` in which `incarnation` had no part."""
+        worker = self.workers.get(incarnation) if incarnation is not None else None
+        own = worker.own_updates.get(block, 0) if worker is not None else 0
+        return self.versions[block] - own
+
+    def worker_places(self) -> Iterator[WorkerPlace]:
+        """Where each worker is."""
+        for worker in self.by_rank.values():
+            yield WorkerPlace(
+                worker.rank,
+                worker.incarnation,
+                max(worker.sealed_clock, 0),
+                worker.ledger.low_water,
+                worker.last_heard_s,
+                worker.left_clock is not None,
+            )
+
+    def gaps(self) -> list[str]:
+        """The seals that wait since a sequence before them has not come, for a person."""
+        gaps = ((worker.rank, worker.gap_words) for worker in self.by_rank.values())
+        return [
+            f"the seal of worker {rank} in table '{self.name}' (range {self.range_id}) {words}"
+            for rank, words in gaps
+            if words
+        ]
+
+    def drop_push(self, step: StepPart, worker: WorkerPart, sequence: int) -> None:
+        """Forget a held push that has not been folded."""
+        push = step.pushes.pop(sequence, None)
+        if push is None:
+            return
+        self.unstage(step, worker, push)
+        if step.blocks.get(push.block) == sequence:
+            del step.blocks[push.block]
+        worker.held.pop(sequence, None)
+
+    def unstage(self, step: StepPart, worker: WorkerPart, push: HeldPush) -> None:
+        """The payload is held no more; its room is free."""
+        if push.payload is not None:
+            push.payload = None
+            self.room.release(Step(step.clock, worker.rank), push.byte_count)
+
+    def unstage_step(self, step: StepPart, worker: WorkerPart) -> None:
+        """No payload of the step is held any more."""
+        byte_count = 0
+        for push in step.pushes.values():
+            if push.payload is not None:
+                push.payload = None
+                byte_count += push.byte_count
+        self.room.release(Step(step.clock, worker.rank), byte_count)
+
+    def add_to_sum(self, step: StepPart) -> None:
+        """BSP: what was staged of the step is in the sum of its clock now."""
+        summed = self._summed
+        more = {p.block: p.byte_count for p in step.pushes.values() if p.block not in summed}
+        summed.update(more)
+        self.room.add_sum(sum(more.values()))
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the sum in the making."""
+        return sum(self._summed.values())
+
+    def end_sum(self) -> None:
+        """The sum in the making, if there was one, has been applied or dropped."""
+        if self._summed:
+            self.room.end_sum(self.summed_bytes)
+            self._summed = {}
+
+    def unstage_all(self) -> None:
+        """Nothing is held any more."""
+        self.end_sum()
+        for worker in self.workers.values():
+            for step in worker.steps.values():
+                for push in step.pushes.values():
+                    self.unstage(step, worker, push)
+
+    def end(
+        self, worker: WorkerPart, sender: Sender, sequence: int, ending: Ending, out: list[Effect]
+    ) -> None:
+        """The sequence ends: ledger and sender are told."""
+        worker.held.pop(sequence, None)
+        worker.arrived(sequence)
+        worker.ledger.end(sequence, ending)
+        self.reply(out, sender, ReplyKind.COMMITTED, sequence, ending=ending)
+
+    def end_pushes(
+        self, worker: WorkerPart, pushes: Sequence[HeldPush], ending: Ending, out: list[Effect]
+    ) -> None:
+        """`end` for each, in this order; a step has thousands."""
+        held, table_id, range_id = worker.held, self.table.table_id, self.range_id
+        kind = ReplyKind.COMMITTED
+        worker.ledger.end_all([push.sequence for push in pushes], ending)
+        for push in pushes:
+            sequence = push.sequence
+            held.pop(sequence, None)
+            out.append(ReplyTo(push.sender, kind, table_id, range_id, sequence, ending))
+        for step in worker.steps.values():
+            if step.missing:
+                for push in pushes:
+                    step.missing.pop(push.sequence, None)
+
+    def reply(
+        self,
+        out: list[Effect],
+        sender: Sender,
+        kind: ReplyKind,
+        sequence: int,
+        *,
+        ending: Ending | None = None,
+        error: PushpullError | None = None,
+    ) -> None:
+        """Answer an entry."""
+        out.append(
+            ReplyTo(sender, kind, self.table.table_id, self.range_id, sequence, ending, error)
+        )

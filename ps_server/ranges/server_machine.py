@@ -1,0 +1,697 @@
+"""The server machine: which ranges this server serves, and who may send to them.
+
+It routes every event to its range machine after the checks that do not consume a sequence number
+(table, ownership, epoch), and shares each table's gate memory among the table's ranges.
+
+Invariants:
+    SM-1  A range part exists exactly for the (range, table) pairs that the view gives this server
+          and that hold blocks.
+    SM-2  An event of another assignment_epoch than the range's never reaches its machine.
+    SM-3  Nothing of a worker whose membership has ended does, from then on, whatever it is.
+    SM-4  Of a table that has failed nothing is summed, applied or answered, in any range here.
+    SM-5  Nothing happens to a part that is suspended.
+    SM-6  A part hears of nobody who is of another run than its table.
+    SM-7  Nothing is left of a table that was removed: no part, no gate memory, no read that waits.
+
+What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
+does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ps_core import limits
+from ps_core.change import ChangeOutcome, Settled
+from ps_core.cluster_view import ClusterView, Node
+from ps_core.errors import (
+    Fenced,
+    InvalidKeys,
+    NotOwner,
+    Overloaded,
+    PushpullError,
+    Recovering,
+    StaleAssignment,
+    TableNotFound,
+    UpdateFailed,
+)
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
+from ps_core.ledger import ReplyKind
+from ps_core.runs import words
+from ps_core.tables import Table
+from ps_core.work import Work, at_once
+from ps_server.ranges.events import (
+    Effect,
+    EntryEvent,
+    Place,
+    PullEvent,
+    PushEvent,
+    Record,
+    RefusePull,
+    ReplyTo,
+    ScaleEvent,
+    SealEvent,
+)
+from ps_server.ranges.failed_update import instead, lost_records
+from ps_server.ranges.range_copy import PartCopy, restore
+from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.read_gate import WaitCause
+from ps_server.ranges.schedule import CutId, copies_cut
+from ps_server.ranges.table_room import TableRoom
+
+
+@dataclass(frozen=True, slots=True)
+class PartAdded:
+    """This server now serves these blocks of the table."""
+
+    table: Table
+    range_id: RangeId
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Nothing of the table takes effect here beyond `clock` until the change is settled; or, with
+    an outcome, it is settled by the range that decides.
+    """
+
+    table_id: TableId
+    number: int
+    clock: int
+    outcome: ChangeOutcome | None = None
+
+
+class Doubt(NamedTuple):
+    """A change that is held for and not settled; the server that can say what became of it."""
+
+    table_id: TableId
+    number: int
+    decided_by: NodeId
+
+
+class ServerMachine:
+    """All range parts of one server."""
+
+    def __init__(self, node_id: NodeId, worker_count: int) -> None:
+        self._node_id = node_id
+        self._worker_count = worker_count  # of the run without a name
+        self._worker_counts: dict[str, int] = {}  # of the others
+        self._epochs: dict[RangeId, AssignmentEpoch] = {}
+        self._primaries: dict[RangeId, NodeId | None] = {}
+        self._tables: dict[TableId, Table] = {}
+        self._is_open = False  # whether the view has anything that is proposed
+        self._rooms: dict[TableId, TableRoom] = {}
+        self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
+        self._suspended: dict[tuple[TableId, RangeId], RangeMachine] = {}
+        self._adopted: dict[tuple[TableId, RangeId], tuple[PartCopy, float]] = {}
+        self._waiting: dict[int, RangeMachine] = {}
+        self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
+        self._ended: dict[Incarnation, Node] = {}
+        self._ready: dict[tuple[TableId, RangeId], dict[int, int]] = {}
+        self._new_parts: list[RangeMachine] = []  # they have not been told who these are
+        self._past_resent_count = 0  # of parts that are not here any more
+        self.view_number = 0
+        self.total_range_count = 0
+
+    # --- what the scheduler says
+
+    def prepare(self, part: PartAdded) -> None:
+        """The view that is observed next may add this part: have ready what would take long."""
+        self._ready[part.table.table_id, part.range_id] = dict.fromkeys(part.blocks, 0)
+
+    def observe(self, view: ClusterView) -> list[PartAdded]:
+        """`observing`, at once."""
+        return at_once(self.observing(view))
+
+    def observing(self, view: ClusterView) -> Work[list[PartAdded]]:
+        """A new view: returns the parts that this server serves from now on."""
+        if view.view_number < self.view_number:
+            return []
+        self.view_number = view.view_number
+        self.total_range_count = len(view.ranges)
+        self._primaries = {r.range_id: r.primary for r in view.ranges}
+        self._epochs = {
+            r.range_id: r.assignment_epoch for r in view.ranges if r.primary == self._node_id
+        }
+        self._tables = view.tables_by_id
+        self._worker_counts = {run.name: run.worker_count for run in view.runs}
+        self._is_open = any(table.proposed is not None for table in view.tables)
+        added: list[PartAdded] = []
+        for table in view.tables:
+            yield
+            for range_id, blocks in table.blocks_by_range(len(view.ranges)).items():
+                if range_id in self._epochs and (table.table_id, range_id) not in self._parts:
+                    added.append(self._add_part(table, range_id, blocks))
+        self._ready.clear()
+        return added
+
+    def removed_by(self, view: ClusterView) -> frozenset[TableId]:
+        """The tables that were there and are not in a newer view: they were removed."""
+        return frozenset(self._tables.keys() - view.tables_by_id.keys())
+
+    def removing(self, table_ids: Collection[TableId]) -> Work[list[Effect]]:
+        """These tables are removed by the view that is observed next (SM-7); reads that wait for
+        them are refused.
+        """
+        effects: list[Effect] = []
+        gone = {**self._parts, **self._suspended}
+        gone = {place: part for place, part in gone.items() if place[0] in table_ids}
+        places = {part: place for place, part in gone.items()}
+        for waiter in [waiter for waiter, part in self._waiting.items() if part in places]:
+            part = self._waiting.pop(waiter)
+            table_id, range_id = places[part]
+            part.cancel(waiter)
+            error = TableNotFound(f"table '{part.state.table.spec.name}' was removed")
+            effects.append(RefusePull(waiter, table_id, range_id, error))
+        for place, part in gone.items():
+            self._past_resent_count += part.resent_count
+            self._timed.pop(part, None)
+            self._parts.pop(place, None)
+            self._suspended.pop(place, None)
+            yield
+        self._new_parts = [part for part in self._new_parts if part not in places]
+        self._adopted = {p: copy for p, copy in self._adopted.items() if p[0] not in table_ids}
+        for table_id in table_ids:
+            self._rooms.pop(table_id, None)
+        return effects
+
+    def adopt(self, range_id: RangeId, copies: Mapping[TableId, PartCopy], now_s: float) -> None:
+        """This server has been a backup of the range, and the next view that is observed makes it
+        the primary: its parts go on as these say.
+        """
+        for table_id, copy in copies.items():
+            self._adopted[table_id, range_id] = copy, now_s
+
+    def give_up(self, range_id: RangeId) -> list[Effect]:
+        """`giving_up`, at once."""
+        return at_once(self.giving_up((range_id,)))
+
+    def giving_up(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
+        """Another is primary of these ranges: nothing of them is here any more. Their reads are
+        refused; what was sent to them goes to the new primary.
+        """
+        effects = yield from self.suspending(range_ids)
+        for place in [place for place in self._suspended if place[1] in range_ids]:
+            part = self._suspended.pop(place)
+            self._past_resent_count += part.resent_count
+            self._rooms[place[0]].remove(part)
+            yield
+        return effects
+
+    def suspending(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
+        """Another is primary of these ranges, and this server may be again: their parts are kept as
+        they are, and nothing happens to them. Their reads are refused.
+        """
+        effects: list[Effect] = []
+        places: dict[RangeMachine, tuple[TableId, RangeId]] = {}
+        for place in [place for place in self._parts if place[1] in range_ids]:
+            part = self._suspended[place] = self._parts.pop(place)
+            places[part] = place
+            self._timed.pop(part, None)
+            yield
+        for waiter in [waiter for waiter, part in self._waiting.items() if part in places]:
+            part = self._waiting.pop(waiter)
+            table_id, range_id = places[part]
+            part.cancel(waiter)
+            error = NotOwner(f"server {self._node_id} is not primary of range {range_id} now")
+            effects.append(RefusePull(waiter, table_id, range_id, error))
+        return effects
+
+    def resume(self, range_id: RangeId) -> None:
+        """The next view that is observed makes this server primary again of a range that is
+        suspended: its parts go on, and are told who has ended meanwhile.
+        """
+        for place in [place for place in self._suspended if place[1] == range_id]:
+            part = self._parts[place] = self._suspended.pop(place)
+            self._new_parts.append(part)
+            self._timed[part] = None
+
+    def _add_part(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> PartAdded:
+        room = self._rooms.setdefault(table.table_id, TableRoom(table))
+        versions = self._ready.pop((table.table_id, range_id), None)
+        worker_count = self._worker_counts.get(table.run, self._worker_count)
+        part = RangeMachine(table, range_id, blocks, worker_count, room, versions)
+        adopted = self._adopted.pop((table.table_id, range_id), None)
+        if adopted is not None:
+            restore(adopted[0], part.state, adopted[1])
+        room.add(part)
+        self._parts[table.table_id, range_id] = part
+        self._new_parts.append(part)
+        return PartAdded(table, range_id, blocks)
+
+    def ended(self, workers: Sequence[Node], now_s: float) -> list[Effect]:
+        """`ending`, at once."""
+        return at_once(self.ending(workers, now_s))
+
+    def ending(self, workers: Sequence[Node], now_s: float) -> Work[list[Effect]]:
+        """The membership of these workers has ended, by the view that was observed last: they have
+        left, or were declared gone. To be said after each view: a part that was added since learns
+        of all of them, the others of those who are new.
+        """
+        effects: list[Effect] = []
+        added, self._new_parts = self._new_parts, []
+        for part in added:
+            for node in self._ended.values():
+                if node.run == part.state.table.run:  # SM-6
+                    effects += part.ended(node, now_s)
+                yield
+        for node in workers:
+            if node.incarnation in self._ended:
+                continue
+            self._ended[node.incarnation] = node
+            for part in self._parts.values():
+                if node.run == part.state.table.run:  # SM-6
+                    effects += part.ended(node, now_s)
+                yield
+            for table_id, room in self._rooms.items():
+                if node.run == self._tables[table_id].run:  # SM-6
+                    room.forget(node)
+                    room.credits(effects)
+                yield
+        yield from self._noting_times()
+        return effects
+
+    def settle(self, now_s: float) -> list[Effect]:
+        """`settling`, at once."""
+        return at_once(self.settling(now_s))
+
+    def settling(self, now_s: float) -> Work[list[Effect]]:
+        """Changes of tables' consistency that were proposed, withdrawn or committed by the view
+        that was observed last; to be said again when parts were added.
+        """
+        effects: list[Effect] = []
+        for (table_id, range_id), part in self._parts.items():
+            table = self._tables[table_id]
+            decides = range_id == table.deciding_range(self.total_range_count)
+            effects += part.observe(table, now_s, decides=decides)
+            yield
+            for join in table.joins:
+                if join.incarnation in self._ended:  # who joined may have gone already
+                    effects += part.ended(self._ended[join.incarnation], now_s)
+        for room in self._rooms.values():
+            room.credits(effects)
+            yield
+        yield from self._noting_times()
+        return effects
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """What this server has promised and the scheduler has not settled."""
+        if not self._is_open:
+            return ()
+        held: dict[TableId, int] = {}
+        for (table_id, _), part in self._parts.items():
+            clock = part.state.schedule.hold_clock
+            if clock is not None:
+                held[table_id] = max(clock, held.get(table_id, 0))
+        outcomes = self._outcomes()
+        return tuple(
+            Promise(table_id, proposed.number, clock)
+            for table_id, clock in held.items()
+            if (proposed := self._tables[table_id].proposed) is not None
+            and table_id not in outcomes
+        ) + tuple(outcomes.values())
+
+    # --- changes that are settled without the scheduler, or before it knows
+
+    def _deciding(self, table_id: TableId) -> RangeMachine | None:
+        """The part that decides what becomes of the table's changes, if it is here."""
+        range_id = self._tables[table_id].deciding_range(self.total_range_count)
+        return self._parts.get((table_id, range_id))
+
+    def _outcomes(self) -> dict[TableId, Promise]:
+        """What parts that are here have decided, and the newest view has as proposed."""
+        found: dict[TableId, Promise] = {}
+        for table_id, table in self._tables.items():
+            if table.proposed is None:
+                continue
+            part, number = self._deciding(table_id), table.proposed.number
+            if table.proposed.checkpoint:  # any range may give up a cut
+                here = (p for (owner, _), p in self._parts.items() if owner == table_id)
+                part = next((p for p in here if p.state.schedule.settled(number)), None)
+            settled = None if part is None else part.state.schedule.settled(number)
+            if settled is not None:
+                clock = max(settled.after_clock, table.proposed.after_clock)
+                found[table_id] = Promise(table_id, number, clock, settled.outcome)
+        return found
+
+    def go_on_alone(self, now_s: float) -> list[Effect]:
+        """The scheduler is not heard: what was proposed and is not decided here will not be."""
+        effects: list[Effect] = []
+        for (table_id, range_id), part in self._parts.items():
+            schedule, table = part.state.schedule, self._tables[table_id]
+            is_freed = schedule.give_up_cut()
+            if schedule.held_for and range_id == table.deciding_range(self.total_range_count):
+                is_freed = part.give_up(schedule.held_for) or is_freed
+            if is_freed:
+                effects += part.resume(now_s)
+        return self._credited(effects)
+
+    @property
+    def doubts(self) -> tuple[Doubt, ...]:
+        """What is held for here, and may be settled elsewhere."""
+        found: dict[TableId, Doubt] = {}
+        for (table_id, _), part in self._parts.items():
+            number = part.state.schedule.held_for
+            decided_by = self._primaries.get(
+                self._tables[table_id].deciding_range(self.total_range_count)
+            )
+            if number and decided_by is not None:
+                found[table_id] = Doubt(table_id, number, decided_by)
+        return tuple(found.values())
+
+    def asked(self, table_id: TableId, number: int, now_s: float) -> list[Effect]:
+        """Another server holds for that change and does not hear the scheduler, which is not heard
+        here either: what is not taken here is given up.
+
+        Raises:
+            TableNotFound, NotOwner: the range that decides is not here.
+        """
+        part = self.decider(table_id)
+        return self._credited(part.resume(now_s) if part.give_up(number) else [])
+
+    def decider(self, table_id: TableId) -> RangeMachine:
+        """The part that decides what becomes of the table's changes.
+
+        Raises:
+            TableNotFound, NotOwner: it is not here.
+        """
+        self.table(table_id)
+        part = self._deciding(table_id)
+        if part is None:
+            raise NotOwner(
+                f"server {self._node_id} is not primary of table {table_id}'s first range"
+            )
+        return part
+
+    def outcome(self, table_id: TableId, number: int) -> Settled | None:
+        """What became of a change, by the range that decides; None: it is open.
+
+        Raises:
+            TableNotFound, NotOwner: as `asked`.
+        """
+        return self.decider(table_id).state.schedule.settled(number)
+
+    def settled(self, doubt: Doubt, settled: Settled, now_s: float) -> list[Effect]:
+        """The range that decides has told what became of the change."""
+        effects: list[Effect] = []
+        change = self._tables[doubt.table_id].proposed
+        for (table_id, _), part in self._parts.items():
+            is_held = table_id == doubt.table_id and part.state.schedule.held_for == doubt.number
+            if is_held and change is not None and change.number == doubt.number:
+                effects += part.settled(change, settled, now_s)
+        return self._credited(effects)
+
+    def _credited(self, effects: list[Effect]) -> list[Effect]:
+        for room in self._rooms.values():
+            room.credits(effects)
+        self._note_times(self._parts.values())
+        return effects
+
+    def _check_not_ended(self, incarnation: Incarnation | None) -> None:
+        if incarnation in self._ended:
+            raise Fenced(self._ended[incarnation].fence_words)
+
+    def check_run(self, table_id: TableId, run: str) -> None:
+        """Refuse whoever is of another run than the table (SM-6).
+
+        Raises:
+            TableNotFound: it is, or there is no such table.
+        """
+        owner = self.table(table_id).run
+        if owner != run:
+            raise TableNotFound(
+                f"there is no table {table_id} in {words(run)}: it is of {words(owner)}"
+            )
+
+    # --- what workers say
+
+    def table(self, table_id: TableId) -> Table:
+        """The table of that number.
+
+        Raises:
+            TableNotFound: there is none.
+            Recovering: no view has come yet.
+        """
+        found = self._tables.get(table_id)
+        if found is None:
+            if not self.view_number:  # it may have the address of one that others knew
+                raise Recovering("the server has no view of the cluster yet", retry_after_ms=100)
+            raise TableNotFound(f"there is no table {table_id} (view {self.view_number})")
+        return found
+
+    def part(self, place: Place) -> RangeMachine:
+        """The machine that `place` means (SM-2).
+
+        Raises:
+            TableNotFound, NotOwner, StaleAssignment, InvalidKeys: it means none here.
+        """
+        table = self.table(place.table_id)
+        assignment_epoch = self._epochs.get(place.range_id)
+        if assignment_epoch is None:
+            self._check_exists(place.range_id)
+            raise NotOwner(
+                f"server {self._node_id} does not serve range {place.range_id} "
+                f"(view {self.view_number})"
+            )
+        if assignment_epoch != place.assignment_epoch:
+            raise StaleAssignment(
+                f"range {place.range_id} is at assignment_epoch {assignment_epoch}; "
+                f"got {place.assignment_epoch}"
+            )
+        part = self._parts.get((place.table_id, place.range_id))
+        if part is None:
+            raise InvalidKeys(f"range {place.range_id} holds no block of table '{table.spec.name}'")
+        return part
+
+    def _check_exists(self, range_id: RangeId) -> None:
+        if range_id >= self.total_range_count:
+            raise InvalidKeys(
+                f"there is no range {range_id}; expected one below {self.total_range_count}"
+            )
+
+    def entry(self, event: EntryEvent, now_s: float) -> list[Effect]:
+        """An entry arrived."""
+        try:
+            self._check_not_ended(event.sender.incarnation)
+            self.check_run(event.place.table_id, event.sender.run)
+            part = self.part(event.place)
+        except PushpullError as error:
+            return [self._refusal(event, error)]
+        room = self._rooms[event.place.table_id]
+        room.heard(event.sender)
+        if isinstance(event, PushEvent | SealEvent) and isinstance(event.problem, Recovering):
+            return [self._refusal(event, event.problem)]  # the payload is lost, not wrong
+        if isinstance(event, PushEvent):
+            effects = part.push(event, now_s)
+        elif isinstance(event, SealEvent):
+            effects = part.seal(event, now_s)
+        elif isinstance(event, ScaleEvent):
+            effects = part.scale(event, now_s)
+        else:
+            effects = part.withdraw(event, now_s)
+        room.credits(effects)
+        if part.wake_s is not None:
+            self._timed[part] = None
+        return effects
+
+    @staticmethod
+    def _refusal(event: EntryEvent, error: PushpullError) -> ReplyTo:
+        return ReplyTo(
+            event.sender,
+            ReplyKind.ERROR,
+            event.place.table_id,
+            event.place.range_id,
+            event.sequence,
+            error=error,
+        )
+
+    def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
+        """See `RangeMachine.reduced`."""
+        return self._parts[record.table_id, record.range_id].reduced(record, squares)
+
+    def failed(self, record: Record, error: UpdateFailed, rest: Sequence[Effect]) -> list[Effect]:
+        """The update of `record` could not be computed, so its table has failed here (SM-4).
+
+        Args:
+            record: what was to be applied; nothing of it has been.
+            error: why.
+            rest: effects that have not been carried out, replies from before the update included.
+
+        Returns:
+            What to carry out in the place of `rest`.
+        """
+        table_id = record.table_id
+        lost = lost_records(record, rest)
+        for each in lost:
+            self._parts[table_id, each.range_id].overturn(each, error)
+        out = list(instead(rest, lost, error))
+        for part in self._parts_of(table_id):
+            out += part.fail(error)
+        self._rooms[table_id].credits(out)
+        return out
+
+    def loaded(
+        self, place: tuple[TableId, RangeId], versions: Mapping[int, int], now_s: float
+    ) -> list[Effect]:
+        """See `RangeMachine.loaded`."""
+        effects = self._parts[place].loaded(versions, now_s)
+        self._rooms[place[0]].credits(effects)
+        self._note_times([self._parts[place]])
+        return effects
+
+    def refuse_table(self, table_id: TableId, error: UpdateFailed) -> list[Effect]:
+        """The table has failed here before anything was done with it (SM-4).
+
+        Raises:
+            TableNotFound, NotOwner: nothing of it is here.
+        """
+        return [effect for part in self._parts_of(table_id) for effect in part.fail(error)]
+
+    def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
+        """A read of one range arrived."""
+        try:
+            self._check_not_ended(event.incarnation)
+            self.check_run(event.place.table_id, event.run)
+            part = self.part(event.place)
+            if len(self._waiting) >= limits.MAX_WAITER_COUNT:
+                raise Overloaded(
+                    f"{limits.MAX_WAITER_COUNT} reads wait already", retry_after_ms=500
+                )
+        except PushpullError as error:
+            place = event.place
+            return [RefusePull(event.waiter, place.table_id, place.range_id, error)]
+        effects = part.pull(event, now_s)
+        if part.reads.waits_for(event.waiter):
+            self._waiting[event.waiter] = part
+        self._rooms[event.place.table_id].credits(effects)
+        return effects
+
+    def begin_cut(self, table_id: TableId, cut_id: CutId, deadline_s: float) -> int:
+        """A reader is about to ask for one state of the whole table: hold what is beyond the clock
+        that is returned, in every range that is here, until each has answered it.
+
+        Raises:
+            TableNotFound: there is no such table.
+            NotOwner: nothing of it is here.
+            Overloaded: too many cuts are held.
+            UpdateFailed: the table has failed here.
+        """
+        parts = self._parts_of(table_id)
+        self._timed |= dict.fromkeys(parts)
+        return max(part.begin_cut(cut_id, deadline_s) for part in parts)
+
+    def end_cut(self, table_id: TableId, cut_id: CutId, now_s: float) -> list[Effect]:
+        """The cut's reader is done with it.
+
+        Raises:
+            TableNotFound, NotOwner: as `begin_cut`.
+        """
+        effects: list[Effect] = []
+        for part in self._parts_of(table_id):
+            effects += part.end_cut(cut_id, now_s)
+        self._rooms[table_id].credits(effects)
+        return effects
+
+    def hold_copies(
+        self, key: tuple[TableId, RangeId], number: int, clock: int, deadline_s: float
+    ) -> None:
+        """Nothing beyond `clock` changes in a range until it is `copied` for a checkpoint."""
+        part = self._parts[key]
+        part.hold(copies_cut(number), clock, deadline_s)
+        self._timed[part] = None
+
+    def copied(self, key: tuple[TableId, RangeId], number: int, now_s: float) -> list[Effect]:
+        """What was held for a checkpoint's copies goes on; nothing, where the range is no more."""
+        part = self._parts.get(key)
+        if part is None:
+            if key in self._suspended:  # it goes on when the range does
+                self._suspended[key].state.schedule.end_cut(copies_cut(number))
+            return []
+        effects = part.end_cut(copies_cut(number), now_s)
+        self._rooms[key[0]].credits(effects)
+        return effects
+
+    def _parts_of(self, table_id: TableId) -> list[RangeMachine]:
+        table = self.table(table_id)
+        parts = [part for (owner, _), part in self._parts.items() if owner == table_id]
+        if not parts:
+            raise NotOwner(f"server {self._node_id} serves nothing of table '{table.spec.name}'")
+        return parts
+
+    def answered(self, waiter: int) -> None:
+        """The read has been answered, refused or cancelled: nothing waits for it."""
+        part = self._waiting.pop(waiter, None)
+        if part is not None:
+            part.cancel(waiter)
+            if part.wake_s is not None:
+                self._timed[part] = None
+
+    def wait_cause(self, waiter: int) -> WaitCause | None:
+        """What a read waits for; None if it does not wait."""
+        part = self._waiting.get(waiter)
+        return None if part is None else part.reads.cause(waiter)
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Time passed: reads expire, and updates form that gave slow workers time."""
+        parts = dict.fromkeys([*self._waiting.values(), *self._timed])
+        effects = [effect for part in parts for effect in part.tick(now_s)]
+        for table_id in dict.fromkeys(part.state.table.table_id for part in parts):
+            self._rooms[table_id].credits(effects)
+        timed, self._timed = self._timed, {}
+        self._note_times(timed)
+        return effects
+
+    def _noting_times(self) -> Work[None]:
+        """`_note_times`, of all parts."""
+        for part in self._parts.values():
+            self._note_times((part,))
+            yield
+
+    def _note_times(self, parts: Iterable[RangeMachine]) -> None:
+        """Those of these parts whose time will come are looked at by `tick`."""
+        self._timed |= dict.fromkeys(part for part in parts if part.wake_s is not None)
+
+    @property
+    def wake_s(self) -> float | None:
+        """When an update may form by time alone; None if none will."""
+        return min((part.wake_s for part in self._timed if part.wake_s is not None), default=None)
+
+    # --- views of the state
+
+    @property
+    def parts(self) -> dict[tuple[TableId, RangeId], RangeMachine]:
+        """Every range part of this server."""
+        return self._parts
+
+    @property
+    def suspended(self) -> Mapping[tuple[TableId, RangeId], RangeMachine]:
+        """The parts of ranges that another is primary of, and this server may be again."""
+        return self._suspended
+
+    def assignment_epoch(self, range_id: RangeId) -> AssignmentEpoch:
+        """The epoch under which this server serves the range; 0 if it does not."""
+        return self._epochs.get(range_id, AssignmentEpoch(0))
+
+    @property
+    def range_count(self) -> int:
+        """Ranges that this server is primary of."""
+        return len(self._epochs)
+
+    @property
+    def gate_bytes(self) -> int:
+        """Bytes of what is staged, and of sums, all tables."""
+        return sum(room.held_bytes for room in self._rooms.values())
+
+    @property
+    def resent_count(self) -> int:
+        """Entries that had ended before, and were answered from their ledgers."""
+        return self._past_resent_count + sum(part.resent_count for part in self._parts.values())
+
+    def peer_version(
+        self, place: tuple[TableId, RangeId], incarnation: Incarnation | None, block: int
+    ) -> int:
+        """Updates of the block in which the incarnation had no part."""
+        return self._parts[place].state.peer_version(incarnation, block)

@@ -1,0 +1,456 @@
+"""Seals take effect, updates form (SEMANTICS S1, S4, S6).
+
+    mode              an update is                        it forms when
+    BSP               clock c of every member, folded     the seal of clock c of every member is
+                      in rank order as turns come         in effect
+    BSP, b backups    clock c of those that are in,       those of all members but b are, and the
+                      folded as they come                 grace time has passed or all are in
+    BSP, clipped      that sum, times its scale           a worker says the scale (`update_scales`)
+    SSP, ASP          one worker's step, without what     its seal takes effect
+                      is too stale, scaled by how
+                      stale it is if the table says so
+    SSP, ASP, eager   one push of it                      it arrives
+
+Which mode that is, a table's schedule says for each clock: where it changes from one clock to the
+next, what is on this side of the change is decided before anything beyond it.
+
+Rules:
+    - A seal takes effect when every entry of a lower sequence has an outcome or is held, and the
+      seal of the clock before it is in effect; none does beyond the clock that a change holds.
+
+Invariants:
+    RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
+
+What it deliberately does not do: take entries in (`range_machine` does), form updates of BSP
+(`forming` does), or say what an update does to those who took part (`records` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError
+from ps_core.ledger import Ending, Outcome
+from ps_server.ranges.events import (
+    Apply,
+    Contributor,
+    Effect,
+    Fold,
+    Forget,
+    Record,
+    ScaleEvent,
+    SealEvent,
+)
+from ps_server.ranges.forming import Forming
+from ps_server.ranges.range_state import HeldPush, RangeState, StepPart, WorkerPart
+from ps_server.ranges.read_gate import ReadGate
+from ps_server.ranges.records import APPLIED, Records
+from ps_server.ranges.update_scales import UpdateScales
+
+_NAMED_COUNT = 8
+"""Invalid pushes that an error names; there may be thousands."""
+
+
+class UpdateGate:
+    """The gate of one table in one range."""
+
+    def __init__(self, state: RangeState, reads: ReadGate) -> None:
+        self._state = state
+        self._records = Records(state)
+        self._reads = reads
+        self._scales = UpdateScales(state)
+        self._forming = Forming(state, self._records, self._scales)
+
+    def advance(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+        """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
+        if self._take_effects(worker, out):  # else nothing can follow
+            self._progress(worker, now_s, out)
+
+    def _take_effects(self, worker: WorkerPart, out: list[Effect]) -> bool:
+        """Whether a seal of `worker` took effect."""
+        sealed_clock = worker.sealed_clock
+        while True:
+            step = self._next_step(worker)
+            if step is None or step.seal is None:
+                break
+            if not self._is_complete(worker, step.seal.sequence):
+                break
+            if not self._take_effect(worker, step, step.seal, out):
+                break
+        return worker.sealed_clock != sealed_clock
+
+    def _next_step(self, worker: WorkerPart) -> StepPart | None:
+        """The step whose seal may take effect next: that of the next clock, or one further ahead,
+        if all updates between have formed without the worker (RM-6).
+        """
+        step = worker.steps.get(worker.sealed_clock + 1)
+        if step is None and worker.steps:
+            ahead = min(worker.steps)
+            if worker.sealed_clock < ahead <= self._state.clock + 1:
+                step = worker.steps[ahead]
+        if step is not None and self._state.schedule.holds(step.clock):
+            return None
+        return step
+
+    @staticmethod
+    def _is_complete(worker: WorkerPart, sequence: int) -> bool:
+        held, ledger = worker.held, worker.ledger
+        for number in range(ledger.low_water + 1, sequence):
+            if number not in held and not ledger.has_ended(number):
+                return False
+        return True
+
+    def _take_effect(
+        self, worker: WorkerPart, step: StepPart, seal: SealEvent, out: list[Effect]
+    ) -> bool:
+        if seal.skip_if_invalid:
+            self.recall_carrier(worker, step, seal)
+        # Initial values cannot be skipped: rank 0 sends what was invalid again.
+        skips_invalid = seal.skip_if_invalid and step.clock > 0
+        # Gradients that left before their worker saw that the step is an edit are withdrawn.
+        invalid = step.invalid_values if seal.terms.edit else step.invalid
+        step.skip = seal.terms.skip or (skips_invalid and bool(invalid))
+        problem = None if step.skip else self._step_problem(step, seal, invalid)
+        if problem is not None:
+            step.seal = None
+            del worker.held[seal.sequence]
+            self._state.end(
+                worker, seal.sender, seal.sequence, Ending(Outcome.INVALID, problem), out
+            )
+            return False
+        worker.sealed_clock = step.clock
+        step.edit = b"" if step.skip else seal.terms.edit
+        step.array = seal.terms.array
+        if step.edit:
+            self._end_gradients(worker, step, out)
+        if step.edit and not self._state.takes_edits(step.clock):
+            self._refuse_edit(worker, step)
+        if step.skip:
+            for push in step.pushes.values():
+                self._state.unstage(step, worker, push)
+        if seal.terms.last:
+            worker.goodbye_clock = step.clock if step.skip else None
+            self._leave(worker, step.clock, out)
+            if step.skip and self._state.schedule.is_bsp(step.clock):
+                self._depart(worker, step, out)
+        if self._is_late(worker, step) and step.clock in worker.steps:
+            self._forming.discard(worker, step, out)
+        return True
+
+    def _step_problem(
+        self, step: StepPart, seal: SealEvent, invalid: Collection[int]
+    ) -> PushpullError | None:
+        """What is wrong with the pushes of a step, now that all have come."""
+        if not invalid and (not step.clock or not step.has_values or seal.terms.edit):
+            return None
+        what = f"clock {step.clock} of table '{self._state.name}'"
+        if invalid:
+            named = sorted(invalid)[:_NAMED_COUNT]
+            return InvalidTensor(
+                f"{what} has {len(invalid)} invalid pushes ({', '.join(map(str, named))}"
+                f"{', ...' * (len(invalid) > len(named))}): replace them, or seal it with skip"
+            )
+        if any(push.is_assign for push in step.pushes.values()):
+            return InvalidConfig(f"{what} has ASSIGN pushes, and its seal no edit: withdraw them")
+        return None
+
+    def _end_gradients(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        """An edit: what had left before its worker saw that; a withdrawal may be on its way."""
+        ending = Ending(Outcome.WITHDRAWN)
+        for push in [push for push in step.pushes.values() if not push.is_assign]:
+            self._state.drop_push(step, worker, push.sequence)
+            self._state.end(worker, push.sender, push.sequence, ending, out)
+
+    def _refuse_edit(self, worker: WorkerPart, step: StepPart) -> None:
+        """The clock is over for the worker, and takes nothing of the step: so it is as far as it
+        believes to be, on every table of its model.
+        """
+        setting = self._state.schedule.at(step.clock)
+        step.edit, step.skip = b"", True
+        what = "loaded optimizer state" if step.array else "changed parameters"
+        step.problem = EditRefused(
+            f"worker {worker.rank} {what} of table '{self._state.name}' before clock "
+            f"{step.clock}, which is under {setting}: no step of it is all workers'"
+        )
+
+    @staticmethod
+    def recall_carrier(worker: WorkerPart, step: StepPart, seal: SealEvent) -> None:
+        """The push that the seal came with may have ended at a primary before this one: what became
+        of it moved with the ledger, and which step it was of did not. To be asked when the seal
+        comes, too: the worker may confirm that it knows before the seal takes effect.
+        """
+        if worker.ledger.outcome(seal.sequence - 1) in (Outcome.INVALID, Outcome.WITHDRAWN):
+            step.invalid.add(seal.sequence - 1)
+            step.invalid_values.add(seal.sequence - 1)
+
+    def _is_late(self, worker: WorkerPart, step: StepPart) -> bool:
+        """Whether the update has formed without it, scaled or not."""
+        if 0 < step.clock <= worker.done_clock:
+            return True
+        summed = self._state.unscaled  # what it is told is not known before the sum is reduced
+        return (
+            summed is not None
+            and step.clock == summed.clock
+            and bool(self._scales.squares(step.clock))
+        )
+
+    def _depart(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        """A last step that is skipped adds nothing to its update: the worker goes without waiting
+        for the others to form it, else two that leave one after the other would wait for ever.
+        """
+        worker.left_clock = step.clock - 1
+        self._records.commit(
+            self._records.record(step.clock, [self._records.contributor(worker, step)], (), ()), out
+        )
+
+    def _leave(self, worker: WorkerPart, clock: int, out: list[Effect]) -> None:
+        """The worker is not waited for beyond `clock`; what it sent beyond it is withdrawn."""
+        worker.left_clock = clock
+        for later in [c for c in worker.steps if c > clock]:
+            step = worker.steps.pop(later)
+            if step.seal is not None:
+                seal = step.seal
+                self._state.end(worker, seal.sender, seal.sequence, Ending(Outcome.WITHDRAWN), out)
+            pushes = [step.pushes[sequence] for sequence in sorted(step.pushes)]
+            self._state.unstage_step(step, worker)
+            self._state.end_pushes(worker, pushes, Ending(Outcome.WITHDRAWN), out)
+            for sequence in sorted(step.missing):
+                sender = step.missing[sequence]
+                self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
+
+    def ended(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+        """The worker's membership has ended: what it has in effect counts, and nobody waits for
+        more.
+        """
+        self.leave_unsealed(worker, out)
+        if not self._state.initialized:
+            return
+        if self._forming.drop_orphan(out):
+            self._go_on(self._state.clock, now_s, out)
+        self._decide((), now_s, out)
+        self._forget(worker, out)
+        self._reads.release(out)
+
+    def resume(self, now_s: float, out: list[Effect]) -> None:
+        """A change of the setting was settled: what it held goes on, under what now holds."""
+        for worker in list(self._state.workers.values()):
+            self._record_waiting(worker, out)
+            self.advance(worker, now_s, out)
+        if self._state.initialized:
+            self._decide(list(self._state.workers.values()), now_s, out)
+            self._end_settings(out)
+        self._reads.settled(out)
+
+    def _forget(self, worker: WorkerPart, out: list[Effect]) -> None:
+        """A worker that has left pushes no gradient that needs what it was given."""
+        state = self._state
+        if worker.left_clock is not None and state.schedule.compensates:
+            out.append(Forget(state.table.table_id, state.range_id, worker.incarnation))
+
+    def leave_unsealed(self, worker: WorkerPart, out: list[Effect]) -> None:
+        """The worker leaves after its newest seal in effect, unless it left before that."""
+        if worker.left_clock is None or worker.left_clock > worker.sealed_clock:
+            self._leave(worker, worker.sealed_clock, out)
+
+    def _progress(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+        """What follows from a seal of `worker` that took effect."""
+        state = self._state
+        before = state.record_count, state.clock
+        moved: Sequence[WorkerPart] = (worker,)
+        if not state.initialized:
+            self._initialize(out)
+            moved = list(state.workers.values())
+            for other in moved:
+                self._record_waiting(other, out)
+        if not state.initialized:
+            return
+        self._decide(moved, now_s, out)
+        self._forget(worker, out)
+        if before != (state.record_count, state.clock):
+            self._reads.release(out)
+
+    def _decide(self, moved: Sequence[WorkerPart], now_s: float, out: list[Effect]) -> None:
+        """Record what can be recorded; `moved` are those of whom more may be in effect than before.
+
+        With backup workers a seal ahead may have its turn when an update has formed; where the
+        setting changes, steps of anyone may.
+        """
+        state = self._state
+        while state.failure is None:
+            clock = state.clock
+            for worker in moved:
+                self._record_sealed(worker, out)
+            if state.schedule.is_bsp(clock + 1):
+                if not self._forming.form(now_s, out):
+                    return
+            else:
+                state.clock = state.slowest_clock()
+            if state.clock == clock:
+                return
+            self._reads.release(out)  # some ask for the state at exactly this clock
+            moved = self._those_who_may_go_on(clock, out)
+
+    def _those_who_may_go_on(self, clock: int, out: list[Effect]) -> Sequence[WorkerPart]:
+        """All is decided up to a later clock than `clock`: of whom there may be more to record."""
+        state = self._state
+        if not state.schedule.varies and not state.schedule.at(clock + 1).backup_workers:
+            return ()
+        everyone = list(state.workers.values())
+        self._end_settings(out)
+        for worker in everyone:
+            self._record_waiting(worker, out)
+            self._take_effects(worker, out)
+        return everyone
+
+    def _end_settings(self, out: list[Effect]) -> None:
+        """Settings that no step can have any more are forgotten, and what was kept for them."""
+        state = self._state
+        kept = state.schedule.compensates
+        state.schedule.forget_before(state.clock)
+        if kept and not state.schedule.compensates:
+            table_id = state.table.table_id
+            out += [Forget(table_id, state.range_id, worker) for worker in state.workers]
+
+    def _initialize(self, out: list[Effect]) -> None:
+        worker = self._state.by_rank.get(0)
+        step = worker.steps.get(0) if worker is not None else None
+        if worker is None or step is None or worker.sealed_clock < 0:
+            return
+        self._state.initialized = True
+        parts = self._records.take_parts(worker, step)
+        self._records.assign(0, [self._records.contributor(worker, step)], parts, out)
+
+    def _record_sealed(self, worker: WorkerPart, out: list[Effect]) -> None:
+        """Not BSP: record every step of the worker whose seal is in effect."""
+        while worker.done_clock < worker.sealed_clock:
+            if not self._is_by_itself(worker.done_clock + 1):
+                return
+            step = worker.steps[worker.done_clock + 1]
+            worker.done_clock = step.clock
+            self._record_step(worker, step, out)
+
+    def _is_by_itself(self, clock: int) -> bool:
+        """Whether a step of `clock` is an update of its own, and every update of BSP below it has
+        formed. Else it has to wait: for the others, or for those.
+        """
+        schedule = self._state.schedule
+        if schedule.is_bsp(clock):
+            return False
+        return not schedule.varies or self._state.formed_clock >= schedule.bsp_before(clock)
+
+    def _record_step(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+        if step.edit:
+            parts = self._records.take_parts(worker, step)
+            contributors = [self._records.contributor(worker, step)]
+            self._records.assign(step.clock, contributors, parts, out, of=step.of)
+            return
+        if not step.skip:
+            self._records.reject_stale(worker, step, out)
+        folds = self._records.scaled_folds(worker, step) if step.pushes and not step.skip else []
+        blocks = tuple(sorted(block for fold in folds for block, _ in fold.parts))
+        contributor = self._records.contributor(worker, step)
+        record = self._records.record(step.clock, [contributor], step.numbers, blocks)
+        if folds:
+            out += folds
+            out.append(Apply(record))
+        self._records.commit(record, out)
+
+    def takes_eager(self, worker: WorkerPart, step: StepPart, push: HeldPush) -> bool:
+        """Whether the push is applied as it comes; else it waits: for its seal under BSP, or until
+        nothing holds its clock.
+        """
+        schedule = self._state.schedule
+        return (
+            push.is_eager
+            and self._state.initialized
+            and self._is_by_itself(step.clock)
+            and not schedule.holds(step.clock)
+            and worker.done_clock >= schedule.begins_after(step.clock)
+        )
+
+    def _record_waiting(self, worker: WorkerPart, out: list[Effect]) -> None:
+        """Eager pushes had to wait: those that need not any more are applied."""
+        for step in list(worker.steps.values()):
+            for push in list(step.pushes.values()) if step.eager is not None else ():
+                if push.payload is not None and self.takes_eager(worker, step, push):
+                    self.record_eager(worker, step, push, out)
+
+    def record_eager(
+        self, worker: WorkerPart, step: StepPart, push: HeldPush, out: list[Effect]
+    ) -> None:
+        """Not BSP: one block is a record of its own; the seal that follows only ends the step."""
+        tau = self._records.staleness(worker, push)
+        setting = self._state.schedule.at(step.clock)
+        if setting.rejects(tau):
+            self._state.drop_push(step, worker, push.sequence)
+            self._records.reject(worker, push, tau, out)
+            return
+        numbers = step.eager or ()
+        part = (push.block, push.payload)
+        self._state.unstage(step, worker, push)
+        contributor = Contributor(worker.rank, worker.incarnation, (push.sequence,), False)
+        record = self._records.record(step.clock, [contributor], numbers, (push.block,))
+        out.append(
+            Fold(
+                self._state.table.table_id,
+                self._state.range_id,
+                step.clock,
+                worker.rank,
+                (part,),
+                setting.scale(tau),
+                self._state.compensation(worker.incarnation, step.clock),
+            )
+        )
+        out.append(Apply(record))
+        self._records.commit(record, out)
+        del step.pushes[push.sequence]
+
+    @property
+    def wake_s(self) -> float | None:
+        """When an update may form by time alone; None: time alone does not."""
+        return self._forming.wake_s
+
+    def tick(self, now_s: float, out: list[Effect]) -> None:
+        """Time passed: an update that gave others time may form."""
+        if self.wake_s is None or now_s < self.wake_s:
+            return
+        before = self._state.record_count
+        self._decide((), now_s, out)
+        if before != self._state.record_count:
+            self._reads.release(out)
+
+    # --- updates that wait for their scale
+
+    def reduced(self, record: Record, squares: tuple[float, ...], out: list[Effect]) -> None:
+        """The sum is there, and that large: those who took part are told, and those who came while
+        it was reduced.
+        """
+        if self._state.failure is not None:
+            return
+        self._scales.reduced(record.clock, squares)
+        self._records.commit_sum(record, squares, out)
+        for worker in self._state.workers.values():
+            step = worker.steps.get(record.clock)
+            if step is not None and record.clock <= worker.sealed_clock:
+                self._forming.discard(worker, step, out)
+
+    def scale(self, event: ScaleEvent, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+        """A worker says what an update is multiplied by; the first that does lets it go."""
+        ending = self._scales.ending(event, worker)
+        summed = self._scales.take(event, worker) if ending is None else None
+        self._state.end(worker, event.sender, event.sequence, ending or APPLIED, out)
+        if summed is None:
+            return
+        said_by = Contributor(worker.rank, worker.incarnation, (event.sequence,), False)
+        record = self._records.scaled(summed, said_by, event.scale)
+        if record.blocks:
+            out.append(Apply(record))
+        self._records.count(record)
+        self._forming.pass_clock(record.clock)
+        self._go_on(record.clock, now_s, out)
+
+    def _go_on(self, clock: int, now_s: float, out: list[Effect]) -> None:
+        """Update `clock`, which waited for its scale, has it or is dropped."""
+        self._reads.release(out)
+        self._decide(self._those_who_may_go_on(clock - 1, out), now_s, out)
+        self._reads.release(out)

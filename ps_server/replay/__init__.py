@@ -1,0 +1,1 @@
+"""Replay of the update logs of a run."""

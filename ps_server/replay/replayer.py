@@ -1,0 +1,348 @@
+"""An update log, replayed: its tables at any version, by the kernels that made them (S13).
+
+    changes of the log --made, in order--> stores, as they were at a version
+
+This is the one module of the servers that the command line knows.
+
+Rules:
+    - A base of what came before it is compared with what the changes have made: bit by bit.
+
+Invariants:
+    RP-1  Nothing is made twice, and nothing goes back.
+
+What it deliberately does not do: read files (`ps_server.replay.run_log` does).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ps_core.errors import InvalidUpdateLog, PushpullError
+from ps_core.keys import TableId
+from ps_core.tables import DType, OptimizerKind, Reduction, Table
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.ranges.server_machine import PartAdded
+from ps_server.replay.run_log import RunLog, read_run
+from ps_server.replay.versions import (
+    Change,
+    History,
+    Origin,
+    Place,
+    Reached,
+    Step,
+    Version,
+    arranged_by_clock,
+    history_of,
+    torn_at,
+)
+from ps_server.replication.messages import Batch, RangeCopy
+from ps_server.values import contributions
+from ps_server.values.block_values import arithmetic_dtype
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.kernel_fingerprint import kernel_fingerprint
+from ps_server.values.mutations import Assigned, Dropped, Elements, Kept, Put, SentTotal
+from ps_server.values.store_copy import SavedBlock, StoreCopy
+from ps_server.wire.replication_reader import Came, ReplicationReader
+
+__all__ = [
+    "History", "Replay", "RunLog", "Version", "has_parameters", "kernel_fingerprint", "read_run",
+]  # fmt: skip
+
+_TORCH_DTYPE = {
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT64: torch.float64,
+}
+
+
+def has_parameters(table: Table) -> bool:
+    """Whether there is something to see; an AGGREGATE table has sums of gradients only."""
+    return table.spec.optimizer.kind is not OptimizerKind.AGGREGATE
+
+
+@dataclass(slots=True)
+class _Squares:
+    """Of the gradient of one step, the sum of the squares so far."""
+
+    total: float = 0.0
+
+
+class Replay:
+    """Tables of a run, made anew, change by change.
+
+    Args:
+        run: its logs.
+        tables: of it: those that are replayed, together.
+        by_clock: arrange the changes by their clocks, whatever the tables' consistency is.
+
+    Attributes:
+        tables: as given.
+        history: their versions.
+        checked_count: bases that were compared, and are what was made.
+    """
+
+    def __init__(self, run: RunLog, tables: Sequence[Table], *, by_clock: bool = False) -> None:
+        self.tables = tuple(tables)
+        self.checked_count = 0
+        self._tables = {table.table_id: table for table in tables}
+        self._range_count = run.range_count
+        self._reached: Mapping[Place, Reached] = {
+            place: each for place, each in run.reached.items() if place[0] in self._tables
+        }
+        changes = [change for change in run.changes if change.place[0] in self._tables]
+        self.history = history_of(changes, self._reached)
+        self._changes = self.history.changes
+        if by_clock:
+            self._changes = arranged_by_clock(changes)
+        self._raw_changes = changes
+        self._next = 0
+        self._pool = BufferPool()
+        self._watched: dict[Step, _Squares] = {}
+        self._kept: dict[tuple[Place, int], float] = {}
+        self._shards = Shards(SharedLanes(), {})
+        self._blocks = {
+            (table.table_id, range_id): blocks
+            for table in tables
+            for range_id, blocks in table.blocks_by_range(run.range_count).items()
+        }
+        for table in tables:
+            parts = [
+                PartAdded(table, range_id, blocks)
+                for (table_id, range_id), blocks in self._blocks.items()
+                if table_id == table.table_id and (table_id, range_id) in self._reached
+            ]
+            if parts:
+                self._shards.add(parts)
+
+    # --- making
+
+    @property
+    def change_count(self) -> int:
+        """Changes that there are."""
+        return len(self._changes)
+
+    @property
+    def made_count(self) -> int:
+        """Changes that were made."""
+        return self._next
+
+    def watch(self, versions: Iterable[Version]) -> None:
+        """The norms of these versions' gradients are asked for; before they are made."""
+        self._watched = {v.step: _Squares() for v in versions if v.step is not None}
+
+    def go_to(self, position: int, most: int = sys.maxsize) -> bool:
+        """Make everything up to that position, but no more than `most` changes; whether that is
+        all.
+
+        Raises:
+            InvalidUpdateLog: it cannot be made, or a base is not what was made.
+        """
+        until = min(len(self._changes), self._next + most)
+        while self._next < until and self._changes[self._next][0] <= position:
+            self._make(self._changes[self._next][1])
+            self._next += 1
+        return self._next < until or self._next == len(self._changes)
+
+    def go_to_versions(self, wanted: Mapping[tuple[TableId, int], int]) -> list[str]:
+        """Make as much of each range as its blocks have had so many updates; what cannot be so.
+
+        Args:
+            wanted: how many, of each block.
+        """
+        behind = set(self._reached)
+        for _, change in self._changes:
+            place = change.place
+            if place in behind and self._is_short(place, wanted):
+                self._make(change)
+            else:
+                behind.discard(place)
+        problems = []
+        for place in sorted(self._reached):
+            store = self._shards.stores[place]
+            for block in self._blocks[place]:
+                has, wants = store.version(block), wanted[place[0], block]
+                if has != wants:
+                    problems.append(
+                        f"block {block} has had {has} updates in range {place[1]}; expected {wants}"
+                    )
+        return problems
+
+    def _is_short(self, place: Place, wanted: Mapping[tuple[TableId, int], int]) -> bool:
+        store = self._shards.stores[place]
+        return any(store.version(b) < wanted[place[0], b] for b in self._blocks[place])
+
+    def torn_at(self, clock: int) -> str:
+        """Why these tables never were at that clock; empty if they were."""
+        slow = [place for place, each in self._reached.items() if each.clock < clock]
+        if slow:
+            reached = min(self._reached[place].clock for place in slow)
+            return f"range {slow[0][1]} is at clock {reached} at the end of its log"
+        return torn_at(self._raw_changes, clock)
+
+    def _make(self, change: Change) -> None:
+        try:
+            came = _whole(change.payloads)
+            if isinstance(came, Batch):
+                self._make_batch(change, came)
+            elif isinstance(came, RangeCopy):
+                self._take_base(change, came)
+        except PushpullError as error:
+            raise InvalidUpdateLog(f"{change.where}: {error.message}") from error
+
+    def _make_batch(self, change: Change, batch: Batch) -> None:
+        if self._watched:
+            self._measure(change, batch)
+        for each in batch.changes:
+            failure = self._shards.make(each)
+            if failure is not None:
+                raise failure
+
+    def _take_base(self, change: Change, copy: RangeCopy) -> None:
+        table_id, range_id = change.place
+        own = copy.stores.get(table_id)
+        if own is None:
+            return
+        held = tuple(each for each in copy.snapshot.held if each.record.table_id == table_id)
+        alone = RangeCopy(copy.snapshot._replace(held=held), {table_id: own})
+        if change.origin is not Origin.SAME:
+            self._shards.restore(alone)
+            return
+        beside = Shards(SharedLanes(), {})
+        blocks = self._blocks[change.place]
+        beside.add([PartAdded(self._tables[table_id], range_id, blocks)])
+        beside.restore(alone)
+        made = self._shards.stores[change.place].snapshot()
+        said = beside.stores[change.place].snapshot()
+        if _comparable(made) != _comparable(said):
+            name = self._tables[table_id].spec.name
+            raise InvalidUpdateLog(
+                f"range {range_id} of table '{name}' is other than what its "
+                "updates make of it here: other kernels made it, or the log is not whole"
+            )
+        self.checked_count += 1
+
+    # --- what it is now
+
+    def block(self, table: Table, block: int) -> SavedBlock:
+        """A block as it is now: views of what the next change alters.
+
+        Raises:
+            InvalidUpdateLog: the logs have not all of its range.
+        """
+        range_id = table.range_of_block(block, self._range_count)
+        store = self._shards.stores.get((table.table_id, range_id))
+        if store is None:
+            raise InvalidUpdateLog(
+                f"the logs have not all of range {range_id}, which block {block} of table "
+                f"'{table.spec.name}' is in: give the directory that has the logs of all servers"
+            )
+        return store.saved(block)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tables' tensors by name, in their own types; nothing is shared with what is here.
+
+        Raises:
+            InvalidUpdateLog: as `block`; or two tables have a tensor of one name.
+        """
+        found: dict[str, Tensor] = {}
+        for table in self.tables:
+            flat = torch.empty(table.spec.element_count, dtype=arithmetic_dtype(table))
+            size = table.spec.block_elements
+            for block in range(table.block_count):
+                values = self.block(table, block).tensors[0][1]
+                length = table.block_length(block)
+                source = torch.frombuffer(bytearray(values), dtype=flat.dtype)
+                flat[block * size : block * size + length] = source
+            flat = flat.to(_TORCH_DTYPE[table.spec.dtype])
+            for tensor in table.spec.tensors:
+                if tensor.name in found:
+                    raise InvalidUpdateLog(
+                        f"tensor '{tensor.name}' is in two tables; choose those of one model with "
+                        "--table"
+                    )
+                part = flat[tensor.offset : tensor.offset + tensor.element_count]
+                found[tensor.name] = part.reshape(tensor.shape).clone()
+        return found
+
+    def parameter_norm(self) -> float:
+        """The root of the sum of the squares of all values, in float64."""
+        total = 0.0
+        for place in self._reached:
+            store = self._shards.stores[place]
+            for block in self._blocks[place]:
+                (_, values), *_ = store.saved(block).tensors
+                dtype = arithmetic_dtype(self._tables[place[0]])
+                elements = torch.frombuffer(values, dtype=dtype)
+                total += float(torch.linalg.vector_norm(elements, dtype=torch.float64)) ** 2
+        return math.sqrt(total)
+
+    def gradient_norm(self, version: Version) -> float | None:
+        """The norm of what the version's step gave its optimizer: averaged and scaled, without
+        weight decay; None if it was not watched, or has none.
+        """
+        squares = None if version.step is None else self._watched.get(version.step)
+        return None if squares is None or not version.step[0] else math.sqrt(squares.total)  # type: ignore[index]
+
+    def _measure(self, change: Change, batch: Batch) -> None:
+        decided = iter(change.decisions)
+        for each in batch.changes:
+            key = change.place, each.record.clock
+            match each:
+                case Put(record, total):
+                    squares = self._watched.get(next(decided).step)
+                    if squares is None:
+                        self._kept.pop(key, None)
+                    elif total is None:
+                        squares.total += self._kept.pop(key, 0.0) * record.update_scale**2
+                    else:
+                        scale = self._scale(change, total, record.contributor_count)
+                        found = self._square_sum(change.place, total)
+                        squares.total += found * (scale * record.update_scale) ** 2
+                case Kept(_, total):
+                    self._kept[key] = self._square_sum(change.place, total)
+                case Dropped():
+                    self._kept.pop(key, None)
+                case Assigned():
+                    next(decided)
+
+    def _scale(self, change: Change, total: SentTotal, contributor_count: int) -> float:
+        spec = self._tables[change.place[0]].spec
+        is_mean = spec.reduction is Reduction.MEAN and not total.is_reduced
+        return 1.0 / contributor_count if is_mean and contributor_count else 1.0
+
+    def _square_sum(self, place: Place, total: SentTotal) -> float:
+        received = self._shards.stores[place].received(total)
+        return sum(contributions.square_sum(part, self._pool) for part in received.parts.values())
+
+
+class _Padded(NamedTuple):
+    """A store's copy, in one order."""
+
+    blocks: Sequence[object]
+    sums: Sequence[object]
+
+
+def _comparable(copy: StoreCopy) -> _Padded:
+    sums = sorted(copy.sums, key=lambda each: (each.clock, each.waits))
+    return _Padded(copy.blocks, [(s.clock, s.waits, _elements(s.total.blocks)) for s in sums])
+
+
+def _elements(blocks: Iterable[Elements]) -> list[tuple[int, bytes, bytes]]:
+    return [(each.block, each.presence, bytes(each.payload)) for each in blocks]
+
+
+def _whole(payloads: Collection[memoryview]) -> Came | None:
+    reader = ReplicationReader(is_open=True)
+    came = None
+    for payload in payloads:
+        came = reader.read(payload)
+    return came

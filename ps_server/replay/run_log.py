@@ -1,0 +1,456 @@
+"""The update logs of all servers of a run, read beside whoever writes them (SEMANTICS S13).
+
+    directories --scanned--> frames --whole--> events of each range --chained--> changes, merged
+
+Rules:
+    - Nothing is locked, and nothing written. What is torn at a log's end ends it there.
+    - Of several runs in one place the newest is read.
+    - A range begins with the first BEGUN, or whole base, that is left. It goes on from one tenure
+      of a primary to the next, in whichever log that is.
+    - What a tenure has beyond the base of the next was seen by nobody, and is left out.
+    - Changes of one server are in the order of its log; those of two by the times of their frames,
+      as far as VER-1 lets them.
+
+What it deliberately does not do: apply anything (`ps_server.replay.replayer` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from ps_core.consistency import Consistency, Mode
+from ps_core.errors import InvalidUpdateLog, PushpullError
+from ps_core.keys import Incarnation, RangeId, TableId
+from ps_core.tables import Table
+from ps_runtime.cluster import wire
+from ps_server.ranges.events import Record
+from ps_server.ranges.range_copy import Facts
+from ps_server.replay.versions import Change, Decision, Origin, Part, Place, Reached
+from ps_server.replication.messages import Batch, RangeCopy
+from ps_server.update_log.directory import segments_in
+from ps_server.update_log.format import FrameKind, frame_bytes
+from ps_server.update_log.reader import Frame, LogContents, scan
+from ps_server.values.mutations import Assigned, Put
+from ps_server.wire.replication_reader import ReplicationReader
+from pushpull.v1 import types_pb2, update_log_pb2
+
+_ATTEMPT_COUNT = 5
+"""A server that lives lets go of its oldest segments while they are looked for."""
+
+_NAMED_COUNT = 8
+
+
+Progress = Callable[[int, int], object]
+"""Is told of bytes that were read, and of all."""
+
+Done = tuple[tuple[Incarnation, int], ...]
+"""Workers, and up to which clock all is decided of each."""
+
+
+def _nothing(done: int, total: int) -> None:
+    del done, total
+
+
+class _Event(NamedTuple):
+    """Something of one range, in one log. `read` is what it says: an UpdateLogRange is a mark."""
+
+    tenure: int
+    log: int
+    order: int
+    number: int
+    time_s: float
+    frames: tuple[Frame, ...]
+    read: _Batch | _Base | FrameKind
+
+
+class _Batch(NamedTuple):
+    """What is needed of a batch, beside its payloads."""
+
+    table_id: TableId
+    clock: int
+    has_changes: bool
+    decisions: tuple[Decision, ...]
+    facts: Facts
+    done: Done
+
+
+class _Base(NamedTuple):
+    """What is needed of a base: of each table its facts, and how far each worker is."""
+
+    tables: dict[TableId, tuple[Facts, Done]]
+
+
+@dataclass(slots=True)
+class ServerLog:
+    """One server's log: its directory, and what is in it."""
+
+    path: Path
+    contents: LogContents
+    tables: dict[TableId, Table] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RunLog:
+    """The logs of a run.
+
+    Attributes:
+        logs: of its servers.
+        range_count: of the cluster.
+        tables: those that there are, by name.
+        changes: what happened to them, merged.
+        reached: how far each of them is in each range that the logs have all of.
+        notes: what a person should know of it.
+        kernel_fingerprints: of the servers.
+        unseen_count: batches that were decided, and seen by nobody.
+        lost_count: batches that are in no log, between others that are.
+    """
+
+    logs: list[ServerLog]
+    range_count: int
+    tables: dict[str, Table] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    reached: dict[Place, Reached] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    kernel_fingerprints: set[str] = field(default_factory=set)
+    unseen_count: int = 0
+    lost_count: int = 0
+
+
+def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
+    """Read the logs of a run.
+
+    Args:
+        path: the directory that has them, or one server's own.
+        progress: see there.
+
+    Blocking: reads all of it.
+
+    Raises:
+        InvalidUpdateLog: there is none, or one is damaged; the message names the file and the byte.
+    """
+    directories = [path] if segments_in(path) else sorted(
+        each for each in (path.iterdir() if path.is_dir() else ()) if segments_in(each)
+    )  # fmt: skip
+    if not directories:
+        raise InvalidUpdateLog(f"{path} has no update log: no segment, and no server's directory")
+    run = _newest_run([ServerLog(each, _scanned(each)) for each in directories], path)
+    total = sum(log.contents.byte_count for log in run.logs)
+    done = 0
+    events: dict[RangeId, list[_Event]] = {}
+    for index, log in enumerate(run.logs):
+        for event_range, event, byte_count in _events(index, log):
+            done += byte_count
+            progress(done, total)
+            if event is not None:
+                events.setdefault(event_range, []).append(event)
+        for table in log.tables.values():
+            run.tables.setdefault(table.title, table)
+    keyed: list[_Keyed] = []
+    for range_id in sorted(events):
+        keyed += _Chain(run, range_id).read(sorted(events[range_id], key=lambda e: e[:3]))
+    run.changes = _merged(keyed)
+    _note(run)
+    return run
+
+
+def _scanned(path: Path) -> LogContents:
+    for _ in range(_ATTEMPT_COUNT):
+        try:
+            return scan(segments_in(path))
+        except FileNotFoundError:
+            continue
+    raise InvalidUpdateLog(f"{path}: its segments go while they are read")
+
+
+def _newest_run(logs: Sequence[ServerLog], path: Path) -> RunLog:
+    """Only what is of the newest timeline."""
+    begun: dict[bytes, float] = {}
+    for log in logs:
+        for segment in log.contents.segments.values():
+            head = next(log.contents.frames(segment.number)).head
+            timeline = segment.header.timeline
+            begun[timeline] = max(begun.get(timeline, 0.0), head.time_s)
+    if not begun:
+        raise InvalidUpdateLog(f"{path} has no update log: nothing is in its segments yet")
+    newest = max(begun, key=lambda timeline: begun[timeline])
+    run = RunLog([], 0)
+    for log in logs:
+        segments = log.contents.segments
+        ours = {n: s for n, s in segments.items() if s.header.timeline == newest}
+        if ours:
+            log.contents.segments = ours
+            run.logs.append(log)
+            run.range_count = next(iter(ours.values())).header.range_count
+            run.kernel_fingerprints |= {s.header.kernel_fingerprint for s in ours.values()}
+    if len(begun) > 1:
+        run.notes.append(f"{len(begun) - 1} earlier runs in {path} are passed over")
+    return run
+
+
+# --- the frames of one log
+
+
+def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None, int]]:
+    """What happened, range by range, and how many bytes were read for it."""
+    reader, segment, time_s = ReplicationReader(is_open=True), 0, 0.0
+    kept: list[Frame] = []
+    for order, frame in enumerate(log.contents.frames()):
+        head = frame.head
+        byte_count = frame_bytes(head.length)
+        time_s = max(time_s, head.time_s)  # the clock of a machine may be put back
+        if frame.segment != segment:
+            reader, segment, kept = ReplicationReader(is_open=True), frame.segment, []
+        event = None
+        try:
+            if head.kind in (FrameKind.BASE, FrameKind.BATCH):
+                kept.append(frame)
+                read = reader.read(frame.payload)
+                if isinstance(read, Batch):
+                    event = _batch(read, (index, order), time_s, tuple(kept))
+                elif isinstance(read, RangeCopy):
+                    event = _base(read, (index, order), time_s, tuple(kept))
+                if head.is_last:
+                    kept = []
+            elif head.kind is FrameKind.TABLE:
+                table = wire.table_from_proto(types_pb2.Table.FromString(bytes(frame.payload)))
+                log.tables.setdefault(table.table_id, table)
+            elif head.kind in (FrameKind.BEGUN, FrameKind.TAKEN_OVER):
+                mark = update_log_pb2.UpdateLogRange.FromString(bytes(frame.payload))
+                event = _Event(mark.tenure, index, order, mark.number, time_s, (frame,), head.kind)
+        except (PushpullError, DecodeError) as error:
+            path = log.contents.segments[frame.segment].path
+            raise InvalidUpdateLog(f"{path}: at byte {frame.offset}: {error}") from error
+        yield RangeId(head.range_id), event, byte_count
+
+
+def _batch(batch: Batch, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]) -> _Event:
+    facts = batch.delta.facts
+    decisions = []
+    for change in batch.changes:
+        record: Record = change.record
+        if isinstance(change, Put | Assigned):
+            decisions.append(_decision(record, batch))
+    read = _Batch(
+        batch.table_id,
+        max((change.record.clock for change in batch.changes), default=0),
+        bool(batch.changes),
+        tuple(decisions),
+        facts,
+        tuple((worker.incarnation, worker.done_clock) for worker in batch.delta.workers),
+    )
+    return _Event(batch.tenure, *at, batch.number, time_s, frames, read)
+
+
+def _decision(record: Record, batch: Batch) -> Decision:
+    contributors = record.summed_by or record.contributors
+    sequences = {(c.incarnation, s) for c in contributors for s in c.sequences}
+    staleness = max(
+        (
+            ending.staleness
+            for incarnation, sequence, ending in batch.delta.endings
+            if (incarnation, sequence) in sequences
+        ),
+        default=0,
+    )
+    return Decision(
+        record.clock,
+        False,  # `_Chain` knows
+        tuple(Part(c.rank, c.incarnation, c.skip) for c in contributors),
+        record.gone_count,
+        staleness,
+    )
+
+
+def _is_bsp(settings: Mapping[int, Consistency], clock: int) -> bool:
+    """As `Schedule.is_bsp`."""
+    after = max((after for after in settings if clock > after), default=min(settings))
+    return settings[after].mode is Mode.BSP
+
+
+def _base(copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]) -> _Event:
+    tables = {
+        table_id: (
+            part.facts,
+            tuple(
+                (worker.facts.incarnation, worker.facts.done_clock)
+                for worker in part.workers.values()
+            ),
+        )
+        for table_id, part in copy.snapshot.copies.items()
+    }
+    snapshot = copy.snapshot
+    return _Event(snapshot.tenure, *at, snapshot.number, time_s, frames, _Base(tables))
+
+
+# --- the tenures of one range
+
+
+_Key = tuple[float, int, int]
+"""When it was written, which log it is in, and where."""
+
+_Keyed = tuple[_Key, Change]
+
+
+class _Chain:
+    """What happened to one range, from tenure to tenure."""
+
+    def __init__(self, run: RunLog, range_id: RangeId) -> None:
+        self._run = run
+        self._range_id = range_id
+        self._number: int | None = None  # of the newest batch; None: not all is there
+        self._tenure = 0
+        self._is_cut = False  # the tenure's begin is in no log
+        self._settings: dict[Place, dict[int, Consistency]] = {}
+        self._found: list[tuple[int, _Keyed]] = []  # by the number of their batch
+        self._reached: dict[Place, list[tuple[int, int, Done]]] = {}
+
+    def read(self, events: Sequence[_Event]) -> list[_Keyed]:
+        """The changes, in their order, each with its log's."""
+        for event in events:
+            match event.read:
+                case _Base():
+                    self._base(event, event.read)
+                case _Batch():
+                    self._batch(event, event.read)
+                case kind:
+                    self._mark(event, kind)
+        if self._number is not None:
+            self._reach()
+        return [keyed for _, keyed in self._found]
+
+    def _mark(self, event: _Event, kind: FrameKind) -> None:
+        if kind is FrameKind.BEGUN and self._number is None:
+            self._number = event.number
+        elif self._number is not None and self._number != event.number:
+            self._refuse(event, f"it goes on from batch {event.number}, after {self._number}")
+        self._tenure, self._is_cut = event.tenure, False
+
+    def _batch(self, event: _Event, read: _Batch) -> None:
+        if self._number is None:
+            return
+        if event.tenure != self._tenure:  # a base of it follows, or nothing more
+            self._is_cut = True
+        if self._is_cut:
+            return
+        if event.number != self._number + 1:
+            self._refuse(event, f"batch {event.number} follows batch {self._number}")
+        self._number = event.number
+        place = read.table_id, self._range_id
+        self._reached.setdefault(place, []).append((event.number, read.facts.clock, read.done))
+        settings = self._known_settings(place, read.facts)
+        decisions = [d._replace(is_bsp=_is_bsp(settings, d.clock)) for d in read.decisions]
+        if read.has_changes:
+            self._add(event, place, Origin.BATCH, read.clock, tuple(decisions))
+
+    def _known_settings(self, place: Place, facts: Facts) -> dict[int, Consistency]:
+        """By the clock after which each holds: those before the batch, too. It may be the last that
+        one of them was for, and have forgotten it.
+        """
+        before, self._settings[place] = self._settings.get(place, {}), dict(facts.settings)
+        return before | self._settings[place]
+
+    def _base(self, event: _Event, read: _Base) -> None:
+        before = self._number
+        if before is not None and event.number < before:
+            if event.tenure == self._tenure:
+                self._refuse(event, f"a base as of batch {event.number} follows batch {before}")
+            self._run.unseen_count += before - event.number
+            self._found = [each for each in self._found if each[0] <= event.number]
+            for place, steps in self._reached.items():
+                self._reached[place] = [each for each in steps if each[0] <= event.number]
+            before = event.number
+        origin = Origin.SAME if before == event.number else Origin.JUMP
+        if before is None or (origin is Origin.JUMP and not self._has_updates):
+            origin, self._found = Origin.BEGIN, []
+        elif origin is Origin.JUMP:
+            self._run.lost_count += event.number - before
+        self._number, self._tenure, self._is_cut = event.number, event.tenure, False
+        for table_id, (facts, done) in read.tables.items():
+            place = table_id, self._range_id
+            clock = max(facts.clock, facts.changed_clock)
+            self._reached.setdefault(place, []).append((event.number, facts.clock, done))
+            self._settings[place] = dict(facts.settings)
+            self._add(event, place, origin, clock, ())
+
+    @property
+    def _has_updates(self) -> bool:
+        return any(d.clock for _, (_, change) in self._found for d in change.decisions)
+
+    def _add(
+        self,
+        event: _Event,
+        place: Place,
+        origin: Origin,
+        clock: int,
+        decisions: tuple[Decision, ...],
+    ) -> None:
+        change = Change(
+            place,
+            origin,
+            clock,
+            event.time_s,
+            decisions,
+            tuple(frame.payload for frame in event.frames),
+            self._where(event),
+        )
+        key = event.time_s, event.log, event.order
+        self._found.append((event.number, (key, change)))
+
+    def _where(self, event: _Event) -> str:
+        log, first = self._run.logs[event.log], event.frames[0]
+        return f"{log.contents.segments[first.segment].path}: at byte {first.offset}"
+
+    def _refuse(self, event: _Event, problem: str) -> None:
+        raise InvalidUpdateLog(f"{self._where(event)}: range {self._range_id}: {problem}")
+
+    def _reach(self) -> None:
+        for table in self._run.tables.values():
+            if self._range_id not in table.blocks_by_range(self._run.range_count):
+                continue
+            place = table.table_id, self._range_id
+            reached = Reached(table.restored_clock or 0)
+            reached.clock = reached.first_clock
+            for _, clock, done in self._reached.get(place, ()):
+                reached.clock = clock
+                reached.done.update(done)
+            self._run.reached[place] = reached
+
+
+def _merged(keyed: Iterable[_Keyed]) -> list[Change]:
+    """By their keys; those of one place in the order in which they are given (VER-1)."""
+    latest: dict[Place, _Key] = {}
+    ordered = []
+    for index, (key, change) in enumerate(keyed):
+        key = latest[change.place] = max(key, latest.get(change.place, key))
+        ordered.append((key, index, change))
+    return [change for _, _, change in sorted(ordered, key=lambda each: each[:2])]
+
+
+def _note(run: RunLog) -> None:
+    if run.unseen_count:
+        run.notes.append(
+            f"{run.unseen_count} batches were decided by servers that were replaced, and seen by "
+            "nobody: they are left out"
+        )
+    if run.lost_count:
+        run.notes.append(
+            f"{run.lost_count} batches are in no log; the values after them come from a base"
+        )
+    for table in run.tables.values():
+        missing = [
+            range_id
+            for range_id in table.blocks_by_range(run.range_count)
+            if (table.table_id, range_id) not in run.reached
+        ]
+        if missing:
+            named = ", ".join(map(str, missing[:_NAMED_COUNT]))
+            more = ", ..." * (len(missing) > _NAMED_COUNT)
+            run.notes.append(
+                f"table '{table.spec.name}': no log has all of ranges {named}{more}; what is "
+                "shown is of the others"
+            )

@@ -1,0 +1,1 @@
+"""Machines of replication: primary, backup, log of decisions, output commit."""

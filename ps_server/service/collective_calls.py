@@ -1,0 +1,95 @@
+"""Workers that wait at this server for a round of a collective call: the edge of
+`ps_server.ranges.collectives`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from ps_core import limits
+from ps_core.cluster_view import ClusterView, Session
+from ps_core.collective import WAITS_FOR, Round, Share
+from ps_core.errors import Draining, Fenced, WaitExpired
+from ps_core.keys import AssignmentEpoch, NodeId
+from ps_runtime.cluster.wire_collectives import round_from_proto, round_to_proto, share_from_proto
+from ps_server.ranges.collectives import Collectives
+from pushpull.v1 import parameters_pb2
+
+
+class CollectiveCalls:
+    """EnterCollective, over one `Collectives` a run.
+
+    Args:
+        own: the server's node.
+    """
+
+    def __init__(self, own: NodeId) -> None:
+        self._own = own
+        self._machines: dict[str, Collectives] = {}
+        self._changed = asyncio.Event()
+        self._leaving: Draining | None = None
+
+    def observe(self, view: ClusterView) -> None:
+        """A newer view."""
+        for run in ("", *(run.name for run in view.runs)):
+            self._of_run(run).observe(view.of_run(run))
+        self._wake()
+
+    def _of_run(self, run: str) -> Collectives:
+        """The rounds of a run; nobody else is in them."""
+        return self._machines.setdefault(run, Collectives(self._own))
+
+    def drain(self, leaving: Draining) -> None:
+        """The server is going away: who waits asks its successor."""
+        self._leaving = leaving
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def enter(
+        self, session: Session, request: parameters_pb2.EnterCollectiveRequest
+    ) -> parameters_pb2.EnterCollectiveResponse:
+        """Take a worker's share, and answer with the round that it is in.
+
+        Raises:
+            StaleAssignment: collective calls meet elsewhere.
+            WaitExpired: somebody is missing, named by the message.
+        """
+        if self._leaving is not None:
+            raise self._leaving
+        has_share, has_last = request.HasField("share"), request.HasField("last_round")
+        share = _own(session, share_from_proto(request.share)) if has_share else None
+        last = round_from_proto(request.last_round) if has_last else None
+        assignment_epoch = AssignmentEpoch(request.assignment_epoch)
+        machine = self._of_run(session.run)
+        machine.check_host(assignment_epoch)
+        machine.enter(session.incarnation, request.ended_round, last, share)
+        self._wake()
+        if share is None:
+            return parameters_pb2.EnterCollectiveResponse()
+        deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
+        try:
+            async with asyncio.timeout(min(deadline_s, limits.MAX_DEADLINE_S)):
+                ended = await self._answer(session, request.ended_round, assignment_epoch)
+        except TimeoutError:
+            raise WaitExpired(f"{WAITS_FOR} {machine.missing()}") from None
+        return parameters_pb2.EnterCollectiveResponse(round=round_to_proto(ended))
+
+    async def _answer(
+        self, session: Session, ended_round: int, assignment_epoch: AssignmentEpoch
+    ) -> Round:
+        machine, who = self._of_run(session.run), session.incarnation
+        while (ended := machine.answer(who, ended_round)) is None:
+            await self._changed.wait()
+            if self._leaving is not None:
+                raise self._leaving
+            machine.check_host(assignment_epoch)
+            if not machine.is_here(who):
+                raise Fenced("this worker's membership has ended: it is in no round any more")
+        return ended
+
+
+def _own(session: Session, share: Share) -> Share:
+    return Share(session.rank, session.incarnation, share.call, share.clock, share.payload)

@@ -1,0 +1,721 @@
+"""The server's thin edge: it feeds its machine and carries effects out, in order, on one event
+loop.
+
+One thread owns everything here. An event and all its effects are one work (`works`): nothing else
+happens here before it is done, and a read is answered between two updates, never in one.
+
+Invariants:
+    ND-2  An effect that fails ends the server (`ps_server.fail_stop`).
+    ND-1  What backups have applied can be applied here: custom updates, which may fail, have none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ps_core import limits
+from ps_core.change import Settled, TableCut
+from ps_core.cluster_view import ClusterView, Node, Role, Session
+from ps_core.errors import (
+    Draining,
+    Fenced,
+    InvariantViolation,
+    NotOwner,
+    PushpullError,
+    UpdateFailed,
+)
+from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.ledger import Outcome, ReplyKind
+from ps_core.work import PIECE_COUNT, Work, at_once
+from ps_runtime.observe import logs
+from ps_runtime.observe.metrics import ServerMetrics
+from ps_runtime.system.turns import Turns
+from ps_server.fail_stop import FailStop, carries_out, decides
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
+from ps_server.lane.unread import UnreadAnswers
+from ps_server.peers.node_replication import ReplicatedRanges, ReplicationSetting
+from ps_server.ranges.events import (
+    AnswerPull,
+    Apply,
+    Assign,
+    Drop,
+    Effect,
+    EntryEvent,
+    Fold,
+    Forget,
+    Place,
+    PullEvent,
+    Record,
+    Reduce,
+    RefusePull,
+    ReplyTo,
+)
+from ps_server.ranges.read_gate import WaitCause
+from ps_server.ranges.schedule import checkpoint_cut
+from ps_server.ranges.server_machine import Doubt, PartAdded, Promise, ServerMachine
+from ps_server.replication.output_commit import Deed
+from ps_server.service.collective_calls import CollectiveCalls
+from ps_server.service.push_stream import EntryStream
+from ps_server.service.read_waits import ReadWaits
+from ps_server.service.reads import Read, answered, refused
+from ps_server.service.sessions import Sessions
+from ps_server.service.works import Works
+from ps_server.update_log.writer import UpdateLog
+from ps_server.values.mutations import Assigned, Dropped, Kept, Put
+from ps_server.values.sums import Total
+
+_DRAIN_RETRY_MS = 500
+
+_REPLY_COUNT = 64
+"""Answers that are given in one step."""
+
+_QUICK = frozenset({ReplyTo, AnswerPull, RefusePull})
+"""Effects that change no values."""
+
+_NAMED_COUNT = 8
+"""Tables that a line of the log names; a view may bring thousands."""
+
+
+class ParameterNode:
+    """Everything that one server knows and holds."""
+
+    def __init__(
+        self,
+        session: Session,
+        token_key: bytes,
+        worker_count: int,
+        metrics: ServerMetrics,
+        now: Callable[[], float],
+        shards: Shards | None = None,
+    ) -> None:
+        """Args:
+        session: this server's identity.
+        token_key: what genuine tokens are made with.
+        worker_count: the number that opens clock 1 of a BSP table.
+        metrics: where it counts what it does.
+        now: the clock, in seconds.
+        shards: its values, with the custom updates that it offered to the scheduler; None: none of
+            either.
+        """
+        self.health = FailStop()
+        self.session = session
+        self.sessions = Sessions(session, token_key)
+        self.machine = ServerMachine(NodeId(session.node_id), worker_count)
+        self.shards = shards if shards is not None else Shards(SharedLanes(), {})
+        self.lanes = self.shards.lanes
+        self.now = now
+        self.metrics = metrics
+        self.is_alone = False
+        self.applied_count = 0
+        self.read_waits = ReadWaits(self.machine)
+        self.replicas: ReplicatedRanges | None = None
+        self.on_cut_answered: Callable[[AnswerPull | RefusePull], None] = _nothing
+        self._updated_s = -math.inf
+        self._ended = {
+            outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
+        }
+        self._streams: dict[int, EntryStream] = {}
+        self._streams_of: dict[Incarnation, list[EntryStream]] = {}
+        self._reads: dict[int, Read] = {}
+        self._numbers = itertools.count(1)
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+        self.turns = Turns()
+        self.works = Works(self.turns, lambda failure: self.health.failed(failure))
+        self._tick_waits = False
+        self.unread = UnreadAnswers(now)
+        self.collectives = CollectiveCalls(NodeId(session.node_id))
+
+    def replicate(
+        self, setting: ReplicationSetting, update_log: UpdateLog | None = None
+    ) -> ReplicatedRanges:
+        """Its ranges have backups from now on, or an update log, and it backs up others'. Before
+        the first view.
+        """
+        self.replicas = ReplicatedRanges(
+            self.session, self.machine, self.shards, setting, self.now, update_log
+        )
+        self.replicas.release = self._release
+        self.replicas.log_has_room = self._log_has_room
+        self.replicas.health = self.health
+        return self.replicas
+
+    # --- views
+
+    async def prepare(self, view: ClusterView) -> None:
+        """A view is about to be observed: make what takes long, while others have their turns."""
+        own_id = NodeId(self.session.node_id)
+        await self.shards.prepare(view, own_id, self.turns, self.machine.prepare)
+        await self.works.in_turn(_nothing_more)
+        await self.turns.next_turn()
+
+    def observe(self, view: ClusterView) -> None:
+        """A new view: make room for what this server serves now; go on without who is gone."""
+        self.works.finish()
+        self.works.begin(self._observing(view))
+        self.collectives.observe(view)
+
+    @decides
+    def _observing(self, view: ClusterView) -> Work[None]:
+        if self.replicas is None:
+            removed = self.machine.removed_by(view)
+            if removed:
+                self._do_now((yield from self.machine.removing(removed)))
+                yield from self.shards.removing_tables(removed)
+            yield from self._serving(view)
+        elif view.view_number >= self.machine.view_number:
+            lost, effects = yield from self.replicas.observing(view)
+            at_once(self._doing(effects))
+            error = NotOwner(f"server {self.session.node_id} is not primary any more")
+            moved = self.replicas.deposed.union(lost)
+            for stream in self._streams.values() if moved else ():
+                stream.give_up(moved, error)
+            yield from self._serving(self.replicas.serve())
+
+    def _serving(self, view: ClusterView) -> Work[None]:
+        added = yield from self.machine.observing(view)
+        self.read_waits.observe(view)
+        before = {node.node_id for node in self.sessions.gone}
+        for session in self.sessions.observe(view):
+            self.lanes.forget(session.incarnation)
+            yield
+        by_table: dict[TableId, list[PartAdded]] = {}
+        for part in added:
+            by_table.setdefault(part.table.table_id, []).append(part)
+        for parts in by_table.values():
+            self.shards.add(parts)
+            yield
+        if added:
+            some = itertools.islice(by_table.values(), _NAMED_COUNT)
+            logs.info(
+                "ranges_added",
+                view=view.view_number,
+                parts=len(added),
+                tables=len(by_table),
+                first_tables=[parts[0].table.spec.name for parts in some],
+                blocks=sum(len(part.blocks) for part in added),
+            )
+        for node in self.sessions.gone:
+            if node.node_id not in before:
+                self._fence(node)
+                yield
+        ended = yield from self.machine.ending(view.ended_workers, self.now())
+        yield from self._carrying_out(ended)
+        yield from self._carrying_out((yield from self.machine.settling(self.now())))
+        yield from self._telling()
+
+    def _telling(self) -> Work[None]:
+        """Tell the backups what was promised."""
+        if self.replicas is not None:
+            yield from self._doing((yield from self.replicas.settling()))
+        self._arm()
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        """What this server has promised, and would still hold if it died. Between two works."""
+        return self.machine.promises if self.replicas is None else self.replicas.promises
+
+    # --- while the scheduler is not heard
+
+    def go_on_alone(self) -> None:
+        """The scheduler is not heard: hold nothing for what it proposed and nobody decided."""
+        self.works.finish()
+        self._settled(self.machine.go_on_alone(self.now()))
+
+    @property
+    def doubts(self) -> tuple[Doubt, ...]:
+        """What is held for here, and may be settled elsewhere."""
+        return self.machine.doubts
+
+    def settle_change(self, table_id: TableId, number: int) -> Settled | None:
+        """What became of a change, by the range that decides: another server holds for it and does
+        not hear the scheduler. If this one does not either, what was not taken is given up.
+
+        Raises:
+            TableNotFound, NotOwner: that range is not here.
+        """
+        self.works.finish()
+        if self.is_alone:
+            self._settled(self.machine.asked(table_id, number, self.now()))
+        if self.replicas is None:
+            return self.machine.outcome(table_id, number)
+        return self.replicas.output.outcome(table_id, number)
+
+    def learn(self, doubt: Doubt, settled: Settled) -> None:
+        """The range that decides has said what became of a change."""
+        self.works.finish()
+        logs.info(
+            "change_settled", table_id=doubt.table_id, number=doubt.number,
+            outcome=settled.outcome.value, told_by=doubt.decided_by,
+        )  # fmt: skip
+        self._settled(self.machine.settled(doubt, settled, self.now()))
+
+    def _settled(self, effects: Sequence[Effect]) -> None:
+        self.carry_out(effects)
+        self.works.finish()  # few ranges have anything to tell
+        at_once(self._telling())
+
+    def _fence(self, node: Node) -> None:
+        """The worker was declared gone: its streams end with that."""
+        for stream in self._streams_of.get(node.incarnation, ()):
+            stream.end_input(Fenced(node.fence_words))
+        logs.warning("worker_gone", reason=node.gone_words)
+
+    # --- entries
+
+    def open_stream(self, session: Session) -> EntryStream:
+        """A new push stream of `session`."""
+        stream = EntryStream(next(self._numbers), session, self.unread.reader())
+        self._streams[stream.origin] = stream
+        self._streams_of.setdefault(session.incarnation, []).append(stream)
+        return stream
+
+    def close_stream(self, stream: EntryStream) -> None:
+        """The stream has gone: replies to it are dropped, its sender will ask again."""
+        if self._streams.pop(stream.origin, None) is not None:
+            incarnation = stream.session.incarnation
+            self._streams_of[incarnation].remove(stream)
+            if not self._streams_of[incarnation]:
+                del self._streams_of[incarnation]
+
+    def entries(self, stream: EntryStream, events: Iterable[EntryEvent]) -> None:
+        """Entries arrived on `stream`."""
+        self.works.finish()
+        effects = self._decided(stream, events)
+        if self.replicas is None and _are_quick(effects):
+            self._do_now(effects)
+        else:
+            at_once(self._carrying_out(effects))
+        self._arm()
+
+    async def take(self, stream: EntryStream, events: Sequence[EntryEvent]) -> None:
+        """As `entries`, where they may change many blocks: in as many turns as that takes."""
+        await self.works.done(self._taking(stream, events))
+
+    def _taking(self, stream: EntryStream, events: Iterable[EntryEvent]) -> Work[None]:
+        effects = self._decided(stream, events)
+        yield
+        yield from self._carrying_out(effects)
+        self._arm()
+
+    @decides
+    def _decided(self, stream: EntryStream, events: Iterable[EntryEvent]) -> list[Effect]:
+        now_s = self.now()
+        effects: list[Effect] = []
+        for event in events:
+            place = event.place
+            stream.expect((place.table_id, place.range_id, event.sequence), now_s)
+            effects += self.machine.entry(event, now_s)
+        return effects
+
+    def block_count(self, event: EntryEvent) -> int:
+        """How many blocks an entry that is no push may change: those of its range."""
+        return max(self.block_count_at(event.place.table_id, event.place.range_id), 1)
+
+    def drain(self) -> None:
+        """The server is going away: nobody is left to wait for what will not come."""
+        leaving = Draining(
+            f"server {self.session.node_id} is going away", retry_after_ms=_DRAIN_RETRY_MS
+        )
+        self.collectives.drain(leaving)
+        for stream in self._streams.values():
+            stream.end_input(leaving)
+        for number, read in list(self._reads.items()):
+            place = read.place
+            self._refuse(RefusePull(number, place.table_id, place.range_id, leaving))
+
+    # --- reads
+
+    @decides
+    def begin_cut(self, session: Session, table_id: TableId, cut: int, lasts_s: float) -> int:
+        """Hold what is beyond the clock that is returned; see `ServerMachine.begin_cut`."""
+        self.works.finish()
+        self.machine.check_run(table_id, session.run)
+        return self.machine.begin_cut(table_id, (session.incarnation, cut), self.now() + lasts_s)
+
+    @decides
+    def end_cut(self, session: Session, table_id: TableId, cut: int) -> None:
+        """Hold nothing for that cut any more."""
+        self.works.finish()
+        cut_id = (session.incarnation, cut)
+        self.carry_out(self.machine.end_cut(table_id, cut_id, self.now()))
+
+    @decides
+    def begin_read(self, read: Read, clock: int, *, consistent: bool, deadline_s: float) -> int:
+        """Start a read of one range; `read.on_answer` is called now or later. Returns its
+        number.
+        """
+        if self.works.is_busy:
+            self.works.finish()
+        number = next(self._numbers)
+        self._reads[number] = read
+        incarnation = read.session.incarnation if read.session.role is Role.WORKER else None
+        cut_id = (read.session.incarnation, read.cut) if read.cut else None
+        event = PullEvent(
+            read.place,
+            number,
+            incarnation,
+            clock,
+            consistent,
+            deadline_s,
+            cut_id,
+            read.session.rank,
+            read.session.run,
+        )
+        now_s = self.now()
+        self.carry_out(self.machine.pull(event, now_s))
+        if number in self._reads:
+            read.parked_s, read.cause = now_s, self.machine.wait_cause(number)
+        return number
+
+    def block_count_at(self, table_id: TableId, range_id: RangeId) -> int:
+        """Blocks of a table in a range; 0 if they are not here."""
+        part = self.machine.parts.get((table_id, range_id))
+        return 0 if part is None else len(part.state.blocks)
+
+    def block_bytes_at(self, table_id: TableId, range_id: RangeId) -> int:
+        """The most bytes that a block has in an answer; 0 if none are here."""
+        part = self.machine.parts.get((table_id, range_id))
+        if part is None:
+            return 0
+        spec = part.state.table.spec
+        return spec.block_elements * spec.accumulator_element_bytes
+
+    def next_number(self) -> int:
+        """A number that no read, stream or cut of this server has."""
+        return next(self._numbers)
+
+    @decides
+    def reading_at_cut(
+        self, waiter: int, key: tuple[TableId, RangeId], cut: TableCut
+    ) -> Work[bool]:
+        """Wait for the cut of a range for a checkpoint: `on_cut_answered` is called now or later,
+        between two updates. What is asynchronous then is answered as it is, and torn; whether so.
+        """
+        place = Place(*key, self.machine.assignment_epoch(key[1]))
+        is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
+        deadline_s = self.now() + limits.CHECKPOINT_CUT_S
+        cut_id = None if is_torn else checkpoint_cut(cut.checkpoint)
+        run = self.machine.table(key[0]).run
+        event = PullEvent(
+            place, waiter, None, cut.after_clock, not is_torn, deadline_s, cut_id, run=run
+        )
+        yield from self._carrying_out(self.machine.pull(event, self.now()))
+        return is_torn
+
+    def hold_copies(self, key: tuple[TableId, RangeId], cut: TableCut) -> None:
+        """Nothing beyond the cut changes in a range until it is `copied`: there is no room for
+        copies of what it was. What is asynchronous does not change at all. In a work.
+        """
+        is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
+        clock, deadline_s = 0 if is_torn else cut.after_clock, limits.CHECKPOINT_WRITTEN_S
+        self.machine.hold_copies(key, cut.checkpoint, clock, self.now() + deadline_s)
+
+    @decides
+    def copied(self, key: tuple[TableId, RangeId], number: int) -> None:
+        """There is room for copies of a range for that checkpoint, or nobody needs them."""
+        self.works.finish()
+        self.carry_out(self.machine.copied(key, number, self.now()))
+        self._arm()
+
+    @decides
+    def loaded(self, key: tuple[TableId, RangeId], versions: Mapping[int, int]) -> None:
+        """The values of a range that is restored are there."""
+        self.works.finish()
+        self.carry_out(self.machine.loaded(key, versions, self.now()))
+        self._arm()
+
+    @decides
+    def refuse_table(self, table_id: TableId, error: UpdateFailed) -> None:
+        """Nothing of the table is served here any more, for the reason that `error` gives."""
+        self.works.finish()
+        self.carry_out(self.machine.refuse_table(table_id, error))
+
+    @property
+    def since_update_s(self) -> float:
+        """Seconds since it applied an update."""
+        return self.now() - self._updated_s
+
+    def end_read(self, number: int) -> None:
+        """The caller has gone, or has its answer."""
+        self._take_read(number)
+
+    def _take_read(self, number: int) -> Read | None:
+        """The read, which waits no more; None if it does not wait any more already."""
+        self.machine.answered(number)
+        read = self._reads.pop(number, None)
+        if read is not None and read.cause is not None:
+            waited_s = self.read_waits.ended(read, read.cause, self.now())
+            self.metrics.read_wait_seconds.labels(cause=read.cause.value).observe(waited_s)
+        return read
+
+    def parked_count(self, cause: WaitCause) -> int:
+        """Reads that wait for this."""
+        return sum(read.cause is cause for read in self._reads.values())
+
+    def tick(self) -> None:
+        """Reads whose deadline has passed are told whom they waited for; updates that gave slow
+        workers time are formed; backups are heard and told.
+        """
+        self.health.check()
+        if self.replicas is not None:
+            self.replicas.keep_up()
+        if not self._tick_waits:
+            self._tick_waits = True
+            self.works.begin(self._ticking())
+
+    @decides
+    def _ticking(self) -> Work[None]:
+        self._tick_waits = False
+        if self.replicas is not None:
+            if self.replicas.waits:
+                yield from self._serving(self.replicas.serve())
+            yield from self._doing((yield from self.replicas.going_on()))
+        yield from self._carrying_out(self.machine.tick(self.now()))
+        self._arm()
+
+    @property
+    def ticks_within_s(self) -> float:
+        """In how many seconds something is due that `tick` does, at the earliest; 0: now."""
+        return math.inf if self.replicas is None else max(self.replicas.serves_within_s, 0.0)
+
+    def _log_has_room(self) -> None:
+        if self.replicas is not None:
+            self.works.begin(self.replicas.looking_at_log())
+
+    def _arm(self) -> None:
+        """Tick when an update may form by time alone: it should not wait for `tick`'s next turn."""
+        wake_s = self.machine.wake_s
+        if wake_s is not None and self._timer is None and not self._is_closed:
+            delay_s = max(wake_s - self.now(), 0.0)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self.tick()
+
+    def close(self) -> None:
+        """Nothing happens here by time any more: it is a server's of a timeline that has ended."""
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    # --- effects
+
+    def carry_out(self, effects: Sequence[Effect]) -> None:
+        """Do what the machine wants done, in order: what others must have first, when they do."""
+        if self.replicas is None and not self.works.is_busy and _are_quick(effects):
+            self._do_now(effects)
+        else:
+            self.works.begin(self._carrying_out(effects))
+
+    @carries_out
+    def _do_now(self, effects: Sequence[Effect]) -> None:
+        """As `_doing`, where no values change."""
+        replies: list[ReplyTo] = []
+        for effect in effects:
+            if isinstance(effect, ReplyTo):
+                replies.append(effect)
+            else:
+                self._do_other(effect)
+        if replies:
+            self._reply_to(replies)
+
+    def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
+        deeds: Sequence[Deed] = effects
+        if self.replicas is not None:
+            deeds = yield from self._deciding(self.replicas, effects)
+        yield from self._doing(deeds)
+
+    @carries_out
+    def _deciding(self, replicas: ReplicatedRanges, effects: Sequence[Effect]) -> Work[list[Deed]]:
+        return (yield from replicas.deciding(effects))
+
+    def _release(self, range_ids: Iterable[RangeId]) -> None:
+        self.works.begin(self._releasing(list(range_ids)))
+
+    @decides
+    def _releasing(self, range_ids: Sequence[RangeId]) -> Work[None]:
+        if self.replicas is not None:
+            yield from self._doing(self.replicas.released(range_ids))
+
+    @carries_out
+    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
+        """Do it now; then answer."""
+        replies: list[ReplyTo] = []
+        reduced: list[tuple[Record, tuple[float, ...]]] = []
+        piece_count = 0  # blocks that were worked on in this step
+        for done_count, deed in enumerate(deeds, 1):
+            match deed:
+                case ReplyTo():
+                    replies.append(deed)
+                case Fold() if len(deed.parts) <= PIECE_COUNT:
+                    self.shards.fold(deed)
+                    piece_count += len(deed.parts)
+                case Fold():
+                    yield from self.shards.folding(deed)
+                case Apply() if self.shards.is_brief(deed.record):
+                    self._apply_brief(deed.record)
+                    piece_count += len(deed.record.blocks)
+                case Apply():
+                    failure = yield from self._applying(deed.record)
+                    if failure is not None:
+                        rest = [*replies, *_effects(deeds[done_count:])]
+                        yield from self._carrying_out(self._failed(deed.record, failure, rest))
+                        return
+                case Put():
+                    failure = yield from self._applying(deed.record, deed.total)
+                    if failure is not None:
+                        raise InvariantViolation("ND-1", f"a replicated update: {failure.message}")
+                case Reduce():
+                    squares = yield from self.shards.reducing(deed.record)
+                    reduced.append((deed.record, squares))
+                case Assign():
+                    yield from self.shards.assigning(deed)
+                case Assigned():
+                    yield from self.shards.assigning(Assign(deed.record, deed.parts))
+                case _:
+                    self._do_other(deed)
+            if piece_count >= PIECE_COUNT:
+                piece_count = 0
+                yield
+        for begin in range(0, len(replies), _REPLY_COUNT):
+            self._reply_to(replies[begin : begin + _REPLY_COUNT])
+            yield
+        for record, squares in reduced:
+            yield from self._carrying_out(self.machine.reduced(record, squares))
+
+    def _do_other(self, deed: Deed) -> None:
+        """What is done at once."""
+        match deed:
+            case Drop():
+                self.shards.drop(deed.record)
+                self._dropped(deed.record)
+            case Dropped():
+                self._dropped(deed.record)
+            case AnswerPull():
+                self._answer(deed)
+            case Forget():
+                self.shards.forget(deed)
+            case RefusePull():
+                self._refuse(deed)
+
+    def _failed(
+        self, record: Record, failure: UpdateFailed, rest: Sequence[Effect]
+    ) -> list[Effect]:
+        """The table has failed: what to do in the place of `rest`."""
+        effects = self.machine.failed(record, failure, rest)
+        self.shards.abandon(record.table_id)
+        self.metrics.failed_updates.inc()
+        logs.error("table_failed", table_id=record.table_id, reason=failure.message)
+        return effects
+
+    @carries_out
+    def _reply_to(self, effects: Iterable[ReplyTo]) -> None:
+        now_s = self.now()
+        counts: dict[Outcome, int] = {}
+        for effect in effects:
+            ending = effect.ending
+            if ending is not None:
+                counts[ending.outcome] = counts.get(ending.outcome, 0) + 1
+                if ending.outcome is Outcome.APPLIED:
+                    self.metrics.staleness_updates.observe(ending.staleness)
+            elif effect.error is not None:
+                self._count_refusal(effect.kind, effect.error)
+            if effect.kind is not ReplyKind.RECEIVED:
+                self._settle(effect)
+            stream = self._streams.get(effect.sender.origin)
+            if stream is not None:
+                since_s = stream.reply(effect)
+                if since_s is not None and ending is not None:
+                    self.metrics.push_duration_seconds.observe(now_s - since_s)
+        for outcome, count in counts.items():
+            self._ended[outcome].inc(count)
+
+    def _count_refusal(self, kind: ReplyKind, error: PushpullError) -> None:
+        if kind is ReplyKind.ERROR:
+            self.metrics.errors.labels(code=error.code).inc()
+        else:
+            self.metrics.room_refusals.inc()
+
+    def _settle(self, effect: ReplyTo) -> None:
+        """An entry that was sent again on another stream owes its first stream nothing more."""
+        for other in self._streams_of.get(effect.sender.incarnation, ()):
+            if other.origin != effect.sender.origin:
+                other.settle((effect.table_id, effect.range_id, effect.sequence))
+
+    def _applying(self, record: Record, total: Total | None = None) -> Work[UpdateFailed | None]:
+        """Why the update could not be computed, if so; then nothing has changed."""
+        begun_s = self.now()
+        failure = yield from self.shards.applying(record, total)
+        self._count_update(record, begun_s, is_applied=failure is None)
+        return failure
+
+    def _apply_brief(self, record: Record) -> None:
+        """As `_applying`, where the update is one step, which cannot fail."""
+        begun_s = self.now()
+        self.shards.apply_brief(record)
+        self._count_update(record, begun_s, is_applied=True)
+
+    def _count_update(self, record: Record, begun_s: float, *, is_applied: bool) -> None:
+        self._updated_s = self.now()
+        self.metrics.apply_duration_seconds.observe(self._updated_s - begun_s)
+        if is_applied:
+            self.applied_count += 1
+            self.metrics.applied_updates.inc()
+            if record.gone_count:
+                self.metrics.short_updates.inc()
+
+    def _dropped(self, record: Record) -> None:
+        if not record.contributor_count:  # its workers disagree, and are told so
+            return
+        self.metrics.short_updates.inc()
+        logs.warning(
+            "update_dropped",
+            table_id=record.table_id,
+            range_id=record.range_id,
+            clock=record.clock,
+            reason="every worker that took part died before it said the update's scale",
+        )
+
+    def _answer(self, effect: AnswerPull) -> None:
+        read = self._take_read(effect.waiter)
+        if read is None:
+            self.on_cut_answered(effect)
+            return
+        place = effect.table_id, effect.range_id
+        state = self.machine.parts[place].state
+        read.on_answer(answered(effect, read, state, self.shards))
+
+    def _refuse(self, effect: RefusePull) -> None:
+        read = self._take_read(effect.waiter)
+        if read is not None:
+            read.on_answer(refused(effect.range_id, effect.error))
+        else:
+            self.on_cut_answered(effect)
+
+
+def _are_quick(effects: Sequence[Effect]) -> bool:
+    """Whether there is nothing to do that takes steps: so it is for most pushes and reads."""
+    for effect in effects:  # noqa: SIM110 - `all` makes a generator, for one effect at times
+        if type(effect) not in _QUICK:
+            return False
+    return True
+
+
+def _nothing_more() -> None:
+    pass
+
+
+def _nothing(effect: AnswerPull | RefusePull) -> None:
+    del effect
+
+
+def _effects(deeds: Sequence[Deed]) -> list[Effect]:
+    """Those that are no changes of values: what replication held is of no table that can fail."""
+    return [deed for deed in deeds if not isinstance(deed, Put | Kept | Dropped | Assigned)]

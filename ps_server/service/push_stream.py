@@ -1,0 +1,217 @@
+"""One push stream's way back: replies gather here and leave in batches.
+
+Invariants:
+    STR-1  A half-closed stream ends once every entry that it carried has its last reply, and every
+           read its last part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Collection, Iterable
+
+from ps_core import limits
+from ps_core.cluster_view import Session
+from ps_core.errors import PushpullError
+from ps_core.keys import RangeId, TableId
+from ps_core.ledger import Outcome, ReplyKind
+from ps_runtime.grpc import errors
+from ps_server.lane.unread import Reader
+from ps_server.ranges.events import ReplyTo, Sender
+from ps_server.service.stream_reads import StreamReads
+from pushpull.v1 import parameters_pb2
+
+_KIND = {
+    ReplyKind.RECEIVED: parameters_pb2.REPLY_KIND_RECEIVED,
+    ReplyKind.COMMITTED: parameters_pb2.REPLY_KIND_COMMITTED,
+    ReplyKind.REFUSED: parameters_pb2.REPLY_KIND_REFUSED,
+    ReplyKind.GIVEN_BACK: parameters_pb2.REPLY_KIND_GIVEN_BACK,
+    ReplyKind.CREDIT: parameters_pb2.REPLY_KIND_CREDIT,
+    ReplyKind.ERROR: parameters_pb2.REPLY_KIND_ERROR,
+}
+_OUTCOME = {
+    Outcome.APPLIED: parameters_pb2.OUTCOME_APPLIED,
+    Outcome.INVALID: parameters_pb2.OUTCOME_INVALID,
+    Outcome.REPLACED: parameters_pb2.OUTCOME_REPLACED,
+    Outcome.WITHDRAWN: parameters_pb2.OUTCOME_WITHDRAWN,
+    Outcome.SKIPPED: parameters_pb2.OUTCOME_SKIPPED,
+    Outcome.REJECTED: parameters_pb2.OUTCOME_REJECTED,
+    Outcome.DISCARDED: parameters_pb2.OUTCOME_DISCARDED,
+}
+_MAX_BATCH_COUNT = 1024
+_MAX_PART_COUNT = 8
+_RECEIVED = 0
+"""In the key of a waiting answer: there is one RECEIVED an entry; other answers are numbered."""
+
+_HELD_COUNT = 4
+"""Answers that wait for more: their sender's window has room for many times as much."""
+
+_HELD_S = 0.005
+"""How long they wait at most."""
+
+
+_Entry = tuple[TableId, RangeId, int]
+"""Where it is, and its sequence."""
+
+
+class EntryStream:
+    """The server's end of a Push or PushPull stream."""
+
+    def __init__(self, origin: int, session: Session, reader: Reader | None = None) -> None:
+        self.origin = origin
+        self.session = session
+        self._reader = reader  # None: nobody counts what is unread
+        self.call = None if reader is None else reader.task
+        self.pending: dict[_Entry, float] = {}
+        self.reads = StreamReads(self._read_ended)
+        self._replies: dict[tuple[int, int, int, int], ReplyTo] = {}
+        self._numbers = itertools.count(1)
+        self._parts: deque[bytes] = deque()
+        self._ready = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._input_has_ended = False
+        self._is_held = False
+        self._failure: BaseException | None = None
+
+    def expect(self, entry: _Entry, now_s: float) -> None:
+        """An entry (table, range, sequence) came on this stream: it is owed a last reply."""
+        self.pending.setdefault(entry, now_s)
+
+    def hold(self, more_follow: bool) -> None:
+        """Before a message is taken in: let its answers wait for those to the next, which its
+        sender is about to write, unless some wait already. For a moment only: what was said to
+        follow may wait for these answers, or never come.
+        """
+        self._is_held = more_follow and len(self._replies) < _HELD_COUNT
+        if self._replies and not self._is_held:
+            self._ready.set()
+        elif self._is_held:
+            asyncio.get_running_loop().call_later(_HELD_S, self._let_go)
+
+    def _let_go(self) -> None:
+        self._is_held = False
+        if self._replies:
+            self._ready.set()
+
+    def reply(self, effect: ReplyTo) -> float | None:
+        """Queue an answer; it leaves with the next batch, in place of a RECEIVED to the same entry
+        that has not left: what is received and committed at once is said to be committed.
+
+        Returns:
+            When the entry arrived, if this is its last reply.
+        """
+        entry = (effect.table_id, effect.range_id, effect.sequence)
+        is_received = effect.kind is ReplyKind.RECEIVED
+        if not is_received:
+            self._replies.pop((*entry, _RECEIVED), None)
+        self._replies[(*entry, _RECEIVED if is_received else next(self._numbers))] = effect
+        if not self._is_held:
+            self._ready.set()
+        return None if is_received else self.pending.pop(entry, None)
+
+    def settle(self, entry: _Entry) -> None:
+        """The entry's outcome went out on another stream."""
+        if self.pending.pop(entry, None) is not None:
+            self._ready.set()
+
+    def give_up(self, range_ids: Collection[RangeId], error: PushpullError) -> None:
+        """Another server answers for these ranges: what is owed of them is asked there again."""
+        sender = Sender(self.session.incarnation, 0, self.origin, self.session.run)
+        for entry in [entry for entry in self.pending if entry[1] in range_ids]:
+            self.reply(ReplyTo(sender, ReplyKind.ERROR, *entry, error=error))
+
+    async def has_room(self) -> None:
+        """Wait while its sender leaves too many replies unread."""
+        while len(self._replies) >= limits.MAX_QUEUED_REPLY_COUNT:
+            self._drained.clear()
+            await self._drained.wait()
+
+    async def put_part(self, part: bytes) -> None:
+        """Queue a serialized part of a read, waiting while too many wait already."""
+        while not self.has_part_room:
+            self._drained.clear()
+            await self._drained.wait()
+        if self._reader is not None:
+            await self._reader.put(len(part))
+        self._parts.append(part)
+        self._ready.set()
+
+    @property
+    def has_part_room(self) -> bool:
+        """Whether a part of a read can be queued at once."""
+        return len(self._parts) < _MAX_PART_COUNT
+
+    def put_parts(self, parts: Iterable[bytes]) -> None:
+        """Queue serialized parts of a read that is answered at once."""
+        for part in parts:
+            if self._reader is not None:
+                self._reader.put_now(len(part))
+            self._parts.append(part)
+        self._ready.set()
+
+    def close(self) -> None:
+        """The call has ended: what was not read is nobody's."""
+        self._parts.clear()
+        if self._reader is not None:
+            self._reader.end()
+
+    def end_input(self, failure: BaseException | None = None) -> None:
+        """Nothing more comes in; with a failure the stream ends at once with it."""
+        self._input_has_ended = True
+        self._failure = failure
+        self._ready.set()
+
+    async def batches(
+        self,
+    ) -> AsyncIterator[tuple[parameters_pb2.PushResponse | None, bytes | None]]:
+        """What to send, until the stream has nothing more to say (STR-1): answers, a part of a
+        read, or both together.
+        """
+        while True:
+            await self._ready.wait()
+            self._ready.clear()
+            while self._replies or self._parts:
+                replies = None
+                if self._replies:
+                    leaving = list(itertools.islice(self._replies, _MAX_BATCH_COUNT))
+                    replies = push_response([self._replies.pop(entry) for entry in leaving])
+                part = self._parts.popleft() if self._parts else None
+                self._drained.set()
+                yield replies, part
+                if part is not None and self._reader is not None:
+                    self._reader.took(len(part))
+            if self._failure is not None:
+                raise self._failure
+            if self._input_has_ended and not (self.pending or self.reads.count):
+                return
+
+    def _read_ended(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            self._failure = failure
+        self._ready.set()
+
+
+def push_response(replies: Iterable[ReplyTo]) -> parameters_pb2.PushResponse:
+    """The answers as one message.
+
+    Each is filled in where it lies in the message; made by its constructor and copied it would cost
+    2 us instead of 0.6 us.
+    """
+    response = parameters_pb2.PushResponse()
+    for _, kind, table_id, range_id, sequence, ending, error in replies:
+        message = response.replies.add()
+        message.kind = _KIND[kind]
+        message.table_id = table_id
+        message.range_id = range_id
+        message.sequence = sequence
+        if ending is not None:
+            message.outcome = _OUTCOME[ending.outcome]
+            message.staleness = ending.staleness
+            if ending.squares:
+                message.squares.extend(ending.squares)
+            error = ending.error
+        if error is not None:
+            message.error.CopyFrom(errors.error_to_proto(error))
+    return response

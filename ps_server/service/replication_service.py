@@ -1,0 +1,156 @@
+"""ReplicationService: what the primaries of ranges say to a server that backs them up.
+
+One stream a primary. Its messages are taken in order, on the loop; acknowledgements and grants
+gather and leave together.
+
+Rules:
+    - A stream that means another server is refused: the address may have been that one's. What one
+      server has would else count for two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ps_core.errors import InvalidConfig, NotOwner, Recovering
+from ps_runtime.grpc.errors import translated
+from ps_server.peers.node_replication import ReplicatedRanges
+from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy
+from ps_server.service.node import ParameterNode
+from ps_server.service.works import Works
+from ps_server.wire.replication_reader import Came, ReplicationReader
+from ps_server.wire.replication_wire import answers_message, greeting_message
+from pushpull.v1 import replication_pb2, replication_pb2_grpc
+
+SERVICE = replication_pb2.DESCRIPTOR.services_by_name["ReplicationService"].full_name
+
+
+class _Answers:
+    """What is to be said on one stream."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Ack | Grant] = []
+        self._news = asyncio.Event()
+        self._has_ended = False
+        self._failure: BaseException | None = None
+
+    def put(self, answer: Ack | Grant | None) -> None:
+        """Say it with what waits already."""
+        if answer is not None:
+            self._waiting.append(answer)
+            self._news.set()
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """Nothing more comes in."""
+        self._has_ended, self._failure = True, failure
+        self._news.set()
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """What to send, until the stream ends."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._waiting:
+                answers, self._waiting = self._waiting, []
+                yield answers_message(answers)
+            if self._failure is not None:
+                raise self._failure
+            if self._has_ended and not self._waiting:
+                return
+
+
+class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
+    """The service, over one `ParameterNode`."""
+
+    def __init__(self) -> None:
+        self._node: ParameterNode | None = None
+        self.stream_port = 0
+
+    def attach(self, node: ParameterNode) -> None:
+        """The server has registered: serve `node`."""
+        self._node = node
+
+    @translated
+    async def Replicate(  # noqa: N802 - the contract's name
+        self,
+        request_iterator: AsyncIterator[bytes],
+        context: object,  # noqa: ARG002
+    ) -> AsyncIterator[bytes]:
+        """See replication.proto."""
+        reader = ReplicationReader()
+        header = reader.read(await anext(aiter(request_iterator), b""))
+        node, replicas = self._admitted(header)
+        yield greeting_message(node.session, self.stream_port)
+        answers = _Answers()
+        taking = asyncio.create_task(_take(node.works, replicas, reader, request_iterator, answers))
+        try:
+            async for message in answers.messages():
+                yield message
+        finally:
+            taking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await taking
+
+    def _admitted(self, header: Came | None) -> tuple[ParameterNode, ReplicatedRanges]:
+        """This server and its replicas, for a caller that may speak here."""
+        if self._node is None:
+            raise Recovering("the server has not registered yet", retry_after_ms=100)
+        if header is None or isinstance(header, Batch | Beat | RangeCopy):
+            raise InvalidConfig("a stream between servers begins without its header")
+        own = self._node.session
+        if header.receiver_node_id != own.node_id:
+            raise NotOwner(
+                f"this is server {own.node_id}; server {header.receiver_node_id} is meant"
+            )
+        self._node.sessions.admit(header.session, "Replicate")
+        if self._node.replicas is None:
+            raise InvalidConfig("this cluster does not replicate its ranges")
+        return self._node, self._node.replicas
+
+
+async def _take(
+    works: Works,
+    replicas: ReplicatedRanges,
+    reader: ReplicationReader,
+    messages: AsyncIterator[bytes],
+    answers: _Answers,
+) -> None:
+    try:
+        async for raw in messages:
+            match reader.read(raw):
+                case Batch() as batch:
+                    answers.put(await works.done(replicas.taking(batch)))
+                case Beat() as beat:
+                    answers.put(replicas.grant(beat))
+                case RangeCopy() as copy:
+                    await replicas.view_of(copy.snapshot)
+                    answers.put(await works.done(replicas.joining(copy)))
+    except asyncio.CancelledError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
+        answers.end(failure)
+    else:
+        answers.end()
+
+
+def handlers_of(servicer: ReplicationServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """The service's method by its short name, with messages as they are on the wire."""
+    replicate: Any = servicer.Replicate
+    handler = grpc.stream_stream_rpc_method_handler(replicate, _unchanged, _unchanged)
+    return {"Replicate": handler}
+
+
+def add_to_server(servicer: ReplicationServicer, server: grpc.aio.Server) -> None:
+    """As the generated function of that name."""
+    handlers = handlers_of(servicer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+
+def _unchanged(message: bytes) -> bytes:
+    return message

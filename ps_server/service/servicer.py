@@ -1,0 +1,318 @@
+"""ParameterService: parse, check, hand over, answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+from ps_core import limits
+from ps_core.errors import (
+    InvalidConfig,
+    NotOwner,
+    PushpullError,
+    Recovering,
+    WaitExpired,
+)
+from ps_core.keys import TableId
+from ps_runtime.cluster.wire_changes import change_outcome_to_proto
+from ps_runtime.grpc.errors import translated
+from ps_server.ranges.events import EntryEvent, PushEvent, Sender
+from ps_server.service.node import ParameterNode
+from ps_server.service.push_stream import EntryStream
+from ps_server.service.readings import Reading, framed, framed_as_it_comes, overloaded
+from ps_server.service.stats import range_stats
+from ps_server.wire import events_from_proto as intake
+from ps_server.wire.frames import BlockFrame, Entry, kind_of, more_follow, reads_of, with_replies
+from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
+
+FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
+
+_TURN_BLOCK_COUNT = 32
+"""Blocks that keep the loop from all else: the seal of a large table applies hundreds, each in a
+tenth of a millisecond. Taken one by one they would cost more, since every block that is
+applied drives the interpreter out of the processor's caches, and every turn answers its worker."""
+
+_TURN_BYTES = 32 * 2**20
+"""Payload that does: what is larger takes longer."""
+
+ViewAtLeast = Callable[[int, float], Awaitable[object]]
+
+
+class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
+    """The service, over one `ParameterNode`."""
+
+    def __init__(self) -> None:
+        self._attached: tuple[ParameterNode, ViewAtLeast] | None = None
+        self.stream_port = 0
+
+    def attach(self, node: ParameterNode, view_at_least: ViewAtLeast) -> None:
+        """The server has registered: serve `node`.
+
+        `view_at_least` awaits a view number within seconds, or raises WaitExpired.
+        """
+        self._attached = (node, view_at_least)
+
+    def drain(self) -> None:
+        """The server is going away: streams end and parked reads are refused, with Draining."""
+        if self._attached is not None:
+            self._attached[0].drain()
+
+    @property
+    def _node(self) -> ParameterNode:
+        return self._registered[0]
+
+    @property
+    def _view_at_least(self) -> ViewAtLeast:
+        return self._registered[1]
+
+    @property
+    def _registered(self) -> tuple[ParameterNode, ViewAtLeast]:
+        if self._attached is None:
+            raise Recovering("the server has not registered yet", retry_after_ms=100)
+        return self._attached
+
+    @translated
+    async def OpenSession(
+        self, request: parameters_pb2.OpenSessionRequest, context: Any
+    ) -> parameters_pb2.OpenSessionResponse:
+        """See parameters.proto."""
+        session = self._node.sessions.admit(request.session, "OpenSession")
+        deadline_s = intake.deadline_s(request.deadline_ms, limits.DEFAULT_SESSION_DEADLINE_S)
+        await self._view_at_least(request.view_number, deadline_s)
+        if self._node.machine.view_number < request.view_number:
+            raise WaitExpired(
+                f"server {self._node.session.node_id} is at view {self._node.machine.view_number}; "
+                f"asked for {request.view_number}"
+            )
+        return parameters_pb2.OpenSessionResponse(
+            node_id=self._node.session.node_id,
+            incarnation=self._node.session.incarnation,
+            max_message_bytes=limits.MAX_MESSAGE_BYTES,
+            features=FEATURES,
+            same_host=self._node.lanes.offer(session),
+            stream_port=self.stream_port,
+            cluster_id=self._node.session.cluster_id,
+        )
+
+    @translated
+    async def Push(
+        self, request_iterator: AsyncIterator[Entry], context: Any
+    ) -> AsyncIterator[parameters_pb2.PushResponse]:
+        """See parameters.proto."""
+        async with self._stream(request_iterator, "Push") as stream:
+            reader = asyncio.create_task(self._read_entries(stream, request_iterator))
+            try:
+                async for replies, _ in stream.batches():
+                    if replies is not None:
+                        yield replies
+            finally:
+                await _cancelled(reader)
+
+    @translated
+    async def Pull(self, request: parameters_pb2.PullRequest, context: Any) -> AsyncIterator[bytes]:
+        """See parameters.proto; the responses come serialized (`frames`)."""
+        session = self._node.sessions.admit(request.session, "Pull")
+        async for response in Reading(self._node, request, session).parts():
+            yield response
+
+    @translated
+    async def PushPull(
+        self, request_iterator: AsyncIterator[Entry], context: Any
+    ) -> AsyncIterator[parameters_pb2.PushPullResponse | bytes]:
+        """See parameters.proto."""
+        async with self._stream(request_iterator, "PushPull") as stream:
+            reader = asyncio.create_task(self._read_entries(stream, request_iterator))
+            try:
+                async for replies, part in stream.batches():
+                    if part is None:
+                        yield parameters_pb2.PushPullResponse(replies=replies)
+                    else:
+                        yield part if replies is None else with_replies(part, replies)
+            finally:
+                await _cancelled(reader)
+                await stream.reads.close()
+
+    @translated
+    async def BeginCut(
+        self, request: parameters_pb2.BeginCutRequest, context: Any
+    ) -> parameters_pb2.BeginCutResponse:
+        """See parameters.proto."""
+        session = self._node.sessions.admit(request.session, "BeginCut")
+        if not request.cut:
+            raise InvalidConfig("cut is 0; expected a number of the caller's, from 1")
+        lasts_s = min(request.deadline_ms / 1000 or limits.DEFAULT_CUT_S, limits.MAX_CUT_S)
+        place = session, TableId(request.table_id), request.cut
+        clock = await self._node.works.in_turn(partial(self._node.begin_cut, *place, lasts_s))
+        return parameters_pb2.BeginCutResponse(clock=clock)
+
+    @translated
+    async def EndCut(
+        self, request: parameters_pb2.EndCutRequest, context: Any
+    ) -> parameters_pb2.EndCutResponse:
+        """See parameters.proto."""
+        session = self._node.sessions.admit(request.session, "EndCut")
+        place = session, TableId(request.table_id), request.cut
+        await self._node.works.in_turn(partial(self._node.end_cut, *place))
+        return parameters_pb2.EndCutResponse()
+
+    @translated
+    async def SettleChange(
+        self, request: parameters_pb2.SettleChangeRequest, context: Any
+    ) -> parameters_pb2.SettleChangeResponse:
+        """See parameters.proto."""
+        self._node.sessions.admit(request.session, "SettleChange")
+        change = TableId(request.table_id), request.number
+        settled = await self._node.works.in_turn(partial(self._node.settle_change, *change))
+        return parameters_pb2.SettleChangeResponse(
+            outcome=change_outcome_to_proto(None if settled is None else settled.outcome),
+            after_clock=0 if settled is None else settled.after_clock,
+        )
+
+    @translated
+    async def GetRangeStats(
+        self, request: parameters_pb2.GetRangeStatsRequest, context: Any
+    ) -> parameters_pb2.GetRangeStatsResponse:
+        """See parameters.proto."""
+        self._node.sessions.admit(request.session, "GetRangeStats")
+        return await range_stats(self._node, request.table_id)
+
+    @translated
+    async def EnterCollective(
+        self, request: parameters_pb2.EnterCollectiveRequest, context: Any
+    ) -> parameters_pb2.EnterCollectiveResponse:
+        """See parameters.proto."""
+        session = self._node.sessions.admit(request.session, "EnterCollective")
+        await self._view_at_least(request.view_number, limits.DEFAULT_SESSION_DEADLINE_S)
+        return await self._node.collectives.enter(session, request)
+
+    # --- push streams
+
+    @contextlib.asynccontextmanager
+    async def _stream(
+        self, messages: AsyncIterator[Entry], method: str
+    ) -> AsyncIterator[EntryStream]:
+        """Read the header, check who calls, and open the stream."""
+        try:
+            async with asyncio.timeout(limits.STREAM_HEADER_DEADLINE_S):
+                first = await anext(aiter(messages), None)
+        except TimeoutError:
+            raise WaitExpired(
+                f"a push stream waited for its header for {limits.STREAM_HEADER_DEADLINE_S:g} s"
+            ) from None
+        if first is None or isinstance(first, BlockFrame) or kind_of(first) != "header":
+            came = "nothing" if first is None else kind_of(first) or "no entry"
+            raise InvalidConfig(
+                f"the first message of a push stream holds {came}; expected its header"
+            )
+        own, meant = self._node.session.node_id, first.header.receiver_node_id
+        if meant not in (0, own):
+            raise NotOwner(f"this is server {own}; server {meant} is meant")
+        session = self._node.sessions.admit(first.header.session, method)
+        stream = self._node.open_stream(session)
+        try:
+            yield stream
+        finally:
+            self._node.close_stream(stream)
+            stream.close()
+
+    async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Entry]) -> None:
+        node, session = self._node, stream.session
+        sender = Sender(session.incarnation, session.rank, stream.origin, session.run)
+        try:
+            async for message in messages:
+                await node.turns.breathe()
+                await stream.has_room()
+                kind = kind_of(message)
+                stream.hold(more_follow(message, kind))
+                if kind != "pull":
+                    await _take_entries(node, stream, message, sender)
+                for request in reads_of(message):
+                    await _begin_read(node, stream, request)
+        except asyncio.CancelledError:
+            raise
+        except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
+            stream.end_input(failure)
+        else:
+            stream.end_input()
+
+
+async def _take_entries(
+    node: ParameterNode, stream: EntryStream, message: Entry, sender: Sender
+) -> None:
+    """Do what the entries of a message say."""
+    events = intake.entry_events(message, sender, node.shards)
+    turn, block_count = _turn(node, events)
+    while turn:
+        if block_count > _TURN_BLOCK_COUNT:
+            await node.take(stream, turn)
+        else:
+            if node.works.is_busy:
+                await node.works.in_turn(partial(node.entries, stream, turn))
+            else:
+                node.entries(stream, turn)
+        turn, block_count = _turn(node, events)
+        if turn:
+            await asyncio.sleep(0)  # let others in, and what is answered out
+
+
+def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> tuple[list[EntryEvent], int]:
+    """The next that are done in one stretch, entries of so many blocks, or one; and how many."""
+    turn: list[EntryEvent] = []
+    block_count = byte_count = 0
+    while block_count < _TURN_BLOCK_COUNT and byte_count < _TURN_BYTES:
+        event = next(events, None)
+        if event is None:
+            break
+        turn.append(event)
+        if type(event) is PushEvent:
+            block_count += 1
+            byte_count += event.byte_count
+        else:
+            block_count += node.block_count(event)
+    return turn, block_count
+
+
+async def _begin_read(
+    node: ParameterNode, stream: EntryStream, request: parameters_pb2.PullRequest
+) -> None:
+    """Answer a read that came on a stream: now, if it can be, else in a task."""
+    number = request.read_number
+    if number and stream.reads.is_full:
+        await _put_all(stream, framed(overloaded(request), number))
+        return
+    reading = Reading(node, request, stream.session, stream.call)
+    may_be_at_once = (
+        number
+        and not node.works.is_busy
+        and stream.has_part_room
+        and node.unread.has_room(limits.STREAM_READ_BYTES)
+    )
+    answer = reading.at_once() if may_be_at_once else None
+    if answer is None:
+        task = await stream.reads.start(number, partial(_put, stream, reading, number))
+        task.add_done_callback(lambda _: reading.close())
+    elif sum(map(len, answer)) <= limits.STREAM_READ_BYTES:
+        stream.put_parts(framed(answer, number))
+    else:
+        await stream.reads.start(number, partial(_put_all, stream, framed(answer, number)))
+
+
+async def _put(stream: EntryStream, reading: Reading, number: int) -> None:
+    """Send the parts of a read's answer on the stream that it came by, as they come."""
+    async for part in framed_as_it_comes(reading.parts(), number):
+        await stream.put_part(part)
+
+
+async def _put_all(stream: EntryStream, parts: Iterable[bytes]) -> None:
+    """Send parts that are there, as fast as the stream takes them."""
+    for part in parts:
+        await stream.put_part(part)
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, PushpullError):
+        await task

@@ -1,0 +1,97 @@
+"""What goes to the update log, as the messages that a backup would get (SEMANTICS S13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ps_core.keys import RangeId, TableId
+from ps_core.tables import Table
+from ps_core.work import Work
+from ps_runtime.cluster import wire
+from ps_server.lane.shards import Shards
+from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.replication_log import RangeLog
+from ps_server.update_log.format import FrameKind
+from ps_server.update_log.writer import Item, UpdateLog
+from ps_server.wire.replication_wire import Pieces
+from ps_server.wire.snapshot_wire import snapshot_messages
+from pushpull.v1 import update_log_pb2
+
+_ROOM_BYTES = 8 * 1024 * 1024
+"""No base is taken while so much waits to be written."""
+
+
+class EncodedLog:
+    """A `LogWriter`.
+
+    Args:
+        log: the file.
+        shards: where the values of bases are.
+        messages: a batch as backups are told it, in pieces that stay as they are until all of it
+            is written.
+    """
+
+    def __init__(
+        self, log: UpdateLog, shards: Shards, messages: Callable[[Batch], Sequence[Pieces]]
+    ) -> None:
+        self._log = log
+        self._shards = shards
+        self._messages = messages
+        self._tables: set[TableId] = set()
+
+    def add_tables(self, tables: Iterable[Table]) -> None:
+        """The tables that there are, before anything of them."""
+        for table in tables:
+            if table.table_id not in self._tables:
+                self._tables.add(table.table_id)
+                self._log.add_table(wire.table_to_proto(table).SerializeToString())
+
+    @property
+    def is_busy(self) -> bool:
+        """See `LogWriter`."""
+        return self._log.queued_bytes > _ROOM_BYTES
+
+    @property
+    def lagging(self) -> Sequence[RangeId]:
+        """See `LogWriter`."""
+        return self._log.segments.lagging
+
+    def begun(self, log: RangeLog) -> None:
+        """See `LogWriter`."""
+        self._mark(FrameKind.BEGUN, log)
+
+    def taken_over(self, log: RangeLog) -> None:
+        """See `LogWriter`."""
+        self._mark(FrameKind.TAKEN_OVER, log)
+
+    def basing(self, snapshot: Snapshot) -> Work[None]:
+        """See `LogWriter`."""
+        messages = []
+        for each in snapshot_messages((yield from self._shards.copying(snapshot))):
+            messages.append((each,))
+            yield
+        range_id, number = snapshot.range_id, snapshot.number
+        self._log.append(Item(FrameKind.BASE, messages, range_id, number, snapshot.tenure))
+
+    def batch(self, batch: Batch) -> None:
+        """See `LogWriter`."""
+        item = Item(
+            FrameKind.BATCH, self._messages(batch), batch.range_id, batch.number, batch.tenure
+        )
+        self._log.append(item)
+
+    def ended(self, range_id: RangeId) -> None:
+        """See `LogWriter`."""
+        mark = update_log_pb2.UpdateLogRange(range_id=range_id)
+        self._log.append(Item(FrameKind.ENDED, ((mark.SerializeToString(),),), range_id))
+
+    def _mark(self, kind: FrameKind, log: RangeLog) -> None:
+        """The range at its first moment under this primary: nothing is released yet."""
+        mark = update_log_pb2.UpdateLogRange(
+            range_id=log.range_id,
+            tenure=log.tenure,
+            assignment_epoch=log.assignment_epoch,
+            number=log.released,
+        )
+        raw = mark.SerializeToString()
+        self._log.append(Item(kind, ((raw,),), log.range_id, log.released, log.tenure))

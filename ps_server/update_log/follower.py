@@ -1,0 +1,188 @@
+"""A backup that reads from an update log: its frames become values again (SEMANTICS S13).
+
+    frame --whole--> a range begun | a base joined | a batch taken: values changed
+
+Rules:
+    - A frame that comes before where its range is to begin is passed over.
+    - Each segment begins anew: what was torn before it is dropped.
+
+Invariants:
+    LF-1  A range's batches are taken in the order of their numbers, each once, none left out.
+
+What it deliberately does not do: open files, or serve (`ps_server.replication.range_roles` does,
+with the replicas that are made here).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from ps_core import limits
+from ps_core.errors import InvalidUpdateLog, PushpullError
+from ps_core.keys import AssignmentEpoch, RangeId, TableId
+from ps_core.tables import Table
+from ps_runtime.cluster import wire
+from ps_server.lane.shards import Shards
+from ps_server.ranges.range_copy import fresh_copy
+from ps_server.ranges.server_machine import PartAdded
+from ps_server.replication.backup import Replica
+from ps_server.replication.messages import Batch, RangeCopy
+from ps_server.update_log.format import FrameKind
+from ps_server.update_log.reader import Frame, LogContents, Start
+from ps_server.wire.replication_reader import ReplicationReader
+from pushpull.v1 import types_pb2, update_log_pb2
+
+
+class Applied(NamedTuple):
+    """A batch was taken. `time_s`: when it was written."""
+
+    batch: Batch
+    time_s: float
+
+
+class LogFollower:
+    """The ranges of one log, as they are after the frames that were taken.
+
+    Args:
+        shards: where values go.
+        range_count: of the cluster.
+        starts: the ranges that are followed, and where each begins.
+
+    Attributes:
+        replicas: the ranges as a backup knows them.
+        tables: the tables that there are.
+    """
+
+    def __init__(self, shards: Shards, range_count: int, starts: Mapping[RangeId, Start]) -> None:
+        self.replicas: dict[RangeId, Replica] = {}
+        self.tables: dict[TableId, Table] = {}
+        self._shards = shards
+        self._range_count = range_count
+        self._starts = starts
+        self._blocks: dict[TableId, Mapping[RangeId, tuple[int, ...]]] = {}
+        self._segment = 0
+        self._reader = ReplicationReader(is_open=True)
+
+    def take(self, frame: Frame) -> Applied | None:
+        """The next frame; the batch if one is whole with it, and is taken.
+
+        Raises:
+            InvalidUpdateLog: it does not go on from the frames before, or is of something else.
+        """
+        if frame.segment != self._segment:
+            self._segment = frame.segment
+            self._reader = ReplicationReader(is_open=True)
+        try:
+            return self._take(frame)
+        except (PushpullError, DecodeError) as error:
+            raise InvalidUpdateLog(
+                f"segment {frame.segment}, byte {frame.offset}: range {frame.head.range_id}, "
+                f"number {frame.head.number}: {error}"
+            ) from error
+
+    def _take(self, frame: Frame) -> Applied | None:
+        head = frame.head
+        range_id = RangeId(head.range_id)
+        if head.kind is FrameKind.TABLE:
+            self._add_table(wire.table_from_proto(types_pb2.Table.FromString(bytes(frame.payload))))
+        start = self._starts.get(range_id)
+        is_of_range = head.kind not in (FrameKind.HEADER, FrameKind.TABLE)
+        if not is_of_range or start is None or (frame.segment, frame.offset) < start:
+            return None
+        match head.kind:
+            case FrameKind.BEGUN | FrameKind.TAKEN_OVER:
+                mark = update_log_pb2.UpdateLogRange.FromString(bytes(frame.payload))
+                self._mark(mark, head.kind)
+            case FrameKind.ENDED:
+                self.replicas.pop(range_id, None)
+            case FrameKind.BASE | FrameKind.BATCH:
+                match self._reader.read(frame.payload):
+                    case RangeCopy() as copy:
+                        self._join(copy)
+                    case Batch() as batch:
+                        self._follow(batch)
+                        return Applied(batch, head.time_s)
+        return None
+
+    def _add_table(self, table: Table) -> None:
+        if table.table_id in self.tables:
+            return
+        self.tables[table.table_id] = table
+        self._blocks[table.table_id] = table.blocks_by_range(self._range_count)
+        parts = [
+            PartAdded(table, range_id, blocks)
+            for range_id, blocks in self._blocks[table.table_id].items()
+            if range_id in self._starts
+        ]
+        if parts:
+            self._shards.add(parts)
+
+    def _mark(self, mark: update_log_pb2.UpdateLogRange, kind: FrameKind) -> None:
+        """The range is of this tenure from now on, and has been for so many batches."""
+        range_id = RangeId(mark.range_id)
+        copies = {}
+        if kind is FrameKind.TAKEN_OVER:
+            before = self.replicas.get(range_id)
+            if before is None or before.number != mark.number:
+                has = "nothing" if before is None else f"batch {before.number}"
+                raise InvalidUpdateLog(f"it goes on from batch {mark.number}, and has {has}")
+            copies = before.copies
+        self.replicas[range_id] = Replica(
+            range_id,
+            AssignmentEpoch(mark.assignment_epoch),
+            limits.LEASE_S,
+            AssignmentEpoch(mark.tenure),
+            copies,
+            mark.number,
+        )
+
+    def _join(self, copy: RangeCopy) -> None:
+        snapshot = copy.snapshot
+        before = self.replicas.get(snapshot.range_id)
+        is_known = before is not None and before.tenure == snapshot.tenure
+        if is_known and before is not None and before.number == snapshot.number:
+            return  # it is there already
+        self._shards.restore(copy)
+        self.replicas[snapshot.range_id] = Replica(
+            snapshot.range_id,
+            snapshot.assignment_epoch,
+            limits.LEASE_S,
+            snapshot.tenure,
+            snapshot.copies,
+            snapshot.number,
+        )
+
+    def _follow(self, batch: Batch) -> None:
+        replica = self.replicas.get(batch.range_id)
+        if replica is None or not replica.follows(batch):
+            raise InvalidUpdateLog(f"a batch of tenure {batch.tenure} follows nothing of its own")
+        table = self.tables.get(batch.table_id)
+        if table is None:
+            raise InvalidUpdateLog(f"a batch is of table {batch.table_id}, which is not there")
+        blocks = self._blocks[batch.table_id].get(batch.range_id, ())
+        if not replica.take(batch, lambda: fresh_copy(table, blocks)):
+            raise InvalidUpdateLog(f"batch {batch.number} follows batch {replica.number}")
+        for change in batch.changes:
+            failure = self._shards.make(change)
+            if failure is not None:
+                raise failure
+
+
+def followed(contents: LogContents, shards: Shards) -> LogFollower:
+    """All ranges of a log that have not ended, as they are at its end.
+
+    Blocking: reads what is needed of it.
+
+    Raises:
+        InvalidUpdateLog: it is damaged.
+    """
+    newest = contents.newest
+    range_count = 0 if newest is None else newest.header.range_count
+    follower = LogFollower(shards, range_count, contents.starts)
+    since = min((start.segment for start in contents.starts.values()), default=0)
+    for frame in contents.frames(since) if contents.starts else ():
+        follower.take(frame)
+    return follower

@@ -1,0 +1,132 @@
+"""What of a server's ranges goes to its update log, and what follows when it is there (S13).
+
+    range placed       --> BEGUN, batches
+    range taken over   --> a base, batches          nothing of it is seen before the base is there
+    log taken over     --> TAKEN_OVER, batches
+    range lost         --> ENDED
+
+Rules:
+    - A base is taken between two events, like the copy for a backup that joins.
+    - Where much waits to be written, bases that nobody waits for wait too.
+
+Invariants:
+    LOG-4  What a batch follows is in the log before it.
+
+What it deliberately does not do: write (`ps_server.update_log.encoder` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from ps_core.keys import AssignmentEpoch, RangeId
+from ps_core.work import Work, at_once
+from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.output_commit import OutputCommit
+from ps_server.replication.range_roles import Replication
+from ps_server.replication.replication_log import RangeLog
+
+RangeNumbers = Mapping[tuple[RangeId, AssignmentEpoch], int]
+"""The newest batch that is written, by range and tenure."""
+
+
+class LogWriter(Protocol):
+    """Where it goes. What is handed over is written in this order."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether so much waits to be written that nothing should be added without need."""
+
+    @property
+    def lagging(self) -> Sequence[RangeId]:
+        """Ranges of which a base would let go of what is old."""
+
+    def begun(self, log: RangeLog) -> None:
+        """The range has nothing yet."""
+
+    def taken_over(self, log: RangeLog) -> None:
+        """This server goes on with the range from where the log is."""
+
+    def basing(self, snapshot: Snapshot) -> Work[None]:
+        """All of the range is this, with the values of this moment."""
+
+    def batch(self, batch: Batch) -> None:
+        """This was decided."""
+
+    def ended(self, range_id: RangeId) -> None:
+        """The range is another's."""
+
+
+class LoggedRanges:
+    """The logged ranges of one server.
+
+    Args:
+        writer: of the log.
+        replication: of the server.
+        output: of the same.
+    """
+
+    def __init__(self, writer: LogWriter, replication: Replication, output: OutputCommit) -> None:
+        self._writer = writer
+        self._replication = replication
+        self._output = output
+        self._recovered: set[RangeId] = set()
+        self._tenures: dict[RangeId, AssignmentEpoch] = {}  # of the ranges that are in the log
+
+    def recover(self, range_ids: Iterable[RangeId]) -> None:
+        """These ranges were read from the log."""
+        self._recovered = set(range_ids)
+
+    def observe(self, lost: Iterable[RangeId]) -> None:
+        """Nothing of these ranges is here any more, by a newer view."""
+        for range_id in lost:
+            was_here = self._tenures.pop(range_id, None) is not None
+            if was_here or range_id in self._recovered:
+                self._recovered.discard(range_id)
+                self._writer.ended(range_id)
+
+    def look(self) -> None:
+        """`looking`, at once."""
+        at_once(self.looking())
+
+    def looking(self) -> Work[None]:
+        """What is served now is in the log, or gets there; to be called when more is served, when
+        something is written, and now and then.
+        """
+        primaries = self._replication.primaries
+        for primary in primaries.values():
+            if primary.log.is_written:
+                self._begin(primary.log)
+        for range_id in [r for r, p in primaries.items() if p.needs_base] or self._writer.lagging:
+            if self._writer.is_busy:
+                return
+            if range_id in primaries:
+                snapshot = yield from self._output.basing(range_id)
+                self._tenures[range_id] = snapshot.tenure
+                yield from self._writer.basing(snapshot)
+
+    def write(self, batch: Batch) -> None:
+        """A batch was decided (LOG-4)."""
+        self._begin(self._replication.primaries[batch.range_id].log)
+        self._writer.batch(batch)
+
+    def _begin(self, log: RangeLog) -> None:
+        if self._tenures.get(log.range_id) == log.tenure:
+            return
+        self._tenures[log.range_id] = log.tenure
+        if log.range_id in self._recovered:
+            self._recovered.discard(log.range_id)
+            self._writer.taken_over(log)
+        else:
+            self._writer.begun(log)
+
+    def written(self, numbers: RangeNumbers) -> list[RangeId]:
+        """So much is in the log; the ranges of which more may be released."""
+        more = []
+        for (range_id, tenure), number in numbers.items():
+            primary = self._replication.primaries.get(range_id)
+            if primary is not None and primary.log.tenure == tenure:
+                primary.log.written(number)
+                more.append(range_id)
+        return more

@@ -1,0 +1,235 @@
+"""An update log, read: which ranges it has all of, and its frames in their order (SEMANTICS S13).
+
+    segments --scan: heads only--> where each range begins --frames: checked--> payloads, in order
+
+Rules:
+    - What is torn at the end of the newest segment ends the log there: nobody saw what it was to
+      hold. A process that dies leaves a short frame at most; a power cut may leave anything in the
+      last group of what is synced. Whatever else is broken is damage; so is a length that is wrong,
+      which looks like an end but for what lies behind it.
+
+Invariants:
+    ULR-1  What `frames` gives is intact.
+
+What it deliberately does not do: apply anything (`ps_server.update_log.follower` does), or write.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from ps_core.errors import InvalidUpdateLog
+from ps_core.keys import RangeId
+from ps_server.update_log.format import (
+    MAGIC,
+    FrameKind,
+    Head,
+    frame_bytes,
+    group_at,
+    head_at,
+    intact_behind,
+    is_intact,
+    payload_at,
+)
+from pushpull.v1 import update_log_pb2
+
+FORMAT_VERSION = 1
+
+_RANGES = 2**16
+"""More than any cluster has: without a header nobody knows."""
+
+
+class Start(NamedTuple):
+    """Where all of a range begins: a BEGUN, or the first frame of a base that is whole."""
+
+    segment: int
+    offset: int
+
+
+class Frame(NamedTuple):
+    """A frame: its head, and its payload, which is a view of the segment."""
+
+    segment: int
+    offset: int
+    head: Head
+    payload: memoryview
+
+
+@dataclass(slots=True)
+class Segment:
+    """A segment, mapped. `end` is where its whole frames end, and `last_group` where those begin
+    that were written last: all before them was synced first, if anything was.
+    """
+
+    number: int
+    path: Path
+    header: update_log_pb2.UpdateLogHeader
+    mapped: memoryview
+    end: int = 0
+    last_group: int = 0
+    is_torn: bool = False
+    """Whether there is something behind its end."""
+
+
+@dataclass(slots=True)
+class LogContents:
+    """What is in a log.
+
+    Attributes:
+        segments: by number, ascending; those before the first with a header are not here.
+        starts: the ranges that have not ended, and where all of each begins.
+        byte_count: of all segments.
+    """
+
+    segments: dict[int, Segment] = field(default_factory=dict)
+    starts: dict[RangeId, Start] = field(default_factory=dict)
+    byte_count: int = 0
+
+    @property
+    def newest(self) -> Segment | None:
+        """The newest segment."""
+        return self.segments[max(self.segments)] if self.segments else None
+
+    def frames(self, since: int = 0) -> Iterator[Frame]:
+        """The frames of all segments from that number on, in the order in which they were decided.
+
+        Raises:
+            InvalidUpdateLog: one is damaged; the message names the file and the byte.
+        """
+        for number, segment in self.segments.items():
+            if number >= since:
+                yield from _frames(segment, is_newest=segment is self.newest)
+
+
+def scan(paths: Mapping[int, Path]) -> LogContents:
+    """Find out what is in a log, from the heads of its frames.
+
+    Args:
+        paths: its segments, by number, ascending.
+
+    Blocking: reads the heads.
+
+    Raises:
+        InvalidUpdateLog: a segment is damaged, or of another version.
+    """
+    contents = LogContents()
+    newest = max(paths, default=0)
+    for number, path in paths.items():
+        segment = _mapped(number, path)
+        if segment is None:
+            if number != newest:
+                raise InvalidUpdateLog(f"{path}: it has no header, and is not the newest segment")
+            continue  # it was torn when it was begun
+        contents.segments[number] = segment
+        contents.byte_count += len(segment.mapped)
+        _look_through(segment, contents.starts, is_newest=number == newest)
+    return contents
+
+
+def _mapped(number: int, path: Path) -> Segment | None:
+    with path.open("rb") as file:
+        if not file.seek(0, 2):
+            return None
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    magic = bytes(mapped[: len(MAGIC)])
+    if magic != MAGIC[: len(mapped)] and any(magic):  # after a power cut there may be zeros
+        raise InvalidUpdateLog(f"{path}: it is no segment of an update log of this version")
+    head = _header_at(mapped)
+    if head is None:
+        if any(each.kind is not FrameKind.TABLE for each in intact_behind(mapped, 0, _RANGES)):
+            raise InvalidUpdateLog(f"{path}: its header is damaged")
+        return None
+    try:
+        payload = payload_at(mapped, len(MAGIC), head)
+        header = update_log_pb2.UpdateLogHeader.FromString(bytes(payload))
+    except DecodeError as error:
+        raise InvalidUpdateLog(f"{path}: its header is damaged: {error}") from None
+    if header.format_version != FORMAT_VERSION:
+        raise InvalidUpdateLog(
+            f"{path}: format version {header.format_version}; expected {FORMAT_VERSION}"
+        )
+    return Segment(number, path, header, mapped)
+
+
+def _header_at(mapped: memoryview) -> Head | None:
+    """The first frame, if it is intact."""
+    try:
+        head = head_at(mapped, len(MAGIC))
+    except InvalidUpdateLog:
+        return None
+    return head if head is not None and is_intact(mapped, len(MAGIC), head) else None
+
+
+def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: bool) -> None:
+    mapped, offset, group = segment.mapped, len(MAGIC), 0
+    base: Start | None = None
+    while True:
+        try:
+            head = head_at(mapped, offset)
+        except InvalidUpdateLog as error:
+            if not (is_newest and segment.header.is_synced):  # after a power cut there may be zeros
+                raise InvalidUpdateLog(f"{segment.path}: {error.message}") from None
+            head = None
+        if head is None:
+            break
+        here, range_id = Start(segment.number, offset), RangeId(head.range_id)
+        if head.kind is FrameKind.BASE:
+            base = base or here
+            if head.is_last:
+                starts[range_id], base = base, None
+        else:
+            base = None
+        if head.kind is FrameKind.BEGUN:
+            starts[range_id] = here
+        elif head.kind is FrameKind.ENDED:
+            starts.pop(range_id, None)
+        if head.group != group and offset > len(MAGIC):
+            segment.last_group = offset
+        offset, group = offset + frame_bytes(head.length), head.group
+    segment.end, segment.is_torn = offset, offset < len(mapped)
+    if segment.is_torn and not (is_newest and not _goes_on(segment, offset, group)):
+        raise InvalidUpdateLog(f"{segment.path}: at byte {offset}: it ends within a frame")
+
+
+def _frames(segment: Segment, *, is_newest: bool) -> Iterator[Frame]:
+    mapped, offset, group = segment.mapped, len(MAGIC), 0
+    while offset < segment.end:
+        head = head_at(mapped, offset)
+        if head is None:
+            break
+        if not is_intact(mapped, offset, head):
+            is_torn = is_newest and segment.header.is_synced  # only a power cut leaves such ones
+            if is_torn and not _goes_on(segment, offset, group):
+                segment.end, segment.is_torn = offset, True
+                return
+            raise InvalidUpdateLog(
+                f"{segment.path}: at byte {offset}: a frame is damaged: its checksum is another"
+            )
+        yield Frame(segment.number, offset, head, payload_at(mapped, offset, head))
+        offset, group = offset + frame_bytes(head.length), head.group
+
+
+def _goes_on(segment: Segment, offset: int, group: int) -> bool:
+    """Whether anything behind a broken frame was written after that was synced; without syncs,
+    whether there is anything: a process that dies leaves nothing behind what it wrote in part.
+
+    Args:
+        segment: the newest.
+        offset: where the broken frame begins.
+        group: that of the frame before.
+    """
+    header = segment.header
+    found = intact_behind(segment.mapped, offset, header.range_count)
+    if not header.is_synced:
+        return next(found, None) is not None
+    behind = {head.group for head in found}
+    own = group_at(segment.mapped, offset)
+    if own in (group, group + 1):
+        return bool(behind - {own})
+    return len(behind) > 1 or not behind <= {group, group + 1}  # zeros, or anything

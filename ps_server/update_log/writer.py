@@ -1,0 +1,306 @@
+"""A server's update log, written: a thread carries frames to the newest segment (SEMANTICS S13).
+
+    append --queue--> thread: written, synced --loop--> on_written: released
+
+Rules:
+    - What is appended together is written together, and in the order in which it was appended.
+    - `on_written` is called when the system has a batch; with `is_synced` when the disk has it.
+    - A log that cannot be written has failed: nothing more of it is ever said to be written.
+    - What is written goes to the disk, and out of the system's memory, window by window.
+    - The thread removes old segments, too, in its turn: a slow disk holds no loop up. One that
+      cannot be removed is left, and said.
+
+Everything belongs to one event loop, but for the thread.
+
+What it deliberately does not do: decide what is written (`ps_server.update_log.logged_ranges`
+does), or which segments there are (`ps_server.update_log.segments`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ps_core.errors import InvalidUpdateLog
+from ps_core.keys import AssignmentEpoch, RangeId
+from ps_runtime.observe import logs
+from ps_runtime.system.disk import Disk, WriteBehind
+from ps_server.update_log.directory import LogDirectory
+from ps_server.update_log.format import MAGIC, FrameKind, Head, frame_bytes, packed, padding
+from ps_server.update_log.segments import LogSegments
+from pushpull.v1 import update_log_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class LogSetting:
+    """How much is kept, and when something counts as written.
+
+    Attributes:
+        bound_bytes: above it the oldest segments go that nothing needs.
+        is_synced: whether the disk must have what counts as written, or only the system.
+    """
+
+    bound_bytes: int
+    is_synced: bool = False
+
+
+class Item(NamedTuple):
+    """Frames that belong together: of one kind, range and number. A payload comes in pieces, which
+    must stay as they are until they are written. `tenure` is that of the batches' primary; it is
+    not written.
+    """
+
+    kind: FrameKind
+    payloads: Sequence[Sequence[bytes | memoryview]]
+    range_id: RangeId = RangeId(0)
+    number: int = 0
+    tenure: AssignmentEpoch = AssignmentEpoch(0)
+
+
+@dataclass(slots=True)
+class Written:
+    """What the system, or the disk, has now.
+
+    Attributes:
+        numbers: the newest batch, by range and tenure.
+        begin_count: how many ranges begin there.
+        byte_count: of all of it.
+    """
+
+    numbers: dict[tuple[RangeId, AssignmentEpoch], int] = field(default_factory=dict)
+    begin_count: int = 0
+    byte_count: int = 0
+
+
+class _NextSegment(NamedTuple):
+    """From here on frames go to another segment, which begins with these."""
+
+    number: int
+    first: Sequence[Item]
+
+
+class _Gone(NamedTuple):
+    """Nothing needs this segment any more."""
+
+    number: int
+
+
+_Job = Item | _NextSegment | _Gone
+
+
+class UpdateLog:
+    """The log of one server, from when it registered.
+
+    Args:
+        directory: where it is; its lock is held.
+        header: of its segments; the segment's number is put in.
+        setting: see there.
+        sizes: the segments that there are, by number, in bytes.
+        starts: the ranges that they have all of, and in which segment each begins.
+
+    Attributes:
+        on_written: called on the loop with what counts as written since the last time.
+        failure: why it cannot be written any more, if so.
+        queued_bytes: what is not written yet.
+        segments: which there are.
+    """
+
+    def __init__(
+        self,
+        directory: LogDirectory,
+        header: update_log_pb2.UpdateLogHeader,
+        setting: LogSetting,
+        sizes: Mapping[int, int],
+        starts: Mapping[RangeId, int],
+    ) -> None:
+        self.on_written: Callable[[Written], None] = _nothing
+        self.failure: InvalidUpdateLog | None = None
+        self.queued_bytes = 0
+        self._directory = directory
+        self._header = header
+        self.segments = LogSegments(setting.bound_bytes, sizes, starts)
+        self._tables: list[bytes] = []
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
+        self._next_segment()
+        self._writer.start()
+
+    # --- what is appended
+
+    def append(self, item: Item) -> None:
+        """These frames, behind all that were appended before."""
+        size_bytes = _size(item)
+        self.queued_bytes += size_bytes
+        self.segments.append(item.kind, item.range_id, size_bytes)
+        self._queue.put(item)
+
+    def add_table(self, raw: bytes) -> None:
+        """A table, in this segment and all later ones."""
+        self._tables.append(raw)
+        self.append(Item(FrameKind.TABLE, ((raw,),)))
+
+    def turn(self, state_bytes: int) -> None:
+        """Begin another segment if this one is full, and let go of what is not needed.
+
+        Args:
+            state_bytes: what bases of all ranges would take, about.
+        """
+        if self.segments.is_full(state_bytes):
+            self._next_segment()
+        for number in self.segments.let_go():
+            self._queue.put(_Gone(number))
+
+    def _next_segment(self) -> None:
+        header = update_log_pb2.UpdateLogHeader()
+        header.CopyFrom(self._header)
+        header.segment = self.segments.newest + 1
+        first = [Item(FrameKind.HEADER, ((header.SerializeToString(),),))]
+        first += [Item(FrameKind.TABLE, ((raw,),)) for raw in self._tables]
+        number = self.segments.begin(len(MAGIC) + sum(map(_size, first)))
+        self._queue.put(_NextSegment(number, first))
+
+    # --- what the thread says
+
+    def _said(self, written: Written | None, problem: str) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._heard, written, problem)
+        except RuntimeError:  # the loop has ended: nobody waits
+            logs.debug("update_log_unheard")
+
+    def _heard(self, written: Written | None, problem: str) -> None:
+        if written is None:
+            self.failure = self.failure or InvalidUpdateLog(problem)
+            logs.error("update_log_failed", reason=problem)
+            return
+        self.queued_bytes -= written.byte_count
+        self.segments.wrote(written.begin_count)
+        self.on_written(written)
+
+    async def close(self) -> None:
+        """Write what was appended, and let go of the directory."""
+        self.on_written = _nothing
+        self._queue.put(None)
+        await asyncio.to_thread(self._end)
+
+    def _end(self) -> None:
+        self._writer.join()
+        self._directory.close()
+
+
+class _Writer(threading.Thread):
+    """Writes what comes until None does."""
+
+    def __init__(
+        self,
+        directory: LogDirectory,
+        is_synced: bool,
+        source: queue.SimpleQueue[_Job | None],
+        said: Callable[[Written | None, str], None],
+    ) -> None:
+        super().__init__(name="update-log", daemon=True)
+        self._directory = directory
+        self._disk: Disk = directory.disk
+        self._is_synced = is_synced
+        self._source = source
+        self._say = said
+        self._descriptor: int | None = None
+        self._offset = 0
+        self._behind = WriteBehind()
+        self._segment = 0
+        self._group = 0
+
+    def run(self) -> None:
+        """The thread."""
+        try:
+            is_closed = False
+            while not is_closed:
+                items, is_closed = self._next()
+                self._say(self._write(items), "")
+        except Exception as error:  # noqa: BLE001 - whatever it is, nothing counts as written now
+            said = str(error) or type(error).__name__
+            reason = f"{self._directory.path}: the update log cannot be written: {said}"
+            self._say(None, f"{reason}; what was answered is in it: mend that, and start again")
+        finally:
+            if self._descriptor is not None:
+                self._disk.close(self._descriptor)
+
+    def _next(self) -> tuple[list[_Job], bool]:
+        """What has come, at least one thing; and whether the log was closed behind that: what is
+        appended later is decided by a server that is ending, and seen by nobody.
+        """
+        items: list[_Job] = []
+        while not items or not self._source.empty():
+            item = self._source.get()
+            if item is None:
+                return items, True
+            items.append(item)
+        return items, False
+
+    def _write(self, items: Sequence[_Job]) -> Written:
+        """Write them, and sync."""
+        self._group += 1
+        written = Written()
+        for item in items:
+            if isinstance(item, _NextSegment):
+                self._begin(item)
+                continue
+            if isinstance(item, _Gone):
+                self._remove(item.number)
+                continue
+            self._put(item)
+            written.byte_count += _size(item)
+            if item.kind in (FrameKind.BASE, FrameKind.BATCH):
+                written.numbers[item.range_id, item.tenure] = item.number
+            if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
+                written.begin_count += 1
+        if self._is_synced and self._descriptor is not None:
+            self._disk.sync(self._descriptor)
+        return written
+
+    def _begin(self, segment: _NextSegment) -> None:
+        if self._descriptor is not None:  # all of it is synced, if that is asked for
+            if self._is_synced:
+                self._disk.sync(self._descriptor)
+            self._disk.close(self._descriptor)
+            self._descriptor = None
+        self._descriptor = self._disk.create(self._directory.segment(segment.number))
+        self._disk.write(self._descriptor, MAGIC, 0)
+        self._segment, self._offset, self._behind = segment.number, len(MAGIC), WriteBehind()
+        for item in segment.first:
+            self._put(item)
+        if self._is_synced:
+            self._disk.sync(self._descriptor)
+            self._disk.sync_directory(self._directory.path)
+
+    def _remove(self, number: int) -> None:
+        path = self._directory.segment(number)
+        try:
+            self._disk.remove(path)
+        except OSError as error:  # it takes room, and nothing else
+            logs.warning("update_log_segment_left", path=str(path), reason=str(error))
+
+    def _put(self, item: Item) -> None:
+        time_s, group = time.time(), self._group % 2**32
+        pieces: list[bytes | memoryview] = []
+        for index, payload in enumerate(item.payloads):
+            length, is_last = sum(map(len, payload)), index == len(item.payloads) - 1
+            head = Head(length, item.kind, is_last, item.range_id, group, item.number, time_s)
+            pieces += packed(head, *payload), *payload, padding(length)
+        if self._descriptor is not None:
+            self._offset += self._disk.write_all(self._descriptor, pieces, self._offset)
+            for window in self._behind.written(self._offset):
+                self._disk.let_go(self._descriptor, *window)
+
+
+def _size(item: Item) -> int:
+    return sum(frame_bytes(sum(map(len, payload))) for payload in item.payloads)
+
+
+def _nothing(written: Written) -> None:
+    del written

@@ -1,0 +1,1 @@
+"""Values of blocks: stores, sums, optimizers, custom updates."""

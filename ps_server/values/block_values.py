@@ -1,0 +1,110 @@
+"""One block's values: what they begin with, and how they are written for whoever reads them.
+
+Invariants:
+    STO-4  The segments of a block cover it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ps_core.codec import check_length
+from ps_core.errors import check
+from ps_core.tables import NATIVE_CODEC, Codec, DType, InitializerKind, Table
+from ps_server.values import contributions
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.contributions import TORCH_DTYPE, Contribution
+from ps_server.values.mutations import Elements
+from ps_server.values.optimizers import BlockState, padded_length
+
+
+def arithmetic_dtype(table: Table) -> torch.dtype:
+    """The dtype that a table's values have on its servers: float32, or float64 for float64."""
+    return torch.float64 if table.spec.dtype is DType.FLOAT64 else torch.float32
+
+
+def arithmetic_codec(table: Table) -> Codec:
+    """The codec of that dtype."""
+    return table.spec.arithmetic_codec
+
+
+def initial_state(table: Table, block: int, home: Callable[[int], Tensor] | None) -> BlockState:
+    """A block as it begins: zeros if its values come from rank 0.
+
+    Args:
+        table: the block's.
+        block: its number.
+        home: the memory that a block's values live in; None means memory of their own.
+
+    Raises:
+        InvalidKeys: the table has no such block.
+    """
+    length = table.block_length(block)
+    segments = table.segments(block)
+    bounds = np.array([0, *(segment.end for segment in segments)], dtype=np.int64)
+    check(int(bounds[-1]) == length, "STO-4", f"segments of block {block} do not cover it")
+    dtype = arithmetic_dtype(table)
+    values = home(block) if home else torch.zeros(padded_length(length), dtype=dtype)
+    initializer = table.spec.initializer
+    if initializer.kind is InitializerKind.CONSTANT:
+        values[:length] = initializer.constant
+    elif initializer.kind is InitializerKind.INLINE:
+        codec = NATIVE_CODEC[table.spec.dtype]
+        begin = block * table.spec.block_elements * codec.element_bytes
+        inline = initializer.inline[begin : begin + length * codec.element_bytes]
+        values[:length] = contributions.view(inline, codec)
+    return BlockState(values, bounds)
+
+
+ReadyBlock = tuple[BlockState, memoryview]
+"""A block as it begins, and its values as they are at any time."""
+
+
+def ready_block(table: Table, block: int, home: Callable[[int], Tensor] | None) -> ReadyBlock:
+    """What a store has of a block; arguments and errors as `initial_state`."""
+    state = initial_state(table, block, home)
+    return state, live_payload(state)
+
+
+def live_payload(state: BlockState) -> memoryview:
+    """The block's values as they are at any time."""
+    return state.values.numpy()[: state.length].data.cast("B").toreadonly()
+
+
+def encoded(values: Tensor, length: int, codec: Codec, pool: BufferPool) -> bytes | memoryview:
+    """The first `length` of `values` as a payload, rounded to nearest even.
+
+    Shapes:
+        result: in the dtype of `values` a view of them.
+    """
+    dtype = TORCH_DTYPE[codec]
+    elements = values[:length]
+    if dtype is values.dtype:
+        return elements.numpy().data.cast("B")
+    buffer = pool.take(values.numel(), dtype)
+    narrow = buffer[:length].copy_(elements)
+    payload = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()
+    pool.give_back(buffer)
+    return payload
+
+
+def received(table: Table, state: BlockState, elements: Elements) -> Contribution:
+    """A block's part of a sum of another server's, where it lies.
+
+    Raises:
+        InvalidKeys: its presence bitmap has the wrong length.
+        InvalidTensor: its payload has.
+    """
+    present = None
+    if elements.presence:
+        present = contributions.presence_mask(
+            table.spec.name, elements.block, state.segment_count, elements.presence
+        )
+    codec = arithmetic_codec(table)
+    check_length(len(elements.payload), codec, state.length)
+    values = contributions.view(elements.payload, codec)
+    return Contribution(elements.block, state.length, values, present, state.bounds, is_owned=False)

@@ -1,0 +1,337 @@
+"""Updates that a user wrote: the contract, and one of them run on blocks.
+
+An update is a function of the values, the state, the gradient and the numbers of some elements. It
+is handed tensors of its own and hands back what they become; nothing of the table is written before
+everything that it handed back has been looked at, for all blocks of the update. So one that raises,
+or gives what it must not, leaves values and state bit for bit as they were.
+
+It gives results back, where torch's own kernels work in place, because then "nothing half applied"
+is for this module to see to and not for every author. The tensors that it is handed are copies:
+whoever likes to may work in place on them and give them back.
+
+Rules:
+    - Elements of tensors that are absent from an update are not handed over; their state and step
+      count stay, as with the other optimizers.
+    - Elements of several tensors with equal step counts are handed over as one vector. Its length
+      is a multiple of 64: behind the last element it has zeros, and what becomes of those is
+      dropped. So no element is ever in the tail of a vector, which torch rounds differently.
+    - Values must come back finite, unless the table allows others. State may hold infinities, but
+      no NaN.
+
+Invariants:
+    CU-1  All blocks of an update change, or none does.
+    CU-2  With an update that treats each element by itself, OPT-1 holds
+          (`ps_server.values.update_check` tries that).
+
+What it deliberately does not do: find updates (`ps_server.installed_updates`), reduce
+contributions, or decide what a failure means (`ps_server.ranges.server_machine`).
+"""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ps_core.errors import InvalidConfig, PushpullError, UpdateFailed
+from ps_core.tables import Hyperparameters
+from ps_core.update_offer import UpdateOffer
+from ps_server.values.contributions import Contribution, element_mask, is_finite
+from ps_server.values.optimizers import BlockState, padded_length
+
+_TEXT_CHARACTERS = 300
+"""What is told of an exception's text."""
+
+
+class CustomUpdate(Protocol):
+    """What an entry point of the group ``pushpull.updates`` names: an object with these members, or
+    a class that makes one when it is called without arguments.
+
+    Attributes:
+        hyperparameters: the names of its numbers, and their defaults; at most 32.
+        slots: the names of its state, one value for each element, and what each starts with.
+    """
+
+    hyperparameters: Mapping[str, float]
+    slots: Mapping[str, float]
+
+    def update(
+        self,
+        values: Tensor,
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        numbers: Mapping[str, float],
+        step: int,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """What values and state become.
+
+        The same arguments give the same bits, always; each element's result depends on that element
+        alone.
+
+        Args:
+            values: the parameters.
+            state: by the names of `slots`.
+            gradient: the reduced gradient.
+            numbers: by the names of `hyperparameters`.
+            step: how many updates these elements have had, this one included; from 1.
+
+        Shapes:
+            values, gradient, state: flat, of one length and dtype (float32, or float64 for float64
+                tables); contiguous, on the CPU. They are the function's own, to change and to give
+                back.
+            returns: the new values and the new state, like those.
+        """
+        ...
+
+
+class Broken(Exception):
+    """An update raised, or gave back what it must not: says how, and nothing of where."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedUpdate:
+    """An update that has what the contract asks for."""
+
+    name: str
+    defaults: Hyperparameters
+    slots: Mapping[str, float]
+    function: Callable[..., Any]
+
+    def call(
+        self,
+        values: Tensor,
+        state: Mapping[str, Tensor],
+        gradient: Tensor,
+        numbers: Mapping[str, float],
+        step: int,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the update makes of tensors that are its own; shapes and dtypes are looked at.
+
+        Raises:
+            Broken: it raised, or gave back something else.
+        """
+        like = values.shape, values.dtype
+        try:
+            with torch.no_grad():
+                result = self.function(values, dict(state), gradient, dict(numbers), step)
+        except (Exception, SystemExit) as failure:  # noqa: BLE001 - whatever a stranger's code does
+            raise Broken(f"it raised {described(failure)}") from None
+        if not isinstance(result, tuple) or len(result) != 2 or not isinstance(result[1], Mapping):
+            raise Broken(f"it returned {_kind(result)}; expected values and a mapping of state")
+        new_state = dict(result[1])
+        if new_state.keys() != self.slots.keys():
+            raise Broken(
+                f"it returned state {_listed(new_state)}; expected {_listed(self.slots)}, as its "
+                f"slots say"
+            )
+        _check_tensor("values", result[0], like)
+        for name, tensor in new_state.items():
+            _check_tensor(f"state '{name}'", tensor, like)
+        return result[0], new_state
+
+
+def checked(name: str, named: object) -> CheckedUpdate:
+    """What an entry point named, as an update.
+
+    Raises:
+        InvalidConfig: it lacks what the contract asks for; says what.
+    """
+    what = f"custom update '{name}'"
+    try:
+        made = named() if isinstance(named, type) else named
+    except (Exception, SystemExit) as failure:  # noqa: BLE001 - as above
+        raise InvalidConfig(
+            f"{what} cannot be made without arguments: {described(failure)}"
+        ) from None
+    function = getattr(made, "update", None)
+    if not callable(function):
+        raise InvalidConfig(f"{what} is a {type(made).__name__} without a method 'update'")
+    defaults = tuple(sorted(_numbers(what, made, "hyperparameters").items()))
+    UpdateOffer(name, defaults, "unknown").validated()
+    slots = _numbers(what, made, "slots")
+    for slot, start in slots.items():
+        if math.isnan(start):
+            raise InvalidConfig(f"{what}: slot '{slot}' starts with a NaN; expected a number")
+    return CheckedUpdate(name, defaults, slots, function)
+
+
+def _numbers(what: str, made: object, member: str) -> dict[str, float]:
+    found = getattr(made, member, None)
+    expected = f"{what}: {member} is {_kind(found)}; expected a mapping of names to numbers"
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise InvalidConfig(expected)
+    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in found.values()):
+        raise InvalidConfig(expected)
+    return {name: float(value) for name, value in found.items()}
+
+
+def described(failure: BaseException) -> str:
+    """An exception of somebody else's, with the line that raised it."""
+    frames = traceback.extract_tb(failure.__traceback__)
+    place = ""
+    if frames:
+        place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})"
+    text = failure.message if isinstance(failure, PushpullError) else str(failure)
+    return f"{type(failure).__name__}: {text[:_TEXT_CHARACTERS]}{place}"
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(each).__name__ for each in value) or 'nothing'}"
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _listed(names: Mapping[str, object]) -> str:
+    return ", ".join(sorted(map(str, names))) or "of no name"
+
+
+def _check_tensor(what: str, tensor: object, like: tuple[torch.Size, torch.dtype]) -> None:
+    if not isinstance(tensor, Tensor):
+        raise Broken(f"{what} came back as {_kind(tensor)}; expected a tensor")
+    if (tensor.shape, tensor.dtype) != like or tensor.device.type != "cpu":
+        raise Broken(
+            f"{what} came back with shape {tuple(tensor.shape)} and dtype {tensor.dtype} on "
+            f"{tensor.device}; expected {tuple(like[0])} and {like[1]} on cpu"
+        )
+
+
+class _Part(NamedTuple):
+    """What became of some elements of a block: those of `mask`, or all of them."""
+
+    mask: Tensor | None
+    values: Tensor
+    state: dict[str, Tensor]
+
+
+class _Change(NamedTuple):
+    """What became of a block."""
+
+    block: BlockState
+    parts: list[_Part]
+    steps: np.ndarray[Any, np.dtype[np.int64]]
+
+
+class CustomOptimizer:
+    """Runs an update on the blocks of one table.
+
+    Args:
+        update: what to run.
+        table: the table's name, for people.
+        allow_non_finite: whether values may become infinite or NaN.
+    """
+
+    __slots__ = ("_allow_non_finite", "_table", "_update")
+
+    def __init__(self, update: CheckedUpdate, table: str, *, allow_non_finite: bool) -> None:
+        self._update = update
+        self._table = table
+        self._allow_non_finite = allow_non_finite
+
+    def apply(
+        self,
+        clock: int,
+        parts: Sequence[tuple[BlockState, Contribution]],
+        numbers: Mapping[str, float],
+    ) -> None:
+        """Update `clock`, on the present tensors of the blocks: on all of them, or none (CU-1).
+
+        Shapes:
+            parts: blocks, each with its reduced gradient, which is only read.
+
+        Raises:
+            UpdateFailed: the update raised, or gave back what it must not; nothing has changed.
+        """
+        changes = []
+        for state, total in parts:
+            try:
+                changes.append(self._change(state, total, numbers))
+            except Broken as failure:
+                raise UpdateFailed(
+                    f"table '{self._table}' has failed: its custom update '{self._update.name}' "
+                    f"cannot make update {clock} of block {total.block}: {failure}"
+                ) from None
+        for change in changes:
+            self._write(change)
+
+    def _change(
+        self, state: BlockState, total: Contribution, numbers: Mapping[str, float]
+    ) -> _Change:
+        steps = np.broadcast_to(np.int64(state.steps), state.segment_count).copy()
+        here = np.ones(len(steps), dtype=np.bool_) if total.present is None else total.present
+        parts = []
+        for count in np.unique(steps[here]).tolist():
+            chosen = here & (steps == count)
+            mask = None
+            if not chosen.all():
+                mask = torch.from_numpy(element_mask(state.bounds, chosen))
+            slots = {
+                name: _picked(state.slots[name], state.length, mask)
+                if name in state.slots
+                else _full(state, mask, start)
+                for name, start in self._update.slots.items()
+            }
+            result = self._update.call(
+                _picked(state.values, state.length, mask),
+                slots,
+                _picked(total.values, state.length, mask),
+                numbers,
+                count + 1,
+            )
+            part = _Part(mask, *result)
+            self._check(part, state.length)
+            parts.append(part)
+        steps[here] += 1
+        return _Change(state, parts, steps)
+
+    def _check(self, part: _Part, length: int) -> None:
+        count = _count(length, part.mask)
+        if not self._allow_non_finite and not is_finite(part.values[:count]):
+            raise Broken("values came back with an infinity or a NaN; expected finite ones")
+        for name, tensor in part.state.items():
+            if not self._allow_non_finite and bool(torch.isnan(tensor[:count]).any()):
+                raise Broken(f"state '{name}' came back with a NaN; expected numbers")
+
+    def _write(self, change: _Change) -> None:
+        state, steps = change.block, change.steps
+        for name, start in self._update.slots.items():
+            if name not in state.slots:
+                state.slots[name] = torch.full_like(state.values, start)
+        for part in change.parts:
+            _put(state.values, state.length, part.mask, part.values)
+            for name, tensor in part.state.items():
+                _put(state.slots[name], state.length, part.mask, tensor)
+        state.steps = int(steps[0]) if (steps == steps[0]).all() else steps
+
+
+def _count(length: int, mask: Tensor | None) -> int:
+    return length if mask is None else int(mask.sum())
+
+
+def _picked(source: Tensor, length: int, mask: Tensor | None) -> Tensor:
+    """A copy of the elements of `mask`, padded with zeros."""
+    elements = source[:length] if mask is None else source[:length][mask]
+    target = torch.empty(padded_length(elements.numel()), dtype=source.dtype)
+    target[elements.numel() :] = 0
+    target[: elements.numel()] = elements
+    return target
+
+
+def _full(state: BlockState, mask: Tensor | None, start: float) -> Tensor:
+    """State that nobody has made yet."""
+    count = padded_length(_count(state.length, mask))
+    return torch.full((count,), start, dtype=state.values.dtype)
+
+
+def _put(target: Tensor, length: int, mask: Tensor | None, elements: Tensor) -> None:
+    """The inverse of `_picked`."""
+    elements = elements[: _count(length, mask)]
+    if mask is None:
+        target[:length].copy_(elements)
+    else:
+        target[:length][mask] = elements

@@ -1,0 +1,463 @@
+"""The optimizers' arithmetic on one block, exact and fast.
+
+Exact kernels call torch.optim's own functional implementation (the default one on a CPU: a loop
+over single tensors). Its operations round each element by itself, so a vector gives the same bits
+however it is cut. Fast kernels call torch's fused CPU kernels, one pass over memory; those round
+the scalar tail of a vector differently from its SIMD part, so they only run on multiples of 64
+elements. RMSprop has no fused kernel: its fast one is the exact arithmetic without the temporaries.
+
+Rules:
+    - A tensor that is absent from an update is skipped as torch skips ``grad is None``: its values,
+      its optimizer state and its step count stay, and weight decay does not act on it.
+    - Every (block, tensor) counts its own steps. SGD counts 1 once it has a momentum buffer: torch
+      makes that of the first gradient seen while momentum is not 0. RMSprop's arithmetic knows no
+      step; they are counted for `state_dict`.
+    - State is made when a block first needs it, filled as torch fills it.
+
+Invariants:
+    OPT-1  The result for an element depends on its own history only: not on the block size, on the
+           cut between servers, on its neighbours or their presence, nor on the number of threads.
+    OPT-2  A gradient is only read.
+
+What it deliberately does not do: reduce contributions (`ps_server.values.contributions`), or check
+the numbers (`ps_core.tables.OptimizerSpec.merged` has).
+
+Reference: DESIGN's measurements of torch's fused, foreach and single-tensor kernels; `torch.optim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+from torch.optim.rmsprop import rmsprop
+from torch.optim.sgd import sgd
+
+from ps_core.limits import BLOCK_ALIGNMENT_ELEMENTS
+from ps_core.tables import Kernels, OptimizerKind, OptimizerSpec
+from ps_server.values.buffer_pool import BufferPool
+
+Numbers = Mapping[str, float]
+"""All of an optimizer's hyperparameters by name."""
+
+Mask = npt.NDArray[np.bool_]
+"""One element for each segment of a block: whether it is present."""
+
+Steps = int | npt.NDArray[np.int64]
+"""The steps that the segments of a block have taken: one number while it is the same for all of
+them, else one element for each."""
+
+StepsT = TypeVar("StepsT", int, npt.NDArray[np.int64])
+
+_MAX_RUN_COUNT = 32
+"""Runs of segments, for each step count among them, beyond which the kernel runs on the whole block
+and what it did to the others is undone: a run costs 20 us, and a step count four passes."""
+
+
+def padded_length(length: int) -> int:
+    """`length` rounded up to the alignment of blocks."""
+    return -(-length // BLOCK_ALIGNMENT_ELEMENTS) * BLOCK_ALIGNMENT_ELEMENTS
+
+
+@dataclass(slots=True)
+class BlockState:
+    """The values and the optimizer state of one block.
+
+    Shapes:
+        values: flat, padded to a multiple of 64; owned by this object.
+        slots: optimizer state by torch's name of it, each like `values`.
+        bounds: segment i is elements [bounds[i], bounds[i + 1]); the last is the block's length.
+        length: elements without the padding.
+    """
+
+    values: Tensor
+    bounds: npt.NDArray[np.int64]
+    steps: Steps = 0
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = int(self.bounds[-1])
+
+    @property
+    def segment_count(self) -> int:
+        """Tensors that overlap the block."""
+        return len(self.bounds) - 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of values and optimizer state, padding included."""
+        return self.values.nbytes + sum(slot.nbytes for slot in self.slots.values())
+
+
+class Piece(NamedTuple):
+    """What one kernel call works on: equally long cuts of a block and of its gradient."""
+
+    values: Tensor
+    gradient: Tensor
+    slots: Mapping[str, Tensor]
+    steps: int
+
+
+class Kernel(Protocol):
+    """The arithmetic of one optimizer."""
+
+    @property
+    def is_cut_sensitive(self) -> bool:
+        """Whether it must run on multiples of 64 elements."""
+        ...
+
+    def fills(self, numbers: Numbers, /) -> Mapping[str, float]:
+        """The optimizer state that a step needs, and what each starts with."""
+        ...
+
+    def steps_after(self, steps: StepsT, numbers: Numbers, /) -> StepsT | int:
+        """The step counts after one more step."""
+        ...
+
+    def run(self, piece: Piece, numbers: Numbers, /) -> None:
+        """One step on `piece`, in place."""
+        ...
+
+
+class Optimizer:
+    """Runs a table's kernel on blocks.
+
+    Args:
+        spec: the table's optimizer; not AGGREGATE, ASSIGN or ADD, which need none.
+        pool: where scratch comes from.
+    """
+
+    __slots__ = ("_kernel",)
+
+    def __init__(self, spec: OptimizerSpec, pool: BufferPool) -> None:
+        self._kernel = _kernel_of(spec, pool)
+
+    def apply(
+        self, state: BlockState, gradient: Tensor, present: Mask | None, numbers: Numbers
+    ) -> None:
+        """One step on the present tensors of a block.
+
+        Shapes:
+            gradient: like `state.values`, zeros behind the block's end; read only. What it holds
+                for absent tensors does not matter.
+            present: a mask over the segments; None means all.
+        """
+        kernel = self._kernel
+        for name, fill in kernel.fills(numbers).items():
+            if name not in state.slots:
+                state.slots[name] = torch.full_like(state.values, fill)
+        steps = state.steps
+        if present is None and isinstance(steps, int):
+            end = state.values.numel() if kernel.is_cut_sensitive else state.length
+            kernel.run(_piece(state, gradient, (0, end, steps)), numbers)
+            state.steps = kernel.steps_after(steps, numbers)
+        else:
+            self._apply_in_part(state, gradient, present, numbers)
+        if "clamp_min" in numbers or "clamp_max" in numbers:
+            _clamp(state, present, numbers.get("clamp_min"), numbers.get("clamp_max"))
+
+    def _apply_in_part(
+        self, state: BlockState, gradient: Tensor, present: Mask | None, numbers: Numbers
+    ) -> None:
+        """One step on segments that are not all present, or have taken different steps."""
+        kernel = self._kernel
+        steps = np.broadcast_to(np.int64(state.steps), state.segment_count).copy()
+        here = np.ones(len(steps), dtype=np.bool_) if present is None else present
+        counts = np.where(here, steps, -1)
+        distinct = np.unique(steps[here])
+        runs = _runs(state.bounds, counts)
+        if len(runs) > _MAX_RUN_COUNT * len(distinct):
+            for count in distinct.tolist():
+                self._run_masked(state, gradient, (counts == count, count), numbers)
+        else:
+            for run in runs:
+                if kernel.is_cut_sensitive:
+                    self._run_aligned(state, gradient, run, numbers)
+                else:
+                    kernel.run(_piece(state, gradient, run), numbers)
+        steps[here] = kernel.steps_after(steps[here], numbers)
+        state.steps = int(steps[0]) if (steps == steps[0]).all() else steps
+
+    def _run_masked(
+        self, state: BlockState, gradient: Tensor, part: tuple[Mask, int], numbers: Numbers
+    ) -> None:
+        """Run the kernel on the whole block; undo what it did to segments outside the mask."""
+        mask, steps = part
+        outside = torch.ones(state.values.numel(), dtype=torch.bool)
+        outside[: state.length] = torch.from_numpy(np.repeat(~mask, np.diff(state.bounds)))
+        touched = (state.values, *state.slots.values())
+        saved = [tensor.clone() for tensor in touched]
+        self._kernel.run(_piece(state, gradient, (0, state.values.numel(), steps)), numbers)
+        for tensor, before in zip(touched, saved, strict=True):
+            torch.where(outside, before, tensor, out=tensor)
+
+    def _run_aligned(
+        self, state: BlockState, gradient: Tensor, run: tuple[int, int, int], numbers: Numbers
+    ) -> None:
+        """Run the kernel on the 64-aligned hull of `run`; undo what it did to the neighbours."""
+        begin, end, steps = run
+        low, high = begin - begin % BLOCK_ALIGNMENT_ELEMENTS, padded_length(end)
+        sides = ((low, begin), (end, min(high, state.length)))
+        edges = [side for side in sides if side[0] < side[1]]
+        touched = (state.values, *state.slots.values()) if edges else ()
+        saved = [
+            (tensor[first:last], tensor[first:last].clone())
+            for tensor in touched
+            for first, last in edges
+        ]
+        self._kernel.run(_piece(state, gradient, (low, high, steps)), numbers)
+        for neighbour, before in saved:
+            neighbour.copy_(before)
+
+
+def initial_state_value(optimizer: OptimizerSpec, name: str) -> float:
+    """What each element of a state begins with."""
+    if optimizer.kind is OptimizerKind.ADAGRAD and name == "sum":
+        # The table's number: torch reads it when the optimizer is made, and never again.
+        return dict(optimizer.merged(()))["initial_accumulator_value"]
+    return 0.0
+
+
+def _clamp(state: BlockState, present: Mask | None, low: float | None, high: float | None) -> None:
+    """As `torch.clamp_` of the present tensors; what is behind the block's end stays zero."""
+    runs = [(0, state.length, 0)]
+    if present is not None:
+        runs = _runs(state.bounds, np.where(present, 0, -1))
+    for begin, end, _ in runs:
+        state.values[begin:end].clamp_(low, high)
+
+
+def _piece(state: BlockState, gradient: Tensor, run: tuple[int, int, int]) -> Piece:
+    begin, end, steps = run
+    if begin == 0 and end == state.values.numel() == gradient.numel():
+        return Piece(state.values, gradient, state.slots, steps)
+    slots = {name: slot[begin:end] for name, slot in state.slots.items()}
+    return Piece(state.values[begin:end], gradient[begin:end], slots, steps)
+
+
+def _runs(
+    bounds: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+) -> list[tuple[int, int, int]]:
+    """The maximal runs (begin, end, steps) of neighbours with equal step counts; those below 0 are
+    absent.
+    """
+    firsts = np.flatnonzero(np.diff(counts, prepend=-1, append=-1))
+    found = zip(bounds[firsts[:-1]], bounds[firsts[1:]], counts[firsts[:-1]], strict=True)
+    return [(int(begin), int(end), int(steps)) for begin, end, steps in found if steps >= 0]
+
+
+def _scalar() -> Tensor:
+    """Where torch reads a step count from; filling it again costs a third of making it."""
+    return torch.zeros((), dtype=torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sgd:
+    spec: OptimizerSpec
+    is_cut_sensitive: bool
+
+    def fills(self, numbers: Numbers) -> Mapping[str, float]:
+        return {"momentum_buffer": 0.0} if numbers["momentum"] != 0 else {}
+
+    def steps_after(self, steps: StepsT, numbers: Numbers) -> StepsT | int:
+        return 1 if numbers["momentum"] != 0 else steps
+
+    def _options(self, numbers: Numbers) -> dict[str, Any]:
+        return {
+            "weight_decay": numbers["weight_decay"],
+            "momentum": numbers["momentum"],
+            "lr": numbers["lr"],
+            "dampening": numbers["dampening"],
+            "nesterov": self.spec.nesterov,
+            "maximize": self.spec.maximize,
+        }
+
+
+class _SgdExact(_Sgd):
+    def run(self, piece: Piece, numbers: Numbers) -> None:
+        kept = piece.slots.get("momentum_buffer")
+        buffers = [kept if piece.steps else None]
+        sgd([piece.values], [piece.gradient], buffers, foreach=False, **self._options(numbers))
+        if kept is not None and buffers[0] is not None and buffers[0] is not kept:
+            kept.copy_(buffers[0])
+
+
+class _SgdFast(_Sgd):
+    def run(self, piece: Piece, numbers: Numbers) -> None:
+        torch._fused_sgd_(
+            [piece.values],
+            [piece.gradient],
+            [piece.slots["momentum_buffer"]] if numbers["momentum"] != 0 else [],
+            is_first_step=piece.steps == 0,
+            **self._options(numbers),
+        )
+
+
+_AdamTensors = tuple[
+    list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Adam:
+    spec: OptimizerSpec
+    is_cut_sensitive: bool
+    step: Tensor = field(default_factory=_scalar)
+
+    def fills(self, _numbers: Numbers) -> Mapping[str, float]:
+        names = ["exp_avg", "exp_avg_sq"]
+        return dict.fromkeys([*names, "max_exp_avg_sq"] if self.spec.amsgrad else names, 0.0)
+
+    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
+        return steps + 1
+
+    def _tensors(self, piece: Piece, steps: int) -> _AdamTensors:
+        largest = [piece.slots["max_exp_avg_sq"]] if self.spec.amsgrad else []
+        moments = [piece.slots["exp_avg"]], [piece.slots["exp_avg_sq"]], largest
+        return [piece.values], [piece.gradient], *moments, [self.step.fill_(steps)]
+
+    def _options(self, numbers: Numbers) -> dict[str, Any]:
+        names = ("lr", "beta1", "beta2", "eps", "weight_decay")
+        flags = {"amsgrad": self.spec.amsgrad, "maximize": self.spec.maximize}
+        return {**{name: numbers[name] for name in names}, **flags}
+
+
+class _AdamExact(_Adam):
+    def run(self, piece: Piece, numbers: Numbers) -> None:
+        function = adamw if self.spec.kind is OptimizerKind.ADAMW else adam
+        function(*self._tensors(piece, piece.steps), foreach=False, **self._options(numbers))
+
+
+class _AdamFast(_Adam):
+    def run(self, piece: Piece, numbers: Numbers) -> None:
+        is_adamw = self.spec.kind is OptimizerKind.ADAMW
+        function = torch._fused_adamw_ if is_adamw else torch._fused_adam_
+        function(*self._tensors(piece, piece.steps + 1), **self._options(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class _Adagrad:
+    spec: OptimizerSpec
+    is_cut_sensitive: bool
+    initial: float
+    step: Tensor = field(default_factory=_scalar)
+
+    def fills(self, _numbers: Numbers) -> Mapping[str, float]:
+        return {"sum": self.initial}
+
+    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
+        return steps + 1
+
+    def _options(self, numbers: Numbers) -> dict[str, Any]:
+        names = ("lr", "lr_decay", "eps", "weight_decay")
+        return {**{name: numbers[name] for name in names}, "maximize": self.spec.maximize}
+
+
+class _AdagradExact(_Adagrad):
+    def run(self, piece: Piece, numbers: Numbers) -> None:
+        tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
+        adagrad(*tensors, [self.step.fill_(piece.steps)], foreach=False, **self._options(numbers))
+
+
+class _AdagradFast(_Adagrad):
+    def run(self, piece: Piece, numbers: Numbers) -> None:
+        tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
+        torch._fused_adagrad_(
+            *tensors, [self.step.fill_(piece.steps + 1)], **self._options(numbers)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rmsprop:
+    spec: OptimizerSpec
+    pool: BufferPool
+    is_cut_sensitive: bool = False
+    step: Tensor = field(default_factory=_scalar)
+
+    def fills(self, numbers: Numbers) -> Mapping[str, float]:
+        names = ["square_avg"]
+        if self.spec.centered:
+            names.append("grad_avg")
+        if numbers["momentum"] > 0:
+            names.append("momentum_buffer")
+        return dict.fromkeys(names, 0.0)
+
+    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
+        return steps + 1
+
+
+class _RmspropExact(_Rmsprop):
+    def run(self, piece: Piece, numbers: Numbers) -> None:
+        slots = piece.slots
+        rmsprop(
+            [piece.values],
+            [piece.gradient],
+            [slots["square_avg"]],
+            [slots["grad_avg"]] if self.spec.centered else [],
+            [slots["momentum_buffer"]] if numbers["momentum"] > 0 else [],
+            [self.step.fill_(0)],
+            foreach=False,
+            maximize=self.spec.maximize,
+            centered=self.spec.centered,
+            lr=numbers["lr"],
+            alpha=numbers["alpha"],
+            eps=numbers["eps"],
+            weight_decay=numbers["weight_decay"],
+            momentum=numbers["momentum"],
+        )
+
+
+class _RmspropFast(_Rmsprop):
+    def run(self, piece: Piece, numbers: Numbers) -> None:
+        """Torch's single-tensor arithmetic, operation by operation, into pooled scratch."""
+        values, gradient, square = piece.values, piece.gradient, piece.slots["square_avg"]
+        lr, alpha = numbers["lr"], numbers["alpha"]
+        # Sizes are powers of two, so that the runs of changing presence do not fill the pool.
+        size = 1 << (values.numel() - 1).bit_length()
+        buffers = [self.pool.take(size, values.dtype)]
+        scratch = buffers[0][: values.numel()]
+        if self.spec.maximize or numbers["weight_decay"] != 0:
+            buffers.append(self.pool.take(size, values.dtype))
+            adjusted = buffers[1][: values.numel()]
+            gradient = self._adjusted(piece, numbers["weight_decay"], adjusted)
+        square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
+        if self.spec.centered:
+            average = piece.slots["grad_avg"].lerp_(gradient, 1 - alpha)
+            torch.addcmul(square, average, average, value=-1, out=scratch).sqrt_()
+        else:
+            torch.sqrt(square, out=scratch)
+        scratch.add_(numbers["eps"])
+        if numbers["momentum"] > 0:
+            buffer = piece.slots["momentum_buffer"].mul_(numbers["momentum"])
+            values.add_(buffer.addcdiv_(gradient, scratch), alpha=-lr)
+        else:
+            values.addcdiv_(gradient, scratch, value=-lr)
+        for used in buffers:
+            self.pool.give_back(used)
+
+    def _adjusted(self, piece: Piece, weight_decay: float, out: Tensor) -> Tensor:
+        gradient = torch.neg(piece.gradient, out=out) if self.spec.maximize else piece.gradient
+        if weight_decay == 0:
+            return gradient
+        return torch.add(gradient, piece.values, alpha=weight_decay, out=out)
+
+
+def _kernel_of(spec: OptimizerSpec, pool: BufferPool) -> Kernel:
+    is_fast = spec.kernels is Kernels.FAST
+    if spec.kind is OptimizerKind.SGD:
+        return _SgdFast(spec, True) if is_fast else _SgdExact(spec, False)
+    if spec.kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW):
+        return _AdamFast(spec, True) if is_fast else _AdamExact(spec, False)
+    if spec.kind is OptimizerKind.ADAGRAD:
+        initial = initial_state_value(spec, "sum")
+        return _AdagradFast(spec, True, initial) if is_fast else _AdagradExact(spec, False, initial)
+    return _RmspropFast(spec, pool) if is_fast else _RmspropExact(spec, pool)

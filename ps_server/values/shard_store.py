@@ -1,0 +1,724 @@
+"""One table's blocks in one range: values, optimizer state, sums in the making.
+
+The range machine decides what takes part in which update and in which order; this store does the
+arithmetic that it was told to do, and nothing else. Calls on one store must not overlap; stores are
+independent of each other but for the pool, which is safe to share between threads.
+
+Rules:
+    - Values are kept and summed in float32, for float64 tables in float64; workers of float16 and
+      bfloat16 tables see them rounded to nearest even.
+    - `decode` refuses whatever is wrong and changes nothing. Every other call checks before it
+      changes anything.
+    - Absent is zero: a mean divides by all contributors, whether or not they had the tensor. A
+      tensor that no contributor had is skipped: values, optimizer state and step count stay as they
+      were. A block without a present tensor is not touched and keeps its version.
+    - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
+      reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0
+      is the initial value.
+    - Delay compensation: what a worker was given last is kept, block by block, until it goes. The
+      running mean of the adaptive form is of the steps that were folded, in their order; it goes
+      with the sum, and is the block's once the update is: what is summed and comes to nothing is in
+      no mean that is copied, saved or sent.
+    - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
+      to them.
+    - What an edit gives replaces values, or goes to optimizer state (`optimizer_arrays`).
+
+Invariants:
+    STO-1  A contribution is folded at most once: its memory becomes the accumulator's.
+    STO-2  The result depends on the parts, their order and their scales only, not on the block size
+           or the other blocks (with OPT-1: DESIGN's G4).
+
+What it deliberately does not do: sequence, wait, decide who contributes, know protobuf.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ps_core.errors import (
+    InvalidConfig,
+    InvalidKeys,
+    InvalidTensor,
+    InvariantViolation,
+    UpdateFailed,
+)
+from ps_core.keys import Incarnation
+from ps_core.tables import (
+    NATIVE_CODEC,
+    Codec,
+    Hyperparameters,
+    Table,
+)
+from ps_core.work import PIECE_COUNT, Work, at_once, pieces_of
+from ps_server.ranges.events import Compensation
+from ps_server.values import contributions
+from ps_server.values import delay_compensation as delay
+from ps_server.values.block_values import (
+    ReadyBlock,
+    arithmetic_dtype,
+    encoded,
+    ready_block,
+    received,
+)
+from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.contributions import TORCH_DTYPE, Contribution
+from ps_server.values.custom_updates import CheckedUpdate
+from ps_server.values.mutations import SentTotal
+from ps_server.values.optimizer_arrays import assign_array, check_array, read_array
+from ps_server.values.optimizers import BlockState
+from ps_server.values.store_copy import (
+    SavedBlock,
+    StoreCopy,
+    SumCopy,
+    check_block,
+    copy_of_block,
+    restore_block,
+    room_for,
+    saved_block,
+    set_steps,
+)
+from ps_server.values.sums import KeptSums, Total
+from ps_server.values.update_arithmetic import UpdateArithmetic
+
+
+class Changes(NamedTuple):
+    """Who is told of blocks before they change and after."""
+
+    begin: Callable[[Sequence[int]], None]
+    end: Callable[[Sequence[int]], None]
+
+
+def nobody(blocks: Sequence[int]) -> None:
+    """Of `Changes`: nobody is told."""
+    del blocks
+
+
+NOBODY_LOOKS = Changes(nobody, nobody)
+
+
+class ShardStore:
+    """The blocks `blocks` of `table`, with their initial values (zeros if they come from rank 0).
+
+    Args:
+        table: the table, its spec validated.
+        blocks: the blocks of the range.
+        pool: working memory; one pool may serve all stores of a server. None means its own.
+        home: the memory that a block's values live in: zeros, of its padded length. None means the
+            store's own.
+        update: CUSTOM: what the table's optimizer names.
+        ready: the blocks as they begin, ascending, where they have been made before, in `home`.
+
+    Attributes:
+        lineage: is another object whenever blocks were replaced otherwise than by an update. While
+            it is the same one, a block of the same version is the same.
+
+    Raises:
+        InvalidKeys: the table has no such block.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        blocks: Sequence[int],
+        pool: BufferPool | None = None,
+        home: Callable[[int], Tensor] | None = None,
+        update: CheckedUpdate | None = None,
+        ready: Mapping[int, ReadyBlock] | None = None,
+    ) -> None:
+        spec = table.spec
+        self._table = table
+        self._name = spec.name
+        self._pool = pool if pool is not None else BufferPool()
+        self._dtype = arithmetic_dtype(table)
+        if ready is None:
+            ready = {block: ready_block(table, block, home) for block in sorted(blocks)}
+        self._states = {block: state for block, (state, _) in ready.items()}
+        self._payloads = {block: payload for block, (_, payload) in ready.items()}
+        self._versions = dict.fromkeys(self._states, 0)
+        self._block_bytes = self._bytes_of(self._states)  # counted on: a store may have thousands
+        self.lineage = object()
+        self._kept = delay.KeptValues(self._pool)
+        self._forming: dict[int, Total] = {}
+        self._means_ahead: dict[int, Contribution] = {}  # the newest, of sums not applied yet
+        self._sums = KeptSums(self._name, self._pool)
+        self._arithmetic = UpdateArithmetic(table, self._pool, update)
+        self._is_by_block = not (self._arithmetic.is_aggregate or self._arithmetic.is_whole)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of values, optimizer state, kept sums and what readers were given; sums in the
+        making do not count.
+        """
+        sums = self._kept.byte_count + self._sums.byte_count
+        return sums + self._block_bytes
+
+    def _bytes_of(self, blocks: Iterable[int]) -> int:
+        return sum(self._states[block].state_bytes for block in blocks)
+
+    def decode(
+        self,
+        block: int,
+        codec: Codec,
+        payload: bytes | memoryview,
+        presence: bytes,
+        *,
+        is_shared: bool = False,
+    ) -> Contribution:
+        """The payload as a contribution, checked. Changes nothing.
+
+        Args:
+            block: the block.
+            codec: how the payload is encoded.
+            payload: the block's elements.
+            presence: one bit for each of the block's tensors; empty means all.
+            is_shared: another process may write to the payload at any time. It is copied before
+                it is checked, and the copy is what is checked and kept.
+
+        Shapes:
+            payload: little-endian. In the table's own float32 or float64 it is not copied but kept
+                alive by the result, unless it is shared or a writable memoryview.
+
+        Raises:
+            InvalidKeys: the block is not here, or the presence bitmap has the wrong length.
+            InvalidTensor: the codec cannot be this table's, the length lies, or a present tensor
+                holds a value that is not finite (unless the table allows it).
+        """
+        state = self._state(block)
+        present = None
+        if presence:
+            count = state.segment_count
+            present = contributions.presence_mask(self._name, block, count, presence)
+        self._check_codec(codec)
+        view = memoryview(payload)
+        dtype = TORCH_DTYPE[codec]
+        if view.nbytes != state.length * dtype.itemsize:
+            raise InvalidTensor(
+                f"block {block} of table '{self._name}': the payload has {view.nbytes} bytes; "
+                f"expected {state.length * dtype.itemsize} ({state.length} elements of "
+                f"{codec.value})"
+            )
+        source = contributions.view(payload, codec)
+        is_owned = is_shared or dtype is not self._dtype or not view.readonly
+        if is_owned:  # before the check: what is checked must not change any more
+            target = contributions.take_padded(self._pool, state.length, self._dtype)
+            contributions.head(target, state.length).copy_(source)
+            source = target
+        part = Contribution(block, state.length, source, present, state.bounds, is_owned)
+        if not self._table.spec.allow_non_finite:
+            self._check_finite(part)
+        return part
+
+    def keep(self, reader: Incarnation, block: int) -> None:
+        """Remember the block's values as `reader` has them now: what its gradients start from."""
+        self._kept.keep(reader, block, self._state(block).values)
+
+    def forget(self, reader: Incarnation) -> None:
+        """The reader has gone."""
+        self._kept.forget(reader)
+
+    def _compensated(
+        self, total: Total, compensation: Compensation, part: Contribution
+    ) -> Contribution:
+        """A gradient as it would be at the present values, to first order (DC-ASGD); itself if the
+        reader was never given the block.
+        """
+        kept = self._kept.find(compensation.reader, part.block)
+        if kept is None:
+            return part
+        state = self._states[part.block]
+        part = contributions.owned(part, self._pool)
+        mean = self._mean_after(total, part) if compensation.adaptive else None
+        scratch = self._pool.take(state.values.numel(), self._dtype)
+        delay.compensate(part, state, kept, compensation.strength, mean, scratch)
+        self._pool.give_back(scratch)
+        return part
+
+    def _mean_after(self, total: Total, part: Contribution) -> Contribution:
+        """The block's running mean with the gradient in it, which goes with the total."""
+        ahead = self._means_ahead.get(part.block)
+        slot = self._states[part.block].slots.get(delay.MEAN_SQUARE)
+        mean = delay.mean_after(part, slot if ahead is None else ahead.values, self._pool)
+        replaced = total.means.get(part.block)
+        if replaced is not None:
+            contributions.release(replaced, self._pool)
+        total.means[part.block] = self._means_ahead[part.block] = mean
+        return mean
+
+    def fold(
+        self,
+        clock: int,
+        parts: Sequence[tuple[int, Contribution]],
+        scale: float,
+        compensation: Compensation | None = None,
+    ) -> None:
+        """Add one worker's step to the sums of `clock`; called in rank order.
+
+        Args:
+            clock: the update.
+            parts: as below.
+            scale: what the contributions are multiplied by.
+            compensation: how they are corrected for the updates that they missed, if so.
+
+        Shapes:
+            parts: (block, contribution) pairs. The store takes the contributions over (STO-1); a
+                lone float32 or float64 one with scale 1 is used where it lies.
+
+        Raises:
+            InvalidConfig: the scale is not finite and above 0.
+        """
+        if not 0.0 < scale < math.inf:
+            raise InvalidConfig(f"contribution scale is {scale}; expected finite and above 0")
+        self._check_parts(parts)
+        total = self._forming_total(clock)
+        for _, part in parts:
+            if part.present is not None and not part.present.any():
+                contributions.release(part, self._pool)
+                continue
+            part = contributions.scaled(part, scale, self._pool)
+            if compensation is not None:
+                part = self._compensated(total, compensation, part)
+            total.add(part, self._pool)
+
+    def reduce(self, clock: int, contributor_count: int) -> tuple[float, ...]:
+        """`reducing`, at once."""
+        return at_once(self.reducing(clock, contributor_count))
+
+    def reducing(self, clock: int, contributor_count: int) -> Work[tuple[float, ...]]:
+        """Form the reduced gradient of `clock` from what was folded; `apply` then only scales it.
+
+        Args:
+            clock: the update.
+            contributor_count: as in `apply`.
+
+        Returns:
+            Of each block of the range, ascending, the sum of the squares of its reduced gradient,
+            in float64; absent tensors count as zeros.
+        """
+        total = self._forming_total(clock)
+        yield from self._arithmetic.reducing(total, contributor_count)
+        return (yield from total.squaring(self._states, self._pool))
+
+    def apply(
+        self,
+        clock: int,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float = 1.0,
+    ) -> tuple[int, ...]:
+        """Form update `clock` from what was folded and apply it: `take` and `applying` in one.
+
+        Args, Raises: as `applying`; what was folded is still there after an InvalidConfig.
+        """
+        self._arithmetic.numbers(hyperparameters)
+        total = self.take(clock)
+        return self.apply_total(clock, total, hyperparameters, contributor_count, update_scale)
+
+    def apply_total(
+        self,
+        clock: int,
+        total: Total,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float = 1.0,
+    ) -> tuple[int, ...]:
+        """`applying`, at once."""
+        terms = hyperparameters, contributor_count, update_scale
+        return at_once(self.applying(clock, total, *terms))
+
+    def applying(
+        self,
+        clock: int,
+        total: Total,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float = 1.0,
+        changes: Changes = NOBODY_LOOKS,
+    ) -> Work[tuple[int, ...]]:
+        """Apply a sum that was taken, or came from another server, some blocks after others.
+
+        Args:
+            clock: the update.
+            total: its sum, which is used up.
+            hyperparameters: put over the table's own; empty means those.
+            contributor_count: the workers that took part, with or without gradients.
+            update_scale: what the reduced gradient is multiplied by.
+            changes: who is told of blocks before they change and after.
+
+        Returns:
+            The blocks touched, ascending.
+
+        Raises:
+            InvalidConfig: a hyperparameter that the optimizer does not have or cannot use.
+            UpdateFailed: the custom update failed; values, state and versions are as they were.
+        """
+        arithmetic = self._arithmetic
+        numbers = arithmetic.numbers(hyperparameters)
+        blocks = tuple(sorted(total.parts))
+        terms = total, numbers, contributor_count, update_scale
+        means, total.means = total.means, {}
+        if arithmetic.is_aggregate:  # the sums before it change place, whatever its blocks are
+            for some in pieces_of(tuple(self._states)):
+                changes.begin(some)
+                changes.end(some)
+                yield
+        if arithmetic.is_whole:
+            self._change(
+                blocks, changes, lambda: arithmetic.apply_whole(self._states, clock, *terms), means
+            )
+        else:
+            for some in pieces_of(blocks):
+                change = partial(arithmetic.apply, self._states, some, *terms)
+                self._change(some, changes, change, means)
+                yield
+        total.is_reduced = True
+        if arithmetic.is_aggregate:
+            self._sums.keep(clock, total)
+        return blocks
+
+    def is_brief(self, block_count: int) -> bool:
+        """Whether an update of so many blocks is one step: `apply_brief` does it."""
+        return block_count <= PIECE_COUNT and self._is_by_block
+
+    def apply_brief(
+        self,
+        total: Total,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float,
+        changes: Changes,
+    ) -> None:
+        """As `applying`, where the update `is_brief`: most are, and steps cost more than these."""
+        blocks = tuple(sorted(total.parts))
+        numbers = self._arithmetic.numbers(hyperparameters)
+        means, total.means = total.means, {}
+        terms = total, numbers, contributor_count, update_scale
+        change = partial(self._arithmetic.apply, self._states, blocks, *terms)
+        self._change(blocks, changes, change, means)
+        total.is_reduced = True
+
+    def _change(
+        self,
+        blocks: Sequence[int],
+        changes: Changes,
+        change: Callable[[], None],
+        means: dict[int, Contribution],
+    ) -> None:
+        all_states = self._states
+        slot_counts = [len(all_states[block].slots) for block in blocks]
+        changes.begin(blocks)
+        try:
+            change()
+        except UpdateFailed:
+            changes.end(blocks)
+            raise
+        if means:
+            self._put_means(blocks, means)
+        changes.end(blocks)  # what else is raised leaves blocks marked: nobody takes a part
+        for block, slot_count in zip(blocks, slot_counts, strict=True):
+            self._versions[block] += 1
+            state = all_states[block]
+            if len(state.slots) != slot_count:  # each is like the values
+                self._block_bytes += (len(state.slots) - slot_count) * state.values.nbytes
+
+    def _put_means(self, blocks: Sequence[int], means: dict[int, Contribution]) -> None:
+        """The updates that they are of are in the blocks."""
+        for block in blocks:
+            mean = means.pop(block, None)
+            if mean is None:
+                continue
+            state = self._states[block]
+            slot = state.slots.get(delay.MEAN_SQUARE)
+            if slot is None:
+                slot = state.slots[delay.MEAN_SQUARE] = torch.zeros_like(state.values)
+            contributions.copy_present(mean, slot)
+            self._forget_ahead(mean)
+            contributions.release(mean, self._pool)
+
+    def _forget_ahead(self, mean: Contribution) -> None:
+        if self._means_ahead.get(mean.block) is mean:
+            del self._means_ahead[mean.block]
+
+    def take(self, clock: int) -> Total:
+        """What was folded for `clock`, for `apply_total`: the caller's from now on. What is folded
+        for the same clock later is another sum.
+        """
+        return self._forming.pop(clock, None) or Total()
+
+    def kept_total(self, clock: int) -> Total:
+        """The sum of `clock` as `reduce` left it, which stays here: to be read, not changed."""
+        return self._forming_total(clock)
+
+    def put_total(self, clock: int, total: Total) -> None:
+        """The sum of `clock` as another server has it. Replaces what was folded for it here."""
+        self.drop(clock)
+        self._forming[clock] = total
+
+    def received(self, sent: SentTotal) -> Total:
+        """`receiving`, at once."""
+        return at_once(self.receiving(sent))
+
+    def receiving(self, sent: SentTotal) -> Work[Total]:
+        """A sum that came from another server, checked. Changes nothing.
+
+        Shapes:
+            sent: as `Total.sent` gives it. Payloads are not copied but kept alive by the result;
+                they must not change any more.
+
+        Raises:
+            InvalidKeys: a block is not here, or comes twice, or its presence bitmap has the wrong
+                length; or a mean is of another block, or of a part of one.
+            InvalidTensor: a payload has the wrong length.
+        """
+        parts, means = {}, {}
+        for each in sent.blocks:
+            parts[each.block] = received(self._table, self._state(each.block), each)
+            yield
+        for each in sent.means:
+            means[each.block] = received(self._table, self._state(each.block), each)
+            yield
+        if len(parts) != len(sent.blocks) or len(means) != len(sent.means):
+            raise InvalidKeys(f"a sum of table '{self._name}' has a block twice")
+        if means.keys() - parts.keys() or any(mean.presence for mean in sent.means):
+            raise InvalidKeys(
+                f"a sum of table '{self._name}' has running means of blocks {sorted(means)}; "
+                f"expected whole ones, of some of its blocks, {sorted(parts)}"
+            )
+        return Total(parts, sent.is_reduced, means)
+
+    def drop(self, clock: int) -> None:
+        """Forget the sums of `clock` that are in the making."""
+        total = self._forming.pop(clock, None)
+        if total is not None:
+            for mean in total.means.values():
+                self._forget_ahead(mean)
+            total.release(self._pool)
+
+    def snapshot(self) -> StoreCopy:
+        """`copying`, at once."""
+        return at_once(self.copying())
+
+    def copying(self) -> Work[StoreCopy]:
+        """All that is here for good: values, optimizer state, versions, kept sums, sums that wait
+        for their scale. Shares nothing with the store.
+        """
+        blocks = []
+        for block, state in self._states.items():
+            blocks.append(copy_of_block(block, self._versions[block], state))
+            yield
+        sums = [SumCopy(clock, False, each.copied()) for clock, each in self._sums.all.items()]
+        for clock, total in self._forming.items():
+            if total.is_reduced:
+                sums.append(SumCopy(clock, True, total.copied()))
+        return StoreCopy(tuple(blocks), tuple(sums))
+
+    def saved(self, block: int) -> SavedBlock:
+        """A block as a checkpoint has it: views of what the next update changes."""
+        return saved_block(block, self._versions[block], self._state(block))
+
+    def load(self, block: int, version: int, steps: Sequence[int]) -> Callable[[str], memoryview]:
+        """Take over a block of a checkpoint; gives where each of its tensors is to be written."""
+        state = self._state(block)
+        self.lineage = object()
+        self._versions[block] = version
+        set_steps(state, steps)
+
+        def room(name: str) -> memoryview:
+            before = state.state_bytes
+            found = room_for(name, state)
+            self._block_bytes += state.state_bytes - before
+            return found
+
+        return room
+
+    def check(self, copy: StoreCopy) -> None:
+        """`checking`, at once."""
+        at_once(self.checking(copy))
+
+    def checking(self, copy: StoreCopy) -> Work[None]:
+        """Refuse a copy of anything else than these blocks. Changes nothing.
+
+        Raises:
+            InvalidKeys: it is of other blocks, or a sum is.
+            InvalidTensor: something in it has the wrong length.
+        """
+        blocks = [each.block for each in copy.blocks]
+        if sorted(blocks) != list(self._states):
+            raise InvalidKeys(
+                f"a copy of table '{self._name}' has {len(blocks)} blocks, the first {blocks[:3]}; "
+                f"expected the {len(self._states)} of its range, {list(self._states)[:3]} first"
+            )
+        for each in copy.blocks:
+            check_block(f"block {each.block} of '{self._name}'", each, self._states[each.block])
+            yield
+        for kept in copy.sums:
+            yield from self.receiving(kept.total)
+
+    def restore(self, copy: StoreCopy) -> None:
+        """`restoring`, at once."""
+        at_once(self.restoring(copy))
+
+    def restoring(self, copy: StoreCopy, changes: Changes = NOBODY_LOOKS) -> Work[None]:
+        """Become what `copy` says, in the memory that the values have: of what was here before,
+        nothing is left. Sums stay in the memory of `copy`.
+
+        Raises:
+            As `check`; then nothing has changed.
+        """
+        yield from self.checking(copy)
+        self.abandon()
+        self.lineage = object()
+        for block in copy.blocks:
+            changes.begin((block.block,))
+            restore_block(block, self._states[block.block])
+            self._versions[block.block] = block.version
+            changes.end((block.block,))
+            yield
+        sums: list[tuple[SumCopy, Total]] = []
+        for kept in copy.sums:
+            total = yield from self.receiving(kept.total)
+            sums.append((kept, total))
+        self._block_bytes = self._bytes_of(self._states)
+        self._sums.restore({each.clock: total for each, total in sums if not each.waits})
+        self._forming.update((each.clock, total) for each, total in sums if each.waits)
+
+    def abandon(self) -> None:
+        """Nothing more comes of what is in the making, nor of what readers were given."""
+        for clock in list(self._forming):
+            self.drop(clock)
+        self._means_ahead.clear()
+        self._kept.clear()
+
+    def assign(
+        self, parts: Sequence[tuple[int, Contribution]], array: str = "", edit: bytes = b""
+    ) -> None:
+        """Replace values; or lay optimizer state beside what there is, or put it in place. Absent
+        tensors keep theirs. Versions and all else do not change.
+
+        Args:
+            parts: as below.
+            array: of optimizer state (`assign_array`); empty means that values are replaced.
+            edit: under which name.
+
+        Shapes:
+            parts: (block, contribution) pairs; the store takes them over.
+
+        Raises:
+            InvalidKeys: the table's optimizer has no such array; nothing has changed.
+        """
+        self._check_parts(parts)
+        if array:
+            check_array(self._table, array)
+        self.lineage = object()
+        for block, part in parts:
+            state = self._states[block]
+            if array:
+                before = state.state_bytes
+                assign_array(state, self._table.spec.optimizer, (array, edit), part)
+                self._block_bytes += state.state_bytes - before
+            else:
+                contributions.copy_present(part, state.values)
+            contributions.release(part, self._pool)
+
+    def read_array(self, block: int, array: str) -> bytes:
+        """A block's elements of an array of optimizer state, in the table's arithmetic.
+
+        Raises:
+            InvalidKeys: the block is not here, or the table's optimizer has no such array.
+        """
+        state = self._state(block)
+        check_array(self._table, array)
+        return read_array(state, self._table.spec.optimizer, array)
+
+    def read(
+        self, block: int, codec: Codec | None, clock: int | None
+    ) -> tuple[bytes | memoryview, bytes]:
+        """A block's elements as a payload, and its presence bits.
+
+        Args:
+            block: the block.
+            codec: how to encode; None means the table's dtype. Values are rounded to nearest even.
+            clock: AGGREGATE: whose sum; None means the newest, 0 the initial values. Other tables
+                ignore it.
+
+        Shapes:
+            payload: in the table's own arithmetic a read-only view, which the next update
+                changes: copy it before anything else happens.
+            presence: empty if all tensors are present, and for all tables but AGGREGATE.
+
+        Raises:
+            InvalidKeys: the block is not here.
+            InvalidTensor: the codec is wider than the table.
+            InvalidConfig: the sum of `clock` is not kept.
+        """
+        state = self._state(block)
+        codec = NATIVE_CODEC[self._table.spec.dtype] if codec is None else codec
+        self._check_codec(codec)
+        if not self._arithmetic.is_aggregate:
+            if TORCH_DTYPE[codec] is self._dtype:
+                return self._payloads[block], b""
+            return encoded(state.values, state.length, codec, self._pool), b""
+        return self._sums.read(state, block, codec, clock)
+
+    @property
+    def table(self) -> Table:
+        """Whose blocks they are."""
+        return self._table
+
+    @property
+    def blocks(self) -> Collection[int]:
+        """Its blocks, ascending."""
+        return self._states.keys()
+
+    def version(self, block: int) -> int:
+        """Updates that have touched the block.
+
+        Raises:
+            InvalidKeys: the block is not here.
+        """
+        self._state(block)
+        return self._versions[block]
+
+    def _state(self, block: int) -> BlockState:
+        state = self._states.get(block)
+        if state is None:
+            raise InvalidKeys(
+                f"block {block} of table '{self._name}' is not in this range; "
+                f"it holds {len(self._states)} of the table's {self._table.block_count} blocks"
+            )
+        return state
+
+    def _check_codec(self, codec: Codec) -> None:
+        if codec is Codec.FP64 and self._dtype is not torch.float64:
+            raise InvalidTensor(
+                f"codec fp64 with table '{self._name}' of {self._table.spec.dtype.value}; "
+                "expected fp32, fp16 or bf16"
+            )
+
+    def _check_finite(self, part: Contribution) -> None:
+        broken = contributions.first_non_finite(part)
+        if broken is None:
+            return
+        contributions.release(part, self._pool)
+        segment = self._table.segments(part.block)[broken]
+        raise InvalidTensor(
+            f"non-finite gradient in tensor '{self._table.spec.tensors[segment.tensor].name}' of "
+            f"table '{self._name}' (block {part.block}); expected finite values"
+        )
+
+    def _check_parts(self, parts: Sequence[tuple[int, Contribution]]) -> None:
+        for block, part in parts:
+            self._state(block)
+            if part.block != block:
+                raise InvariantViolation("STO-1", f"block {part.block} given as block {block}")
+
+    def _forming_total(self, clock: int) -> Total:
+        total = self._forming.get(clock)
+        if total is None:
+            total = self._forming[clock] = Total()
+        return total

@@ -1,0 +1,207 @@
+"""All that a store holds for good, copied for a server that joins its range (SEMANTICS S9).
+
+What is volatile is not in it: sums in the making, whose steps their workers send again, and what
+delay compensation remembers for readers.
+
+Invariants:
+    COPY-1  A store that was restored from a copy goes on bit for bit as the one that was copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ps_core.errors import InvalidTensor
+from ps_server.values.mutations import SentTotal
+from ps_server.values.optimizer_arrays import is_laid_beside
+from ps_server.values.optimizers import BlockState
+
+_MAX_STEP_COUNT = 2**53
+"""What counts as broken: a float64 would lose steps there, and no training gets so far."""
+
+
+class BlockCopy(NamedTuple):
+    """A block.
+
+    Shapes:
+        steps: one number if all tensors have taken as many, else one for each.
+        values: little-endian, in the dtype of the table's arithmetic, with the padding.
+        slots: (name, as values).
+    """
+
+    block: int
+    version: int
+    steps: tuple[int, ...]
+    values: bytes | memoryview
+    slots: tuple[tuple[str, bytes | memoryview], ...]
+
+
+class SumCopy(NamedTuple):
+    """A sum: one that waits for its scale, or one that the table reads as (AGGREGATE)."""
+
+    clock: int
+    waits: bool
+    total: SentTotal
+
+
+class StoreCopy(NamedTuple):
+    """One table's blocks in one range."""
+
+    blocks: tuple[BlockCopy, ...]
+    sums: tuple[SumCopy, ...]
+
+
+def copy_of_block(block: int, version: int, state: BlockState) -> BlockCopy:
+    """The block as it is now; shares nothing with it."""
+    steps = state.steps
+    return BlockCopy(
+        block,
+        version,
+        (steps,) if isinstance(steps, int) else tuple(steps.tolist()),
+        state.values.numpy().tobytes(),
+        tuple((name, slot.numpy().tobytes()) for name, slot in sorted(state.slots.items())),
+    )
+
+
+def check_block(what: str, copy: BlockCopy, state: BlockState) -> None:
+    """Refuse a copy of another block than this.
+
+    Raises:
+        InvalidTensor: a length is wrong, a name comes twice, or steps are no steps.
+    """
+    expected = state.values.nbytes
+    for name, payload in (("values", copy.values), *copy.slots):
+        if len(payload) != expected:
+            raise InvalidTensor(f"{what}: {name} has {len(payload)} bytes; expected {expected}")
+    names = [name for name, _ in copy.slots]
+    if len(set(names)) != len(names):
+        raise InvalidTensor(f"{what} has state {', '.join(names)}; expected each once")
+    is_count = len(copy.steps) in (1, state.segment_count)
+    if not is_count or not all(0 <= steps < _MAX_STEP_COUNT for steps in copy.steps):
+        raise InvalidTensor(
+            f"{what} has {len(copy.steps)} counts of steps, the first {copy.steps[:3]}; expected 1 "
+            f"or {state.segment_count}, from 0"
+        )
+
+
+def restore_block(copy: BlockCopy, state: BlockState) -> None:
+    """Make the block what the copy says, in its own memory."""
+    _overwrite(state.values, copy.values)
+    slots = dict(copy.slots)
+    state.slots = {
+        name: _overwrite(state.slots.get(name, torch.empty_like(state.values)), payload)
+        for name, payload in slots.items()
+    }
+    state.steps = _steps(copy.steps)
+
+
+def _overwrite(target: Tensor, payload: bytes | memoryview) -> Tensor:
+    target.numpy().view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
+    return target
+
+
+def _steps(steps: Sequence[int]) -> int | np.ndarray[tuple[int], np.dtype[np.int64]]:
+    if len(set(steps)) == 1:
+        return steps[0]
+    return np.array(steps, dtype=np.int64)
+
+
+class SavedBlock(NamedTuple):
+    """A block as a checkpoint has it.
+
+    Shapes:
+        steps: as in `BlockCopy`.
+        tensors: (name, little-endian elements without the padding), the values first.
+    """
+
+    block: int
+    version: int
+    steps: tuple[int, ...]
+    tensors: tuple[tuple[str, memoryview], ...]
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(payload.nbytes for _, payload in self.tensors)
+
+    def copied_to(self, room: memoryview) -> SavedBlock:
+        """The same, sharing nothing with the block.
+
+        Args:
+            room: writable bytes ("B"), `byte_count` of them; the copy's from now on.
+        """
+        tensors = []
+        begin = 0
+        for name, payload in self.tensors:
+            target = room[begin : begin + payload.nbytes]
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
+            tensors.append((name, target))
+            begin += payload.nbytes
+        return self._replace(tensors=tuple(tensors))
+
+
+VALUES = "values"
+"""The tensor of a block that its values are in; the others are its optimizer's."""
+
+
+_ESCAPES = (("%", "%25"), ("/", "%2F"))
+_ESCAPED_VALUES = "%76alues"
+
+
+def tensor_of(slot: str) -> str:
+    """What a checkpoint calls a state of the optimizer: its name, so written that whatever a custom
+    update calls its state, it has no slash and is not the values.
+    """
+    for sign, escape in _ESCAPES:
+        slot = slot.replace(sign, escape)
+    return _ESCAPED_VALUES if slot == VALUES else slot
+
+
+def slot_of(tensor: str) -> str:
+    """The inverse of `tensor_of`."""
+    if tensor == _ESCAPED_VALUES:
+        return VALUES
+    for sign, escape in reversed(_ESCAPES):
+        tensor = tensor.replace(escape, sign)
+    return tensor
+
+
+def saved_block(block: int, version: int, state: BlockState) -> SavedBlock:
+    """The block as it is now: views of its memory."""
+    slots = (
+        (tensor_of(slot), tensor)
+        for slot, tensor in state.slots.items()
+        if not is_laid_beside(slot)
+    )
+    named = ((VALUES, state.values), *sorted(slots, key=lambda item: item[0]))
+    steps = state.steps
+    return SavedBlock(
+        block,
+        version,
+        (steps,) if isinstance(steps, int) else tuple(steps.tolist()),
+        tuple((name, _elements(tensor, state)) for name, tensor in named),
+    )
+
+
+def room_for(name: str, state: BlockState) -> memoryview:
+    """Where a tensor of the block lies, to be written to; made if it is not there."""
+    if name == VALUES:
+        return _elements(state.values, state)
+    slot = slot_of(name)
+    if slot not in state.slots:
+        state.slots[slot] = torch.zeros_like(state.values)
+    return _elements(state.slots[slot], state)
+
+
+def set_steps(state: BlockState, steps: Sequence[int]) -> None:
+    """So many steps each tensor of the block has taken: as in `BlockCopy`."""
+    state.steps = _steps(steps)
+
+
+def _elements(tensor: Tensor, state: BlockState) -> memoryview:
+    return tensor.numpy()[: state.length].data.cast("B")

@@ -1,0 +1,1 @@
+"""Messages between servers and workers, and between servers, to and from protobuf."""

@@ -1,0 +1,1 @@
+"""A worker's own state in checkpoints."""

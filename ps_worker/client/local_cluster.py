@@ -1,0 +1,127 @@
+"""An embedded cluster for notebooks and tests: one call, real processes, gone with their parent."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Self
+
+from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
+from ps_runtime.launch.launcher import (
+    CHECKPOINT_GRACE_S,
+    READY_DEADLINE_S,
+    Launcher,
+    start_scheduler,
+    start_servers,
+)
+
+
+class LocalCluster:
+    """A scheduler and servers on this machine; workers connect from this or any other process.
+
+    The processes end with `stop`, at the end of the `with` block, and when this process ends,
+    however it ends: a SIGKILL leaves nothing behind.
+
+    Args:
+        servers: how many servers.
+        workers: how many workers clock 1 of a BSP table waits for.
+        ready_deadline_s: how long each role may take until it serves.
+        replicas: servers that hold each range, so that all but one of them may die.
+        checkpoint_url: where checkpoints go; empty: nowhere.
+        resume: the checkpoint that it starts from: its directory, or where checkpoints are.
+
+    Blocking: until all roles serve.
+
+    Raises:
+        InvalidConfig: `servers` or `workers` is below 1, or `replicas` above `servers`.
+        Recovering: a role ended before it served; the message has its last lines.
+        WaitExpired: a role did not serve in time; the message has its last lines.
+    """
+
+    def __init__(
+        self,
+        servers: int = 1,
+        workers: int = 1,
+        ready_deadline_s: float = READY_DEADLINE_S,
+        replicas: int = 1,
+        checkpoint_url: str = "",
+        resume: str = "",
+    ) -> None:
+        checkpoints = CheckpointPlan(checkpoint_url, resume=resume)
+        shape = ClusterShape(servers, workers, replica_count=replicas, checkpoints=checkpoints)
+        self._start(shape, ready_deadline_s)
+
+    @classmethod
+    def of(cls, shape: ClusterShape, ready_deadline_s: float = READY_DEADLINE_S) -> Self:
+        """A cluster of any shape; blocks and raises as the class."""
+        made = cls.__new__(cls)
+        made._start(shape, ready_deadline_s)
+        return made
+
+    def _start(self, shape: ClusterShape, ready_deadline_s: float) -> None:
+        self._launcher = Launcher()
+        self._keeps_checkpoints = bool(shape.checkpoints.url)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._launcher.stop)
+            self._scheduler = start_scheduler(self._launcher, shape, ready_deadline_s)
+            for process in start_servers(self._launcher, shape, self._scheduler.address):
+                self._launcher.wait_ready(process, ready_deadline_s)
+            undo.pop_all()
+
+    @property
+    def address(self) -> str:
+        """The scheduler's "host:port", as `ps.connect` takes it."""
+        return self._scheduler.address
+
+    @property
+    def http_address(self) -> str:
+        """The scheduler's "host:port" for /metrics and /healthz."""
+        return self._scheduler.http_address
+
+    @property
+    def process_ids(self) -> dict[str, int]:
+        """The process id of each role by its name: "scheduler", "server 0", ..."""
+        return {process.name: process.pid for process in self._launcher.processes}
+
+    def stop(self) -> None:
+        """End all processes, after a checkpoint that somebody has asked for. Idempotent.
+
+        Blocking: a few seconds at most; half a minute while a checkpoint is written.
+        """
+        if self._keeps_checkpoints:  # servers have to be there until it is whole
+            self._launcher.stop_scheduler(CHECKPOINT_GRACE_S)
+        self._launcher.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def local_cluster(
+    servers: int = 1,
+    workers: int = 1,
+    ready_deadline_s: float = READY_DEADLINE_S,
+    replicas: int = 1,
+    checkpoint_url: str = "",
+    resume: str = "",
+) -> LocalCluster:
+    """Start a scheduler and servers on this machine, as child processes.
+
+        with ps.local_cluster(servers=2) as cluster, ps.connect(cluster.address) as client:
+            ...
+
+    Args:
+        servers: how many servers.
+        workers: how many workers clock 1 of a BSP table waits for.
+        ready_deadline_s: how long each role may take until it serves.
+        replicas: servers that hold each range, so that all but one of them may die.
+        checkpoint_url: where checkpoints go; empty: nowhere.
+        resume: the checkpoint that it starts from: its directory, or where checkpoints are.
+
+    Returns:
+        The cluster, which ends with its `with` block, with `stop`, and with this process.
+
+    Blocking, Raises: as `LocalCluster`.
+    """
+    return LocalCluster(servers, workers, ready_deadline_s, replicas, checkpoint_url, resume)

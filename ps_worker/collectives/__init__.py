@@ -1,0 +1,1 @@
+"""Rounds of collective calls, and the values in them."""

@@ -1,0 +1,223 @@
+"""What workers give in collective calls: to bytes and back, and how it is reduced.
+
+Rules:
+    - A reduction goes through the workers in the order of their ranks, so it is the same at each.
+    - Python's integers stay exact; its floats are added as float64. A tensor is reduced in its own
+      dtype, float16 and bfloat16 in float32, and comes back in its own.
+    - Workers that call the same describe it by the same words: the call, its name, and for a
+      reduction the shapes and dtypes of what is reduced.
+
+What it deliberately does not do: know rounds or the network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ps_core import limits
+from ps_core.collective import Round
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvalidTensor
+from ps_worker.checkpoint.state_codec import decode, encode
+
+OPS = ("sum", "mean", "min", "max")
+
+_LENGTH = struct.Struct("<I")
+_HALF = (torch.float16, torch.bfloat16)
+_FLOATS = (*_HALF, torch.float32, torch.float64)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def packed(value: Any, verb: str) -> bytes:
+    """A value as bytes; see `ps_worker.checkpoint.state_codec.ACCEPTED`.
+
+    Raises:
+        InvalidConfig: something in it cannot be sent.
+        InvalidTensor: it is over the limit.
+    """
+    state, tensors = encode({"value": value})
+    header = json.dumps(
+        {
+            "state": state,
+            "tensors": [
+                [name, str(one.dtype).removeprefix("torch."), list(one.shape)]
+                for name, one in tensors.items()
+            ],
+        }
+    ).encode()
+    raws = [_raw(one) for one in tensors.values()]
+    byte_count = _LENGTH.size + len(header) + sum(map(len, raws))
+    if byte_count > limits.MAX_COLLECTIVE_BYTES:
+        raise InvalidTensor(
+            f"{verb} was given {byte_count} bytes; expected at most {limits.MAX_COLLECTIVE_BYTES}. "
+            "Push what is larger to a table: Aggregate() sums, FromRank0() hands rank 0's values on"
+        )
+    return b"".join((_LENGTH.pack(len(header)), header, *raws))
+
+
+def unpacked(payload: bytes) -> Any:
+    """The value that `packed` was given; its tensors are on the CPU.
+
+    Raises:
+        InvalidTensor: the bytes are not what `packed` makes.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(payload)
+        begin = _LENGTH.size + length
+        header = json.loads(payload[_LENGTH.size : begin])
+        tensors = {}
+        for name, dtype, shape in header["tensors"]:
+            empty = torch.empty(shape, dtype=getattr(torch, dtype))
+            end = begin + empty.nbytes
+            if empty.nbytes:
+                raw = np.frombuffer(bytearray(payload[begin:end]), np.uint8)
+                empty = torch.from_numpy(raw).view(empty.dtype).reshape(shape)
+            tensors[name], begin = empty, end
+        return decode(header["state"], tensors)["value"]
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise InvalidTensor(f"what a worker gave is of another version: {error}") from error
+    except InvalidCheckpoint as error:
+        raise InvalidTensor(f"what a worker gave is of another version: {error.message}") from error
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def words_of(verb: str, name: str, what: str = "") -> str:
+    """What a call is called, the same at every worker that calls the same."""
+    words = verb + f" '{name}'" * bool(name) + f" of {what}" * bool(what)
+    raw = words.encode()
+    if len(raw) <= limits.MAX_COLLECTIVE_CALL_BYTES:
+        return words
+    digest = hashlib.sha256(raw).hexdigest()[:16]
+    kept = raw[: limits.MAX_COLLECTIVE_CALL_BYTES - 32].decode(errors="ignore")
+    return f"{kept}... ({digest})"
+
+
+def check_agreement(ended: Round) -> None:
+    """Refuse a round in which workers made different calls, or that came to nothing.
+
+    Raises:
+        InvalidConfig: naming two of them, and their calls.
+        InvalidTensor: why it came to nothing.
+    """
+    first = ended.shares[0]
+    for share in ended.shares[1:]:
+        if share.call != first.call:
+            raise InvalidConfig(
+                f"workers made different collective calls: rank {first.rank} called {first.call}, "
+                f"rank {share.rank} called {share.call}. Every worker makes the same calls in the "
+                "same order; this one came to nothing for all of them"
+            )
+    if ended.problem:
+        raise InvalidTensor(f"{first.call}: {ended.problem}")
+
+
+def reducible(value: Any, op: str, at: str = "value") -> Any:
+    """A value as it is sent to be reduced: numbers, tensors on the CPU, and dicts, lists and tuples
+    of these.
+
+    Raises:
+        InvalidConfig: there is no such `op`.
+        InvalidTensor: something in it cannot be reduced so.
+    """
+    if op not in OPS:
+        raise InvalidConfig(f"op is {op!r}; expected one of {', '.join(OPS)}")
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, torch.Tensor):
+        return _reducible_tensor(value.detach().cpu(), op, at)
+    if isinstance(value, dict):
+        if not all(isinstance(key, str) for key in value):
+            raise InvalidTensor(f"{at} has keys that are no texts; expected texts")
+        return {key: reducible(value[key], op, f"{at}[{key!r}]") for key in sorted(value)}
+    if isinstance(value, list | tuple):
+        return [reducible(one, op, f"{at}[{n}]") for n, one in enumerate(value)]
+    raise InvalidTensor(
+        f"{at} is a {type(value).__name__}; expected a number, a tensor, an array, or a dict, list "
+        "or tuple of these"
+    )
+
+
+def _reducible_tensor(tensor: torch.Tensor, op: str, at: str) -> torch.Tensor:
+    if tensor.dtype not in _FLOATS + _INTEGERS:
+        raise InvalidTensor(
+            f"{at} is of {tensor.dtype}; expected floating-point numbers or integers"
+        )
+    if op == "mean" and tensor.dtype in _INTEGERS:
+        raise InvalidTensor(
+            f"{at} is of {tensor.dtype}, which has no mean; give it as .double(), or take the sum"
+        )
+    return tensor
+
+
+def shape_words(value: Any) -> str:
+    """What has to be alike at all workers of what is reduced."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {shape_words(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(shape_words, value)) + "]"
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return "a number"
+
+
+def reduced(values: Sequence[Any], op: str) -> Any:
+    """The reduction of what `reducible` has made of all workers' values, in their order."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: reduced([value[key] for value in values], op) for key in first}
+    if isinstance(first, list):
+        return [reduced(ones, op) for ones in zip(*values, strict=True)]
+    if isinstance(first, torch.Tensor):
+        return _reduced_tensors(values, op)
+    return _reduced_numbers(values, op)
+
+
+def _reduced_numbers(values: Sequence[float], op: str) -> float:
+    if op in ("min", "max"):
+        if any(math.isnan(value) for value in values):
+            return math.nan
+        return min(values) if op == "min" else max(values)
+    total: float = 0
+    for value in values:
+        total += value
+    return total / len(values) if op == "mean" else total
+
+
+def _reduced_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    fold: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+        "min": torch.minimum,
+        "max": torch.maximum,
+    }
+    dtype = tensors[0].dtype
+    total = tensors[0].float() if dtype in _HALF else tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = fold.get(op, torch.add)(total, tensor.to(total.dtype))
+    if op == "mean":
+        total = total / len(tensors)
+    return total.to(dtype)
+
+
+def as_given(value: Any, given: Any) -> Any:
+    """A result in the kind and on the device of what the caller gave."""
+    if isinstance(given, dict):
+        return {key: as_given(value[key], one) for key, one in given.items()}
+    if isinstance(given, list | tuple):
+        ones = [as_given(one, other) for one, other in zip(value, given, strict=True)]
+        return tuple(ones) if isinstance(given, tuple) else ones
+    if isinstance(given, torch.Tensor):
+        return value.to(given.device)
+    return value.numpy() if isinstance(given, np.ndarray) else value

@@ -1,0 +1,1 @@
+"""Specifications: optimizers, tables, training options, the cut of arrays into blocks."""

@@ -1,0 +1,249 @@
+"""Parameter groups as flat tables: which tensor lies where.
+
+A torch parameter group becomes one table per element type; its parameters follow each other in the
+order of registration, each flattened in logical (C) order whatever its memory format.
+
+Rules:
+    - A parameter registered twice (tied weights) is in its group once, under its first name.
+    - Parameters that are frozen when their group is registered get a table of their own
+      (``.../frozen``): evaluators can pull a whole model, while training moves none of their bytes.
+      The table joins in when one of them is unfrozen.
+    - A compiled module's tensors have the names of the plain one's (`plain_name`), so that
+      checkpoints and other ranks find them.
+    - Tensors without elements have a place and no bytes; a group of nothing else has no table.
+
+Invariants:
+    FL-1  Every parameter of a group is in exactly one layout, and offsets follow each other without
+          gap.
+
+What it deliberately does not do: hold gradients (`ps_worker.training.staging`), or talk to anybody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ps_core.errors import InvalidConfig
+from ps_core.tables import DType, TensorSpec
+
+TORCH_DTYPE: dict[DType, torch.dtype] = {
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT64: torch.float64,
+}
+"""The torch dtype of each table dtype."""
+
+TABLE_DTYPE: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPE.items()}
+"""The inverse of `TORCH_DTYPE`."""
+
+_COMPILED = "_orig_mod"
+"""What `torch.compile` puts into the names of a module's parameters."""
+
+
+def plain_name(name: str) -> str:
+    """A parameter's or a buffer's name as the module has it that was compiled."""
+    if _COMPILED not in name:
+        return name
+    return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+
+Parameters: TypeAlias = (
+    nn.Module
+    | Iterable[torch.Tensor]
+    | Iterable[tuple[str, torch.Tensor]]
+    | Iterable[Mapping[str, Any]]
+)
+"""What a torch optimizer takes, or a module, which stands for its named parameters."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedTensor:
+    """A tensor and its place in a table; `offset` is in elements."""
+
+    name: str
+    tensor: torch.Tensor
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """The place after its last element."""
+        return self.offset + self.tensor.numel()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FlatLayout:
+    """The tensors of one table, in order of their offsets."""
+
+    table_name: str
+    dtype: DType
+    placed: tuple[PlacedTensor, ...]
+    is_frozen: bool = False
+
+    @property
+    def element_count(self) -> int:
+        """Elements of the table."""
+        return self.placed[-1].end
+
+    def tensor_specs(self) -> tuple[TensorSpec, ...]:
+        """The layout as the table's creator describes it."""
+        return tuple(
+            TensorSpec(entry.name, tuple(entry.tensor.shape), entry.offset) for entry in self.placed
+        )
+
+    def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`flat`, cut into the layout's tensors.
+
+        Shapes:
+            flat: 1-D, `element_count` elements, contiguous. The views share its memory.
+        """
+        return tuple(
+            flat[entry.offset : entry.end].view(entry.tensor.shape) for entry in self.placed
+        )
+
+
+def named_groups(parameters: Parameters, module: nn.Module | None = None) -> list[dict[str, Any]]:
+    """Parameter groups with "params" and, in the same order, "param_names"; no tensor twice.
+
+    Tensors that come without a name get the one that `module` knows them by, else
+    ``parameter.<position>``, counted over all groups.
+
+    Raises:
+        InvalidConfig: something that is no parameter, or no parameters at all.
+    """
+    if isinstance(parameters, nn.Module):
+        return named_groups(parameters.named_parameters(), module or parameters)
+    if isinstance(parameters, torch.Tensor):
+        raise InvalidConfig("expected an iterable of parameters; got one tensor")
+    entries: list[Any] = list(parameters)
+    if not entries:
+        raise InvalidConfig("expected parameters; got an empty list")
+    groups = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
+    known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
+    names = _Names(known)
+    return [_named_group(group, names) for group in groups]
+
+
+def named_group(
+    group: Mapping[str, Any], module: nn.Module | None, position: int
+) -> dict[str, Any]:
+    """One later group as `named_groups` has it; `position` parameters have been counted before.
+
+    Raises:
+        InvalidConfig: as `named_groups`.
+    """
+    known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
+    return _named_group(group, _Names(known, position))
+
+
+class _Names:
+    """Names for parameters that come without one."""
+
+    def __init__(self, known: Mapping[int, str], position: int = 0) -> None:
+        self._known = known
+        self._position = position
+
+    def next_for(self, entry: object) -> tuple[str, torch.Tensor]:
+        position, self._position = self._position, self._position + 1
+        if isinstance(entry, torch.Tensor):
+            return plain_name(self._known.get(id(entry), f"parameter.{position}")), entry
+        if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor):
+            return plain_name(str(entry[0])), entry[1]
+        raise InvalidConfig(
+            f"expected a parameter or a (name, parameter) pair; got {type(entry).__name__}"
+        )
+
+
+def _named_group(group: Any, names: _Names) -> dict[str, Any]:
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise InvalidConfig(f"expected a parameter group with 'params'; got {type(group).__name__}")
+    given = group["params"]
+    if isinstance(given, set):
+        raise InvalidConfig("expected parameters in an order; got a set")
+    if isinstance(given, nn.Module):
+        given = given.named_parameters()
+    entries: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+    if "param_names" in group:
+        entries = list(zip(group["param_names"], entries, strict=True))
+    once: dict[int, tuple[str, torch.Tensor]] = {}
+    for entry in entries:
+        name, tensor = names.next_for(entry)
+        once.setdefault(id(tensor), (name, tensor))
+    named = list(once.values())
+    return {
+        **group,
+        "params": [tensor for _, tensor in named],
+        "param_names": [name for name, _ in named],
+    }
+
+
+def table_layouts(prefix: str, group: Mapping[str, Any]) -> Iterator[FlatLayout]:
+    """The tables of one registered torch group (with "params" and "param_names").
+
+    Yields:
+        One layout per element type and frozenness, in order of first appearance.
+
+    Raises:
+        InvalidConfig: an element type that no table has, or two parameters of one name.
+    """
+    bins: dict[tuple[DType, bool], list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in zip(group["param_names"], group["params"], strict=True):
+        key = (dtype_of(name, tensor), not tensor.requires_grad)
+        bins.setdefault(key, []).append((name, tensor))
+    for (dtype, is_frozen), named in bins.items():
+        table_name = f"{prefix}/{dtype.value}" + ("/frozen" if is_frozen else "")
+        layout = layout_of(table_name, dtype, named, is_frozen=is_frozen)
+        if layout is not None:
+            yield layout
+
+
+def layout_of(
+    table_name: str,
+    dtype: DType,
+    named: Iterable[tuple[str, torch.Tensor]],
+    *,
+    is_frozen: bool = False,
+) -> FlatLayout | None:
+    """`named` tensors one after the other; None if there is not one element among them.
+
+    Raises:
+        InvalidConfig: two tensors of one name.
+    """
+    placed = []
+    names = set()
+    end = 0
+    for name, tensor in named:
+        if name in names:
+            raise InvalidConfig(f"table '{table_name}' would have two tensors named '{name}'")
+        names.add(name)
+        placed.append(PlacedTensor(name, tensor, end))
+        end += tensor.numel()
+    return FlatLayout(table_name, dtype, tuple(placed), is_frozen) if end else None
+
+
+def dtype_of(name: str, tensor: torch.Tensor) -> DType:
+    """The table dtype of a parameter.
+
+    Raises:
+        InvalidConfig: tables have no such element type, the tensor is not dense, or it is a lazy
+            module's, which has no shape yet.
+    """
+    if is_lazy(tensor):
+        raise InvalidConfig(
+            f"parameter '{name}' is a lazy module's and has no shape yet; give the model one batch "
+            "before its optimizer is made"
+        )
+    found = TABLE_DTYPE.get(tensor.dtype)
+    if found is None or tensor.layout is not torch.strided:
+        expected = ", ".join(str(theirs) for theirs in TABLE_DTYPE)
+        raise InvalidConfig(
+            f"parameter '{name}' is {tensor.dtype} ({tensor.layout}); expected a dense tensor of "
+            f"{expected}"
+        )
+    return found

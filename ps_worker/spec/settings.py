@@ -1,0 +1,284 @@
+"""What a script says when it makes a table: consistency, initial values, options.
+
+Rules:
+    - Each setting is a small frozen value; `table_spec` turns them into a validated `TableSpec`.
+    - A layout is a sequence of (name, shape): tensors follow each other in that order, without gap.
+
+What it deliberately does not do: talk to anybody, or keep state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict
+
+from ps_core import limits
+from ps_core.consistency import Consistency, Mode, StalePolicy, moving, parsed
+from ps_core.errors import InvalidConfig
+from ps_core.tables import (
+    DType,
+    Initializer,
+    InitializerKind,
+    Kernels,
+    OptimizerSpec,
+    Reduction,
+    TableSpec,
+    TensorSpec,
+)
+from ps_worker.spec.optimizers import check_optimizer
+from ps_worker.spec.values import Values, raw_of
+
+
+def BSP(*, backup_workers: int = 0, grace_s: float = 0.0) -> Consistency:  # noqa: N802
+    """Bulk-synchronous: every update has a step of every worker; all read the same version.
+
+    Args:
+        backup_workers: how many workers' steps may be missing from an update; 0 (default) waits
+            for all. A step that comes too late is discarded, and its worker goes on from the
+            newest clock.
+        grace_s: how long an update waits for the others once enough steps are there.
+
+    Raises:
+        InvalidConfig: a number is out of its bounds.
+    """
+    grace_ms = _grace_ms(grace_s)
+    return Consistency(backup_workers=backup_workers, grace_ms=grace_ms).validated()
+
+
+def SSP(staleness: int, *, most: int | None = None) -> Consistency:  # noqa: N802
+    """Stale-synchronous: every step is applied when it arrives; a pull waits until no worker is
+    more than `staleness` clocks behind.
+
+    Args:
+        staleness: the bound.
+        most: the bound moves between `staleness`, where it begins, and this, by how long workers
+            wait and by the loss that they report (docs/CONSISTENCY.md has the rule); None (default)
+            means that it is fixed.
+
+    Raises:
+        InvalidConfig: a bound is negative or too large, or `most` is not above `staleness`.
+    """
+    if most is not None:
+        return moving(staleness, most)
+    return Consistency(Mode.SSP, staleness=staleness).validated()
+
+
+def ASP(  # noqa: N802
+    *,
+    reject: int | None = None,
+    damp: float | None = None,
+    divide: bool = False,
+    compensate: float | None = None,
+    adaptive: bool = False,
+) -> Consistency:
+    """Asynchronous: every step is applied when it arrives; nobody waits. At most one of:
+
+    Args:
+        reject: turn away what is staler than this many updates; `StepResult.rejected` names it.
+        damp: multiply what is tau updates stale by 1 / (1 + damp * tau).
+        divide: multiply it by 1 / max(1, tau).
+        compensate: take a gradient g that was computed at w' and comes to w as
+            g + compensate * g * g * (w - w') (DC-ASGD); servers keep what each worker pulled.
+        adaptive: with `compensate`: divide it by the root of the running mean of g * g.
+
+    Raises:
+        InvalidConfig: two of them, or a number out of its bounds.
+    """
+    choices = {"reject": reject, "damp": damp, "compensate": compensate}
+    given = [name for name, value in choices.items() if value is not None] + ["divide"] * divide
+    if len(given) > 1:
+        raise InvalidConfig(f"ASP has {' and '.join(given)}; expected at most one of them")
+    return Consistency(
+        Mode.ASP,
+        policy=StalePolicy(given[0]) if given else StalePolicy.ACCEPT,
+        bound=reject or 0,
+        alpha=damp or 0.0,
+        strength=compensate or 0.0,
+        adaptive=adaptive,
+    ).validated()
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:
+    """The table starts with zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """The table starts with one value everywhere."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inline:
+    """The table starts with these values, which travel in the request: at most 1 MiB.
+
+    Shapes:
+        values: all elements of the table, in the table's dtype.
+    """
+
+    values: Values
+
+
+@dataclass(frozen=True, slots=True)
+class FromRank0:
+    """The worker of rank 0 gives the values with `client.assign`; until then everybody waits."""
+
+
+Initial = Zeros | Constant | Inline | FromRank0
+Layout = int | Sequence[int] | Sequence[tuple[str, Sequence[int]]]
+
+
+class SupportsSpec(Protocol):
+    """An optimizer of `ps_worker.spec.optimizers`, or anything that describes itself the same
+    way.
+    """
+
+    def spec(self, kernels: Kernels = ...) -> OptimizerSpec:
+        """The optimizer as a table's setting."""
+        ...
+
+
+class TableOptions(TypedDict, total=False):
+    """The keyword arguments of `Client.create_table`, which has their meaning."""
+
+    dtype: str
+    consistency: Consistency | str
+    reduction: str
+    init: Initial
+    block_elements: int
+    allow_non_finite: bool
+    gate_bytes: int
+    kernels: str
+    timeout_s: float | None
+
+
+TABLE_DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "reduction": "mean",
+    "init": Zeros(),
+    "block_elements": 0,
+    "allow_non_finite": False,
+    "gate_bytes": 0,
+    "kernels": "fast",
+    "timeout_s": None,
+}
+"""Of `TableOptions`; the consistency is the client's, where there is one."""
+
+
+def table_spec(
+    name: str, layout: Layout, optimizer: SupportsSpec | OptimizerSpec, options: TableOptions
+) -> TableSpec:
+    """The validated spec of a table.
+
+    Raises:
+        InvalidConfig: naming the field, what came and what was expected.
+    """
+    unknown = set(options) - set(TableOptions.__annotations__)
+    if unknown:
+        raise InvalidConfig(
+            f"create_table has no option {', '.join(sorted(unknown))}; it has "
+            f"{', '.join(sorted(TableOptions.__annotations__))}"
+        )
+    given = {**TABLE_DEFAULTS, "consistency": Consistency(), **options}
+    dtype = _choice(DType, "dtype", given["dtype"])
+    kernels = _choice(Kernels, "kernels", given["kernels"])
+    tensors = tensors_of(name, layout)
+    is_spec = isinstance(optimizer, OptimizerSpec)
+    if not is_spec and (isinstance(optimizer, type) or not hasattr(optimizer, "spec")):
+        check_optimizer(optimizer)
+    spec = optimizer if isinstance(optimizer, OptimizerSpec) else optimizer.spec(kernels)
+    return TableSpec(
+        name=name,
+        dtype=dtype,
+        element_count=sum(tensor.element_count for tensor in tensors),
+        optimizer=spec,
+        block_elements=given["block_elements"],
+        tensors=tensors,
+        consistency=consistency_of(given["consistency"]),
+        initializer=_initializer(given["init"], dtype),
+        reduction=_choice(Reduction, "reduction", given["reduction"]),
+        allow_non_finite=given["allow_non_finite"],
+        gate_bytes=given["gate_bytes"],
+    ).validated()
+
+
+def tensors_of(name: str, layout: Layout) -> tuple[TensorSpec, ...]:
+    """The tensors of a table: one named as the table for a count or a shape, else those listed.
+
+    Raises:
+        InvalidConfig: the layout is none of the three forms.
+    """
+    if isinstance(layout, int):
+        return (TensorSpec(name, (_size(name, layout),), 0),)
+    if all(isinstance(entry, int) for entry in layout):
+        shape = tuple(_size(name, entry) for entry in layout)
+        return (TensorSpec(name, shape, 0),)
+    tensors = []
+    offset = 0
+    for entry in layout:
+        tensor = TensorSpec(*_named_shape(name, entry), offset)
+        tensors.append(tensor)
+        offset += tensor.element_count
+    return tuple(tensors)
+
+
+def _named_shape(table: str, entry: object) -> tuple[str, tuple[int, ...]]:
+    """One entry of a layout, whatever the script gave."""
+    if isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str):
+        return entry[0], tuple(_size(entry[0], size) for size in entry[1])
+    raise InvalidConfig(f"table '{table}': the layout has {entry!r}; expected (tensor name, shape)")
+
+
+def _size(name: str, size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise InvalidConfig(f"'{name}': a dimension is {size!r}; expected a number of 0 or more")
+    return size
+
+
+def consistency_of(given: Consistency | str) -> Consistency:
+    """A setting, or the words that `pushpull` writes it in ("ssp:4").
+
+    Raises:
+        InvalidConfig: it is neither.
+    """
+    if isinstance(given, str):
+        return parsed(given)
+    if isinstance(given, Consistency):
+        return given.validated()
+    raise InvalidConfig(f"consistency is {given!r}; expected BSP(), SSP(staleness) or ASP()")
+
+
+def _grace_ms(grace_s: float) -> int:
+    if not 0.0 <= grace_s <= limits.MAX_GRACE_MS / 1000:
+        raise InvalidConfig(
+            f"grace_s is {grace_s}; expected 0 to {limits.MAX_GRACE_MS / 1000:g} seconds"
+        )
+    return round(grace_s * 1000)
+
+
+def _initializer(initial: Initial, dtype: DType) -> Initializer:
+    if isinstance(initial, Zeros):
+        return Initializer(InitializerKind.ZEROS)
+    if isinstance(initial, Constant):
+        return Initializer(InitializerKind.CONSTANT, constant=float(initial.value))
+    if isinstance(initial, FromRank0):
+        return Initializer(InitializerKind.FROM_RANK_ZERO)
+    if isinstance(initial, Inline):
+        raw = raw_of(initial.values, dtype, "the inline initializer")
+        return Initializer(InitializerKind.INLINE, inline=raw.tobytes())
+    raise InvalidConfig(
+        f"init is {initial!r}; expected Zeros(), Constant(value), Inline(values) or FromRank0()"
+    )
+
+
+def _choice(kind: Any, field: str, given: object) -> Any:
+    """The member of an enum by its value, or the member itself."""
+    if isinstance(given, kind):
+        return given
+    names = [member.value for member in kind]
+    if given not in names:
+        raise InvalidConfig(f"{field} is {given!r}; expected one of {', '.join(map(repr, names))}")
+    return kind(given)

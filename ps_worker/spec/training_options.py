@@ -1,0 +1,131 @@
+"""What a training script may choose about a `DistributedOptimizer`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any, TypedDict, cast
+
+from ps_core import limits
+from ps_core.consistency import Consistency, Mode
+from ps_core.errors import InvalidConfig
+from ps_core.tables import Kernels, Reduction
+from ps_worker.spec.settings import BSP, consistency_of
+
+BUFFER_MODES = ("rank0", "mean", None)
+STEP_MODES = ("sealed", "eager")
+
+
+class OptimizerOptions(TypedDict, total=False):
+    """The keyword arguments of `DistributedOptimizer`, which has their meaning."""
+
+    name: str
+    consistency: Consistency | str
+    reduction: str
+    mode: str
+    buffers: str | None
+    kernels: str
+    accumulate: int
+    block_elements: int
+    allow_non_finite: bool
+    gate_bytes: int
+    clip_norm: float | None
+    recompute: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """The options of a `DistributedOptimizer`, which has their meaning, checked."""
+
+    name: str = "model"
+    consistency: Consistency = field(default_factory=BSP)
+    reduction: str = "mean"
+    mode: str = "sealed"
+    buffers: str | None = "rank0"
+    kernels: str = "fast"
+    accumulate: int = 1
+    block_elements: int = 0
+    allow_non_finite: bool = False
+    gate_bytes: int = 0
+    clip_norm: float | None = None
+    recompute: int = 3
+
+    def __post_init__(self) -> None:
+        _require_one_of("mode", self.mode, STEP_MODES)
+        _require_one_of("buffers", self.buffers, BUFFER_MODES)
+        _require_one_of("kernels", self.kernels, tuple(kind.value for kind in Kernels))
+        _require_one_of("reduction", self.reduction, tuple(kind.value for kind in Reduction))
+        if self.accumulate < 1:
+            raise InvalidConfig(f"accumulate is {self.accumulate}; expected 1 or more")
+        if not 0 <= self.recompute <= limits.MAX_RECOMPUTE_COUNT:
+            raise InvalidConfig(
+                f"recompute is {self.recompute}; expected 0 to {limits.MAX_RECOMPUTE_COUNT} rounds"
+            )
+        self._check_clip_norm()
+        if not self.name or "/" in self.name:
+            raise InvalidConfig(f"name is {self.name!r}; expected a name without '/'")
+        if self.buffers == "mean" and not self.is_bsp:
+            raise InvalidConfig(
+                f"buffers is 'mean' under {self.consistency}, where nothing is averaged; expected "
+                "BSP"
+            )
+
+    def _check_clip_norm(self) -> None:
+        if self.clip_norm is None:
+            return
+        if not 0.0 < self.clip_norm < math.inf:
+            raise InvalidConfig(
+                f"clip_norm is {self.clip_norm}; expected a finite number above 0, or None"
+            )
+        if self.is_eager:
+            raise InvalidConfig(
+                f"clip_norm is {self.clip_norm:g} in 'eager' mode, where gradients leave before "
+                "all of them, and so their norm, are there; expected mode='sealed' (the default)"
+            )
+
+    @classmethod
+    def of(cls, given: OptimizerOptions, default: Consistency) -> TrainingOptions:
+        """The options that a caller gave, with the defaults of the rest.
+
+        Args:
+            given: what the caller gave.
+            default: the consistency where the caller names none.
+
+        Raises:
+            InvalidConfig: an option that there is not, or a value that is wrong.
+        """
+        known = {entry.name for entry in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise InvalidConfig(
+                f"DistributedOptimizer has no option {', '.join(unknown)}; it has "
+                f"{', '.join(sorted(known))}"
+            )
+        consistency = consistency_of(given.get("consistency", default))
+        return cls(**cast("dict[str, Any]", {**given, "consistency": consistency}))
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether gradients are final when their hooks fire."""
+        return self.mode == "eager"
+
+    @property
+    def applies_on_arrival(self) -> bool:
+        """Whether the servers apply blocks before the step is sealed: eager steps, but for BSP."""
+        return self.is_eager and not self.is_bsp
+
+    @property
+    def is_bsp(self) -> bool:
+        """Whether an update has the steps of several workers."""
+        return self.consistency.mode is Mode.BSP
+
+    @property
+    def is_in_lockstep(self) -> bool:
+        """Whether all workers of the model are at one clock: one that is left behind is not."""
+        return self.is_bsp and not self.consistency.backup_workers
+
+
+def _require_one_of(field: str, given: object, allowed: tuple[object, ...]) -> None:
+    if given not in allowed:
+        expected = ", ".join(repr(value) for value in allowed)
+        raise InvalidConfig(f"{field} is {given!r}; expected one of {expected}")

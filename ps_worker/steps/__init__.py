@@ -1,0 +1,1 @@
+"""Steps of a table, and the tickets that a caller waits on."""

@@ -1,0 +1,1 @@
+"""Training with torch: the optimizer, trained tables and models, staging, buffers, samplers."""

@@ -1,0 +1,147 @@
+"""Parameters that a script has changed between two steps are found (SEMANTICS S16).
+
+    p.data.fill_(0.0); module.load_state_dict(...); nn.init.orthogonal_(p)   --step()--> an edit
+
+Rules:
+    - A parameter is edited if its bits are not those that this worker wrote into it last. What made
+      them differ does not matter: neither autograd's version counter nor the tensor's memory is
+      asked.
+    - On the CPU it is compared with what was pulled, bit by bit. On a device its sums of bits by
+      column are, with those of the moment in which it was written.
+
+What it deliberately does not do: name them (`ps_worker.training.planned_edits` does), send anything
+(`ps_worker.training.trained_table` does), or decide what becomes of a step
+(`ps_worker.training.trained_model` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+
+from ps_worker.spec.flat_layout import FlatLayout
+from ps_worker.training.staging import FlatBuffer, column_sums, is_same_memory, same_bits
+
+
+class WrittenValues:
+    """What this worker wrote last into the parameters of a table.
+
+    Args:
+        layout: the parameters.
+        received: what the values were copied from. It must not change while `is_known`.
+
+    Attributes:
+        is_known: whether the parameters were written, and nothing is on its way that will be.
+    """
+
+    def __init__(self, layout: FlatLayout, received: FlatBuffer) -> None:
+        self._layout = layout
+        self._received = received
+        self._sums: dict[int, torch.Tensor] = {}
+        self._homes = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
+        self._marks: list[tuple[int, int]] = []
+        self._left: list[torch.Tensor] = []
+        self.is_known = False
+
+    def left(self) -> None:
+        """A wait for other values has ended without them: what the script changes from now on, it
+        changes after the step that is waited for.
+
+        Blocking: no; sums are queued on the devices of the parameters.
+        """
+        if not self._left:
+            self._left = [column_sums(entry.tensor.detach()) for entry in self._layout.placed]
+
+    def changed_since_left(self) -> set[int]:
+        """The parameters that were changed since the first `left` after they were written; told
+        once.
+
+        Blocking: reads every parameter, if a wait has ended so.
+        """
+        before, self._left = self._left, []
+        return {
+            index
+            for index, (entry, sums) in enumerate(zip(self._layout.placed, before, strict=False))
+            if _differ(sums, column_sums(entry.tensor.detach()).to(sums.device))
+        }
+
+    def written(self, but: Collection[int] = ()) -> None:
+        """The parameters have the values that were received.
+
+        Args:
+            but: those that have not.
+
+        Blocking: no; sums are queued on the devices.
+        """
+        self.is_known = True
+        self.mark()
+        for index, entry in enumerate(self._layout.placed):
+            if entry.tensor.is_cpu:
+                continue
+            self._sums.pop(index, None)
+            if index not in but:
+                self._sums[index] = column_sums(entry.tensor.detach())
+
+    def mark(self) -> None:
+        """The parameters are as they were written, as far as a look at them can tell."""
+        self._marks = [_mark_of(entry.tensor) for entry in self._layout.placed]
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether autograd or the allocator knows of a change since: a look that costs next to
+        nothing, and misses what is written past both (`.data`, numpy).
+        """
+        marks = zip(self._layout.placed, self._marks, strict=True)
+        return any(_mark_of(entry.tensor) != mark for entry, mark in marks)
+
+    def edited(self) -> list[int]:
+        """The parameters that have other values now.
+
+        Blocking: reads every parameter once (CPU), or waits for the device.
+        """
+        found = []
+        on_device: list[tuple[int, torch.Tensor]] = []
+        for index, entry in enumerate(self._layout.placed):
+            tensor, (home, byte_count, dtype) = entry.tensor, self._homes[index]
+            if (
+                tensor.is_cpu
+                and tensor.dtype is dtype
+                and tensor.is_contiguous()
+                and tensor.nbytes == byte_count
+                and is_same_memory(tensor.data_ptr(), home, byte_count)
+            ):
+                continue  # as nearly always: a model may have thousands
+            now, sums = tensor.detach(), self._sums.get(index)
+            if sums is not None and now.device == sums.device:
+                on_device.append((index, _differ(sums, column_sums(now))))
+            elif not self._is_same(index, now):
+                found.append(index)
+        if on_device:  # one transfer for each device, not one for each parameter
+            flags = torch.stack([flag.to(on_device[0][1].device) for _, flag in on_device]).tolist()
+            # What is laid out otherwise has other sums, and perhaps the same values.
+            found += [
+                i
+                for (i, _), flag in zip(on_device, flags, strict=True)
+                if flag and not self._is_same(i, self._layout.placed[i].tensor.detach())
+            ]
+        return sorted(found)
+
+    def _is_same(self, index: int, now: torch.Tensor) -> bool:
+        expected = self._received.views[index]
+        if now.shape != expected.shape:
+            return False
+        if now.dtype is not expected.dtype:  # as it was rounded when it was written
+            expected = expected.to(now.dtype)
+        return same_bits(expected, now.cpu())
+
+
+def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:
+    version = -1 if tensor.is_inference() else tensor._version
+    return version, tensor.data_ptr()
+
+
+def _differ(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    if before.shape != now.shape:
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    return (before != now).any()

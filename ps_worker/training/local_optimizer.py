@@ -1,0 +1,70 @@
+"""The torch optimizer that a worker runs itself: `Aggregate`'s and `Add`'s."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+
+from ps_core.errors import InvalidConfig
+from ps_worker.spec.optimizers import Add, Aggregate
+
+
+def inner_optimizer(
+    optimizer: Aggregate | Add, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
+    """What the factory makes of parameter groups.
+
+    Raises:
+        InvalidConfig: there is no factory, or it makes something else.
+    """
+    kind = type(optimizer).__name__
+    if optimizer.factory is None:
+        raise InvalidConfig(f"{kind} has no factory; expected one that makes a torch optimizer")
+    if not callable(optimizer.factory):
+        raise InvalidConfig(
+            f"{kind}'s factory is {type(optimizer.factory).__name__}; expected what makes a torch "
+            "optimizer of parameter groups, such as functools.partial(torch.optim.SGD, lr=0.1)"
+        )
+    inner = optimizer.factory(groups)
+    if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, torch.optim.LBFGS):
+        raise InvalidConfig(
+            f"{kind}'s factory made a {type(inner).__name__}; expected a torch optimizer that "
+            "uses one gradient a step"
+        )
+    return inner
+
+
+class StateBefore:
+    """The state of an optimizer before a step, a part of which may have to be taken again.
+
+    Costs a copy of that state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._state = {tensor: copy.deepcopy(kept) for tensor, kept in optimizer.state.items()}
+
+    def step_again(self, tensors: AbstractSet[torch.Tensor]) -> None:
+        """Take the step again for these tensors alone, as if it had not been taken before."""
+        state = self._optimizer.state
+        for tensor in tensors:
+            if tensor in self._state:
+                state[tensor] = copy.deepcopy(self._state[tensor])
+            else:
+                state.pop(tensor, None)
+        others = [
+            (tensor, tensor.grad)
+            for group in self._optimizer.param_groups
+            for tensor in group["params"]
+            if tensor not in tensors
+        ]
+        try:
+            for tensor, _ in others:
+                tensor.grad = None
+            self._optimizer.step()
+        finally:
+            for tensor, gradient in others:
+                tensor.grad = gradient

@@ -1,0 +1,259 @@
+"""`pull_model`: a whole model from the servers, for evaluators and servers of predictions.
+
+Rules:
+    - The tables of a `DistributedOptimizer` are found by its name, their tensors by the names that
+      the model has for its parameters and persistent buffers.
+    - A consistent read takes all tables that train at one clock; but for BSP it cuts them first.
+      Under ASP no clock is one of all workers: each part is read as it is.
+    - Groups added later count from the clock in their tables' names ("model/1@120/float32"); tables
+      of parameters that were frozen at first count from when they were unfrozen, and are read at
+      their own newest clock.
+
+What it deliberately does not do: read the parameters of `Aggregate`, which are the workers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ps_core import limits
+from ps_core.consistency import Mode
+from ps_core.errors import (
+    AlreadyPast,
+    InvalidConfig,
+    InvalidTensor,
+    TableNotFound,
+    WaitExpired,
+)
+from ps_core.tables import OptimizerKind, TableSpec
+from ps_runtime.system.clock import now_s
+from ps_worker.client.pending import Pending
+from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name
+from ps_worker.training.module_buffers import persistent_buffers, write_values
+from ps_worker.transport.consistent_pulls import Moment
+
+if TYPE_CHECKING:
+    from ps_worker.client.client import Client
+    from ps_worker.steps.table_handle import TableHandle
+    from ps_worker.steps.tickets import Pulled, PullTicket
+
+_ATTEMPT_S = 10.0
+"""How long one attempt waits for its clock: training may have ended before it."""
+
+
+def table_prefix(name: str, group: int, clock: int) -> str:
+    """The first parts of the names of a group's tables; `clock` is that of the group's birth."""
+    return f"{name}/{group}" + (f"@{clock}" if clock else "")
+
+
+def birth_clock(table_name: str) -> int:
+    """The clock that `table_prefix` was given."""
+    _, _, clock = table_name.split("/")[1].partition("@")
+    return int(clock or 0)
+
+
+def known_birth(name: str, group: int, table_names: Iterable[str]) -> int | None:
+    """The clock that a group's tables were born at; None: none of these is of that group."""
+    begins = f"{name}/{group}"
+    for each in table_names:
+        if each.startswith((f"{begins}/", f"{begins}@")):
+            return birth_clock(each)
+    return None
+
+
+def pull_model(
+    client: Client,
+    model: nn.Module,
+    name: str = "model",
+    *,
+    consistent: bool = True,
+    timeout_s: float | None = None,
+) -> int:
+    """Pull parameters and buffers that a `DistributedOptimizer` trains into a model.
+
+    Args:
+        client: a reader's client, or a worker's, which reads at its own clock.
+        model: the same architecture as the workers'; its values are replaced.
+        name: the optimizer's name.
+        consistent: the state after one and the same step in every part. Under SSP that holds up the
+            workers that are ahead for a moment; under ASP there is no such state. With False each
+            part is as new as it comes.
+        timeout_s: how long it may take; None means the client's request_deadline_s.
+
+    Returns:
+        The clock that was read: the number of the step (0 where nothing tells: ASP).
+
+    Blocking: until the tables exist, rank 0 has given their first values, and all has been read.
+
+    Raises:
+        TableNotFound: a parameter or buffer is in no table; the message names it.
+        InvalidConfig: the tables hold tensors that the model lacks, or belong to `Aggregate`.
+        InvalidTensor: a tensor has another shape in the model.
+        WaitExpired: it took too long.
+    """
+    end_s = now_s() + client.deadline_s(timeout_s)
+    parameters = {plain_name(name): tensor for name, tensor in model.named_parameters()}
+    targets = parameters | dict(persistent_buffers(model))
+    tables = _find_tables(client, name, targets, end_s)
+    for table in tables:
+        _check(table, targets)
+    parts = [_Part(client, table) for table in tables]
+    training = [part for part in parts if not part.table.name.endswith("/frozen")]
+    modes = {client.consistency_of(table).mode for table in tables}
+    if not consistent or not client.is_reader or not training or Mode.ASP in modes:
+        clock = _read(training, consistent and modes == {Mode.BSP}, end_s)
+    elif modes == {Mode.BSP}:
+        clock = _read_at_one_clock(training, end_s)
+    else:
+        clock = _read_by_cut(training, end_s)
+    _read([part for part in parts if part not in training], consistent, end_s)
+    for part in parts:
+        part.write(targets)
+    return clock
+
+
+@dataclass(eq=False)
+class _Part:
+    """A table and the memory that it is read into."""
+
+    client: Client
+    table: TableHandle
+
+    def __post_init__(self) -> None:
+        dtype = TORCH_DTYPE[self.table.dtype]
+        self.values = torch.empty(self.table.element_count, dtype=dtype)
+        self.pending = Pending(self.client)
+
+    @property
+    def birth(self) -> int:
+        return birth_clock(self.table.name)
+
+    def start(self, consistent: bool, end_s: float, at: Moment | None = None) -> PullTicket[Pulled]:
+        ticket = self.client.start_pull(
+            self.table,
+            self.values.view(torch.uint8).numpy(),
+            consistent=consistent,
+            timeout_s=max(end_s - now_s(), 0.001),
+            at=at,
+        )
+        self.pending.add(ticket)
+        return ticket
+
+    def write(self, targets: dict[str, torch.Tensor]) -> None:
+        for tensor in self.table.spec.tensors:
+            flat = self.values[tensor.offset : tensor.offset + tensor.element_count]
+            write_values(targets[tensor.name], flat.view(tensor.shape))
+
+
+def _find_tables(
+    client: Client, name: str, wanted: Iterable[str], end_s: float
+) -> Sequence[TableHandle]:
+    def missing(specs: Sequence[TableSpec]) -> list[str]:
+        known = {tensor.name for spec in specs for tensor in spec.tensors}
+        return [tensor for tensor in wanted if tensor not in known]
+
+    found = client.tables_under(
+        f"{name}/", lambda specs: not missing(specs), max(end_s - now_s(), 0.001)
+    )
+    specs = [table.spec for table in found]
+    absent = missing(specs)
+    if absent:
+        there = f"{len(specs)} tables" if specs else "no table"
+        raise TableNotFound(
+            f"the tables of '{name}' ({there}) do not hold '{absent[0]}'"
+            + (f" and {len(absent) - 1} more tensors of the model" if absent[1:] else "")
+            + "; expected a DistributedOptimizer of that name, made from the module or with "
+            "module= (which names the parameters and shares the buffers)"
+        )
+    return found
+
+
+def _check(table: TableHandle, targets: dict[str, torch.Tensor]) -> None:
+    if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+        raise InvalidConfig(
+            f"table '{table.name}' is Aggregate's: the workers hold its parameters, no server"
+        )
+    for tensor in table.spec.tensors:
+        if tensor.name not in targets:
+            raise InvalidConfig(
+                f"table '{table.name}' holds '{tensor.name}', which the model does not have"
+            )
+        shape = tuple(targets[tensor.name].shape)
+        if shape != tensor.shape:
+            raise InvalidTensor(
+                f"'{tensor.name}' has shape {shape} in the model; expected {tensor.shape}, as in "
+                f"table '{table.name}'"
+            )
+
+
+def _read(parts: Sequence[_Part], consistent: bool, end_s: float) -> int:
+    tickets = [(part.birth, part.start(consistent, end_s)) for part in parts]
+    for part in parts:
+        part.pending.wait()
+    return min((birth + ticket.future.result().clock for birth, ticket in tickets), default=0)
+
+
+def _read_at_one_clock(parts: Sequence[_Part], end_s: float) -> int:
+    """Names a clock for all tables; a little further ahead each time that they were faster."""
+    smallest = min(parts, key=lambda part: part.table.element_count)
+    margin = 0
+    clock: int | None = None
+    while True:
+        if clock is None:
+            clock = _read([smallest], consistent=True, end_s=end_s)
+        try:
+            _attempt(parts, clock, min(end_s, now_s() + _ATTEMPT_S))
+            return clock
+        except AlreadyPast as past:
+            margin = max(1, 2 * margin)
+            clock = max(clock, past.clock) + margin
+            if now_s() >= end_s:
+                raise WaitExpired(
+                    f"no clock could be read before the servers had passed it: {past.message}"
+                ) from past
+        except WaitExpired:
+            if now_s() >= end_s:
+                raise
+            margin, clock = 0, None  # training has paused or ended before that clock
+
+
+def _read_by_cut(parts: Sequence[_Part], end_s: float) -> int:
+    """Holds all tables where they are, and reads them at the highest clock of any."""
+    tables = [part.table for part in parts]
+    while True:
+        lasts_s = min(limits.DEFAULT_CUT_S, max(end_s - now_s(), 0.001))
+        with parts[0].client.cut(tables, lasts_s) as (cut, clocks):
+            clock = max(clock + part.birth for part, clock in zip(parts, clocks, strict=True))
+            try:
+                _attempt(parts, clock, now_s() + lasts_s, cut)
+                return clock
+            except (AlreadyPast, WaitExpired):
+                if now_s() >= end_s:
+                    raise
+
+
+def _attempt(parts: Sequence[_Part], clock: int, end_s: float, cut: int = 0) -> None:
+    """Reads all parts at one clock, or raises when none of them is being written any more.
+
+    Raises:
+        AlreadyPast: a table is further; its `clock` is counted from the model's birth.
+        WaitExpired: the clock did not come in time.
+    """
+    failure: AlreadyPast | WaitExpired | None = None
+    for part in parts:
+        part.start(True, end_s, Moment(max(clock - part.birth, 0), cut))
+    for part in parts:
+        try:
+            part.pending.wait()
+        except AlreadyPast as past:
+            furthest = max(past.clock + part.birth, failure.clock if failure else 0)
+            failure = AlreadyPast(past.message, clock=furthest)
+        except WaitExpired as late:
+            failure = failure or late
+    if failure is not None:
+        raise failure

@@ -1,0 +1,226 @@
+"""A module's buffers (BatchNorm's running statistics) as tables, so that all workers share them.
+
+Rules:
+    - Persistent buffers only: the others are caches, which every process makes for itself.
+    - Floating-point buffers have a table of their dtype; integers and booleans share one of
+      float64, which holds every integer up to 2**53, and are rounded when they come back.
+    - "rank0": rank 0's values replace everybody's in each step. "mean": the mean of the workers'.
+
+What it deliberately does not do: take part in the update of parameters: a step that is skipped
+there has moved the running statistics all the same, as it does in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.tables import DType
+from ps_worker.client.pending import Pending
+from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain_name
+from ps_worker.spec.optimizers import Assign
+from ps_worker.spec.settings import FromRank0
+from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.training.staging import FlatBuffer
+
+if TYPE_CHECKING:
+    from ps_worker.client.client import Client
+    from ps_worker.steps.steps import Step
+    from ps_worker.steps.tickets import Pulled, PullTicket
+
+MAX_EXACT_INTEGER = 2**53
+"""The largest integer up to which float64 holds every one."""
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that `module.state_dict()` has, each once, in order of registration; a compiled
+    module's by the names of the plain one.
+    """
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name not in child._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
+
+
+def buffer_layouts(prefix: str, module: nn.Module) -> list[FlatLayout]:
+    """The tables of a module's buffers, in order of first appearance.
+
+    Raises:
+        InvalidConfig: a buffer of a type that no table has.
+    """
+    bins: dict[tuple[str, DType], list[tuple[str, torch.Tensor]]] = {}
+    for name, buffer in persistent_buffers(module):
+        dtype = TABLE_DTYPE.get(buffer.dtype)
+        if dtype is not None:
+            bins.setdefault((dtype.value, dtype), []).append((name, buffer))
+        elif _is_integer(buffer):
+            bins.setdefault(("integer", DType.FLOAT64), []).append((name, buffer))
+        else:
+            raise InvalidConfig(
+                f"buffer '{name}' is {buffer.dtype}; expected a float, integer or bool tensor "
+                "(register it with persistent=False, or choose buffers=None)"
+            )
+    layouts = [
+        layout_of(f"{prefix}/buffers/{kind}", dtype, named) for (kind, dtype), named in bins.items()
+    ]
+    return [layout for layout in layouts if layout is not None]
+
+
+def write_values(target: torch.Tensor, values: torch.Tensor) -> None:
+    """`values` into `target`, rounded to the nearest where `target` holds integers."""
+    with torch.no_grad():
+        if target.dtype is torch.bool:
+            target.copy_(values.round() != 0)
+        else:
+            target.copy_(values.round() if _is_integer(target) else values)
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
+
+
+class BufferTable:
+    """The buffers of one layout, on the servers.
+
+    Args:
+        client: a worker's client.
+        module: whose buffers they are.
+        layout: which of them, and where they lie.
+        options: the optimizer's options; `buffers` is not None.
+
+    Blocking: until the table exists.
+    """
+
+    def __init__(
+        self, client: Client, module: nn.Module, layout: FlatLayout, options: TrainingOptions
+    ) -> None:
+        self._client = client
+        self._module = module
+        self._layout = layout
+        self._publishes = options.buffers == "mean" or client.rank == 0
+        self._receives = options.buffers == "mean" or client.rank != 0
+        self._sent = FlatBuffer(layout)
+        self._received = FlatBuffer(layout)
+        self._pending = Pending(client)
+        self._pull: PullTicket[Pulled] | None = None
+        self._left: dict[str, torch.Tensor] = {}
+        self.handle = client.create_table(
+            layout.table_name,
+            [(entry.name, tuple(entry.tensor.shape)) for entry in layout.placed],
+            optimizer=Assign(),
+            dtype=layout.dtype.value,
+            init=FromRank0(),
+            consistency=options.consistency.without_policy(),
+            # One contributor or none in the case of rank0, whose sum is its values, bit for bit.
+            reduction="mean" if options.buffers == "mean" else "sum",
+            block_elements=options.block_elements,
+            allow_non_finite=True,
+        )
+
+    def begin_assign(self) -> None:
+        """Rank 0: gives the servers its buffers."""
+        self._pending.add(self._push(self._client.begin_assign(self.handle)).seal())
+
+    def push(self) -> None:
+        """Sends the buffers as they are now, where it is this worker's to do.
+
+        Raises:
+            InvalidTensor: a buffer has another shape than at the start, or is too large an integer.
+        """
+        if self._publishes:
+            self._push(self._client.begin_step(self.handle))
+
+    def seal(self) -> None:
+        """Ends the step on this table, and asks for the outcome.
+
+        Blocking: no; `finish` waits.
+        """
+        step = self._client.begin_step(self.handle)
+        self._pending.add(step.seal(skip=not self._publishes))
+        if self._receives:
+            self.begin_pull()
+
+    @property
+    def is_pulled(self) -> bool:
+        """Whether each step brings the buffers."""
+        return self._receives
+
+    def pass_clock(self) -> None:
+        """Seals a step in which the buffers have no part.
+
+        Blocking: no; `settle` waits.
+        """
+        self._pending.add(self._client.begin_step(self.handle).seal(skip=True))
+
+    def begin_pull(self) -> None:
+        """Asks for the buffers as of this worker's clock."""
+        self._pull = self._client.start_pull(self.handle, self._received.raw)
+        self._pending.add(self._pull)
+
+    def settle(self) -> None:
+        """Waits for a step that an earlier call could not see the end of.
+
+        Raises:
+            PushpullError: as `Client.wait`.
+        """
+        self._pending.wait()
+
+    def left(self) -> None:
+        """The wait for the buffers has ended early, and the script goes on: what it changes in them
+        from now on is not written over.
+        """
+        if self._pull is not None and not self._left:
+            current = self._current(self._received)
+            self._left = {name: buffer.detach().clone() for name, buffer, _ in current}
+
+    def finish(self) -> None:
+        """Waits for the end of the step; the module then has the buffers that all workers have,
+        save those that were changed while it was waited for. A pull that has expired is begun
+        again.
+
+        Raises:
+            PushpullError: as `Client.wait`; what is not done stays to be settled.
+        """
+        if self._pull is not None and self._pull.has_expired:
+            self.begin_pull()
+        self.settle()
+        pull, self._pull = self._pull, None
+        if pull is not None:
+            before, self._left = self._left, {}
+            for name, target, values in self._current(self._received):
+                self._check(name, target, values)
+                if name not in before or torch.equal(before[name], target):
+                    write_values(target, values)
+
+    def _push(self, step: Step) -> Step:
+        for name, source, staged in self._current(self._sent):
+            self._check(name, source, staged)
+            staged.copy_(source)
+        step.push_blocks(self._sent.blocks(self.handle.table))
+        return step
+
+    def _current(self, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Each buffer as the module has it now, since modules may put a new tensor in its place."""
+        for entry, view in zip(self._layout.placed, flat.views, strict=True):
+            yield entry.name, self._module.get_buffer(entry.name), view
+
+    @staticmethod
+    def _check(name: str, buffer: torch.Tensor, view: torch.Tensor) -> None:
+        if buffer.shape != view.shape:
+            raise InvalidTensor(
+                f"buffer '{name}' has shape {tuple(buffer.shape)}; expected {tuple(view.shape)}, "
+                "as when the optimizer was made"
+            )
+        if buffer.dtype in (torch.int64, torch.uint64) and buffer.numel():
+            largest = int(buffer.abs().max())
+            if largest > MAX_EXACT_INTEGER:
+                raise InvalidTensor(
+                    f"buffer '{name}' has {largest}; expected integers up to 2**53 in magnitude "
+                    "(choose buffers=None, or persistent=False)"
+                )

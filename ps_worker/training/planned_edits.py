@@ -1,0 +1,183 @@
+"""The edits of one step, in their order.
+
+    parameters                  one, which replaces them
+    optimizer state, and        one for each array, and for the parameters that were changed: laid
+    perhaps parameters          beside what there is; the last, of `step`, puts all in place
+    before these                one for each clock after which another new worker has joined, and
+                                this one has not taken: it changes nothing
+    frozen parameters           one more, on the tables that sleep, once the others have agreed
+
+Rules:
+    - Each is a clock of its own: a clock stages no more than a step does (S16).
+    - All have one name, of all that is changed. So workers that disagree about any of it disagree
+      at the first.
+    - A wait that expired leaves what is left to the next call. A refusal begins all of it anew.
+
+Invariants:
+    PLAN-1  What is next is asked for only while there is something.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ps_core.errors import check
+from ps_core.tables import VALUES_ARRAY
+from ps_worker.training.served_state import LoadedState
+from ps_worker.training.staging import is_finite
+
+if TYPE_CHECKING:
+    from ps_worker.training.trained_table import TrainedTable
+
+_DIGEST_BYTES = 16
+_NAMED_COUNT = 3
+
+REMEDIES = (
+    "Do the same at every rank before the same step: the same seed, the same checkpoint. To clamp "
+    "in every step, give the optimizer clamp=(least, greatest)"
+)
+"""What to do where the workers of a step disagree."""
+
+PASSED = "passed"
+"""What is next when a clock is passed with an edit that changes nothing: no array has that name."""
+
+ASLEEP = "asleep"
+"""What is next when the parameters of tables that sleep are: no array has that name."""
+
+
+Edited = Mapping["TrainedTable", Sequence[int]]
+"""Parameters that were changed, by table, as places in its layout."""
+
+
+class PlannedEdits:
+    """What a step has to give the servers before its gradients.
+
+    Attributes:
+        edited: the parameters that were changed.
+        problem: why their values are none; empty if they are.
+        digest: names all that is changed.
+        edit_digest: names the parameters that were changed.
+    """
+
+    def __init__(self) -> None:
+        self.edited: Edited = {}
+        self.problem = ""
+        self.digest = b""
+        self.edit_digest = b""
+        self._loaded: LoadedState | None = None
+        self._left: deque[str] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def plan(
+        self, edited: Edited, loaded: LoadedState | None, problem: str, passed_count: int = 0
+    ) -> None:
+        """These are to be given to the servers: at least one of them; so many clocks are passed
+        before.
+
+        Blocking: as `edits.digest_of`.
+        """
+        self.edited, self._loaded, self.problem = edited, loaded, problem
+        self._left.clear()
+        self._left.extend([PASSED] * passed_count)
+        if problem or loaded is None:
+            self._left.append("")
+        else:
+            self._left.extend([VALUES_ARRAY] if edited else [])
+            self._left.extend(loaded.names)
+        if not problem and any(table.is_asleep for table in edited):
+            self._left.append(ASLEEP)  # a table that sleeps is stepped only where all mean it
+        self.digest = self.edit_digest = b"" if problem else digest_of(edited)
+        if loaded is not None:
+            whole = self.digest + loaded.digest
+            self.digest = hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest()
+
+    @property
+    def next(self) -> str:
+        """The array that is to be laid beside or put in place; empty: parameters, at once; ASLEEP:
+        those of tables that sleep, at once; PASSED: nothing.
+        """
+        check(bool(self._left), "PLAN-1", "nothing is planned")
+        return self._left[0]
+
+    def values(self, table: TrainedTable) -> torch.Tensor | None:
+        """Of the array that is next, a table's; None if it has none. Parameters have their own."""
+        check(self._loaded is not None, "PLAN-1", "no state was loaded")
+        if self._loaded is None:
+            return None
+        return self._loaded.arrays.get(table, {}).get(self.next)
+
+    @property
+    def is_in_place_with_next(self) -> bool:
+        """Whether all that is planned is in place when the servers have what is next."""
+        return len(self._left) - (ASLEEP in self._left) <= 1
+
+    def taken(self) -> None:
+        """The servers have what was next."""
+        self._left.popleft()
+
+    def forget(self) -> None:
+        """Nothing is planned any more."""
+        self._left.clear()
+
+
+def load_refused(name: str, why: str) -> str:
+    """The message of loaded state that no step can take."""
+    return (
+        f"optimizer state was loaded into '{name}', {why}. Nothing was sent. Load it under BSP: "
+        "set_consistency('bsp') at every worker, load_state_dict(), step(), and "
+        "set_consistency() back; or start the cluster from a checkpoint, which has it in every "
+        "setting"
+    )
+
+
+def names_of(edited: Edited) -> str:
+    """Which parameters they are, in words; of many the first few."""
+    names = [f"'{name}'" for name in _names(edited)]
+    more_count = len(names) - _NAMED_COUNT
+    words = ", ".join(names[:_NAMED_COUNT])
+    return words + (f" and {more_count} more" if more_count > 0 else "")
+
+
+def _names(edited: Edited) -> Iterator[str]:
+    for table, indexes in edited.items():
+        for index in indexes:
+            yield table.layout.placed[index].name
+
+
+def digest_of(edited: Edited) -> bytes:
+    """What names an edit: the same at all workers that changed the same to the same values.
+
+    Blocking: brings what was changed into host memory.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for table, indexes in edited.items():
+        for index in indexes:
+            entry = table.layout.placed[index]
+            values = entry.tensor.detach().to(device="cpu", dtype=table.dtype).contiguous()
+            for word in (table.name, entry.name):
+                digest.update(len(word).to_bytes(4, "little") + word.encode())
+            digest.update(values.view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def problem_of(edited: Edited, *, may_be_infinite: bool) -> str:
+    """Why values are no parameters of the table; empty if they are."""
+    for table, indexes in edited.items():
+        for index in indexes:
+            entry, expected = table.layout.placed[index], table.handle.spec.tensors[index].shape
+            now = entry.tensor.detach()
+            if tuple(now.shape) != tuple(expected):
+                return f"'{entry.name}' has shape {tuple(now.shape)}; expected {tuple(expected)}"
+            if not may_be_infinite and not is_finite(now):
+                return (
+                    f"'{entry.name}' was given an infinity or a NaN; expected finite values "
+                    "(allow_non_finite=True would take it)"
+                )
+    return ""

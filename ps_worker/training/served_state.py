@@ -1,0 +1,319 @@
+"""The optimizer state that the servers hold, in torch.optim's own layout: read, and loaded.
+
+    optimizer.state_dict()          pulls each array of each table, and cuts it into tensors
+    optimizer.load_state_dict(sd)   checks `sd`, and lays it out as tables have it; the next `step`
+                                    gives it to the servers (SEMANTICS S16)
+
+Rules:
+    - A tensor that has taken no step has no entry, as in torch; Adagrad's have one from the start.
+    - State is float32 (float64 for float64 parameters), as the servers compute with, whatever the
+      dtype of the parameters.
+    - What is loaded replaces all state of all tables: a tensor without an entry begins anew.
+
+What it deliberately does not do: send anything, or know groups
+(`ps_worker.training.distributed_optimizer`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.tables import (
+    MAX_LOADED_STEP_COUNT,
+    STEP_ARRAY,
+    Codec,
+    OptimizerKind,
+    array_words,
+)
+from ps_worker.client.pending import Pending
+from ps_worker.training.staging import is_finite, same_bits
+
+if TYPE_CHECKING:
+    from ps_worker.client.client import Client
+    from ps_worker.training.trained_table import TrainedTable
+
+Arrays: TypeAlias = dict[str, torch.Tensor]
+"""Of one table, by name: each 1-D, all its elements."""
+
+State: TypeAlias = Mapping[int, Mapping[str, Any]]
+"""As a torch optimizer's `state_dict` has it, by the place of the parameter among all."""
+
+_DIGEST_BYTES = 16
+_MOMENTUM = "momentum_buffer"
+"""Made by torch only where there is momentum."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedState:
+    """Optimizer state that was loaded, and that the servers do not have yet.
+
+    Attributes:
+        arrays: of each table that is awake.
+        names: the arrays in the order in which they are given to the servers.
+        digest: the same at all workers that loaded the same.
+    """
+
+    arrays: Mapping[TrainedTable, Arrays]
+    names: tuple[str, ...]
+    digest: bytes
+
+
+def loaded_state(arrays: Mapping[TrainedTable, Arrays]) -> LoadedState:
+    """What `arrays_of` made, to be given to the servers.
+
+    Blocking: reads all of it.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    names: dict[str, None] = {}
+    for table, own in arrays.items():
+        for name, values in own.items():
+            names.setdefault(name)
+            for word in (table.name, name):
+                digest.update(len(word).to_bytes(4, "little") + word.encode())
+            digest.update(values.view(torch.uint8).numpy().data)
+    return LoadedState(arrays, tuple(names), digest.digest())
+
+
+def is_same(arrays: Mapping[TrainedTable, Arrays], others: Mapping[TrainedTable, Arrays]) -> bool:
+    """Whether what is to be loaded is what there is already: then nothing is to be done.
+
+    Args:
+        arrays: what is to be loaded.
+        others: what there is; what it lacks is zeros.
+    """
+    return all(
+        same_bits(values, others[table][name]) if name in others[table] else not values.any()
+        for table, own in arrays.items()
+        for name, values in own.items()
+    )
+
+
+# --- from the servers
+
+
+def pulled_arrays(client: Client, tables: Sequence[TrainedTable]) -> dict[TrainedTable, Arrays]:
+    """All state of these tables, at the clock that this worker has on each.
+
+    Under BSP that is one state of all tables: nobody changes it before this worker takes its next
+    step. Elsewhere each array is as it is when it is read.
+
+    Blocking: until every server has answered; an array for each that the optimizer has.
+
+    Raises:
+        PushpullError: as `Client.wait`.
+    """
+    found: dict[TrainedTable, Arrays] = {table: {} for table in tables}
+    _pull(client, [(table, STEP_ARRAY) for table in tables], found)
+    wanted = [
+        (table, name)
+        for table in tables
+        if found[table][STEP_ARRAY].any() or _begins_with_state(table)  # else all is zeros
+        for name in table.handle.spec.optimizer.state_arrays
+    ]
+    _pull(client, wanted, found)
+    return found
+
+
+def _begins_with_state(table: TrainedTable) -> bool:
+    return table.handle.spec.optimizer.kind is OptimizerKind.ADAGRAD
+
+
+def _pull(
+    client: Client,
+    wanted: Sequence[tuple[TrainedTable, str]],
+    found: dict[TrainedTable, Arrays],
+) -> None:
+    pending = Pending(client)
+    for table, name in wanted:
+        values = found[table][name] = _zeros(table)
+        pending.add(table.start_state_pull(name, values))
+    pending.wait()
+
+
+def torch_state(
+    arrays: Mapping[TrainedTable, Arrays], groups: Sequence[Mapping[str, Any]]
+) -> dict[torch.Tensor, dict[str, Any]]:
+    """The state of each parameter as its torch.optim namesake has it.
+
+    Args:
+        arrays: of each table; not copied.
+        groups: torch's parameter groups.
+    """
+    found = {}
+    for table, own in arrays.items():
+        steps = own[STEP_ARRAY]
+        for index, entry in enumerate(table.layout.placed):
+            tensor = table.handle.spec.tensors[index]
+            count = int(steps[tensor.offset]) if tensor.element_count else 0
+            views = {
+                name: values[tensor.offset : tensor.offset + tensor.element_count].view(
+                    tuple(entry.tensor.shape)
+                )
+                for name, values in own.items()
+                if name != STEP_ARRAY
+            }
+            state = _entry(table, count, views, groups[table.group])
+            if state:
+                found[entry.tensor] = state
+    return found
+
+
+def _entry(
+    table: TrainedTable, count: int, views: dict[str, torch.Tensor], group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of one tensor; empty if it has none."""
+    optimizer = table.handle.spec.optimizer
+    if optimizer.kind is OptimizerKind.SGD:
+        return {_MOMENTUM: views[_MOMENTUM]} if count else {}
+    if not count and not _begins_with_state(table):
+        return {}
+    if optimizer.kind is OptimizerKind.RMSPROP and not group["momentum"] > 0:
+        views.pop(_MOMENTUM)
+    state: dict[str, Any] = {STEP_ARRAY: torch.tensor(float(count), dtype=_step_dtype())}
+    return {**state, **views}
+
+
+def _step_dtype() -> torch.dtype:
+    """As torch.optim counts steps."""
+    is_double = torch.get_default_dtype() is torch.float64
+    return torch.float64 if is_double else torch.float32
+
+
+def _zeros(table: TrainedTable) -> torch.Tensor:
+    is_double = table.handle.spec.arithmetic_codec is Codec.FP64
+    dtype = torch.float64 if is_double else torch.float32
+    return torch.zeros(table.handle.element_count, dtype=dtype)
+
+
+# --- to the servers
+
+
+def arrays_of(
+    state: State,
+    tables: Sequence[TrainedTable],
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    may_be_infinite: bool,
+) -> dict[TrainedTable, Arrays]:
+    """State as torch has it, laid out as the tables that are awake have theirs.
+
+    Args:
+        state: by the place of the parameter, counted over all groups.
+        tables: of the model.
+        groups: the parameter groups as they will be.
+        may_be_infinite: whether state may have infinities and NaNs.
+
+    Raises:
+        InvalidConfig: it is another optimizer's, or of other parameters.
+        InvalidTensor: an array has another shape than its parameter, or is not finite.
+    """
+    numbers: dict[torch.Tensor, int] = {}
+    for group in groups:
+        for parameter in group["params"]:
+            numbers.setdefault(parameter, len(numbers))
+    found: dict[TrainedTable, Arrays] = {}
+    for table in tables:
+        own = {
+            index: state[numbers[entry.tensor]]
+            for index, entry in enumerate(table.layout.placed)
+            if state.get(numbers[entry.tensor])
+        }
+        if table.is_asleep:
+            _check_asleep(table, own)
+        else:
+            found[table] = _table_arrays(table, own, groups[table.group], may_be_infinite)
+    return found
+
+
+def _check_asleep(table: TrainedTable, own: Mapping[int, object]) -> None:
+    for index in own:
+        raise InvalidConfig(
+            f"the optimizer state has an entry for '{table.layout.placed[index].name}', which is "
+            "frozen and has no state here; unfreeze it (requires_grad_(True)) and call zero_grad() "
+            "before load_state_dict, or drop the entry"
+        )
+
+
+def _table_arrays(
+    table: TrainedTable,
+    own: Mapping[int, Mapping[str, Any]],
+    group: Mapping[str, Any],
+    may_be_infinite: bool,
+) -> Arrays:
+    """All state of one table; tensors without an entry are as they begin."""
+    optimizer = table.handle.spec.optimizer
+    arrays: Arrays = {}
+    for name in (*optimizer.state_arrays, STEP_ARRAY):
+        has_any = any(entry.get(name) is not None for entry in own.values())
+        is_without = optimizer.kind is OptimizerKind.SGD or not group.get("momentum")
+        if name == _MOMENTUM and is_without and not has_any:
+            continue  # nobody looks at it
+        arrays[name] = _zeros(table)
+        if name == "sum":
+            arrays[name].fill_(dict(optimizer.merged(()))["initial_accumulator_value"])
+    for index, entry in own.items():
+        _check_names(table, index, entry, arrays)
+        tensor = table.handle.spec.tensors[index]
+        for name, values in arrays.items():
+            part = values[tensor.offset : tensor.offset + tensor.element_count]
+            if name == STEP_ARRAY:
+                part.fill_(_count(table, index, entry))
+            elif entry.get(name) is not None:
+                part.copy_(_checked(table, index, name, entry[name], may_be_infinite))
+    return arrays
+
+
+def _what(table: TrainedTable, index: int) -> str:
+    return f"the optimizer state of '{table.layout.placed[index].name}'"
+
+
+def _check_names(table: TrainedTable, index: int, entry: Mapping[str, Any], arrays: Arrays) -> None:
+    optimizer = table.handle.spec.optimizer
+    for name in entry:
+        if not optimizer.has_array(name) and entry[name] is not None:
+            raise InvalidConfig(
+                f"{_what(table, index)} has '{name}'; {optimizer.label} has "
+                f"{array_words(optimizer)}: the state is another optimizer's, or was made with "
+                "another amsgrad or centered"
+            )
+    for name in arrays:
+        is_sgd = optimizer.kind is OptimizerKind.SGD  # the first gradient makes its buffer
+        if entry.get(name) is None and not is_sgd:
+            raise InvalidConfig(
+                f"{_what(table, index)} has no '{name}', which {optimizer.label} needs: it is "
+                "another optimizer's, or was made with other settings"
+            )
+
+
+def _count(table: TrainedTable, index: int, entry: Mapping[str, Any]) -> float:
+    """The steps that a tensor has taken; SGD's has taken one once it has momentum."""
+    if table.handle.spec.optimizer.kind is OptimizerKind.SGD:
+        return float(entry.get(_MOMENTUM) is not None)
+    count = float(entry[STEP_ARRAY])
+    if not 0 <= count <= MAX_LOADED_STEP_COUNT or count != int(count):
+        raise InvalidTensor(
+            f"{_what(table, index)} has step {count}; expected a whole number from 0 to "
+            f"{MAX_LOADED_STEP_COUNT}"
+        )
+    return count
+
+
+def _checked(
+    table: TrainedTable, index: int, name: str, values: object, may_be_infinite: bool
+) -> torch.Tensor:
+    expected = tuple(table.layout.placed[index].tensor.shape)
+    if not isinstance(values, torch.Tensor) or tuple(values.shape) != expected:
+        shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+        raise InvalidTensor(f"{_what(table, index)}: '{name}' is {shape}; expected {expected}")
+    if not may_be_infinite and not is_finite(values.detach()):
+        raise InvalidTensor(
+            f"{_what(table, index)}: '{name}' has an infinity or a NaN; expected finite values "
+            "(allow_non_finite=True would take it)"
+        )
+    return values.detach().reshape(-1)

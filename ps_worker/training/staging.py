@@ -1,0 +1,495 @@
+"""Gradients on their way to the servers: staged while backward runs, compared when the step ends.
+
+Each table has one flat buffer in host memory. A hook copies a parameter's gradient into it as soon
+as autograd has finished it; a block whose tensors have all been copied may leave. When the step
+ends, every gradient is compared with what was copied, so that clipping, unscaling, accumulation
+and anything else that a training loop does to `.grad` counts.
+
+Rules:
+    - The buffer holds what left, or what leaves next; the servers' copy of a block that is changed
+      after it left is replaced before the step's seal.
+    - "Changed" is decided by bits on the CPU; elsewhere by identity, `_version` and sums of bits by
+      column, computed on the device, where reading the gradient back would cost a transfer.
+    - A step may be restricted to some blocks: then what touches none of them is not even copied.
+    - A table whose gradients mostly changed after they left (clipping does that in every step) is
+      not streamed in the next step; staging goes on, so streaming starts again when that ends.
+    - A gradient on a device is copied beside backward (`ps_worker.training.device_copies`), which
+      may have changed it before the copy has ended; that is a change after it left, like any other.
+
+Invariants:
+    STG-1  What `take` gives covers every present gradient that has not left in its present form.
+
+What it deliberately does not do: send, or decide about seals
+(`ps_worker.training.distributed_optimizer`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from ps_core.errors import InvalidTensor
+from ps_core.tables import Table, pack_presence
+from ps_worker.spec.cutting import BlockPart
+from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
+from ps_worker.spec.values import Raw
+from ps_worker.training.device_copies import Arrival, to_host
+from ps_worker.transport.shared_buffers import empty_shared
+
+CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
+"""Copies (source, target) as `ps_worker.training.device_copies.to_host` does."""
+
+_BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer type of the same width, in which NaN equals itself and 0 differs from -0."""
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_COLUMN_COUNT = 1021
+"""A prime, so that no layer's rows are as long: what changes alike in every row, as a sign does, is
+no sum of two that cancel. A single sum missed `neg_` in 108 of 500 random tensors of ten elements;
+sums by column missed none, of ten or of 100,000.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fingerprint:
+    """What identifies a gradient on a device without reading it back: where it lies, and sums of
+    its bits by column. A short one is its own sums.
+    """
+
+    place: tuple[int, int, tuple[int, ...]]
+    sums: torch.Tensor
+
+    @classmethod
+    def of(cls, gradient: torch.Tensor) -> Fingerprint:
+        """The fingerprint of a gradient as it is now.
+
+        Blocking: no; the sums are queued on the device.
+        """
+        return cls(_place_of(gradient), column_sums(gradient))
+
+    def is_untouched(self, gradient: torch.Tensor) -> bool:
+        """Whether a gradient is the same tensor, of the same version.
+
+        Blocking: no; what only the sums tell does not count.
+        """
+        return _place_of(gradient) == self.place
+
+    def differs(self, other: Fingerprint) -> torch.Tensor:
+        """Whether two gradients differ: a one-element bool tensor on their device."""
+        if self.place != other.place or self.sums.shape != other.sums.shape:
+            return torch.ones((), dtype=torch.bool, device=self.sums.device)
+        return (self.sums != other.sums).any()
+
+
+def _place_of(gradient: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
+    return gradient.data_ptr(), gradient._version, gradient.stride()
+
+
+def _flat_bits(gradient: torch.Tensor) -> torch.Tensor:
+    """The elements' bits in the order of the memory: a view, unless there are gaps in it."""
+    if not gradient.is_contiguous():
+        strides = gradient.stride()
+        outer_first = sorted(range(gradient.dim()), key=lambda axis: -strides[axis])
+        gradient = gradient.permute(outer_first)
+    return gradient.reshape(-1).view(_BITS[gradient.element_size()])
+
+
+def column_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sums of a tensor's bits, in the order of its memory: of each column of as many whole rows as
+    there are, then what is left over.
+
+    Blocking: no; they are queued on its device.
+    """
+    bits = _flat_bits(tensor)
+    whole = bits.numel() // _COLUMN_COUNT * _COLUMN_COUNT
+    if not whole:
+        return bits.clone()
+    sums = bits.new_empty(_COLUMN_COUNT + bits.numel() - whole, dtype=torch.int64)
+    rows = bits[:whole].view(-1, _COLUMN_COUNT)
+    torch.sum(rows, 0, dtype=torch.int64, out=sums[:_COLUMN_COUNT])
+    sums[_COLUMN_COUNT:].copy_(bits[whole:])
+    return sums
+
+
+def is_same_memory(first: int, second: int, byte_count: int) -> bool:
+    """Whether so many bytes at two addresses are the same.
+
+    Blocking: reads both; other threads run meanwhile. 16 to 24 GB/s a core, where `torch.equal` of
+    integers read 6 to 14.
+    """
+    return not _memcmp(first, second, byte_count)
+
+
+def same_bits(staged: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether two CPU tensors of one shape and dtype have the same bits.
+
+    Blocking: reads both. Other threads run meanwhile.
+    """
+    if staged.is_contiguous() and gradient.is_contiguous():
+        return is_same_memory(staged.data_ptr(), gradient.data_ptr(), staged.nbytes)
+    bits = _BITS[staged.element_size()]
+    return torch.equal(staged.view(bits), gradient.view(bits))
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A parameter's state in the current step."""
+
+    blocks: tuple[int, ...]
+    hook_count: int = 0
+    is_staged: bool = False
+    is_present: bool = False
+    fingerprint: Fingerprint | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Block:
+    """A block's state in the current step.
+
+    `waiting_count` tensors are still to be staged. `is_changed`: since it left, or staged and not
+    left. `is_wasted`: it left, or would have if the table were streamed, in a form that did not
+    last.
+    """
+
+    tensors: tuple[int, ...]
+    waiting_count: int
+    has_left: bool = False
+    is_changed: bool = False
+    is_wasted: bool = False
+
+
+class FlatBuffer:
+    """Host memory in the shape of a table: pinned if its tensors are on a CUDA device, else such as
+    servers on this host can read, if `is_shared` and there is any.
+
+    Pinned memory is this process's own: on the same-host lane its blocks are copied into the ring.
+    """
+
+    def __init__(self, layout: FlatLayout, *, is_shared: bool = False) -> None:
+        on_cuda = any(entry.tensor.device.type == "cuda" for entry in layout.placed)
+        dtype = TORCH_DTYPE[layout.dtype]
+        count = layout.element_count
+        values = _shared_zeros(count, dtype) if is_shared and not on_cuda else None
+        if values is None:
+            values = torch.zeros(count, dtype=dtype, pin_memory=on_cuda)
+        self.values = values
+        self.views = layout.views(self.values)
+        self.raw: Raw = self.values.view(torch.uint8).numpy()
+
+    def blocks(self, table: Table) -> Iterator[BlockPart]:
+        """All of it, block by block, where it lies."""
+        return blocks_in(table, self.values)
+
+
+def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockPart]:
+    """A vector that has all elements of a table, block by block, where it lies."""
+    size = table.spec.block_elements * values.element_size()
+    raw = values.view(torch.uint8).numpy().data
+    for block in range(table.block_count):
+        yield BlockPart(block, raw[block * size : (block + 1) * size])
+
+
+def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """A tensor that servers on this host can read; None where no memory can be shared."""
+    try:
+        raw = empty_shared(element_count * dtype.itemsize, "uint8")
+    except OSError:
+        return None
+    return torch.from_numpy(raw).view(dtype)
+
+
+class GradientStaging:
+    """The gradients of one table, from hook to step.
+
+    Invariants: STG-1.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        table: Table,
+        accumulate: int = 1,
+        *,
+        is_shared: bool = False,
+        copy: CopyToHost = to_host,
+    ) -> None:
+        """Args:
+        layout: the parameters.
+        table: the same, as the cluster knows it.
+        accumulate: the backward passes of one step; a gradient is staged after the last.
+        is_shared: stage where servers on this host can read it.
+        copy: how a gradient comes into host memory.
+        """
+        self.layout = layout
+        self.table = table
+        self.streams = True
+        self._accumulate = accumulate
+        self._copy_to_host = copy
+        self._buffer = FlatBuffer(layout, is_shared=is_shared)
+        self._segments = [table.segments(block) for block in range(table.block_count)]
+        self._blocks = [
+            _Block(tuple(s.tensor for s in segments), len(segments)) for segments in self._segments
+        ]
+        homes: list[list[int]] = [[] for _ in layout.placed]
+        for number, block in enumerate(self._blocks):
+            for tensor in block.tensors:
+                homes[tensor].append(number)
+        self._places = [_Place(tuple(blocks)) for blocks in homes]
+        self._copying: deque[tuple[Arrival, int]] = deque()
+        self._only: frozenset[int] | None = None
+        # Hooks run on autograd's threads: one for each device.
+        self._lock = threading.Lock()
+
+    def restrict(self, blocks: Collection[int] | None) -> None:
+        """Of the step that begins, or has begun, only these blocks leave from now on; None: all."""
+        with self._lock:
+            self._only = None if blocks is None else frozenset(blocks)
+
+    # --- while backward runs
+
+    def hooked(self, index: int) -> list[BlockPart]:
+        """Parameter `index` has its gradient: copies it; what may leave now, if anything.
+
+        Blocking: copies one gradient (CPU), or queues the copy (device).
+
+        Raises:
+            InvalidTensor: the gradient is sparse, or of another shape.
+        """
+        gradient = self.layout.placed[index].tensor.grad
+        with self._lock:
+            place = self._places[index]
+            place.hook_count += 1
+            if gradient is None or place.hook_count != self._accumulate:
+                return []  # a later pass of a longer accumulation: `take` will see the difference
+            if not self._is_wanted(index):
+                return []
+            ready = [*self._arrived(), *self._copy(index, gradient)]
+            return [self._leave(n) for n in ready if self._may_leave(n)] if self.streams else []
+
+    def discard(self) -> None:
+        """The gradients were zeroed: the next backward pass starts over. What left stays out."""
+        with self._lock:
+            self._finish_copies()
+            for block in self._blocks:
+                block.is_wasted |= block.waiting_count == 0
+            self._restart()
+
+    # --- when the step ends
+
+    def arriving(self) -> Iterator[list[BlockPart]]:
+        """What may leave of a streamed table as the last gradients come from their device.
+
+        A device is far behind the hooks: most of a backward pass is still to come when the last of
+        them has run. What has been touched since is left to `take`, as is all of other tables.
+
+        Blocking: waits for the device, gradient by gradient.
+        """
+        while True:
+            with self._lock:
+                if not (self.streams and self._copying):
+                    return
+                arrival, index = self._copying.popleft()
+                arrival.synchronize()
+                complete = self._mark_staged(index)
+                ready = [n for n in complete if self._may_leave(n) and self._is_untouched(n)]
+                parts = [self._leave(number) for number in ready]
+            yield parts
+
+    def changed_after_leaving(self) -> str | None:
+        """The name of a parameter whose block left with another gradient than it has now.
+
+        Blocking: waits for the device.
+        """
+        with self._lock:
+            self._finish_copies()
+            for index in sorted(self._changed_places()):
+                if any(self._blocks[block].has_left for block in self._places[index].blocks):
+                    return self.layout.placed[index].name
+        return None
+
+    def take(self) -> list[BlockPart]:
+        """All that has to leave before the step's seal (STG-1), and the step's bookkeeping ends.
+
+        Blocking: reads every gradient once (CPU), or waits for the device.
+
+        Raises:
+            InvalidTensor: a gradient is sparse, or of another shape.
+        """
+        with self._lock:
+            self._finish_copies()
+            for index in self._changed_places():
+                self._restage(index)
+            self._finish_copies()
+            wasted_count = sum(block.is_wasted for block in self._blocks)
+            self.streams = 2 * wasted_count <= len(self._blocks)
+            leaving = [n for n in range(len(self._blocks)) if self._must_leave(n)]
+            return [self._leave(number) for number in leaving]
+
+    def non_finite(self) -> str | None:
+        """The name of a parameter whose staged gradient has an infinity or a NaN.
+
+        Blocking: reads the staged gradients once.
+        """
+        present = [i for i, place in enumerate(self._places) if place.is_present]
+        if len(present) == len(self._places) and is_finite(self._buffer.values):
+            return None
+        for index in present:
+            if not is_finite(self._buffer.views[index]):
+                return self.layout.placed[index].name
+        return None
+
+    def finish(self) -> None:
+        """The step was sealed and committed: nothing has left of the next."""
+        with self._lock:
+            self._finish_copies()  # of a step that was skipped before `take`
+            self._restart()
+            for place in self._places:
+                place.is_present = False
+            for block in self._blocks:
+                block.has_left = False
+                block.is_changed = False
+                block.is_wasted = False
+
+    # --- inside, under the lock
+
+    def _restart(self) -> None:
+        for place in self._places:
+            place.hook_count = 0
+            place.is_staged = False
+        for block in self._blocks:
+            block.waiting_count = len(block.tensors)
+
+    def _copy(self, index: int, gradient: torch.Tensor) -> list[int]:
+        """Stages a gradient; the blocks that this completes (`_arrived` tells of those to come)."""
+        place, entry = self._places[index], self.layout.placed[index]
+        if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
+            raise InvalidTensor(
+                f"the gradient of '{entry.name}' is {gradient.layout} of shape "
+                f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}"
+            )
+        for block in place.blocks:
+            self._blocks[block].is_changed = True
+        place.is_present = True
+        gradient = gradient.detach()
+        arrival = self._copy_to_host(gradient, self._buffer.views[index])
+        on_host = arrival is None and gradient.device.type == "cpu"
+        place.fingerprint = None if on_host else Fingerprint.of(gradient)
+        if arrival is None:
+            return self._mark_staged(index)
+        self._copying.append((arrival, index))
+        return []
+
+    def _mark_staged(self, index: int) -> list[int]:
+        place = self._places[index]
+        if place.is_staged:
+            return []
+        place.is_staged = True
+        complete = []
+        for number in place.blocks:
+            self._blocks[number].waiting_count -= 1
+            if self._blocks[number].waiting_count == 0:
+                complete.append(number)
+        return complete
+
+    def _arrived(self) -> list[int]:
+        """Blocks that copies which have ended by now complete. Never blocks."""
+        complete = []
+        while self._copying and self._copying[0][0].query():
+            complete += self._mark_staged(self._copying.popleft()[1])
+        return complete
+
+    def _finish_copies(self) -> None:
+        while self._copying:
+            event, index = self._copying.popleft()
+            event.synchronize()
+            self._mark_staged(index)
+
+    def _is_untouched(self, block: int) -> bool:
+        """Whether a block's gradients are those that were staged, as far as the host can tell."""
+        for tensor in self._blocks[block].tensors:
+            fingerprint = self._places[tensor].fingerprint
+            gradient = self.layout.placed[tensor].tensor.grad
+            if gradient is None or not (fingerprint is None or fingerprint.is_untouched(gradient)):
+                return False
+        return True
+
+    def _changed_places(self) -> set[int]:
+        """The parameters whose staged gradient is not the present one."""
+        changed = set()
+        on_device: list[tuple[int, torch.Tensor]] = []
+        for index, (entry, place) in enumerate(zip(self.layout.placed, self._places, strict=True)):
+            gradient = entry.tensor.grad
+            if not self._is_wanted(index):
+                continue
+            if gradient is None or not place.is_staged:
+                if place.is_present or gradient is not None:
+                    changed.add(index)
+            elif place.fingerprint is not None:
+                now = Fingerprint.of(gradient.detach())
+                on_device.append((index, place.fingerprint.differs(now)))
+            elif not same_bits(self._buffer.views[index], gradient.detach()):
+                changed.add(index)
+        if on_device:  # one transfer for each device, not one for each parameter
+            flags = torch.stack([flag.to(on_device[0][1].device) for _, flag in on_device]).tolist()
+            changed.update(i for (i, _), flag in zip(on_device, flags, strict=True) if flag)
+        return changed
+
+    def _restage(self, index: int) -> None:
+        if self._places[index].is_staged:
+            for block in self._places[index].blocks:
+                self._blocks[block].is_wasted |= self._blocks[block].waiting_count == 0
+        gradient = self.layout.placed[index].tensor.grad
+        if gradient is not None:
+            self._copy(index, gradient)
+            return
+        self._places[index].is_present = False
+        for block in self._places[index].blocks:
+            self._blocks[block].is_changed = True
+
+    def _may_leave(self, number: int) -> bool:
+        return self._only is None or number in self._only
+
+    def _is_wanted(self, index: int) -> bool:
+        """Whether any block that may leave has a part of the parameter."""
+        return self._only is None or not self._only.isdisjoint(self._places[index].blocks)
+
+    def _must_leave(self, number: int) -> bool:
+        if not self._may_leave(number):
+            return False
+        block = self._blocks[number]
+        is_present = any(self._places[tensor].is_present for tensor in block.tensors)
+        return block.is_changed if block.has_left else is_present
+
+    def _leave(self, number: int) -> BlockPart:
+        block = self._blocks[number]
+        block.has_left = True
+        block.is_changed = False
+        width = self._buffer.values.element_size()
+        start = number * self.table.spec.block_elements * width
+        payload = self._buffer.raw.data[start : start + self.table.block_length(number) * width]
+        present = tuple(self._places[tensor].is_present for tensor in block.tensors)
+        return BlockPart(number, payload, pack_presence(present))
+
+    def present_names(self) -> Iterator[str]:
+        """The parameters that have a gradient in the step that `take` ended."""
+        for entry, place in zip(self.layout.placed, self._places, strict=True):
+            if place.is_present:
+                yield entry.name
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether there is neither an infinity nor a NaN."""
+    if not values.numel():
+        return True
+    # The extremes propagate NaN. One vectorised pass: 17 GB/s a core, 12 times as fast as a norm.
+    least, greatest = torch.aminmax(values)
+    return bool(torch.isfinite(least) and torch.isfinite(greatest))

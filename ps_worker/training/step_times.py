@@ -1,0 +1,113 @@
+"""Where the time of an optimizer's steps goes, for `ps_worker.client.step_record`; and the pace of
+emulated ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from ps_runtime.system.clock import now_s
+from ps_worker.client.client import Client
+from ps_worker.client.step_record import StepLine
+from ps_worker.spec.optimizers import Assign
+from ps_worker.spec.settings import BSP
+from ps_worker.spec.straggler import ComputeTime
+from ps_worker.steps.tickets import PushTicket, StepResult
+
+START_TABLE = "pushpull-start"
+"""A table whose one step is a barrier."""
+
+
+def _begin_together(client: Client) -> None:
+    """Waits for all workers, so that no run has the seconds in it that some start later.
+
+    Without it those of a BSP run would wait in their first step, and those of an ASP run would have
+    trained alone; what is compared is how they wait once all are there.
+    """
+    table = client.create_table(START_TABLE, 1, optimizer=Assign(), consistency=BSP())
+    if table.clock == 0:  # one barrier a client, whatever number of optimizers it has
+        client.push_pull(table, np.zeros(1, dtype=np.float32))
+
+
+class StepTimes:
+    """Where the time of one optimizer's steps goes; waits where computation is emulated.
+
+    Args:
+        client: the optimizer's.
+
+    Blocking: where steps are recorded, until all workers of the cluster are here.
+
+    Raises:
+        InvalidConfig: the emulated straggler is a rank that the cluster does not have.
+        WaitExpired: workers are missing.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._compute: ComputeTime | None = client.compute_time
+        if self._compute is not None:
+            self._compute.check_fits(client.world_size)
+        if client.record.is_on:
+            _begin_together(client)
+        self._tickets: Sequence[PushTicket] = ()
+        self._committed_s: list[float] = []
+        self._ended_s = self._computed_s = self._sealed_s = now_s()
+
+    def computed(self, clock: int) -> None:
+        """The gradients of step `clock` are there.
+
+        Blocking: until the emulated computation would be done, which began when the step before
+        ended; the computation that was real counts in it.
+        """
+        if self._compute is not None:
+            client = self._client
+            needed_s = self._compute.seconds(client.rank, client.world_size, clock)
+            left_s = self._ended_s + needed_s - now_s()
+            if left_s > 0:
+                time.sleep(left_s)
+        self._computed_s = now_s()
+
+    def sealed(self, tickets: Sequence[PushTicket]) -> None:
+        """All of the step has been handed over; `tickets` tell when it is committed."""
+        self._sealed_s = now_s()
+        if not self._client.record.is_on:
+            return
+        self._tickets = tickets
+        times: list[float] = []
+        self._committed_s = times
+
+        def committed(_: Future[StepResult]) -> None:
+            times.append(now_s())
+
+        for ticket in tickets:
+            ticket.future.add_done_callback(committed)
+
+    def ended(self) -> None:
+        """The parameters are here."""
+        computed_from_s, self._ended_s = self._ended_s, now_s()
+        # A skipped step's blocks may have been refused; that is the optimizer's to say.
+        futures = [ticket.future for ticket in self._tickets if ticket.done()]
+        results = [future.result() for future in futures if future.exception() is None]
+        if not results:
+            return
+        # A commit that came together with the values may not have been noted yet.
+        has_all = len(self._committed_s) == len(self._tickets)
+        committed_s = max(self._committed_s) if has_all else self._ended_s
+        self._client.record.step(
+            StepLine(
+                clock=max(result.clock for result in results),
+                compute_s=self._computed_s - computed_from_s,
+                send_s=self._sealed_s - self._computed_s,
+                commit_s=committed_s - self._sealed_s,
+                read_s=max(0.0, self._ended_s - committed_s),
+                staleness=max(result.staleness for result in results),
+                rejected=sum(len(result.rejected) for result in results),
+                discarded=any(result.discarded for result in results),
+                applied=all(result.applied for result in results),
+            )
+        )
+        self._tickets = ()

@@ -1,0 +1,1 @@
+"""The engine of a worker: links to servers, pushes, pulls, lanes."""

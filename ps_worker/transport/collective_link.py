@@ -1,0 +1,195 @@
+"""A worker's collective calls on the background loop: to their host, until the round has
+ended.
+
+Everything belongs to the background loop, except what says that any thread may call it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from ps_core.cluster_view import ClusterView, Session
+from ps_core.collective import WAITS_FOR, Host, Round, Share, host_of
+from ps_core.errors import Fenced, PushpullError, StaleAssignment, WaitExpired
+from ps_runtime.cluster.wire_collectives import round_from_proto, round_to_proto, share_to_proto
+from ps_runtime.grpc.retry import Backoff, is_curable
+from ps_runtime.observe import logs
+from ps_runtime.system.clock import now_s
+from ps_worker.collectives.rounds import Rounds
+from ps_worker.transport.links import ServerLinks
+from pushpull.v1 import parameters_pb2
+
+_ANNOUNCED_WITHIN_S = 10.0
+_ASKED_FOR_S = 2.0
+"""Then the host says for whom the round waits, and is asked again."""
+
+_GRACE_S = 1.0
+
+
+class CollectiveLink:
+    """The collective calls of one worker.
+
+    Args:
+        session: the worker's.
+        links: to the servers.
+        view: gives the newest view.
+        waits: of the client: what it waits for, for a person.
+        is_newcomer: see `Rounds`.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        links: ServerLinks,
+        view: Callable[[], ClusterView],
+        waits: dict[object, str],
+        *,
+        is_newcomer: bool,
+    ) -> None:
+        self._session = session
+        self._links = links
+        self._view = view
+        self._waits = waits
+        self._rounds = Rounds(is_newcomer=is_newcomer)
+        self._host: Host | None = None
+        self._moved = asyncio.Event()
+        self._announcing: asyncio.Task[None] | None = None
+        self._entering: set[asyncio.Task[Round]] = set()
+        self._answered: tuple[Share, Round] | None = None
+        self._failure: PushpullError | None = None
+
+    def take_view(self, view: ClusterView) -> None:
+        """A newer view: there may be another host, which is told of this worker."""
+        host = host_of(view)
+        if host == self._host:
+            return
+        self._host = host
+        self._moved.set()
+        self._moved = asyncio.Event()
+        if host is None or not self._rounds.must_announce(host):
+            return
+        if self._announcing is not None:
+            self._announcing.cancel()
+        self._announcing = asyncio.get_running_loop().create_task(self._announce())
+
+    def fail(self, error: PushpullError) -> None:
+        """The session has ended."""
+        self._failure = self._failure or error
+        if self._announcing is not None:
+            self._announcing.cancel()
+        for task in self._entering:
+            task.cancel()
+
+    async def enter(self, share: Share, deadline_s: float) -> Round:
+        """Give this worker's share of the next round; the round, when it has ended. Who asks again
+        with the same share takes part once.
+
+        Raises:
+            WaitExpired: somebody is missing, named by the message.
+            PushpullError: what ended the session.
+        """
+        task = asyncio.ensure_future(self._asked_until_ended(share, deadline_s))
+        self._entering.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.cancel()
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        finally:
+            self._entering.discard(task)
+            self._waits.pop(self, None)
+
+    async def _announce(self) -> None:
+        """Have the host know of this worker: others wait until it does."""
+        backoff = Backoff()
+        while True:
+            try:
+                await self._ask(None, _ANNOUNCED_WITHIN_S)
+                return
+            except PushpullError as error:
+                if not is_curable(error):
+                    logs.warning("collective_host_untold", error=error.message)
+                    return
+                await asyncio.sleep(backoff.next_s(error))
+
+    async def _asked_until_ended(self, share: Share, deadline_s: float) -> Round:
+        end_s = now_s() + deadline_s
+        backoff = Backoff()
+        reason = "there is no server"
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if self._answered is not None and self._answered[0] is share:
+                return self._answered[1]  # perhaps to a call that was interrupted
+            left_s = end_s - now_s()
+            if left_s <= 0:
+                raise WaitExpired(f"{share.call} is not over after {deadline_s:g} s: {reason}")
+            moved = self._moved
+            try:
+                await self._unless(moved, self._ask(share, min(left_s, _ASKED_FOR_S)))
+                continue
+            except PushpullError as error:
+                if not is_curable(error):
+                    raise
+                reason = self._reason(error)
+                self._waits[self] = f"{share.call}: {reason}"
+                if isinstance(error, WaitExpired):
+                    continue  # it has waited
+                wait_s = min(backoff.next_s(error), max(end_s - now_s(), 0.0))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await moved.wait()
+
+    def _reason(self, error: PushpullError) -> str:
+        """Why there is no answer yet, for a person."""
+        if self._host is None or error.message.startswith(WAITS_FOR):
+            return error.message
+        return f"it meets the others at server {self._host.server}, and {error.message}"
+
+    async def _unless(self, moved: asyncio.Event, asking: Coroutine[Any, Any, None]) -> None:
+        """Ask, unless there is another host before an answer."""
+        asked = asyncio.ensure_future(asking)
+        waited = asyncio.ensure_future(moved.wait())
+        try:
+            await asyncio.wait((asked, waited), return_when=asyncio.FIRST_COMPLETED)
+            if asked.done():
+                asked.result()
+        finally:
+            asked.cancel()
+            waited.cancel()
+            await asyncio.gather(asked, waited, return_exceptions=True)
+
+    async def _ask(self, share: Share | None, deadline_s: float) -> None:
+        host = self._host
+        link = None if host is None else self._links.find(host.server)
+        if host is None or link is None:
+            raise StaleAssignment("there is no server where it could meet the others")
+        entering = self._rounds.entering(host, share)
+        request = parameters_pb2.EnterCollectiveRequest(
+            view_number=self._view().view_number,
+            assignment_epoch=host.assignment_epoch,
+            ended_round=entering.ended_round,
+            last_round=None if entering.last is None else round_to_proto(entering.last),
+            share=None if share is None else share_to_proto(share),
+            deadline_ms=max(int(deadline_s * 1000), 1),
+        )
+        try:
+            response = await link.enter_collective(request, deadline_s + _GRACE_S)
+        except StaleAssignment:
+            self._rounds.must_tell_again()
+            raise
+        if host != self._host:
+            return  # what a host of before says is not heard any more
+        if share is None:
+            self._rounds.told(host)
+            return
+        ended = round_from_proto(response.round)
+        if not ended.has(self._session.incarnation):
+            raise Fenced(f"round {ended.number} was answered, and this worker is not in it")
+        self._rounds.ended(host, ended)
+        self._answered = share, ended

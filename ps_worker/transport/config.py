@@ -1,0 +1,239 @@
+"""The settings of a worker or reader: argument over PUSHPULL_* over default."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ps_core import limits, runs
+from ps_core.consistency import parsed
+from ps_core.errors import InvalidConfig
+from ps_runtime.settings.config import add_flags, check_choice, resolve
+from ps_runtime.settings.job_place import JobPlace, place_in_job
+from ps_worker.spec.straggler import ComputeTime
+
+_LAUNCH_ID = re.compile("[0-9a-f]{32}")
+
+ROLES = ("worker", "reader", "operator")
+"""What a client connects as."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Settings of one client; durations in seconds, sizes in bytes."""
+
+    scheduler: tuple[str, ...] = field(
+        metadata={"help": "where the scheduler is: host:port, or several of them with commas"}
+    )
+    role: str = field(
+        default="worker",
+        metadata={
+            "help": "worker (trains, has a rank), reader (only pulls) or operator (pulls nothing; "
+            "changes consistency, makes and restores checkpoints)"
+        },
+    )
+    rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "the rank to ask for; unset takes that of torchrun, Slurm, MPI or Kubernetes, "
+            "and where there is none lets the scheduler choose the lowest free one"
+        },
+    )
+    world_size: int = field(
+        default=0,
+        metadata={
+            "help": "the workers that the job has: a cluster that is for another number refuses "
+            "this one at once; 0: not known"
+        },
+    )
+    run: str = field(
+        default="",
+        metadata={
+            "help": "the name of the run that this is of, with ranks and tables of its own; empty: "
+            "the run without a name"
+        },
+    )
+    identity: str = field(
+        default="",
+        metadata={
+            "help": "who this worker is, whichever process it runs in: one that is started again "
+            "with the same identity has its rank back at once, and the process before is ended; "
+            "hostname takes the name of this host, as a pod or container has one; empty: nobody in "
+            "particular, who waits until the one before is given up"
+        },
+    )
+    cluster_id: str = field(
+        default="", metadata={"help": "the cluster that is meant; empty accepts whichever answers"}
+    )
+    connect_deadline_s: float = field(
+        default=60.0, metadata={"help": "seconds to go on trying to reach the cluster at start"}
+    )
+    request_deadline_s: float = field(
+        default=300.0,
+        metadata={
+            "help": "seconds that a push, a pull or a wait may take before WaitExpired says who is "
+            "missing; longer than a worker's longest pause (an evaluation between two steps)"
+        },
+    )
+    lane: str = field(
+        default="auto",
+        metadata={
+            "help": "how payloads travel: auto shares memory with the servers on this host and "
+            "sends the others bytes; shm fails where memory cannot be shared; grpc sends bytes"
+        },
+    )
+    window_bytes: int = field(
+        default=limits.DEFAULT_WINDOW_BYTES,
+        metadata={
+            "help": "payload bytes in flight: sent to the servers and not yet received there"
+        },
+    )
+    consistency: str = field(
+        default="",
+        metadata={
+            "help": "the consistency of tables whose script names none: bsp, ssp:4, asp, ...; "
+            "empty means bsp"
+        },
+    )
+    compute: str = field(
+        default="",
+        metadata={
+            "help": "emulated computation: DistributedOptimizer.step waits until so long after the "
+            "step before: 30ms; rotating:30ms,90ms,burst=2,seed=1; permanent:30ms,90ms,rank=0; "
+            "empty emulates none"
+        },
+    )
+    record: str = field(
+        default="",
+        metadata={
+            "help": "a directory where the worker records its steps as JSON lines, in "
+            "worker-RANK.jsonl; the first step then begins when all workers are there; empty "
+            "records nothing"
+        },
+    )
+    http_listen: str = field(
+        default="",
+        metadata={
+            "is_internal": True,  # the flag is that of `ProcessConfig`
+            "help": "host:port where this process serves /metrics and /healthz, port 0 is a free "
+            "one; empty: not at all, but under `pushpull worker`, which serves them anyway",
+        },
+    )
+
+    launch_id: str = field(
+        default="",
+        metadata={
+            "is_internal": True,
+            "help": "what whoever started this process drew for it, 32 hexadecimal digits: with it "
+            "an operator tells the scheduler that the process has ended (`pushpull train` does); "
+            "empty: nobody can",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.launch_id and not _LAUNCH_ID.fullmatch(self.launch_id):
+            raise InvalidConfig("launch_id has not the form of one; expected 32 hexadecimal digits")
+        check_choice("role", self.role, ROLES)
+        runs.check_name(self.run)
+        runs.check_identity(self.identity)
+        for name in ("rank", "world_size"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 2**31:
+                raise InvalidConfig(f"{name} is {value}; expected 0 or more")
+        if self.rank is not None and self.role != "worker":
+            raise InvalidConfig(f"rank is {self.rank} for role {self.role}; only workers have one")
+        for name in ("connect_deadline_s", "request_deadline_s"):
+            value = getattr(self, name)
+            if not 0 < value <= limits.MAX_DEADLINE_S:
+                raise InvalidConfig(
+                    f"{name} is {value}; expected more than 0, at most {limits.MAX_DEADLINE_S}"
+                )
+        check_choice("lane", self.lane, limits.LANES)
+        if self.window_bytes <= 0:
+            raise InvalidConfig(f"window_bytes is {self.window_bytes}; expected more than 0")
+        if self.consistency:
+            parsed(self.consistency)
+        if self.compute:
+            ComputeTime.parsed(self.compute)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessConfig:
+    """Settings of `pushpull worker`, beside those of `connect`."""
+
+    listen: str = field(
+        default="127.0.0.1:0",
+        metadata={"help": "host:port of gRPC health and reflection; port 0: free"},
+    )
+    advertise: str | None = field(
+        default=None, metadata={"help": "host:port or host under which others reach them"}
+    )
+    http_listen: str = field(
+        default="127.0.0.1:0",
+        metadata={"help": "host:port of /metrics and /healthz; port 0 is free"},
+    )
+    log_level: str = field(
+        default="warning",
+        metadata={"help": "debug, info, warning or error: pushpull's own lines"},
+    )
+    log_format: str = field(
+        default="text", metadata={"help": "text, or json: an object a line; pushpull's own lines"}
+    )
+    ready_file: Path | None = field(
+        default=None, metadata={"help": "file to write when serving: the addresses as JSON"}
+    )
+
+
+def worker_config(
+    arguments: Mapping[str, object], env: Mapping[str, str] | None = None
+) -> WorkerConfig:
+    """The settings in force: an argument that is not None, else the environment, else the default.
+
+    A rank in the environment is a worker's; it does not make a reader's connection an error. Where
+    neither has a rank, it is the one that `job_place` finds, if any.
+
+    Raises:
+        InvalidConfig: an unknown PUSHPULL_* variable, or a setting that is wrong.
+    """
+    env = os.environ if env is None else env
+    if arguments.get("role") in ROLES[1:] and arguments.get("rank") is None:
+        env = {name: value for name, value in env.items() if name != "PUSHPULL_RANK"}
+    place = job_place(arguments, env)
+    if place is not None:
+        size = arguments.get("world_size") or env.get("PUSHPULL_WORLD_SIZE") or place.world_size
+        arguments = {**arguments, "rank": place.rank, "world_size": size}
+    return resolve(WorkerConfig, arguments, env)
+
+
+def job_place(arguments: Mapping[str, object], env: Mapping[str, str]) -> JobPlace | None:
+    """The place that a worker takes from its job, where nobody has given it a rank.
+
+    Raises:
+        InvalidConfig: the job's variables disagree, or have no sense.
+    """
+    role = arguments.get("role") or env.get("PUSHPULL_ROLE") or ROLES[0]
+    if role != ROLES[0] or arguments.get("rank") is not None or env.get("PUSHPULL_RANK"):
+        return None
+    return place_in_job(env)
+
+
+def parser() -> argparse.ArgumentParser:
+    """What reads the command line of `pushpull worker`."""
+    made = argparse.ArgumentParser(
+        prog="pushpull worker",
+        usage="%(prog)s [OPTIONS] SCRIPT [ARGS...]",
+        description="Runs a training script as one worker of a cluster.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="A setting is what the script gives `connect`, else its flag, else its variable.",
+    )
+    for settings in (WorkerConfig, ProcessConfig):
+        add_flags(made, settings)
+    made.add_argument("script", metavar="SCRIPT", type=Path, help="the script")
+    made.add_argument(
+        "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
+    )
+    return made

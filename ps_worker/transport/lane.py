@@ -1,0 +1,335 @@
+"""The client's end of the same-host lane: a Unix socket to one server, and the memory behind it.
+
+What is pushed is copied into a ring that the server has mapped; what is pulled is copied out of the
+server's memory, which is mapped here for reading.
+
+Rules:
+    - A piece of the ring is lent to the server from the moment that its descriptor is written until
+      the first answer to that entry on the same stream. A stream's ring ends with the stream: what
+      a broken stream may still hold is never written to again.
+    - What is sent again while its piece is lent carries its bytes, then and ever after on this
+      stream: of two answers to come nobody could say which of them frees a new piece.
+    - A copy of a value counts only if its stamp is unchanged afterwards.
+
+Everything belongs to the background loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from ps_core import limits, stamps
+from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
+from ps_runtime.grpc.errors import error_from_proto
+from ps_runtime.system.shared_memory import Bytes, Segment, map_segment, receive
+from ps_worker.transport.shared_buffers import SharedBuffer, collected_count, find, is_live
+from ps_worker.window.ring import Ring
+from pushpull.v1 import parameters_pb2
+
+_MESSAGE_BYTES = 4096
+_HANDSHAKE_DEADLINE_S = 5.0
+_segment_ids = itertools.count(1)
+"""A segment's number is used once in the life of the process, so once in any session."""
+
+
+class EntryName(NamedTuple):
+    """What a server's reply names."""
+
+    table_id: int
+    range_id: int
+    sequence: int
+
+
+class SharedLane:
+    """Memory shared with one server, for the life of one push stream or reader's link."""
+
+    def __init__(self, connection: socket.socket, on_lost: Callable[[], None]) -> None:
+        self._socket = connection
+        self._on_lost = on_lost
+        self._ring: Ring | None = None
+        self._memory: Segment | None = None
+        self._segment_id = 0
+        self._lent: dict[EntryName, int] = {}
+        self._sent_twice: set[EntryName] = set()
+        self._asked: dict[int, SharedBuffer] = {}
+        self._mapped: dict[SharedBuffer, int] = {}
+        self._collected_count = 0
+        self._values: dict[int, Bytes] = {}
+        self._last_segment_id = 0  # a server numbers its segments upwards, as it makes them
+        self.is_open = True
+        self.has_room = asyncio.Event()
+
+    @classmethod
+    async def open(
+        cls, offer: parameters_pb2.SameHostOffer, on_lost: Callable[[], None], *, pushes: bool
+    ) -> SharedLane:
+        """Connect to the server's socket, and share a ring with it if this client pushes.
+
+        Args:
+            offer: what the server said.
+            on_lost: called once if the connection ends by itself.
+            pushes: whether a ring is needed.
+
+        Raises:
+            OSError: the server is not on this host, or there is no memory to share.
+            PushpullError: the server refused.
+        """
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        lane = cls(connection, on_lost)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_DEADLINE_S):
+                connection.connect(f"\0{offer.socket_name}")
+                await lane._greet(offer.nonce)
+                if pushes:
+                    await lane._share_ring()
+        except TimeoutError:
+            lane.close()
+            raise WaitExpired("the server's Unix socket did not answer") from None
+        except BaseException:
+            lane.close()
+            raise
+        asyncio.get_running_loop().add_reader(connection.fileno(), lane._read)
+        return lane
+
+    def close(self) -> None:
+        """End the connection; the server unmaps the ring. Idempotent."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        if self._memory is not None:
+            self._memory.close()
+        self._ring = None
+        self._values.clear()
+        self.has_room.set()
+
+    # --- pushes
+
+    def where(self, payload: memoryview) -> parameters_pb2.SharedPayload | None:
+        """Where the server can read a payload without a copy of it; None if it cannot.
+
+        Nothing frees such a place: its memory does not change before the entry has ended.
+        """
+        if self._ring is None:
+            return None
+        if self._collected_count != collected_count():
+            self._let_go()
+        found = find(payload)
+        if found is None:
+            return None
+        buffer, offset = found
+        segment_id = self._mapped.get(buffer, 0)
+        if not segment_id:
+            self._ask_to_map(buffer)
+            return None
+        if offset % limits.LANE_ALIGNMENT_BYTES:
+            return None
+        return parameters_pb2.SharedPayload(
+            segment_id=segment_id, offset_bytes=offset, byte_count=payload.nbytes
+        )
+
+    def _ask_to_map(self, buffer: SharedBuffer) -> None:
+        """Share a buffer with the server; until it says that it has it, the ring serves."""
+        is_asked = buffer in self._asked.values()
+        # One more is the ring; the server would close the connection over one too many.
+        if is_asked or len(self._asked) + len(self._mapped) + 1 >= limits.MAX_LANE_SEGMENT_COUNT:
+            return
+        segment_id = next(_segment_ids)
+        with contextlib.suppress(OSError):  # not read fast enough: another time
+            self._share(segment_id, buffer.byte_count, buffer.fd)
+            self._asked[segment_id] = buffer
+
+    def _let_go(self) -> None:
+        """Tell the server about buffers that are gone here: it keeps their memory else."""
+        self._collected_count = collected_count()
+        for buffer, segment_id in list(self._mapped.items()):
+            if not is_live(buffer):
+                dropped = parameters_pb2.SegmentDropped(segment_id=segment_id)
+                request = parameters_pb2.LaneRequest(dropped=dropped)
+                with contextlib.suppress(OSError):  # not read fast enough: with the next that goes
+                    self._socket.send(request.SerializeToString())
+                    del self._mapped[buffer]
+
+    def place(self, name: EntryName, payload: memoryview) -> parameters_pb2.SharedPayload | None:
+        """Copy a payload into the ring; None if it is full now (see `can_place`)."""
+        if self._ring is None or self._memory is None:
+            return None
+        offset = self._ring.take(payload.nbytes)
+        if offset is None:
+            self.has_room.clear()
+            return None
+        target = self._memory.array[offset : offset + payload.nbytes]
+        np.copyto(target, np.frombuffer(payload, np.uint8))
+        self._lent[name] = offset
+        return parameters_pb2.SharedPayload(
+            segment_id=self._segment_id, offset_bytes=offset, byte_count=payload.nbytes
+        )
+
+    def can_place(self, name: EntryName, byte_count: int) -> bool:
+        """Whether a payload goes into the ring, now or when others have come back.
+
+        One that does not is sent as bytes, which is remembered where it was lent already.
+        """
+        if self._ring is None or not (
+            limits.LANE_MIN_PAYLOAD_BYTES <= byte_count <= limits.LANE_RING_BYTES
+        ):
+            return False
+        if name in self._lent:
+            self._sent_twice.add(name)
+        return name not in self._sent_twice
+
+    def answered(self, replies: Iterable[parameters_pb2.EntryReply]) -> None:
+        """The server answered entries: their pieces of the ring are free."""
+        if self._ring is None or not self._lent:
+            return
+        for reply in replies:
+            name = EntryName(reply.table_id, reply.range_id, reply.sequence)
+            offset = self._lent.pop(name, None)
+            if offset is not None:
+                self._ring.give_back(offset)
+                self.has_room.set()
+
+    # --- pulls
+
+    def copy(self, value: parameters_pb2.SharedValue, target: Bytes, skip_bytes: int) -> bool:
+        """Copy a part of a value out of the server's memory.
+
+        Args:
+            value: where it lies.
+            target: where to.
+            skip_bytes: where the part begins in the value.
+
+        Returns:
+            Whether the copy counts: the value is still as it was when the server answered.
+
+        Raises:
+            Recovering: the connection has ended, and the memory was not shared before.
+            Internal: the server named memory that it has not shared.
+        """
+        memory = self._memory_of(value)
+        if memory is None:
+            return False
+        begin = value.offset_bytes + skip_bytes
+        # A server lends only where loads keep their order.
+        return stamps.copied(
+            memory[begin : begin + target.nbytes],
+            target,
+            memory.view(np.uint64),
+            value.stamp_offset_bytes // stamps.STAMP_BYTES,
+            value.stamp,
+        )
+
+    def _memory_of(self, value: parameters_pb2.SharedValue) -> Bytes | None:
+        """The segment that the value lies in; None where the server has withdrawn it since."""
+        if value.segment_id not in self._values:
+            self._read()  # its descriptor came before the answer that names it
+        memory = self._values.get(value.segment_id)
+        if memory is None and 0 < value.segment_id <= self._last_segment_id:
+            return None
+        if memory is None and not self.is_open:
+            raise Recovering("the server's Unix socket was closed before it had shared its values")
+        end = max(
+            value.offset_bytes + value.byte_count, value.stamp_offset_bytes + stamps.STAMP_BYTES
+        )
+        if memory is None or end > memory.nbytes:
+            raise Internal(
+                f"the server lends bytes up to {end} of segment {value.segment_id}, of which "
+                f"{0 if memory is None else memory.nbytes} are shared"
+            )
+        return memory
+
+    # --- the socket
+
+    async def _greet(self, nonce: bytes) -> None:
+        hello = parameters_pb2.LaneRequest(hello=parameters_pb2.LaneHello(nonce=nonce))
+        self._socket.send(hello.SerializeToString())
+        response = await self._response()
+        if not response.HasField("welcome"):
+            raise Internal("the server's Unix socket answered a hello without a welcome")
+
+    async def _share_ring(self) -> None:
+        memory = Segment("pushpull-ring", limits.LANE_RING_BYTES)
+        self._memory = memory
+        self._segment_id = next(_segment_ids)
+        self._share(self._segment_id, memory.byte_count, memory.fd)
+        while not (await self._response()).HasField("mapped"):
+            pass  # the server's own segments may come between
+        self._ring = Ring(memory.byte_count)
+        self.has_room.set()
+
+    def _share(self, segment_id: int, byte_count: int, fd: int) -> None:
+        shared = parameters_pb2.SharedSegment(segment_id=segment_id, byte_count=byte_count)
+        request = parameters_pb2.LaneRequest(segment=shared)
+        socket.send_fds(self._socket, [request.SerializeToString()], [fd])
+
+    async def _response(self) -> parameters_pb2.LaneResponse:
+        loop = asyncio.get_running_loop()
+        while True:
+            readable: asyncio.Future[None] = loop.create_future()
+            loop.add_reader(self._socket.fileno(), _finish, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(self._socket.fileno())
+            response = self._receive()
+            if response is not None:
+                return response
+
+    def _read(self) -> None:
+        """Take what came by itself: the server's segments, or the end."""
+        try:
+            while self._receive() is not None:
+                pass
+        except (OSError, PushpullError):
+            if self.is_open:
+                self.close()
+                self._on_lost()
+
+    def _receive(self) -> parameters_pb2.LaneResponse | None:
+        """The next message, its segment mapped; None if none is there."""
+        descriptor = -1
+        try:
+            message, descriptor = receive(self._socket, _MESSAGE_BYTES, takes_file=True)
+            if not message:
+                raise ConnectionResetError("the server closed its Unix socket")
+            response = parameters_pb2.LaneResponse.FromString(message)
+            if response.HasField("error"):
+                raise error_from_proto(response.error)
+            if response.HasField("segment"):
+                if descriptor < 0:
+                    raise ConnectionResetError("no file descriptor is left for the server's memory")
+                shared = response.segment
+                if shared.byte_count % stamps.STAMP_BYTES:
+                    raise Internal(f"the server shares a segment of {shared.byte_count} bytes")
+                self._values[shared.segment_id] = map_segment(descriptor, shared.byte_count)
+                self._last_segment_id = max(self._last_segment_id, shared.segment_id)
+            if response.HasField("dropped"):
+                self._values.pop(response.dropped.segment_id, None)
+            if response.HasField("mapped"):
+                buffer = self._asked.pop(response.mapped.segment_id, None)
+                if buffer is not None:
+                    self._mapped[buffer] = response.mapped.segment_id
+                    self._collected_count = -1  # it may have gone meanwhile
+            return response
+        except (BlockingIOError, InterruptedError):
+            return None
+        except DecodeError:
+            raise Internal("the server's Unix socket sent what is no LaneResponse") from None
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _finish(readable: asyncio.Future[None]) -> None:
+    if not readable.done():
+        readable.set_result(None)

@@ -1,0 +1,498 @@
+"""Links to the servers: a channel each, a session, and for workers one long-lived push stream.
+
+Everything belongs to the background loop. A link that breaks comes back by itself, with full
+jitter; what was on its way is the push window's to send again.
+
+Rules:
+    - Whoever answers at a server's address is that server only once its OpenSession says so
+      (`ps_runtime.cluster.node_identity`); until then it is a dead address, whatever it says.
+    - What ends this client is a refusal of such a server: after one, it must prove itself again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from ps_core.cluster_view import ClusterView, Node, NodeState, Role
+from ps_core.envelope import split
+from ps_core.errors import Internal, InvalidConfig, PushpullError, Recovering, WaitExpired
+from ps_core.keys import NodeId
+from ps_runtime.cluster.node_identity import as_of_unknown, check_answers
+from ps_runtime.grpc.channels import aio_channel
+from ps_runtime.grpc.errors import from_rpc_error
+from ps_runtime.grpc.retry import Backoff, is_curable, is_retryable
+from ps_runtime.http2.stream_port import ServerCall
+from ps_runtime.observe import logs
+from ps_runtime.system.clock import now_s
+from ps_worker.transport.entry_stream import EntryStream
+from ps_worker.transport.lane import SharedLane
+from ps_worker.transport.link_trouble import Trouble
+from ps_worker.transport.metrics import MEASURES
+from ps_worker.transport.server_calls import ServerCalls
+from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
+
+Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse
+"""A part of a read's answer: a block without its payload and the payload, or anything else."""
+
+SESSION_DEADLINE_S = 10.0
+STATS_DEADLINE_S = 5.0
+MAX_INTERNAL_COUNT = 5
+"""A server that fails so often in a row, without an answer between, will not get better."""
+
+_BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
+_PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
+
+
+class LinkListener(Protocol):
+    """Who hears what happens on the links; called on the loop."""
+
+    def stream_opened(self, server: NodeId) -> None:
+        """A push stream to `server` is there."""
+
+    def stream_closed(self, server: NodeId) -> None:
+        """It broke, or was closed."""
+
+    def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
+        """Answers came."""
+
+    def link_failed(self, server: NodeId, error: PushpullError) -> None:
+        """The server refused this client for good."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSetting:
+    """What all links of a client have in common: `lane` is the setting of PUSHPULL_LANE."""
+
+    pushes: bool
+    lane: str
+
+
+class ServerLink:
+    """The link to one server (one incarnation of it)."""
+
+    def __init__(
+        self,
+        node: Node,
+        identity: types_pb2.SessionIdentity,
+        listener: LinkListener,
+        setting: LinkSetting,
+    ) -> None:
+        self.node = node
+        self.lane_name = ""
+        self._setting = setting
+        self._identity = identity
+        self._listener = listener
+        self._channel = aio_channel(node.address)
+        self._stub = parameters_pb2_grpc.ParameterServiceStub(self._channel)
+        self._calls = ServerCalls(node, self._channel)
+        self._view_number = 0
+        self._stream: EntryStream | None = None
+        self._offer: parameters_pb2.SameHostOffer | None = None
+        self._lane: SharedLane | None = None
+        self._unheard_count = 0
+        self._lane_lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
+        self._trouble = Trouble(node)
+
+    @property
+    def trouble(self) -> str:
+        """Why the server cannot be reached, for a person; empty if it can."""
+        return self._trouble.words
+
+    @property
+    def trouble_s(self) -> float:
+        """For how long the server could not be reached; 0 if it can."""
+        return self._trouble.lasted_s
+
+    def start_stream(self, view_number: int) -> None:
+        """Keep a push stream open from now on; idempotent."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep_stream(view_number))
+
+    def send(
+        self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale | parameters_pb2.Withdrawal
+    ) -> None:
+        """Write an entry to the push stream, after what came before it; lost if the stream breaks,
+        or is not there.
+        """
+        if self._stream is not None:
+            self._stream.put((entry, None))
+
+    def send_block(self, message: parameters_pb2.BlockPush, payload: memoryview) -> None:
+        """Write a block, whose `message` leaves out the payload; otherwise as `send`."""
+        if self._stream is not None:
+            self._stream.put((message, payload))
+
+    async def close(self) -> None:
+        """End the stream and the channel."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._drop_lane()
+        self._chose("", "closed")
+        self._calls.close()
+        await self._channel.close()
+
+    # --- calls
+
+    async def ensure_session(
+        self, view_number: int, deadline_s: float, is_wanted: Callable[[ServerLink], bool]
+    ) -> None:
+        """Return when the server knows this client and has reached `view_number`, or when it cannot
+        be reached and is not wanted any more: it has left, or others have what it had.
+
+        Raises:
+            WaitExpired: it could not be reached, or did not reach the view, in time.
+            PushpullError: it refused.
+        """
+        end_s = now_s() + deadline_s
+        backoff = Backoff()
+        while self._view_number < view_number:
+            left_s = max(end_s - now_s(), 0.0)
+            try:
+                await self._open_session(view_number, min(left_s, SESSION_DEADLINE_S))
+                self._trouble.end()
+                if not self._setting.pushes:
+                    await self._keep_lane()
+                return
+            except PushpullError as error:
+                if not (is_retryable(error) or isinstance(error, WaitExpired)):
+                    raise
+                self._trouble.note(error)
+                wait_s = backoff.next_s(error)
+                if now_s() + wait_s >= end_s:
+                    raise WaitExpired(self.trouble or error.message) from error
+                await asyncio.sleep(wait_s)
+                if not is_wanted(self):
+                    return
+
+    async def _open_session(self, view_number: int, deadline_s: float) -> None:
+        request = parameters_pb2.OpenSessionRequest(
+            session=self._identity,
+            view_number=view_number,
+            deadline_ms=max(int(deadline_s * 1000), 1),
+        )
+        try:
+            with _translated():
+                response = await self._stub.OpenSession(request, timeout=deadline_s + 1.0)
+        except PushpullError as error:
+            raise as_of_unknown(error) from error
+        named = (
+            (response.cluster_id, response.node_id, response.incarnation)
+            if response is not None  # what came does not parse
+            else ("", 0, 0)
+        )
+        check_answers(self.node, self._identity.cluster_id, named)
+        await self._calls.use_port(request, response, deadline_s)
+        self._offer = response.same_host if response.HasField("same_host") else None
+        self._view_number = max(self._view_number, view_number)
+
+    async def pull(
+        self,
+        request: parameters_pb2.PullRequest,
+        timeout_s: float,
+        take: Callable[[Answer], None],
+        *,
+        is_small: bool,
+    ) -> None:
+        """Read, and hand over each part of the answer when it comes. A small one comes on the push
+        stream, if there is one: opening a stream costs more than such an answer.
+
+        Raises:
+            PushpullError: the call failed as a whole, or `take` raised it.
+        """
+        if is_small and self._stream is not None:
+            await self._stream.read(request, timeout_s, lambda part: take(_small_answer(part)))
+            return
+        request.session.CopyFrom(self._identity)
+        call: ServerCall | None = None
+        try:
+            async with self._by_server():
+                call = await self._calls.pull(request, timeout_s)
+                async for raw in call:
+                    found = split(raw, _BLOCK_FIELD, _PAYLOAD_FIELD)
+                    if found is None:
+                        take(parameters_pb2.PullResponse.FromString(cast(bytes, raw)))
+                    else:
+                        take((parameters_pb2.BlockValue.FromString(found[0]), found[1]))
+        except PushpullError as error:
+            if isinstance(error, Recovering):
+                self._trouble.note(error)
+            raise
+        finally:
+            if call is not None:
+                call.cancel()
+
+    async def range_stats(self, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
+        """Where the server's ranges of a table are.
+
+        Raises:
+            PushpullError: the call failed.
+        """
+        request = parameters_pb2.GetRangeStatsRequest(table_id=table_id, session=self._identity)
+        async with self._by_server():
+            response: parameters_pb2.GetRangeStatsResponse = await self._stub.GetRangeStats(
+                request, timeout=STATS_DEADLINE_S
+            )
+        return response
+
+    async def enter_collective(
+        self, request: parameters_pb2.EnterCollectiveRequest, timeout_s: float
+    ) -> parameters_pb2.EnterCollectiveResponse:
+        """Take part in a collective call; `request` without a session.
+
+        Raises:
+            PushpullError: the call failed.
+        """
+        request.session.CopyFrom(self._identity)
+        async with self._by_server():
+            response: parameters_pb2.EnterCollectiveResponse = await self._stub.EnterCollective(
+                request, timeout=timeout_s
+            )
+        return response
+
+    async def begin_cut(self, table_id: int, cut: int, lasts_s: float) -> int:
+        """Hold what is beyond the clock that is returned, in all that the server has of a table.
+
+        Raises:
+            PushpullError: the call failed.
+        """
+        request = parameters_pb2.BeginCutRequest(
+            session=self._identity,
+            table_id=table_id,
+            cut=cut,
+            deadline_ms=max(int(lasts_s * 1000), 1),
+        )
+        async with self._by_server():
+            response: parameters_pb2.BeginCutResponse = await self._stub.BeginCut(
+                request, timeout=STATS_DEADLINE_S
+            )
+        return response.clock
+
+    async def end_cut(self, table_id: int, cut: int) -> None:
+        """Hold nothing for the cut any more.
+
+        Raises:
+            PushpullError: the call failed.
+        """
+        request = parameters_pb2.EndCutRequest(session=self._identity, table_id=table_id, cut=cut)
+        async with self._by_server():
+            await self._stub.EndCut(request, timeout=STATS_DEADLINE_S)
+
+    @contextlib.asynccontextmanager
+    async def _by_server(self) -> AsyncIterator[None]:
+        """Turn gRPC's failures into the catalogue's. One that no retry cures counts only if the
+        server has said so: right after it, the server must prove that it is there.
+
+        Raises:
+            AddressTaken: somebody else answers there.
+        """
+        try:
+            with _translated():
+                yield
+        except PushpullError as error:
+            came_by_wire = isinstance(error.__cause__, grpc.RpcError | DecodeError)
+            if came_by_wire and not is_curable(error):
+                await self._open_session(self._view_number, STATS_DEADLINE_S)
+            raise
+
+    # --- the push stream
+
+    async def _keep_stream(self, view_number: int) -> None:
+        backoff = Backoff()
+        internal_count = 0
+        while True:
+            try:
+                await self._open_session(max(view_number, self._view_number), SESSION_DEADLINE_S)
+                self._trouble.end()
+                backoff.reset()
+                async with self._by_server():
+                    await self._run_stream()
+                error: PushpullError = Recovering("the server ended the stream")
+            except PushpullError as failure:
+                error = failure
+            except Exception as bug:  # noqa: BLE001 - else everybody would hang
+                logs.exception("server_link_failed", bug, server=self.node.node_id)
+                error = Internal(f"the link to server {self.node.node_id} failed: {bug!r}")
+                internal_count = MAX_INTERNAL_COUNT
+            internal_count = internal_count + 1 if isinstance(error, Internal) else 0
+            if not (is_curable(error) or isinstance(error, Internal)) or (
+                internal_count > MAX_INTERNAL_COUNT
+            ):
+                self._listener.link_failed(self.node.node_id, error)
+                return
+            self._trouble.note(error)
+            await asyncio.sleep(backoff.next_s(error))
+
+    async def _run_stream(self) -> None:
+        lane = await self._new_lane()
+        server = self.node.node_id
+        stream = EntryStream(self._calls.push_pull(), lane)
+
+        def opened() -> None:
+            self._stream = stream
+            self._listener.stream_opened(server)
+
+        try:
+            await stream.run(
+                parameters_pb2.StreamHeader(session=self._identity, receiver_node_id=server),
+                opened,
+                lambda replies: self._listener.replies(server, replies),
+            )
+        finally:
+            # What was on its way is the push window's to send again.
+            self._stream = None
+            self._listener.stream_closed(server)
+
+    # --- the lane
+
+    @property
+    def lane(self) -> SharedLane | None:
+        """Memory shared with the server; None where payloads travel as bytes."""
+        return self._lane if self._lane is not None and self._lane.is_open else None
+
+    async def _keep_lane(self) -> None:
+        """For a client without a push stream: open a lane if none is there."""
+        async with self._lane_lock:  # a server keeps one connection of a session
+            if self.lane is None:
+                await self._new_lane()
+
+    async def _new_lane(self) -> SharedLane | None:
+        """Share memory with the server, if both may; what was shared before is given up.
+
+        Raises:
+            InvalidConfig: this client insists, and it cannot be done.
+            Recovering: it insists, and the server ends or is busy.
+        """
+        self._drop_lane()
+        if self._setting.lane == "grpc":
+            self._chose("grpc", "by setting")
+            return None
+        try:
+            if self._offer is None:
+                raise OSError("the server does not offer shared memory")
+            self._lane = await SharedLane.open(
+                self._offer, self._lane_lost, pushes=self._setting.pushes
+            )
+        except (OSError, PushpullError) as reason:
+            if self._setting.lane == "shm":
+                words = (
+                    f"lane is 'shm', and server {self.node.node_id} at {self.node.address} cannot "
+                    f"share memory with this process: {reason}"
+                )
+                is_unheard = isinstance(reason, ConnectionRefusedError)
+                self._unheard_count += is_unheard
+                # It may have died since it said where; one that says so again lives.
+                is_unheard_once = is_unheard and self._unheard_count == 1
+                is_ending = isinstance(reason, ConnectionResetError | BrokenPipeError | WaitExpired)
+                if is_ending or is_unheard_once:
+                    raise Recovering(words) from reason
+                raise InvalidConfig(words) from reason
+            # Nobody listens there: another host. All else is worth a look.
+            is_odd = self._offer is not None and not isinstance(reason, ConnectionRefusedError)
+            self._chose("grpc", str(reason), is_odd=is_odd)
+            return None
+        self._unheard_count = 0
+        self._chose("shm", "same host")
+        return self._lane
+
+    def _drop_lane(self) -> None:
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _lane_lost(self) -> None:
+        self._chose("grpc", "the server closed its Unix socket")
+
+    def _chose(self, lane: str, reason: str, *, is_odd: bool = False) -> None:
+        """How payloads travel from now on; empty for not at all."""
+        if lane == self.lane_name:
+            return
+        if self.lane_name:
+            MEASURES.lanes.labels(lane=self.lane_name).dec()
+        if lane:
+            MEASURES.lanes.labels(lane=lane).inc()
+            log = logs.warning if is_odd else logs.info
+            log("lane_chosen", server=self.node.node_id, lane=lane, reason=reason)
+        self.lane_name = lane
+
+
+class ServerLinks:
+    """The links to all servers of the present view."""
+
+    def __init__(
+        self, identity: types_pb2.SessionIdentity, listener: LinkListener, setting: LinkSetting
+    ) -> None:
+        self._identity = identity
+        self._listener = listener
+        self._setting = setting
+        self._links: dict[NodeId, ServerLink] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def update(self, view: ClusterView) -> None:
+        """Open links to the servers that came, close those to the servers that left."""
+        present = {
+            node.node_id: node
+            for node in view.nodes
+            if node.role is Role.SERVER and node.state is not NodeState.LEFT
+        }
+        for node_id in [node_id for node_id in self._links if node_id not in present]:
+            closing = asyncio.create_task(self._links.pop(node_id).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        for node_id, node in present.items():
+            if node_id not in self._links:
+                self._links[node_id] = ServerLink(
+                    node, self._identity, self._listener, self._setting
+                )
+                if self._setting.pushes:
+                    self._links[node_id].start_stream(view.view_number)
+
+    def find(self, server: NodeId | None) -> ServerLink | None:
+        """The link to `server`; None if it is nobody or has left."""
+        return None if server is None else self._links.get(server)
+
+    @property
+    def lane(self) -> str:
+        """How payloads travel: shm, grpc, or mixed; empty before any server was met. Any thread."""
+        found = {link.lane_name for link in list(self._links.values()) if link.lane_name}
+        return found.pop() if len(found) == 1 else "mixed" if found else ""
+
+    def troubles(self) -> list[str]:
+        """Why servers cannot be reached, for a person."""
+        return [link.trouble for link in list(self._links.values()) if link.trouble]
+
+    async def close(self) -> None:
+        """Close all links."""
+        links, self._links = list(self._links.values()), {}
+        await asyncio.gather(*(link.close() for link in links), *self._closing)
+
+
+def _small_answer(response: parameters_pb2.PullResponse) -> Answer:
+    if response.HasField("block"):
+        return response.block, memoryview(response.block.payload)
+    return response
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """Turn gRPC's failures into the catalogue's."""
+    try:
+        yield
+    except grpc.RpcError as failure:
+        raise from_rpc_error(failure) from failure
+    except DecodeError as failure:
+        raise Internal(f"an answer does not parse: {failure}") from failure
+    except asyncio.CancelledError:
+        # A channel that closes cancels its calls; only our own task's cancellation is one of ours.
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise Recovering("the connection was closed: the server has left the cluster") from None

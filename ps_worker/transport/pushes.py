@@ -1,0 +1,426 @@
+"""Carries out what the push window decides: builds messages, writes them, completes the tickets.
+
+Everything belongs to the background loop. What to send, when, and again, is the pure machine's
+(`ps_worker.window.push_window`); this side only knows messages, timers and futures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import Fenced, NotPermitted, PushpullError, Recovering, Unauthenticated
+from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.ledger import Ending, Outcome, ReplyKind
+from ps_core.tables import NATIVE_CODEC, Table
+from ps_runtime.cluster import wire
+from ps_runtime.grpc.errors import error_from_proto
+from ps_runtime.system.clock import now_s
+from ps_worker.steps.counters import Counters
+from ps_worker.steps.steps import PushBody
+from ps_worker.steps.tickets import StepResult
+from ps_worker.transport.links import ServerLinks
+from ps_worker.transport.metrics import MEASURES
+from ps_worker.window.push_entries import (
+    BlockPlace,
+    Effect,
+    Reply,
+    SealPart,
+    SealTerms,
+    SendPush,
+    SendSeal,
+    SendWithdrawal,
+    StepEnded,
+    StepRefused,
+)
+from ps_worker.window.push_window import PushWindow
+from pushpull.v1 import parameters_pb2, types_pb2
+
+TICK_INTERVAL_S = 0.05
+"""How often the window looks for retries that are due, while anything is on its way."""
+
+_EPOCHS_TO_RETURN = 3
+"""Another takes a range, lets the one before join it, and is followed by it: three at least."""
+
+_NOBODY = NodeId(0)
+
+_KINDS = {
+    parameters_pb2.REPLY_KIND_RECEIVED: ReplyKind.RECEIVED,
+    parameters_pb2.REPLY_KIND_COMMITTED: ReplyKind.COMMITTED,
+    parameters_pb2.REPLY_KIND_REFUSED: ReplyKind.REFUSED,
+    parameters_pb2.REPLY_KIND_GIVEN_BACK: ReplyKind.GIVEN_BACK,
+    parameters_pb2.REPLY_KIND_CREDIT: ReplyKind.CREDIT,
+    parameters_pb2.REPLY_KIND_ERROR: ReplyKind.ERROR,
+}
+_OUTCOMES = {
+    parameters_pb2.OUTCOME_APPLIED: Outcome.APPLIED,
+    parameters_pb2.OUTCOME_INVALID: Outcome.INVALID,
+    parameters_pb2.OUTCOME_REPLACED: Outcome.REPLACED,
+    parameters_pb2.OUTCOME_WITHDRAWN: Outcome.WITHDRAWN,
+    parameters_pb2.OUTCOME_SKIPPED: Outcome.SKIPPED,
+    parameters_pb2.OUTCOME_REJECTED: Outcome.REJECTED,
+    parameters_pb2.OUTCOME_DISCARDED: Outcome.DISCARDED,
+}
+
+
+_KIND_OF_GRADIENT = parameters_pb2.PUSH_KIND_GRADIENT
+_KIND_OF_VALUES = parameters_pb2.PUSH_KIND_ASSIGN
+_RECEIVED, _COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
+_APPLIED = Ending(Outcome.APPLIED)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TablePlan:
+    """Where the blocks of a table live, and how their payloads are encoded."""
+
+    range_of_block: tuple[RangeId, ...]
+    blocks_of: Mapping[RangeId, tuple[int, ...]]
+    ranges: tuple[RangeId, ...]
+    codec: types_pb2.Codec
+    state_codec: types_pb2.Codec
+
+    @classmethod
+    def of(cls, table: Table, range_count: int) -> _TablePlan:
+        by_block = tuple(
+            table.range_of_block(block, range_count) for block in range(table.block_count)
+        )
+        blocks_of = table.blocks_by_range(range_count)
+        codec = wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype])
+        state_codec = wire.codec_to_proto(table.spec.arithmetic_codec)
+        return cls(by_block, blocks_of, tuple(blocks_of), codec, state_codec)
+
+
+class PushListener(Protocol):
+    """Who hears what goes beyond one step; called on the loop."""
+
+    def session_ended(self, error: PushpullError) -> None:
+        """A server does not accept this client any more."""
+
+    def step_refused(self, table_id: TableId, error: PushpullError) -> None:
+        """A server refused a seal for good: this worker's clock on the table stands still."""
+
+
+class PushDriver:
+    """The pushes and seals of one worker."""
+
+    def __init__(
+        self,
+        window_bytes: int,
+        view: ClusterView,
+        links: ServerLinks,
+        counters: Counters,
+        listener: PushListener,
+    ) -> None:
+        self._window = PushWindow(window_bytes)
+        self._links = links
+        self._counters = counters
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._view = view
+        self._plans: dict[TableId, _TablePlan] = {}
+        self._futures: dict[tuple[TableId, int], Future[StepResult]] = {}
+        self._leaving: set[tuple[TableId, int]] = set()
+        self._failure: PushpullError | None = None
+        self._pump_is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- from the training thread
+
+    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
+        """A step begins."""
+        if self._failure is not None:
+            future.set_exception(self._failure)
+            return
+        if table.table_id not in self._plans:
+            self._plans[table.table_id] = _TablePlan.of(table, len(self._view.ranges))
+        self._futures[(table.table_id, clock)] = future
+
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+        """Blocks of an open step."""
+        if self._failure is not None:
+            return
+        table_id, range_of_block = table.table_id, self._plans[table.table_id].range_of_block
+        for body in bodies:
+            place = BlockPlace(table_id, range_of_block[body.block], body.block)
+            self._window.submit(
+                place, clock, body, byte_count=body.payload.nbytes, priority=priority
+            )
+        self._pump_soon()
+
+    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
+        """Of an open step, nothing takes part but these blocks."""
+        if self._failure is None:
+            self._window.withdraw(table.table_id, clock, but=but)
+            self._pump_soon()
+
+    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
+        """The end of a step."""
+        if self._failure is not None:
+            return
+        if terms.last:
+            self._leaving.add((table.table_id, clock))
+        elif clock and terms.update_scale is None:
+            MEASURES.steps.inc()
+        self._window.seal(table.table_id, clock, self._plans[table.table_id].ranges, terms)
+        self._pump_soon()
+
+    def fail(self, error: PushpullError) -> None:
+        """Nothing will be sent any more: every step that has not ended fails with `error`."""
+        self._failure = error
+        futures, self._futures = list(self._futures.values()), {}
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    # --- from the network
+
+    def take_view(self, view: ClusterView) -> None:
+        """A newer view came. Views in between may not have: a server that lost a range and is its
+        primary again has forgotten what it had received.
+        """
+        before, self._view = self._view, view
+        owners = {a.range_id: a.primary for a in view.ranges if a.primary is not None}
+        may_be_back = {
+            new.range_id: _NOBODY
+            for old, new in zip(before.ranges, view.ranges, strict=True)
+            if new.primary is not None
+            and new.assignment_epoch >= old.assignment_epoch + _EPOCHS_TO_RETURN
+        }
+        if may_be_back:
+            self._window.assign(owners | may_be_back)
+        self._window.assign(owners)
+        self._pump_soon()
+
+    def stream_opened(self, server: NodeId) -> None:
+        """A push stream to `server` is there."""
+        self._window.connected(server)
+        self._pump_soon()
+
+    def stream_closed(self, server: NodeId) -> None:
+        """It broke."""
+        self._window.disconnected(server)
+        if self._futures and self._failure is None:
+            MEASURES.resent_entries.labels(Recovering.code).inc()
+
+    def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
+        """Answers came."""
+        came_s = now_s()
+        for message in response.replies:
+            reply = _reply(message)
+            if reply is not None:
+                if reply.error is not None and reply.kind is not ReplyKind.COMMITTED:
+                    MEASURES.resent_entries.labels(reply.error.code).inc()
+                for effect in self._window.reply(server, reply, came_s):
+                    self._carry_out(effect)
+        self._pump_soon()
+
+    # --- carrying out
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Payload bytes sent and not yet answered."""
+        return self._window.in_flight_bytes
+
+    def _pump_soon(self) -> None:
+        """Ask the window what to send, once for all that happens in this turn of the loop."""
+        if not self._pump_is_due and self._failure is None:
+            self._pump_is_due = True
+            self._loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_is_due = False
+        if self._failure is not None:
+            return
+        pushed_bytes = self._counters.pushed_bytes
+        for effect in self._window.poll(now_s()):
+            self._carry_out(effect)
+        MEASURES.pushed_bytes.inc(self._counters.pushed_bytes - pushed_bytes)
+        if self._timer is None and self._futures:
+            self._timer = self._loop.call_later(TICK_INTERVAL_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._window.tick(now_s())
+        self._pump_soon()
+
+    def _carry_out(self, effect: Effect) -> None:
+        if isinstance(effect, SendPush):
+            self._send_push(effect)
+        elif isinstance(effect, SendSeal):
+            make = self._seal if effect.terms.update_scale is None else self._scale
+            message = make(effect.table_id, effect.clock, effect.parts, effect.terms)
+            self._send(effect.server, message)
+        elif isinstance(effect, SendWithdrawal):
+            withdrawal = parameters_pb2.Withdrawal(
+                table_id=effect.key.table_id,
+                range_id=effect.key.range_id,
+                assignment_epoch=self._epoch(effect.key.range_id),
+                sequence=effect.key.sequence,
+            )
+            self._send(effect.server, withdrawal)
+        elif isinstance(effect, StepEnded):
+            self._step_ended(effect)
+        elif isinstance(effect, StepRefused):
+            self._listener.step_refused(effect.table_id, effect.error)
+            self._finish(effect.table_id, effect.clock, effect.error)
+        # ViewNeeded: views come by themselves, and the window tries again by its own clock.
+
+    def _send(
+        self,
+        server: NodeId,
+        entry: parameters_pb2.Seal | parameters_pb2.UpdateScale | parameters_pb2.Withdrawal,
+    ) -> None:
+        link = self._links.find(server)
+        if link is not None:
+            link.send(entry)
+
+    def _send_push(self, effect: SendPush) -> None:
+        body = cast(PushBody, effect.body)  # opaque to the window; only `submit` gives it bodies
+        key, plan = effect.key, self._plans[effect.key.table_id]
+        message = parameters_pb2.BlockPush(
+            range_id=key.range_id,
+            assignment_epoch=self._epoch(key.range_id),
+            table_id=key.table_id,
+            block=effect.block,
+            clock=effect.clock,
+            sequence=key.sequence,
+            confirmed_sequence=effect.confirmed_sequence,
+            codec=plan.state_codec if body.is_state else plan.codec,
+            kind=_KIND_OF_VALUES if body.is_assign else _KIND_OF_GRADIENT,
+            pulled_peer_version=body.pulled_peer_version,
+        )
+        if effect.replaces:
+            message.replaces = effect.replaces
+        if body.presence:
+            message.presence = body.presence
+        if body.eager is not None:
+            message.eager.SetInParent()
+            message.eager.hyperparameters.extend(wire.hyperparameters_to_proto(body.eager))
+        if effect.inline_seal is not None:
+            sequence, terms = effect.inline_seal
+            part = SealPart(key.range_id, sequence, effect.confirmed_sequence)
+            message.seal.table_id, message.seal.clock = key.table_id, effect.clock
+            self._fill(message.seal, (part,), terms)
+        link = self._links.find(effect.server)
+        if link is not None:
+            self._counters.pushed_bytes += body.payload.nbytes
+            link.send_block(message, body.payload)
+
+    def _seal(
+        self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
+    ) -> parameters_pb2.Seal:
+        seal = parameters_pb2.Seal(table_id=table_id, clock=clock)
+        self._fill(seal, parts, terms)
+        return seal
+
+    def _fill(
+        self, seal: parameters_pb2.Seal, parts: tuple[SealPart, ...], terms: SealTerms
+    ) -> None:
+        self._add_ranges(seal, parts)
+        if terms.hyperparameters:
+            seal.hyperparameters.extend(wire.hyperparameters_to_proto(terms.hyperparameters))
+        seal.skip, seal.last = terms.skip, terms.last
+        if terms.contribution_scale != 1.0:
+            seal.contribution_scale = terms.contribution_scale
+        if terms.clip_scale is not None:
+            seal.clip_scale = terms.clip_scale
+        if terms.array:
+            seal.array = terms.array
+        if terms.edit:
+            seal.edit = terms.edit
+
+    def _scale(
+        self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
+    ) -> parameters_pb2.UpdateScale:
+        scale = parameters_pb2.UpdateScale(table_id=table_id, clock=clock, scale=terms.update_scale)
+        self._add_ranges(scale, parts)
+        return scale
+
+    def _add_ranges(
+        self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale, parts: tuple[SealPart, ...]
+    ) -> None:
+        for part in parts:
+            entry.ranges.add(
+                range_id=part.range_id,
+                assignment_epoch=self._epoch(part.range_id),
+                sequence=part.sequence,
+                confirmed_sequence=part.confirmed_sequence,
+            )
+
+    def _epoch(self, range_id: RangeId) -> int:
+        return self._view.ranges[range_id].assignment_epoch
+
+    def _step_ended(self, ended: StepEnded) -> None:
+        failures = [error for _, error in ended.problems]
+        for error in failures:
+            if isinstance(error, Fenced | Unauthenticated | NotPermitted):
+                self._listener.session_ended(error)
+        if failures:
+            for error in failures[1:4]:
+                failures[0].add_note(f"also: {error.message}")
+            self._finish(ended.table_id, ended.clock, failures[0])
+            return
+        # The seal that says goodbye is no step of the script's.
+        if (ended.table_id, ended.clock) not in self._leaving:
+            finished = max(self._counters.finished_step_count, ended.clock)
+            self._counters.finished_step_count = finished
+        self._counters.staleness = ended.staleness
+        result = StepResult(
+            ended.clock,
+            ended.applied,
+            ended.staleness,
+            ended.rejected,
+            ended.discarded,
+            self._squares(ended),
+        )
+        MEASURES.rejected_blocks.inc(len(ended.rejected))
+        MEASURES.discarded_steps.inc(int(ended.discarded))
+        self._finish(ended.table_id, ended.clock, result)
+
+    def _squares(self, ended: StepEnded) -> dict[int, float]:
+        blocks_of = self._plans[ended.table_id].blocks_of
+        return {
+            block: square
+            for range_id, squares in ended.squares
+            for block, square in zip(blocks_of[range_id], squares, strict=True)
+        }
+
+    def _finish(self, table_id: TableId, clock: int, result: StepResult | PushpullError) -> None:
+        future = self._futures.pop((table_id, clock), None)
+        if future is None or future.done():
+            return
+        if isinstance(result, StepResult):
+            future.set_result(result)
+        else:
+            future.set_exception(result)
+
+
+def _reply(message: parameters_pb2.EntryReply) -> Reply | None:
+    """The server's word as the window takes it; None for a kind that this version does not know."""
+    kind = _KINDS.get(message.kind)
+    error = ending = None
+    if kind is _COMMITTED:
+        outcome, staleness, squares = message.outcome, message.staleness, message.squares
+        if outcome == parameters_pb2.OUTCOME_APPLIED and not staleness and not squares:
+            ending = _APPLIED
+        else:
+            error = _error(message)
+            known = _OUTCOMES.get(outcome, Outcome.INVALID)
+            ending = Ending(known, error, staleness, tuple(squares))
+    elif kind is None:
+        return None
+    elif kind is not _RECEIVED:
+        error = _error(message)
+    return Reply(
+        kind, TableId(message.table_id), RangeId(message.range_id), message.sequence, ending, error
+    )
+
+
+def _error(message: parameters_pb2.EntryReply) -> PushpullError | None:
+    return error_from_proto(message.error) if message.HasField("error") else None

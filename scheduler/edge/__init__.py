@@ -1,0 +1,1 @@
+"""The scheduler's gRPC service, its journal in SQLite, and its tasks."""

@@ -1,0 +1,519 @@
+"""Checkpoints at the scheduler's edge: when one is due, its directory and manifest, and which go.
+
+Rules:
+    - Files are made and removed on a thread: the loop that the cluster lives by waits for no disk.
+    - A directory that came to nothing is removed, and again when the next checkpoint is complete: a
+      node that had not heard may have written into it. What stays has no manifest and counts for
+      nothing.
+    - The manifest of one that refers to others is written only while each of these has its own: so
+      nobody who removes checkpoints by hand leaves this cluster with a row that lacks its first.
+    - One that is due and fails is tried again after a while; what is due meanwhile is the same one.
+
+What it deliberately does not do: decide who takes part (`scheduler.machine.checkpoints` does), or
+write what nodes hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from ps_core.change import Checkpoint
+from ps_core.errors import (
+    InvalidCheckpoint,
+    InvalidConfig,
+    PushpullError,
+    StaleAssignment,
+    WaitExpired,
+)
+from ps_core.keys import NodeId, TableId
+from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, left_directory_name
+from ps_core.part_report import PartReport, ReportedTable
+from ps_core.tables import Initializer, InitializerKind, Table
+from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.store import CheckpointStore
+from ps_runtime.checkpoint.worker_copies import WorkerCopies
+from ps_runtime.cluster import wire
+from ps_runtime.observe import logs
+from ps_runtime.observe.metrics import SchedulerMetrics
+from ps_runtime.system import clock
+from pushpull.v1 import scheduler_pb2
+from scheduler.machine.checkpoint_state import (
+    Attempt,
+    CheckpointBegunAgain,
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+)
+from scheduler.machine.checkpoints import LEAVING, UNNAMED
+from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
+from scheduler.machine.state import ClusterSettings, Transition
+
+_REMEMBERED_COUNT = 100
+"""Complete checkpoints of which it is known where they are, for those who asked for them."""
+
+_GIVEN_UP_COUNT = 16
+"""Checkpoints that came to nothing, whose directories are looked at again."""
+
+_MAX_REASON_CHARACTERS = 2_000
+"""Of why one failed, in answers about the cluster."""
+
+_RETRY_S = 10.0
+"""How long after one that was due has failed the next is tried."""
+
+_POLL_S = 0.02
+"""How often it is looked whether one has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """When checkpoints are made, and how many are kept.
+
+    Attributes:
+        every_s: one in so many seconds; 0: not by time.
+        every_clocks: one when a worker has passed a multiple of so many; 0: not by clocks.
+        keep: how many good ones are kept; 0: all.
+    """
+
+    every_s: float = 0.0
+    every_clocks: int = 0
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A complete checkpoint."""
+
+    number: int
+    url: str
+    byte_count: int
+
+
+class Checkpointing:
+    """The checkpoints of one cluster. Belongs to the scheduler's event loop.
+
+    Args:
+        cluster: the machine.
+        policy: when they are made.
+        carry_out: logs and publishes what the machine decided.
+        metrics: where it counts what became of them.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        policy: CheckpointPolicy,
+        carry_out: Callable[[Decision[Any]], Any],
+        metrics: SchedulerMetrics,
+    ) -> None:
+        self._metrics = metrics
+        complete_s = clock.now_s()
+        metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
+        for result in ("complete", "failed"):  # from 0 on, so that `increase` sees the first one
+            metrics.checkpoints.labels(result=result)
+        self._cluster = cluster
+        self._policy = policy
+        self._carry_out = carry_out
+        self._clocks: dict[NodeId, int] = {}
+        self.reached: dict[NodeId, dict[TableId, int]] = {}
+        self._made: dict[int, Made] = {}
+        self._last_s: float | None = None
+        self._last_clock = 0
+        self._not_before_s = 0.0
+        self._cut_in_view = 0
+        self._has_left_parts = False
+        self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._complete_count = self._failed_count = 0
+        self._newest: tuple[str, float] | None = None
+        self._failed: tuple[CheckpointFailed, float] | None = None
+
+    def history(self, now_s: float) -> scheduler_pb2.CheckpointHistory:
+        """What became of them."""
+        told = scheduler_pb2.CheckpointHistory(
+            url=self._cluster.settings.checkpoint_url,
+            complete_count=self._complete_count,
+            failed_count=self._failed_count,
+        )
+        if self._newest is not None:
+            told.complete_url, complete_s = self._newest
+            told.complete_ms = round((now_s - complete_s) * 1000)
+        if self._failed is not None:
+            failed, failed_s = self._failed
+            told.failed_number = failed.number
+            told.failed_reason = failed.reason[:_MAX_REASON_CHARACTERS]
+            told.failed_ms = round((now_s - failed_s) * 1000)
+        return told
+
+    @property
+    def clock(self) -> int:
+        """The highest clock that a worker has said."""
+        return max(self._clocks.values(), default=0)
+
+    @property
+    def left_url(self) -> str:
+        """Where workers put what they have of their own when they leave; empty: nowhere."""
+        settings = self._cluster.settings
+        url = settings.checkpoint_url
+        return f"{url}/{left_directory_name(settings.cluster_id)}" if url else ""
+
+    def reported(self, number: int) -> None:
+        """A node has reported a part."""
+        self._has_left_parts = self._has_left_parts or number == LEAVING
+
+    # --- when one is due
+
+    def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress) -> None:
+        """A worker said where it is."""
+        clocks = {TableId(table.table_id): table.clock for table in said.tables}
+        clock = max(clocks.values(), default=0)
+        if clock:
+            self._clocks[node_id] = clock
+            self.reached[node_id] = clocks
+
+    def look(self, now_s: float) -> None:
+        """Begin one that is due."""
+        policy, url = self._policy, self._cluster.settings.checkpoint_url
+        if not url or not (policy.every_s or policy.every_clocks) or now_s < self._not_before_s:
+            return
+        view = self._cluster.view.of_run(UNNAMED)
+        if not view.tables or view.checkpoint is not None:
+            return
+        if self._last_s is None:  # training begins
+            self._last_s = now_s
+            self._last_clock = self._clock_before()
+        reached = self.clock
+        reason = ""
+        every = policy.every_clocks
+        if every and reached // every > self._last_clock // every:
+            reason = f"every {policy.every_clocks} clocks"
+        elif policy.every_s and now_s >= self._last_s + policy.every_s and self._has_moved(reached):
+            reason = f"every {policy.every_s:g} s"
+        if not reason:
+            return
+        pending = self._carry_out(self._cluster.begin_checkpoint(reason, now_s))
+        if pending.number:
+            self._not_before_s = now_s + _RETRY_S
+
+    def _clock_before(self) -> int:
+        """The clock of the newest checkpoint, when this scheduler starts: it may go on from a
+        journal, or a checkpoint.
+        """
+        restored = self._cluster.settings.restored
+        tables = restored.tables.values() if restored is not None else ()
+        cuts = (table.cut for table in self._cluster.view.of_run(UNNAMED).tables)
+        clocks = [*(table.clock for table in tables), *(cut.after_clock for cut in cuts if cut)]
+        return max(clocks, default=0)
+
+    def _has_moved(self, clock: int) -> bool:
+        """Whether there is anything to write that the last one has not; nobody may have said."""
+        return clock != self._last_clock or not self._clocks
+
+    # --- one that somebody asked for
+
+    async def create(
+        self, request: scheduler_pb2.CreateCheckpointRequest, deadline_s: float
+    ) -> Made:
+        """Make one, and wait until it is complete; or wait for the one that would do, if it is
+        known and has not failed.
+
+        Args:
+            request: what was asked for.
+            deadline_s: a moment.
+
+        Raises:
+            StaleAssignment: one was cut that the caller does not know of, and that may do.
+            InvalidConfig: the cluster has nowhere to put it.
+            InvalidCheckpoint: it could not be written.
+            WaitExpired: it was not complete in time; it may yet come to be.
+        """
+        if not self._cluster.settings.checkpoint_url:
+            raise InvalidConfig(
+                "this cluster has no place for checkpoints; start the scheduler with "
+                "checkpoint_url (PUSHPULL_CHECKPOINT_URL, or --checkpoint-url of pushpull train)"
+            )
+        reason = request.reason[:200] or "asked for"
+        number = covered_by = request.covered_by
+        while True:
+            number, covered_by = map(self._cluster.checkpoint_again, (number, covered_by))
+            if number == covered_by and not self._may_come(number):
+                number = covered_by = 0
+            if not number:
+                self._check_knows_of_cuts(request)
+                pending = self._carry_out(self._cluster.begin_checkpoint(reason, clock.now_s()))
+                number, said = pending.number, pending.reason
+            else:
+                said = self._cluster.checkpoint_reason(clock.now_s())
+            problem = self._cluster.checkpoint_problem(number) if number else None
+            if problem:
+                raise InvalidCheckpoint(f"checkpoint {number} was not made: {problem}")
+            if problem is not None and number in self._made:
+                return self._made[number]
+            if clock.now_s() >= deadline_s:
+                raise WaitExpired(said or f"checkpoint {number} is not complete")
+            await asyncio.sleep(min(_POLL_S, max(deadline_s - clock.now_s(), 0.0)))
+
+    async def until_none_is_under_way(self, deadline_s: float) -> None:
+        """Wait until the one that is made is complete, or has failed; at once where there is none.
+
+        Args:
+            deadline_s: a moment.
+
+        Raises:
+            WaitExpired: it was not in time; the message says what it waits for.
+        """
+        while self._cluster.view.checkpoint is not None:
+            if clock.now_s() >= deadline_s:
+                raise WaitExpired(self._cluster.checkpoint_reason(clock.now_s()))
+            await asyncio.sleep(_POLL_S)
+
+    def _check_knows_of_cuts(self, request: scheduler_pb2.CreateCheckpointRequest) -> None:
+        if 0 < request.view_number < self._cut_in_view:
+            raise StaleAssignment(
+                f"a checkpoint was cut in view {self._cut_in_view}; the caller's newest view was "
+                f"{request.view_number}"
+            )
+
+    def _may_come(self, number: int) -> bool:
+        """Whether this one is complete, or is being made."""
+        under_way = self._cluster.view.checkpoint
+        return number in self._made or (under_way is not None and under_way.number == number)
+
+    # --- what becomes of it
+
+    def resume(self) -> None:
+        """The cluster goes on from a journal: of a checkpoint that was written, the directory says
+        whether it has its manifest.
+        """
+        under_way = self._cluster.view.checkpoint
+        if under_way is not None:
+            self._start(self._settle(under_way))
+
+    async def _settle(self, written: Checkpoint) -> None:
+        directory = CheckpointDirectory(locate(written.url))
+        try:
+            is_complete = await asyncio.to_thread(directory.has_manifest)
+            problem = "" if is_complete else "its manifest was not written; " + STARTED_AGAIN
+        except PushpullError as error:
+            problem = error.message
+        self._carry_out(self._cluster.end_checkpoint(written.number, problem))
+
+    def published(self, transition: Transition, now_s: float) -> None:
+        """Something has changed in the cluster."""
+        if isinstance(transition, CheckpointCut):
+            self._cut_in_view = self._cluster.view.view_number
+        elif isinstance(transition, CheckpointWritten):
+            self._start(self._complete(transition.attempt, now_s))
+        elif isinstance(transition, CheckpointMade):
+            self._start(self._remove_given_up())
+        elif isinstance(transition, CheckpointBegunAgain | CheckpointFailed):
+            self._given_up.append(transition.url)
+            self._start(self._remove(transition.url))
+        if isinstance(transition, CheckpointFailed):
+            self._metrics.checkpoints.labels(result="failed").inc()
+            self._failed_count += 1
+            self._failed = transition, now_s
+
+    async def _complete(self, attempt: Attempt, now_s: float) -> None:
+        problem = ""
+        cluster = self._cluster
+        try:
+            manifest = manifest_of(
+                cluster.settings, attempt, cluster.view.of_run(UNNAMED).world_size
+            )
+            manifest, directory = await asyncio.to_thread(
+                lambda: _completed(attempt, manifest, self.left_url)
+            )
+            made = Made(attempt.number, directory.url, manifest.byte_count)
+            newest = list(self._made.items())[-_REMEMBERED_COUNT:]
+            self._made = {**dict(newest), attempt.number: made}
+            self._last_clock = max((table.clock for table in manifest.tables), default=0)
+            self._last_s, self._not_before_s = now_s, 0.0
+            self._count(manifest, directory.url)
+            logs.info(
+                "checkpoint_complete",
+                url=directory.url,
+                bytes=manifest.byte_count,
+                referred_bytes=manifest.referred_byte_count,
+                bases=len(manifest.bases),
+            )
+        except PushpullError as error:
+            problem = error.message
+        except Exception as error:  # noqa: BLE001 - else it would be made for ever, and no other
+            logs.exception("checkpoint_not_completed", error, number=attempt.number)
+            problem = f"{type(error).__name__}: {error}"
+        self._carry_out(cluster.end_checkpoint(attempt.number, problem))
+        if not problem and self._policy.keep:
+            await self._prune()
+
+    def _count(self, manifest: Manifest, url: str) -> None:
+        complete_s = clock.now_s()
+        self._complete_count += 1
+        self._newest = url, complete_s
+        self._metrics.checkpoints.labels(result="complete").inc()
+        self._metrics.checkpoint_bytes.set(manifest.byte_count)
+        self._metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
+
+    async def _prune(self) -> None:
+        url, keep = self._cluster.settings.checkpoint_url, self._policy.keep
+        try:
+            run = {self._cluster.settings.timeline, *lineage_of(self._cluster.settings)}
+            removed = await asyncio.to_thread(lambda: CheckpointStore(url).prune(keep, run))
+        except PushpullError as error:
+            logs.warning("checkpoints_not_pruned", url=url, reason=error.message)
+            return
+        for name in removed:
+            logs.info("checkpoint_removed", name=name)
+
+    async def _remove_given_up(self) -> None:
+        for url in tuple(self._given_up):
+            await self._remove(url)
+
+    async def _remove(self, url: str) -> None:
+        try:
+            await asyncio.to_thread(lambda: CheckpointDirectory(locate(url)).remove())
+        except PushpullError as error:
+            logs.warning("checkpoint_not_removed", url=url, reason=error.message)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def give_up(self, reason: str) -> None:
+        """Let go of whoever waits for the one that is made, unless only its manifest is missing."""
+        self._carry_out(self._cluster.give_up_checkpoint(reason))
+
+    async def close(self) -> None:
+        """Wait for what is being written or removed; what workers left behind goes, too."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._remove_given_up()
+        if self._has_left_parts:
+            await self._remove(self.left_url)
+
+
+def _completed(
+    attempt: Attempt, manifest: Manifest, left_url: str
+) -> tuple[Manifest, CheckpointDirectory]:
+    """Complete a checkpoint, with what workers that have left have in it.
+
+    Blocking, Raises: as `write_manifest`.
+    """
+    source = CheckpointDirectory(locate(left_url))
+    copies = WorkerCopies(CheckpointDirectory(locate(attempt.url)), manifest)
+    workers = list(manifest.workers)
+    for rank, part in attempt.left.items():
+        clock = max((written.clock for written in part.tables.values()), default=0)
+        left = SavedWorker(rank, clock, part.file, part.byte_count, part.header_sha256)
+        try:
+            workers.append(
+                replace(SavedWorker(rank, clock), problem=part.problem)
+                if part.problem
+                else copies.copy_from(source, left)
+            )
+        except PushpullError as error:
+            logs.warning("checkpoint_state_lost", number=attempt.number, reason=error.message)
+            workers.append(SavedWorker(rank, clock, problem=error.message))
+    manifest = replace(manifest, workers=tuple(sorted(workers, key=lambda each: each.rank)))
+    return manifest, write_manifest(attempt.url, manifest)
+
+
+def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
+    """Complete a checkpoint whose parts are all there.
+
+    Blocking: until it is durable.
+
+    Raises:
+        InvalidCheckpoint: it cannot be written, or a checkpoint that it refers to is gone.
+    """
+    directory = CheckpointDirectory(locate(url))
+    for base in manifest.bases:
+        if not directory.sibling(base).has_manifest():
+            raise InvalidCheckpoint(
+                f"{directory.url} refers to {base}, which is gone; the next checkpoint is full"
+            )
+    directory.write_manifest(manifest)
+    return directory
+
+
+def lineage_of(settings: ClusterSettings) -> tuple[bytes, ...]:
+    """The timelines that the cluster goes on from, newest first."""
+    return () if settings.restored is None else settings.restored.lineage
+
+
+def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) -> Manifest:
+    """What is written down of a checkpoint whose parts are all there, but for workers that have
+    left.
+    """
+    parts, workers = [], []
+    names = {table_id: table.spec.name for table_id, table in attempt.cuts.items()}
+    torn: set[TableId] = set()
+    for node_id in sorted(attempt.servers):
+        part = attempt.parts[node_id]
+        torn |= {table_id for table_id, written in part.tables.items() if written.is_torn}
+        counts = {names[table_id]: written.block_count for table_id, written in part.tables.items()}
+        referred = part.referred_block_count, part.referred_byte_count
+        parts.append(SavedPart(part.file, part.byte_count, part.header_sha256, counts, *referred))
+    for node_id, place in sorted(attempt.workers.items(), key=lambda item: item[1].rank):
+        if place.rank in attempt.left:
+            continue
+        part = attempt.parts.get(node_id, PartReport())
+        clocks = [written.clock for written in part.tables.values()] or [*place.clocks.values()]
+        clock = max(clocks, default=0)
+        workers.append(
+            SavedWorker(
+                place.rank, clock, part.file, part.byte_count, part.header_sha256, part.problem
+            )
+        )
+    return Manifest(
+        number=attempt.number,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        reason=attempt.reason,
+        cluster_id=settings.cluster_id,
+        timeline=settings.timeline,
+        lineage=lineage_of(settings),
+        worker_count=worker_count,
+        tables=tuple(_saved_table(table, torn) for table in attempt.cuts.values()),
+        parts=tuple(parts),
+        workers=tuple(workers),
+        bases=tuple(sorted({base for n in attempt.servers for base in attempt.parts[n].bases})),
+    )
+
+
+def _saved_table(table: Table, torn: set[TableId]) -> SavedTable:
+    spec = table.spec
+    if spec.initializer.kind is InitializerKind.INLINE:
+        spec = replace(spec, initializer=Initializer(InitializerKind.ZEROS))
+    return SavedTable(
+        name=spec.name,
+        spec=MessageToDict(wire.spec_to_proto(spec), preserving_proto_field_name=True),
+        consistency=str(table.consistency),
+        clock=0 if table.cut is None else table.cut.after_clock,
+        is_torn=table.table_id in torn,
+        block_count=table.block_count,
+    )
+
+
+def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> PartReport:
+    """What a node reports."""
+    tables: Mapping[TableId, ReportedTable] = {
+        TableId(table.table_id): ReportedTable(table.block_count, table.clock, table.is_torn)
+        for table in request.tables
+    }
+    return PartReport(
+        request.file,
+        request.byte_count,
+        request.header_sha256.hex(),
+        tables,
+        request.problem,
+        request.referred_block_count,
+        request.referred_byte_count,
+        tuple(request.bases),
+    )

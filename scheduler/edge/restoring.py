@@ -1,0 +1,98 @@
+"""What a cluster starts from, read from a checkpoint's manifest."""
+
+from __future__ import annotations
+
+from ps_core.consistency import Consistency, parsed
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.imported import Imported
+from ps_core.manifest import MAX_LINEAGE_COUNT, SavedTable
+from ps_runtime.checkpoint.store import CheckpointStore, resolve
+from ps_runtime.observe import logs
+from scheduler.machine.state import Restored, RestoredTable
+
+AUTO = "auto"
+"""What `resume` is for the newest checkpoint, or none if there is none."""
+
+_NAMED_COUNT = 3
+
+
+def checkpoints_under(url: str) -> tuple[str, int]:
+    """The address of the place for checkpoints, made absolute, and the largest number there. A file
+    is written and removed there, so that a place that takes none is not found out hours later.
+
+    Blocking: lists it, and writes.
+
+    Raises:
+        InvalidConfig: there is no such protocol, or what it needs is not installed.
+        InvalidCheckpoint: it cannot be listed, or nothing can be written there.
+    """
+    if not url:
+        return "", 0
+    store = CheckpointStore(url)
+    store.check_writable()
+    return store.url, store.next_number() - 1
+
+
+def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
+    """What a cluster starts from: what `resume` stands for, with `AUTO` the newest checkpoint under
+    `checkpoint_url`, if there is any; None: it starts anew. Checkpoints of other runs stay where
+    they are, and that is said.
+
+    Blocking: reads manifests and headers.
+
+    Raises:
+        InvalidConfig: AUTO without a place for checkpoints; or as `restored_from`.
+        InvalidCheckpoint: as `restored_from`. AUTO starts anew only where no checkpoint was ever
+            complete.
+    """
+    if resume == AUTO and not checkpoint_url:
+        raise InvalidConfig("resume is 'auto' without a place for checkpoints; give checkpoint_url")
+    runs = CheckpointStore(checkpoint_url).runs() if checkpoint_url else {}
+    if resume and not (resume == AUTO and not runs):
+        restored = restored_from(checkpoint_url if resume == AUTO else resume)
+        others = [name for run, name in runs.items() if run.isdisjoint(restored.lineage)]
+    else:
+        restored, others = None, list(runs.values())
+        if resume == AUTO:
+            logs.info("nothing_to_resume", url=checkpoint_url)
+    if others:
+        newest = ",".join(others[-_NAMED_COUNT:])
+        logs.warning("other_runs_kept", url=checkpoint_url, runs=len(others), newest=newest)
+    return restored
+
+
+def restored_from(url: str) -> Restored:
+    """The checkpoint that a URL stands for; newer ones that are no good are passed over, and said.
+
+    Blocking: reads manifests and headers.
+
+    Raises:
+        InvalidConfig: there is no such protocol, or what it needs is not installed.
+        InvalidCheckpoint: there is no good one, or it has a table that this version does not know.
+    """
+    found = resolve(url)
+    for reason in found.passed_over:
+        logs.warning("checkpoint_passed_over", reason=reason)
+    with found.reader as reader:
+        manifest, where = reader.manifest, reader.directory.url
+        if manifest.is_imported:
+            logs.info("checkpoint_chosen", url=where, number=manifest.number, imported=True)
+            specs = [table.spec for table in reader.tables.values()]
+            return Restored(where, {}, Imported.of(where, specs))
+        tables = {
+            saved.name: RestoredTable(
+                reader.tables[saved.name].spec, _setting(saved, where), saved.clock
+            )
+            for saved in manifest.tables
+        }
+    clock = max((table.clock for table in tables.values()), default=0)
+    logs.info("checkpoint_chosen", url=where, number=manifest.number, clock=clock)
+    lineage = (manifest.timeline, *manifest.lineage)[:MAX_LINEAGE_COUNT]
+    return Restored(where, tables, lineage=lineage)
+
+
+def _setting(saved: SavedTable, where: str) -> Consistency:
+    try:
+        return parsed(saved.consistency)
+    except InvalidConfig as error:
+        raise InvalidCheckpoint(f"{where}: table '{saved.name}': {error.message}") from error

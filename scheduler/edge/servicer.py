@@ -1,0 +1,765 @@
+"""The scheduler's service: parse, ask the machine, carry out what it decided, reply.
+
+Everything runs on one event loop and the machine never waits, so it needs no lock. Whoever waits (a
+watcher of the view, a parked creation) waits for the next change of the view and asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from ps_core import limits
+from ps_core.change import Change
+from ps_core.cluster_view import ClusterView, NodeState, Role, Session
+from ps_core.errors import (
+    Draining,
+    InvalidConfig,
+    InvalidJournal,
+    NotPermitted,
+    PushpullError,
+    Recovering,
+    WaitExpired,
+)
+from ps_core.join_proof import CHALLENGE_BYTES
+from ps_core.keys import NodeId, TableId
+from ps_runtime.checkpoint.roots import CheckpointRoots
+from ps_runtime.cluster import wire, wire_changes
+from ps_runtime.cluster.join_secret import joiner
+from ps_runtime.grpc.errors import translated
+from ps_runtime.grpc.requests import RequestReader
+from ps_runtime.observe import logs
+from ps_runtime.observe.metrics import SchedulerMetrics
+from ps_runtime.system import clock
+from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from scheduler.edge.adaptive_tables import AdaptiveTables
+from scheduler.edge.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
+from scheduler.edge.publication import Journal, Publication
+from scheduler.edge.requests import (
+    registration_of,
+    session_of,
+    spec_of,
+    table_request_of,
+    table_request_reader,
+)
+from scheduler.edge.restoring import restored_from
+from scheduler.edge.transition_lines import log_transition
+from scheduler.machine.changes import Outcome, Wish, Withdrawn
+from scheduler.machine.cluster import Cluster, Created, Decision
+from scheduler.machine.kept_values import KeptElsewhere, KeptValues
+from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Restored, Transition
+
+SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+
+MAX_PROGRESS_BYTES = 256 * 1024
+"""What one node may say of itself; a worker's clocks on `limits.MAX_TABLE_COUNT` tables fit."""
+
+DEFAULT_CREATE_DEADLINE_S = limits.DEFAULT_PULL_DEADLINE_S
+"""How long a creation is parked for a caller that gave no deadline."""
+
+_MAX_ANSWER_MARGIN_S = 0.2
+_NO_CHECKPOINTS = CheckpointPolicy()
+_NO_ROOTS = CheckpointRoots()
+_STOPPING = "the scheduler is stopping"
+
+ReplyT = TypeVar("ReplyT")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Serves one cluster. Made and used on one event loop.
+
+    Args:
+        begun: the machine, and what led to it.
+        metrics: where it counts.
+        secret: the join secret, which every registration proves to know.
+        policy: when checkpoints are made.
+        roots: where a restore may look.
+        journal: what outlives this process; None: nothing.
+
+    Attributes:
+        on_standing: called when `degraded_words` may have changed.
+    """
+
+    def __init__(
+        self,
+        begun: Decision[Cluster],
+        metrics: SchedulerMetrics,
+        secret: bytes,
+        policy: CheckpointPolicy = _NO_CHECKPOINTS,
+        roots: CheckpointRoots = _NO_ROOTS,
+        journal: Journal | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._secret = secret
+        self._roots = roots
+        self._policy = policy
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self.on_standing: Callable[[], None] = _nothing
+        self._publication = Publication(lambda: self._cluster, self._publish, journal)
+        self._publication.on_problem = lambda: self.on_standing()
+        self._begin(begun)
+
+    def _begin(self, begun: Decision[Cluster]) -> None:
+        """Serve this cluster from now on; whoever waits for something of another is told so."""
+        cluster = self._cluster = begun.reply
+        self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
+        self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
+        self._kept = KeptElsewhere(cluster.settings.lease_s)
+        interval_s = cluster.settings.adaptation_interval_s
+        self._adaptive = AdaptiveTables(interval_s, self._metrics, cluster.courses)
+        self._publication.decided(begun.transitions)
+        self.checkpointing.resume()
+
+    async def settled(self) -> None:
+        """Wait until all that was decided is durable and told.
+
+        Raises:
+            PushpullError: the journal cannot be written.
+        """
+        await self._publication.settled()
+
+    async def until_journal_failed(self) -> None:
+        """Wait until the journal will never be written again.
+
+        Raises:
+            PushpullError: why.
+        """
+        await self._publication.failed.wait()
+        if self._publication.problem is not None:
+            raise self._publication.problem
+
+    async def watch_for_silence(self) -> None:
+        """Tick the machine, often enough for its failure detector, until cancelled."""
+        while True:
+            self._carry_out(self._cluster.tick(clock.now_s()))
+            self.move_bounds()
+            self.checkpointing.look(clock.now_s())
+            await asyncio.sleep(self._cluster.settings.lease_s / 8)
+
+    def move_bounds(self) -> None:
+        """Move those that should be elsewhere; what led there outlives this process."""
+        wishes = self._adaptive.wishes(clock.now_s())
+        if self._cluster.keep_courses(self._adaptive.courses):
+            self._publication.decided((), is_news=False)
+        for wish in wishes:
+            self._carry_out(self._cluster.move_bound(wish, clock.now_s()))
+
+    @property
+    def degraded_words(self) -> str:
+        """What ails the cluster; empty: nothing."""
+        problem = self._publication.problem
+        return self._view.lost_words or ("" if problem is None else problem.message)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the work is done, and everybody is told."""
+        return self._view.finished
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether there is anything that a checkpoint could have."""
+        return bool(self._view.tables)
+
+    async def until_finished(self) -> None:
+        """Wait until all workers have left, if the cluster is to end then; else for ever."""
+        while not self._view.finished:
+            await self._changed.wait()
+
+    async def until_workers_are_done(self) -> None:
+        """Wait until all workers have left."""
+        while not self._cluster.workers_are_done:
+            await self._changed.wait()
+
+    def finish(self) -> None:
+        """The work is done, unless somebody has come meanwhile."""
+        self._carry_out(self._cluster.finish())
+
+    async def until_servers_have_left(self, deadline_s: float) -> bool:
+        """Wait until no server is left, at most `deadline_s`; whether that came to be."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                while not self._cluster.servers_have_left:
+                    await self._changed.wait()
+        return self._cluster.servers_have_left
+
+    def close(self) -> None:
+        """End the streams of views after their newest, and the parked creations with Draining."""
+        self._is_closed = True
+        self._wake()
+
+    async def close_journal(self, *, has_ended: bool) -> None:
+        """Give the journal out of hand: the next scheduler goes on from there, unless the cluster
+        has ended.
+
+        Blocking: until what is being written is.
+        """
+        await self._publication.close(has_ended=has_ended)
+
+    @translated
+    async def GetJoinChallenge(
+        self, request: scheduler_pb2.GetJoinChallengeRequest, context: Context
+    ) -> scheduler_pb2.GetJoinChallengeResponse:
+        """Says what a registration proves its knowledge of the join secret over."""
+        return scheduler_pb2.GetJoinChallengeResponse(challenge=self._challenge)
+
+    @translated
+    async def RegisterNode(
+        self, request: scheduler_pb2.RegisterNodeRequest, context: Context
+    ) -> scheduler_pb2.RegisterNodeResponse:
+        """Makes the caller a node, if it knows the join secret."""
+        async with self._answering():
+            joiner(request).check(request.join_proof, self._secret, self._challenge)
+            session = self._carry_out(
+                self._cluster.register(registration_of(request), clock.now_s())
+            )
+        settings = self._cluster.settings
+        return scheduler_pb2.RegisterNodeResponse(
+            session=wire.session_to_proto(session),
+            worker_count=self._cluster.view.worker_count_of(session.run),
+            heartbeat_interval_ms=round(settings.heartbeat_interval_s * 1000),
+            lease_ms=round(settings.lease_s * 1000),
+            token_key=settings.token_key if session.role is Role.SERVER else b"",
+            features=settings.features,
+            replica_count=settings.replica_count,
+            min_in_sync=settings.min_in_sync,
+            range_count=settings.range_count,
+            left_url="" if session.run else self.checkpointing.left_url,
+            checkpoint_url=settings.checkpoint_url if session.role is Role.SERVER else "",
+        )
+
+    @translated
+    async def Heartbeat(
+        self, request: scheduler_pb2.HeartbeatRequest, context: Context
+    ) -> scheduler_pb2.HeartbeatResponse:
+        """Notes that the caller lives, and what it says of itself."""
+        async with self._answering(is_sign_of_life=True):
+            session = self._caller(request.session, "Heartbeat")
+            size_bytes = request.progress.ByteSize()
+            if size_bytes > MAX_PROGRESS_BYTES:
+                raise InvalidConfig(
+                    f"progress has {size_bytes} bytes; expected at most {MAX_PROGRESS_BYTES}"
+                )
+            beat = self._cluster.heartbeat(session, clock.now_s(), request.view_number)
+            number = self._carry_out(beat)
+        if session.role is not Role.OPERATOR:  # which is no node
+            self._adaptive.heard(session.node_id, request.progress, clock.now_s())
+            if not session.run:
+                self.checkpointing.heard(session.node_id, request.progress)
+            self._last_said[session.node_id] = request
+        self._metrics.heartbeats.labels(role=session.role.value).inc()
+        return scheduler_pb2.HeartbeatResponse(view_number=number)
+
+    @translated
+    async def DeregisterNode(
+        self, request: scheduler_pb2.DeregisterNodeRequest, context: Context
+    ) -> scheduler_pb2.DeregisterNodeResponse:
+        """Ends the caller's membership; or hears from an operator that a process has ended."""
+        ended_count = 0
+        async with self._answering():
+            session = session_of(request.session)
+            reason = request.reason or "no reason given"
+            if request.launch_id:
+                ended_count = self._carry_out(
+                    self._cluster.process_ended(session, request.launch_id)
+                )
+            else:
+                if request.only_if_kept:
+                    await self._kept_without(session, context)
+                wanted, unfinished = request.loss_is_wanted, request.unfinished
+                self._carry_out(
+                    self._cluster.deregister(
+                        session, reason, clock.now_s(), loss_is_wanted=wanted, unfinished=unfinished
+                    )
+                )
+        return scheduler_pb2.DeregisterNodeResponse(ended_count=ended_count)
+
+    async def _kept_without(self, session: Session, context: Context) -> None:
+        """Refuse a server whose values nobody else has; where no server can have them, make a
+        checkpoint first, if there is a place for it.
+        """
+        self._cluster.check_kept(session, clock.now_s())
+        if not self._cluster.held_alone(session) or not self._cluster.settings.checkpoint_url:
+            return
+        deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
+        wanted = scheduler_pb2.CreateCheckpointRequest(reason=f"server {session.node_id} leaves")
+        await self.checkpointing.create(wanted, deadline_s)
+
+    @translated
+    async def WatchCluster(
+        self, request: scheduler_pb2.WatchClusterRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.WatchClusterResponse]:
+        """Streams the view and its changes, until the caller has left or the scheduler stops."""
+        async with self._answering():
+            session = self._caller(request.session, "WatchCluster")
+        cluster, sent_number = self._served, 0
+        while True:
+            changed = self._changed
+            if self._served is not cluster:
+                self._served.caller(session, "WatchCluster")  # it is none there
+            if self._view.view_number > sent_number:
+                sent_number = self._view.view_number
+                yield scheduler_pb2.WatchClusterResponse(view=self._view_for(session))
+                continue  # the view may have changed while this one was written
+            if self._is_closed or not self._has(session):
+                return
+            await changed.wait()
+
+    @translated
+    async def CreateTable(
+        self, request: scheduler_pb2.CreateTableRequest | bytes, context: Context
+    ) -> scheduler_pb2.CreateTableResponse:
+        """Creates a table or finds the identical one; parks until there are servers for it."""
+        waits_s = _answer_within_s(context.time_remaining())
+        async with self._answering():
+            created = await self._created(await table_request_of(request), clock.now_s() + waits_s)
+        return scheduler_pb2.CreateTableResponse(
+            table=wire.table_to_proto(created.table), view_number=created.view_number
+        )
+
+    @translated
+    async def SetConsistency(
+        self, request: scheduler_pb2.SetConsistencyRequest, context: Context
+    ) -> scheduler_pb2.SetConsistencyResponse:
+        """Changes a table's consistency; parks until the servers have promised."""
+        waits_s = _answer_within_s(context.time_remaining())
+        async with self._answering():
+            change = await self._settled(request, clock.now_s() + waits_s)
+        return scheduler_pb2.SetConsistencyResponse(
+            change=wire_changes.change_to_proto(change), view_number=self._view.view_number
+        )
+
+    @translated
+    async def PromiseChange(
+        self, request: scheduler_pb2.PromiseChangeRequest, context: Context
+    ) -> scheduler_pb2.PromiseChangeResponse:
+        """Takes a server's promise."""
+        async with self._answering():
+            session = self._caller(request.session, "PromiseChange")
+            self._carry_out(
+                self._cluster.promise_change(
+                    session,
+                    TableId(request.table_id),
+                    request.number,
+                    request.clock,
+                    wire_changes.change_outcome_from_proto(request.outcome),
+                )
+            )
+        return scheduler_pb2.PromiseChangeResponse()
+
+    @translated
+    async def SetBackups(
+        self, request: scheduler_pb2.SetBackupsRequest, context: Context
+    ) -> scheduler_pb2.SetBackupsResponse:
+        """Sets backups of a server's ranges."""
+        async with self._answering():
+            session = self._caller(request.session, "SetBackups")
+            wishes = [wire.wish_from_proto(wish) for wish in request.requests]
+            refused = self._carry_out(self._cluster.set_backups(session, wishes))
+        return scheduler_pb2.SetBackupsResponse(
+            refused_range_ids=refused, view_number=self._view.view_number
+        )
+
+    @translated
+    async def CreateCheckpoint(
+        self, request: scheduler_pb2.CreateCheckpointRequest, context: Context
+    ) -> scheduler_pb2.CreateCheckpointResponse:
+        """Makes a checkpoint; parks until it is complete."""
+        deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
+        async with self._answering():
+            _check_unnamed(self._caller(request.session, "CreateCheckpoint"), "a checkpoint")
+            made = await self.checkpointing.create(request, deadline_s)
+        return scheduler_pb2.CreateCheckpointResponse(
+            number=made.number, url=made.url, byte_count=made.byte_count
+        )
+
+    @translated
+    async def RestoreCheckpoint(
+        self, request: scheduler_pb2.RestoreCheckpointRequest, context: Context
+    ) -> scheduler_pb2.RestoreCheckpointResponse:
+        """Begins anew from a checkpoint, or with nothing: another cluster takes the place of this
+        one.
+        """
+        async with self._answering():
+            cluster = self._cluster
+            session = self._caller(request.session, "RestoreCheckpoint")
+            if request.empty and session.role is not Role.OPERATOR:
+                raise NotPermitted(
+                    f"to begin anew with nothing is an operator's to ask; the caller's role is "
+                    f"{session.role.value}"
+                )
+            _check_unnamed(session, "a restore")
+            cluster.check_runs_are_over()
+            restored = None
+            if not request.empty:
+                url = request.url or cluster.settings.checkpoint_url
+                restored = await asyncio.to_thread(self._restored_from, url)
+            cluster = self._cluster
+            self._caller(request.session, "RestoreCheckpoint")  # nobody was faster
+            cluster.check_runs_are_over()
+            clock_before = self.checkpointing.clock
+            timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
+            settings = cluster.in_new_timeline(restored, timeline, key)
+            self._publication.begun_anew()
+            self._begin(Decision(Cluster(settings, clock.now_s())))
+        if restored is None:
+            logs.warning("cluster_begun_anew", clock_before=clock_before)
+            return scheduler_pb2.RestoreCheckpointResponse()
+        reached = max((table.clock for table in restored.tables.values()), default=0)
+        logs.warning("cluster_restored", url=restored.url, clock=reached, clock_before=clock_before)
+        return scheduler_pb2.RestoreCheckpointResponse(url=restored.url, clock=reached)
+
+    def _restored_from(self, url: str) -> Restored:
+        if url:
+            self._roots.check(url)
+        return restored_from(url)
+
+    @translated
+    async def JoinCheckpoint(
+        self, request: scheduler_pb2.JoinCheckpointRequest, context: Context
+    ) -> scheduler_pb2.JoinCheckpointResponse:
+        """Hears where a worker is."""
+        async with self._answering():
+            session = self._caller(request.session, "JoinCheckpoint")
+            clocks = {TableId(table.table_id): table.clock for table in request.tables}
+            place = session, request.number, clocks
+            is_awaited = self._carry_out(self._cluster.join_checkpoint(*place, request.has_state))
+            must_step = False
+            if request.stays:
+                reached, now_s = self.checkpointing.reached, clock.now_s()
+                must_step = self._carry_out(
+                    self._cluster.stay_for_checkpoint(*place, reached, now_s)
+                )
+        return scheduler_pb2.JoinCheckpointResponse(must_step=must_step, is_awaited=is_awaited)
+
+    @translated
+    async def ReportCheckpointPart(
+        self, request: scheduler_pb2.ReportCheckpointPartRequest, context: Context
+    ) -> scheduler_pb2.ReportCheckpointPartResponse:
+        """Hears of a part of a checkpoint."""
+        async with self._answering():
+            session = self._caller(request.session, "ReportCheckpointPart")
+            part = part_from_proto(request)
+            self.checkpointing.reported(request.number)
+            self._carry_out(self._cluster.report_part(session, request.number, part))
+            self._publication.decided((), is_news=False)
+        return scheduler_pb2.ReportCheckpointPartResponse()
+
+    @translated
+    async def GetClusterStatus(
+        self, request: scheduler_pb2.GetClusterStatusRequest, context: Context
+    ) -> scheduler_pb2.GetClusterStatusResponse:
+        """Says how the cluster does."""
+        async with self._answering():
+            self._caller(request.session, "GetClusterStatus")
+        now_s = clock.now_s()
+        response = scheduler_pb2.GetClusterStatusResponse(
+            view=self._view_message,
+            replica_count=self._cluster.settings.replica_count,
+            min_in_sync=self._cluster.settings.min_in_sync,
+            checkpoints=self.checkpointing.history(now_s),
+        )
+        for _, (kept, heard_s) in self._kept.at(now_s):
+            response.kept_values.add(
+                address=kept.address,
+                cluster_id=kept.cluster_id,
+                file=kept.file,
+                last_heard_ms=round((now_s - heard_s) * 1000),
+            )
+        for node in self._view.nodes:
+            said = self._last_said.get(node.node_id, scheduler_pb2.HeartbeatRequest())
+            response.nodes.add(
+                node=wire.node_to_proto(node),
+                progress=said.progress,
+                last_heard_ms=round(self._cluster.quiet_s(node.node_id, now_s) * 1000),
+                view_number=said.view_number,
+            )
+        return _fitted(response)
+
+    @translated
+    async def ReportKeptValues(
+        self, request: scheduler_pb2.ReportKeptValuesRequest, context: Context
+    ) -> scheduler_pb2.ReportKeptValuesResponse:
+        """Hears of a server that keeps the values of a cluster before this one."""
+        async with self._answering():
+            self._caller(request.session, "ReportKeptValues")
+            said = request.kept_values
+            kept = KeptValues(said.address, said.cluster_id, said.file)
+            is_news = self._kept.said(kept, clock.now_s())
+        if is_news:
+            logs.warning(
+                "values_kept_elsewhere",
+                address=kept.address,
+                cluster_id=kept.cluster_id,
+                file=kept.file or "none",
+            )
+        lease_ms = round(self._cluster.settings.lease_s * 1000)
+        return scheduler_pb2.ReportKeptValuesResponse(again_ms=lease_ms)
+
+    @translated
+    async def EndRun(
+        self, request: scheduler_pb2.EndRunRequest, context: Context
+    ) -> scheduler_pb2.EndRunResponse:
+        """Ends a run."""
+        async with self._answering():
+            session = self._caller(request.session, "EndRun")
+            ended_count = self._carry_out(self._cluster.end_run(session, request.run))
+        return scheduler_pb2.EndRunResponse(ended_count=ended_count)
+
+    @translated
+    async def RemoveRun(
+        self, request: scheduler_pb2.RemoveRunRequest, context: Context
+    ) -> scheduler_pb2.RemoveRunResponse:
+        """Removes a run."""
+        async with self._answering():
+            session = self._caller(request.session, "RemoveRun")
+            had = self._carry_out(self._cluster.remove_run(session, request.run))
+        return scheduler_pb2.RemoveRunResponse(
+            table_count=had.table_count, byte_count=had.byte_count
+        )
+
+    async def _created(
+        self, request: scheduler_pb2.CreateTableRequest, deadline_s: float
+    ) -> Created:
+        """What became of the request by `deadline_s`, which is a moment of the clock."""
+        session = self._caller(request.session, "CreateTable")
+        spec = await spec_of(request.spec, self._cluster.view.of_run(session.run).tables)
+        is_told = False
+        while True:
+            changed = self._changed
+            outcome = self._carry_out(self._cluster.create_table(session, spec, clock.now_s()))
+            if isinstance(outcome, Created):
+                return outcome
+            if self._is_closed:
+                raise Draining(f"{_STOPPING}; {outcome.reason}")
+            if not is_told:
+                logs.info(
+                    "table_waits", table=spec.name, node_id=session.node_id, reason=outcome.reason
+                )
+                is_told = True
+            try:
+                async with asyncio.timeout(deadline_s - clock.now_s()):
+                    await changed.wait()
+            except TimeoutError:
+                # Asked once more: the reason says when the missing were last heard.
+                last = self._carry_out(self._cluster.create_table(session, spec, clock.now_s()))
+                if isinstance(last, Created):
+                    return last
+                raise WaitExpired(last.reason) from None
+
+    async def _settled(
+        self, request: scheduler_pb2.SetConsistencyRequest, deadline_s: float
+    ) -> Change:
+        """The change that was asked for, once it is committed; withdrawn if not by `deadline_s`."""
+        session = self._caller(request.session, "SetConsistency")
+        wish = Wish(
+            request.table_name,
+            wire_changes.consistency_from_proto(request.consistency),
+            request.after_clock,
+            deadline_s,
+        )
+        number = 0
+        while True:
+            changed = self._changed
+            found: Outcome = (
+                self._cluster.change(wish.table_name, number, clock.now_s(), session.run)
+                if number
+                else self._carry_out(self._cluster.set_consistency(session, wish, clock.now_s()))
+            )
+            if isinstance(found, Change):
+                return found
+            if isinstance(found, Withdrawn):
+                raise WaitExpired(found.reason)
+            if self._is_closed:
+                raise Draining(f"{_STOPPING}; {found.reason}")
+            number = found.number
+            left_s = deadline_s - clock.now_s()
+            if left_s <= 0 and not number:
+                raise WaitExpired(found.reason)
+            try:
+                async with asyncio.timeout(left_s):
+                    await changed.wait()
+            except TimeoutError:
+                self._carry_out(self._cluster.tick(clock.now_s()))
+
+    def _caller(self, message: types_pb2.SessionIdentity, method: str) -> Session:
+        """The session of who calls, which may call that: it is asked before all else.
+
+        Raises:
+            NotPermitted, Fenced, Unauthenticated: as `Cluster.caller`.
+        """
+        session = session_of(message)
+        self._cluster.caller(session, method)
+        return session
+
+    def _carry_out(self, decision: Decision[ReplyT]) -> ReplyT:
+        """Log and publish what changed, when it is durable; hand on the reply."""
+        if decision.transitions:
+            self._publication.decided(decision.transitions)
+        return decision.reply
+
+    def _publish(
+        self, cluster: Cluster, view: ClusterView, transitions: tuple[Transition, ...]
+    ) -> None:
+        if cluster is not self._cluster:  # another has its place, and is told next
+            return
+        self._served, self._view = cluster, view
+        for transition in transitions:
+            log_transition(transition)
+            if isinstance(transition, RangesFailedOver):
+                self._metrics.failovers.inc(len(transition.range_ids))
+            self.checkpointing.published(transition, clock.now_s())
+        self._view_message = wire.view_to_proto(view)
+        self._run_messages: dict[str, types_pb2.ClusterView] = {}
+        self._adaptive.observe(view)
+        for node_id in self._last_said.keys() - view.nodes_by_id.keys():
+            del self._last_said[node_id]
+        self._measure()
+        self._wake()
+
+    def _view_for(self, session: Session) -> types_pb2.ClusterView:
+        """The newest view as a caller is to see it: its run's; a server sees all."""
+        if session.role is Role.SERVER or self._view.of_run(session.run) is self._view:
+            return self._view_message
+        found = self._run_messages.get(session.run)
+        if found is None:
+            found = wire.view_to_proto(self._view.of_run(session.run))
+            self._run_messages[session.run] = found
+        return found
+
+    def _has(self, session: Session) -> bool:
+        """Whether a caller who was a member is one, as far as it is told."""
+        node = self._view.nodes_by_id.get(session.node_id)
+        return session.role is Role.OPERATOR or (node is not None and node.state.is_member)
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def _measure(self) -> None:
+        view = self._view
+        counts = Counter((node.role, node.state) for node in view.nodes)
+        for role in Role:
+            for state in NodeState:
+                gauge = self._metrics.nodes.labels(role=role.value, state=state.value)
+                gauge.set(counts[role, state])
+        replica_count = self._cluster.settings.replica_count
+        missing = Counter(
+            replica_count - view.in_sync_count(assignment)
+            for assignment in view.ranges
+            if assignment.primary is not None
+        )
+        for count in range(replica_count + 1):
+            self._metrics.ranges.labels(missing_replicas=str(count)).set(missing[count])
+        self._metrics.lost_ranges.set(len(view.lost_ranges))
+        self._metrics.view_number.set(view.view_number)
+        self.on_standing()
+        self._metrics.tables.set(len(view.tables))
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, *, is_sign_of_life: bool = False) -> AsyncIterator[None]:
+        """What follows is answered or refused, when all that it goes by is durable; after a start
+        from a journal nothing is but a sign of life, before the servers were heard. A journal that
+        turns out to be an older copy ends the scheduler, and says nothing of the caller.
+        """
+        try:
+            try:
+                if not is_sign_of_life:
+                    self._cluster.check_heard(clock.now_s())
+                yield
+            except InvalidJournal:
+                raise
+            except PushpullError:
+                await self._publication.settled()
+                raise
+            await self._publication.settled()
+        except InvalidJournal as error:
+            self._publication.fail(error)
+            self._metrics.refusals.labels(code=Recovering.code).inc()
+            raise Recovering(f"the scheduler ends: {error.message}") from error
+        except PushpullError as error:
+            self._metrics.refusals.labels(code=error.code).inc()
+            raise
+
+
+def _nothing() -> None:
+    """What whoever does not care does about how the cluster stands."""
+
+
+def _check_unnamed(session: Session, what: str) -> None:
+    """Refuse what is of the run without a name.
+
+    Raises:
+        InvalidConfig: the caller is of another.
+    """
+    if session.run:
+        raise InvalidConfig(
+            f"{what} is of the run without a name, and the caller is of run '{session.run}'; write "
+            "its parameters down with ps.pull_model, or train it without a run's name"
+        )
+
+
+def _answer_within_s(remaining_s: float | None) -> float:
+    """How long a call may wait so that its answer, which says for whom, is there in time."""
+    if remaining_s is None:
+        return DEFAULT_CREATE_DEADLINE_S
+    waits_s = remaining_s - min(_MAX_ANSWER_MARGIN_S, remaining_s / 4)
+    return min(max(0.0, waits_s), limits.MAX_DEADLINE_S)
+
+
+def _fitted(
+    response: scheduler_pb2.GetClusterStatusResponse,
+) -> scheduler_pb2.GetClusterStatusResponse:
+    """The response without what nobody reads in it, and within what any client accepts.
+
+    A table's inline values are never in it; where it is too large even so, neither are the layouts
+    of the tables, and then not the clocks of the nodes.
+    """
+    for table in response.view.tables:
+        if table.spec.initializer.WhichOneof("kind") == "inline":
+            table.spec.initializer.inline.CopyFrom(types_pb2.InlineInitializer())
+    if response.ByteSize() > limits.FOREIGN_MAX_MESSAGE_BYTES:
+        for table in response.view.tables:
+            table.spec.ClearField("tensors")
+    if response.ByteSize() > limits.FOREIGN_MAX_MESSAGE_BYTES:
+        for node in response.nodes:
+            node.progress.ClearField("tables")
+            node.progress.ClearField("waiting_for")
+    return response
+
+
+_MOST_BYTES = limits.MAX_ENTRY_BYTES + limits.MESSAGE_OVERHEAD_BYTES
+"""Of all other requests: what a node may say of itself, and who it is."""
+
+
+def handlers_of(servicer: SchedulerServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """The service's methods by their short names; what is too long is not parsed."""
+    handlers = {}
+    for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods:
+        is_stream = method.server_streaming
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if is_stream
+            else grpc.unary_unary_rpc_method_handler
+        )
+        read: Any = RequestReader(getattr(scheduler_pb2, method.input_type.name), _MOST_BYTES)
+        if method.name == "CreateTable":
+            read = table_request_reader
+        write = getattr(scheduler_pb2, method.output_type.name).SerializeToString
+        handlers[method.name] = make(getattr(servicer, method.name), read, write)
+    return handlers
+
+
+def add_to_server(servicer: SchedulerServicer, server: grpc.aio.Server) -> None:
+    """As the generated function of that name."""
+    handlers = handlers_of(servicer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))

@@ -1,0 +1,147 @@
+"""One log line for each transition of the cluster."""
+
+from __future__ import annotations
+
+from ps_core.change import Change
+from ps_core.cluster_view import Node, NodeState
+from ps_core.tables import Table
+from ps_runtime.observe import logs
+from scheduler.machine.checkpoint_state import (
+    CheckpointBegunAgain,
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+)
+from scheduler.machine.state import (
+    BackupsSet,
+    ChangeCommitted,
+    ChangeDecided,
+    ChangeProposed,
+    ChangeWithdrawn,
+    ClusterFinished,
+    Counts,
+    JoinersNamed,
+    NodeHeardAgain,
+    NodeLeft,
+    NodeRegistered,
+    NodeSilent,
+    RangesFailedOver,
+    RangesLost,
+    RangesPlaced,
+    RunBegun,
+    RunEnded,
+    RunRemoved,
+    TableCreated,
+    Transition,
+    WorkerGone,
+)
+
+
+def log_transition(transition: Transition) -> None:
+    """Log it, at the level that a person wants to see it at."""
+    match transition:
+        case NodeRegistered(node):
+            logs.info("node_registered", incarnation=node.incarnation, **_named(node))
+        case NodeSilent(node, quiet_s):
+            logs.warning("node_silent", quiet_s=quiet_s, **_named(node))
+        case NodeHeardAgain(node):
+            logs.info("node_heard_again", **_named(node))
+        case NodeLeft(node, reason):
+            say = logs.warning if node.silence_ms else logs.info
+            say("node_left", reason=reason, **_named(node))
+        case WorkerGone(node):
+            logs.warning("worker_gone", reason=node.gone_words, **_named(node))
+        case TableCreated(table):
+            logs.info(
+                "table_created",
+                table=table.title,
+                table_id=table.table_id,
+                elements=table.spec.element_count,
+                blocks=table.block_count,
+                optimizer=table.spec.optimizer.label,
+                consistency=str(table.spec.consistency),
+            )
+        case RangesPlaced(counts):
+            logs.info("ranges_placed", ranges_by_node=_shares(counts))
+        case RangesFailedOver(lost, range_ids, counts):
+            taken = {"ranges": len(range_ids), "taken_by": _shares(counts)}
+            say = logs.info if lost.state is NodeState.LEFT else logs.warning
+            say("ranges_failed_over", state=lost.state.value, **_named(lost), **taken)
+        case RangesLost(primary, range_ids, is_wanted):
+            say = logs.info if is_wanted else logs.error
+            say("ranges_lost", ranges=len(range_ids), **_named(primary))
+        case BackupsSet():
+            _log_backups(transition)
+        case JoinersNamed(named, dropped):
+            for node_id, count in named:
+                logs.info("backup_joins", node_id=node_id, ranges=count)
+            for node_id, count in dropped:
+                logs.warning("backup_joins_no_more", node_id=node_id, ranges=count)
+        case ChangeProposed(table, change, reason):
+            because = {"reason": reason} if reason else {}
+            logs.info("change_proposed", **_change(table, change), **because)
+        case ChangeDecided(table, change):
+            logs.debug("change_decided", **_change(table, change))
+        case ChangeCommitted(table, change):
+            logs.info("change_committed", **_change(table, change))
+        case ChangeWithdrawn(table, reason):
+            logs.warning("change_withdrawn", table=table.title, reason=reason)
+        case CheckpointCut(number, clocks):
+            newest = max(clocks.values(), default=0)
+            logs.info("checkpoint_cut", number=number, tables=len(clocks), clock=newest)
+        case CheckpointWritten(attempt):
+            logs.debug("checkpoint_written", number=attempt.number, parts=len(attempt.parts))
+        case CheckpointMade(number, url):
+            logs.info("checkpoint_made", number=number, url=url)
+        case CheckpointBegunAgain(number, _, again):
+            logs.info("checkpoint_begun_again", number=number, again=again)
+        case CheckpointFailed(number, url, reason):
+            logs.warning("checkpoint_failed", number=number, url=url, reason=reason)
+        case RunBegun(run):
+            logs.info("run_begun", run=run.name, workers=run.worker_count)
+        case RunEnded(run):
+            logs.info("run_ended", run=run.name, reason="an operator ended it")
+        case RunRemoved(run, table_count, byte_count):
+            logs.info("run_removed", run=run.name, tables=table_count, bytes=byte_count)
+        case ClusterFinished():
+            logs.info("cluster_finished", reason="all workers have left or are gone")
+
+
+def _log_backups(transition: BackupsSet) -> None:
+    primary = transition.primary
+    for node_id, count in transition.left_out:
+        logs.warning("backup_left_out", node_id=node_id, primary=primary, ranges=count)
+    for node_id, count in transition.let_in:
+        logs.info("backup_let_in", node_id=node_id, primary=primary, ranges=count)
+    if not transition.left_out and not transition.let_in:
+        logs.info("backups_confirmed", primary=primary, ranges=len(transition.range_ids))
+
+
+def _shares(counts: Counts) -> str:
+    """Numbers of ranges by node, "1:128,3:128"."""
+    return ",".join(f"{node_id}:{count}" for node_id, count in counts)
+
+
+def _change(table: Table, change: Change) -> dict[str, object]:
+    fields: dict[str, object] = {"table": table.title, "number": change.number}
+    fields["after_clock"] = change.after_clock
+    if change.checkpoint:
+        return fields | {"checkpoint": change.checkpoint}
+    if change.join is not None:
+        fields |= {"joins": f"worker {change.join.rank}", "incarnation": change.join.incarnation}
+    else:
+        fields["consistency"] = str(change.consistency)
+    return fields
+
+
+def _named(node: Node) -> dict[str, object]:
+    """Who it is; a rank and an address only where the role has one."""
+    fields: dict[str, object] = {"role": node.role.value, "node_id": node.node_id}
+    if node.role.value == "worker":
+        fields["rank"] = node.rank
+    if node.run:
+        fields["run"] = node.run
+    if node.address:
+        fields["address"] = node.address
+    return fields

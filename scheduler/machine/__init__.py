@@ -1,0 +1,1 @@
+"""The scheduler's machine: members, key ranges, tables, changes and checkpoints."""

@@ -1,0 +1,433 @@
+"""Who may become a node: every check of a registration, and the words of every refusal.
+
+Rules:
+    - A refusal changes nothing and says what came, what was expected and, where a place is taken,
+      who has it.
+    - Checks that concern the request alone come before those that concern the cluster.
+    - A place that a node has which may have died is worth waiting for: a process that is started
+      again asks for it before the scheduler can know. Whoever says that it waits is told to ask
+      again, until the other is heard, or has waited long enough for a living one to have been.
+
+What it deliberately does not do: change the state, or answer repeated requests
+(`scheduler.machine.membership`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from ps_core import limits, runs
+from ps_core.cluster_view import Node, NodeState, Role
+from ps_core.errors import Fenced, InvalidConfig, Overloaded, Recovering
+from ps_core.keys import NodeId
+from ps_core.runs import Run
+from ps_core.tables import OptimizerKind, Table
+from scheduler.machine import update_offers
+from scheduler.machine.state import ClusterSettings, ClusterState, Registration
+
+PROTOCOL_VERSION = 1
+REGISTRATION_ID_BYTES = 16
+LOG_ID_BYTES = 16
+LAUNCH_ID_BYTES = 16
+MAX_ADDRESS_BYTES = 300
+MAX_FINGERPRINT_BYTES = 1024
+MAX_FEATURE_COUNT = 64
+MAX_FEATURE_BYTES = 64
+_LISTED_COUNT = 8
+_WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - they are refused
+
+Describe = Callable[[Node], str]
+"""Says who a node is and when it was last heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What is known of other nodes, at one moment.
+
+    Attributes:
+        describe: says who a node is and when it was last heard.
+        quiet_s: seconds since a member was last heard.
+        interval_s: how often each is to be heard.
+    """
+
+    describe: Describe
+    quiet_s: Callable[[NodeId], float]
+    interval_s: float
+
+    def may_be_dead(self, node: Node, waited_s: float) -> bool:
+        """Whether a node may have died before somebody came who has waited for so long: it was not
+        heard since, but for what was on its way, for which an interval is plenty.
+        """
+        return node.state.is_member and self.quiet_s(node.node_id) + self.interval_s >= waited_s
+
+
+def check_request(request: Registration, settings: ClusterSettings) -> None:
+    """Refuse what is wrong with the request in itself, or means another cluster.
+
+    Raises:
+        Fenced: it names another cluster.
+        InvalidConfig: anything else, naming the field.
+    """
+    if len(request.registration_id) != REGISTRATION_ID_BYTES:
+        raise InvalidConfig(
+            f"registration_id has {len(request.registration_id)} bytes; expected "
+            f"{REGISTRATION_ID_BYTES}"
+        )
+    if len(request.launch_id) not in (0, LAUNCH_ID_BYTES):
+        raise InvalidConfig(
+            f"launch_id has {len(request.launch_id)} bytes; expected {LAUNCH_ID_BYTES}, or none"
+        )
+    if request.protocol_version != PROTOCOL_VERSION:
+        raise InvalidConfig(
+            f"protocol_version is {request.protocol_version}; this cluster speaks "
+            f"{PROTOCOL_VERSION}"
+        )
+    if request.cluster_id not in ("", settings.cluster_id):
+        raise Fenced(
+            f"the request names cluster '{request.cluster_id[:100]}'; this is cluster "
+            f"'{settings.cluster_id}'. A scheduler that was started again without its journal is "
+            f"a new cluster: its nodes must be started again too, with its cluster_id "
+            f"(PUSHPULL_CLUSTER_ID), or none"
+        )
+    _check_features(request.features)
+    update_offers.check_offers(request)
+    _check_update_log(request, settings)
+    if request.role is Role.SERVER:
+        _check_address(request.address)
+        _check_fingerprint(request.kernel_fingerprint)
+    runs.check_name(request.run)
+    if request.run and request.role is Role.SERVER:
+        raise InvalidConfig(f"run is '{request.run}'; a server is of no run, and serves all")
+    runs.check_identity(request.identity)
+    if request.identity and request.role is not Role.WORKER:
+        raise InvalidConfig(
+            f"identity is '{request.identity}'; a {request.role.value} has none, only workers do"
+        )
+    if request.role is not Role.WORKER and request.requested_rank is not None:
+        raise InvalidConfig(
+            f"requested_rank is {request.requested_rank}; a {request.role.value} has no rank"
+        )
+
+
+def _check_update_log(request: Registration, settings: ClusterSettings) -> None:
+    claim = request.update_log
+    if claim is None:
+        return
+    if request.role is not Role.SERVER:
+        raise InvalidConfig(f"a {request.role.value} keeps an update log; only servers do")
+    if len(claim.log_id) != LOG_ID_BYTES:
+        raise InvalidConfig(
+            f"an update log's log_id has {len(claim.log_id)} bytes; expected {LOG_ID_BYTES}"
+        )
+    is_ours = claim.timeline == settings.timeline  # another cluster may have had other ranges
+    beyond = [each for each in claim.range_ids if is_ours and each >= settings.range_count]
+    if beyond or len(set(claim.range_ids)) != len(claim.range_ids):
+        raise InvalidConfig(
+            f"an update log has {len(claim.range_ids)} ranges, {beyond[:3]} among them; expected "
+            f"each once, and below {settings.range_count}"
+        )
+
+
+def _check_features(features: tuple[str, ...]) -> None:
+    longest = max((len(name.encode()) for name in features), default=0)
+    if len(features) > MAX_FEATURE_COUNT or longest > MAX_FEATURE_BYTES:
+        raise InvalidConfig(
+            f"features has {len(features)} names of up to {longest} bytes; expected at most "
+            f"{MAX_FEATURE_COUNT} of up to {MAX_FEATURE_BYTES}"
+        )
+
+
+def _check_address(address: str) -> None:
+    host, colon, port = address.rpartition(":")
+    shown = address[:MAX_ADDRESS_BYTES]
+    well_formed = (
+        colon
+        and not any(c.isspace() for c in address)
+        and port.isascii()
+        and port.isdigit()
+        and 1 <= int(port[:6]) <= 65_535
+        and len(address.encode()) <= MAX_ADDRESS_BYTES
+    )
+    if not well_formed:
+        raise InvalidConfig(
+            f"a server's address is '{shown}'; expected 'host:port' with a port from 1 to 65535, "
+            f"at most {MAX_ADDRESS_BYTES} bytes"
+        )
+    if host in _WILDCARDS:
+        raise InvalidConfig(
+            f"a server's address is '{shown}': nobody can reach a server there; set --advertise to "
+            f"the 'host:port' that others reach it at"
+        )
+
+
+def _check_fingerprint(fingerprint: str) -> None:
+    size_bytes = len(fingerprint.encode())
+    if not 1 <= size_bytes <= MAX_FINGERPRINT_BYTES:
+        raise InvalidConfig(
+            f"a server's kernel_fingerprint has {size_bytes} bytes; expected 1 to "
+            f"{MAX_FINGERPRINT_BYTES}"
+        )
+
+
+def check_repeated(request: Registration, first: Registration, node: Node) -> None:
+    """Refuse a registration_id that comes again for something else, or after its node left.
+
+    Raises:
+        Fenced: the node has left.
+        InvalidConfig: another request had the id.
+    """
+    for name in (
+        "role", "run", "address", "requested_rank", "kernel_fingerprint", "custom_updates",
+        "update_log", "identity",
+    ):  # fmt: skip
+        came, was = getattr(request, name), getattr(first, name)
+        if came != was:
+            raise InvalidConfig(
+                f"this registration_id was node {node.node_id}'s with {name} {was!r}; it came "
+                f"again with {came!r}. A process draws its own registration_id"
+            )
+    if node.state is NodeState.GONE:
+        raise Fenced(node.fence_words)
+    if node.state is NodeState.LEFT:
+        raise Fenced(
+            f"this registration_id was node {node.node_id}'s, which has left; register under "
+            f"a new one"
+        )
+
+
+def check_place(request: Registration, state: ClusterState, heard: Heard) -> None:
+    """Refuse a node that the cluster, as it is, has no place for.
+
+    Raises:
+        Overloaded: it has as many nodes as it can.
+        Recovering: the server at its address may be dead, and it waits.
+        InvalidConfig: the cluster is finished; or it is a server with other kernels or custom
+            updates than the servers that are here, or at the address of one.
+    """
+    if state.finished:
+        raise InvalidConfig(
+            f"the cluster is finished: all workers have left, and it ends with its work "
+            f"(stop_when_done); no {request.role.value} may join. Start a new cluster"
+        )
+    if len(state.members) >= limits.MAX_NODE_COUNT:
+        raise Overloaded(
+            f"the cluster has {len(state.members)} nodes; it can have {limits.MAX_NODE_COUNT}"
+        )
+    if request.role is Role.SERVER:
+        _check_loggable(request, state)
+        _check_servers(request, state, heard)
+        update_offers.check_agreement(request, state, heard.describe)
+
+
+def _check_loggable(request: Registration, state: ClusterState) -> None:
+    """Refuse a log where there are updates that may fail after they were decided."""
+    for table in state.tables.values() if request.update_log is not None else ():
+        if table.spec.optimizer.kind is OptimizerKind.CUSTOM:
+            raise InvalidConfig(
+                f"the server keeps an update log, and table '{table.spec.name}' has the custom "
+                f"update '{table.spec.optimizer.custom_update}', which is not logged; expected a "
+                "server without --update-log"
+            )
+
+
+def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> None:
+    describe = heard.describe
+    for node in state.nodes_of(Role.SERVER):
+        if node.state is NodeState.LEFT:
+            continue
+        theirs = state.members[node.node_id].registration.kernel_fingerprint
+        if request.kernel_fingerprint != theirs:
+            raise InvalidConfig(
+                f"the server's kernel_fingerprint is '{request.kernel_fingerprint}'; "
+                f"{describe(node)} has '{theirs}'. Servers of one cluster need the same torch and "
+                f"CPU capability, or their results differ: on mixed machines start all of them "
+                f"with ATEN_CPU_CAPABILITY set to what the least has (default, avx2 or avx512)"
+            )
+        if request.shares_log(state.members[node.node_id].registration):
+            continue  # it has the log's lock: that one is dead
+        # A silent server's address may be taken over: a restart on the same port looks like that.
+        if node.address == request.address and node.state is NodeState.ALIVE:
+            taken = f"a server's address is '{request.address}', which {describe(node)} has already"
+            if request.waited_s is not None and heard.may_be_dead(node, request.waited_s):
+                raise _ask_again(f"{taken}; it is free when that one is silent", heard)
+            raise InvalidConfig(taken)
+
+
+def _ask_again(reason: str, heard: Heard) -> Recovering:
+    return Recovering(reason, retry_after_ms=max(1, round(heard.interval_s * 1000)))
+
+
+def run_of(request: Registration, state: ClusterState, settings: ClusterSettings) -> Run:
+    """The run that a worker is of, or begins: then of as many as its job has, if that is known."""
+    begun = Run(request.run, request.world_size or settings.worker_count)
+    known = state.runs.get(request.run)
+    return known or (begun if request.run else Run("", settings.worker_count))
+
+
+def check_run(request: Registration, state: ClusterState) -> None:
+    """Refuse who comes to a run that an operator has ended, or that is not there.
+
+    Raises:
+        InvalidConfig: saying which.
+    """
+    run = state.runs.get(request.run)
+    if request.role is Role.WORKER and run is not None and run.has_ended:
+        ended = "removed" if run.is_removed else "ended"
+        raise InvalidConfig(over_words(run.name, f"an operator {ended} it"))
+    if request.role is Role.READER and run is not None and run.is_removed:
+        raise InvalidConfig(
+            f"run '{run.name}' was removed by an operator: it has no tables to read"
+        )
+    if request.role is Role.READER and request.run and run is None:
+        known = ", ".join(f"'{name}'" for name in list(state.runs)[:_LISTED_COUNT]) or "none"
+        raise InvalidConfig(
+            f"there is no run '{request.run}' to read; the runs of the cluster: {known}"
+        )
+
+
+def over_words(run: str, why: str) -> str:
+    """Why nobody joins a run any more, and what to do."""
+    return f"run '{run}' is over: {why}; give the new run another name (--run, PUSHPULL_RUN)"
+
+
+def choose_rank(
+    request: Registration, cluster: ClusterSettings, state: ClusterState, heard: Heard
+) -> int:
+    """The rank of a new worker in its run: the one that it asks for; else, of those that the run is
+    for, the lowest that was never given, or the lowest of one that is gone; else the lowest free
+    one beyond these. One that comes with the identity of a worker that has not left has its rank.
+
+    Raises:
+        InvalidConfig: there is no such rank, or somebody has it, or left with it and was one of the
+            first; or it comes beyond these and there is a table that it could not know; or its job
+            has another number of workers.
+        Recovering: whoever has it may be dead, and the caller waits.
+    """
+    run = run_of(request, state, cluster)
+    settings = cluster.of_run(run)
+    if settings.rank_count > limits.MAX_NODE_COUNT // 2:
+        raise InvalidConfig(
+            f"run '{run.name}' would have {settings.rank_count} workers; expected at most "
+            f"{limits.MAX_NODE_COUNT // 2}"
+        )
+    holders = state.workers_by_rank(run.name)
+    describe = heard.describe
+    _check_world_size(request, settings, holders.values())
+    rank = request.requested_rank
+    predecessor = state.predecessor_of(request)
+    if predecessor is not None:
+        rank = predecessor.rank
+        holders[rank] = replace(predecessor, state=NodeState.GONE)
+    if rank is None:
+        first = range(settings.worker_count)
+        fresh = (r for r in first if r not in holders)
+        gone = (r for r in first if r in holders and holders[r].state is NodeState.GONE)
+        beyond = (
+            r
+            for r in range(settings.worker_count, settings.rank_count)
+            if r not in holders or not holders[r].state.is_member
+        )
+        rank = next(chain(fresh, gone, beyond), None)
+        if rank is None:
+            taken = _all_taken(run, settings, holders, describe)
+            _check_all_live(request, settings, holders.values(), taken, heard)
+            raise InvalidConfig(taken)
+    if not 0 <= rank < settings.rank_count:
+        raise InvalidConfig(
+            f"requested_rank is {rank}; {_sizes(settings, run.name)}, ranks 0 to "
+            f"{settings.rank_count - 1}: ask for one of these, or for none, or start "
+            "the cluster with more (--workers, --max-workers)"
+        )
+    holder, is_further = holders.get(rank), rank >= settings.worker_count
+    if is_further:
+        _check_may_come_late(state.tables_of(run.name))
+    if holder is None or holder.state is NodeState.GONE:
+        return rank
+    if is_further and not holder.state.is_member:
+        return rank
+    if not holder.state.is_member:
+        raise InvalidConfig(
+            f"rank {rank} was {describe(holder)}; the rank of a worker that has left is not given "
+            "again, that of one that is gone is. A new run needs a name of its own (--run, "
+            "PUSHPULL_RUN)"
+        )
+    taken = f"rank {rank} is taken by {describe(holder)}"
+    _check_all_live(request, settings, (holder,), taken, heard)
+    raise InvalidConfig(f"{taken}; ask for another rank, or for none to be given a free one")
+
+
+def _check_world_size(
+    request: Registration, settings: ClusterSettings, holders: Iterable[Node]
+) -> None:
+    """Refuse a worker whose job has another number of workers than the cluster is for: fewer would
+    wait for those that nobody starts. Once some have gone or left, fewer may be right.
+    """
+    count = request.world_size
+    if not count or settings.worker_count <= count <= settings.rank_count:
+        return
+    if all(holder.state.is_member for holder in holders):
+        raise InvalidConfig(
+            f"the job has {count} workers (world_size); {_sizes(settings, request.run)}: "
+            f"{_size_remedy(request.run, count)}, or as many workers as it waits for"
+        )
+
+
+def _check_all_live(
+    request: Registration,
+    settings: ClusterSettings,
+    holders: Iterable[Node],
+    taken: str,
+    heard: Heard,
+) -> None:
+    """Tell a worker that waits to ask again where one that has its rank may be dead."""
+    waited_s, timeout_s = request.waited_s, settings.worker_timeout_s
+    if waited_s is None or not timeout_s:
+        return
+    if any(heard.may_be_dead(holder, waited_s) for holder in holders):
+        given = f"it is given anew after {timeout_s:g} s of silence (worker_timeout_s)"
+        raise _ask_again(f"{taken}; {given}", heard)
+
+
+def _check_may_come_late(tables: Iterable[Table]) -> None:
+    """Refuse a further worker where the workers hold what it would need to begin."""
+    for table in tables:
+        if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+            raise InvalidConfig(
+                f"a worker beyond those that the cluster was started for; table "
+                f"'{table.spec.name}' is of Aggregate, whose parameters are the workers' and not "
+                "the servers': nobody can tell it where they are"
+            )
+
+
+def _size_remedy(run: str, count: int) -> str:
+    other = "give the run of this job another name"
+    return other if run else f"start its scheduler with --workers {count}"
+
+
+def _sizes(settings: ClusterSettings, run: str) -> str:
+    more = ""
+    if settings.rank_count > settings.worker_count:
+        more = f" and takes up to {settings.rank_count}"
+    if run:
+        return f"run '{run}' was begun for {settings.worker_count} workers{more}"
+    return f"the cluster was started for {settings.worker_count} workers{more}"
+
+
+def _all_taken(
+    run: Run, settings: ClusterSettings, holders: dict[int, Node], describe: Describe
+) -> str:
+    listed = [
+        f"rank {rank} by {describe(holders[rank])}" for rank in sorted(holders)[:_LISTED_COUNT]
+    ]
+    count = settings.rank_count
+    if count > _LISTED_COUNT:
+        listed.append(f"and {count - _LISTED_COUNT} more")
+    limit = "was started for" if count == settings.worker_count else "takes (max_workers)"
+    whole = f"run '{run.name}'" if run.name else "the cluster"
+    return (
+        f"a worker beyond the {count} that {whole} {limit}: every rank is "
+        f"given, {', '.join(listed)}. To train beside or after these, begin a run of another name "
+        "(--run, PUSHPULL_RUN)"
+    )

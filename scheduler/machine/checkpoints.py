@@ -1,0 +1,450 @@
+"""Checkpoints: where all tables are cut, and who has written what of it (SEMANTICS S6, S10).
+
+    proposed   servers hold each table where it is; each worker says at which clocks it can write
+               its own state down next, and goes no further
+    cut        all have answered: each table is cut after the highest clock that anyone named
+    written    every server has written its blocks as of the cut, every worker its state
+    complete   the manifest is written
+
+    cut        --all workers wait for it, before the step that it is after--> proposed, as another
+    proposed | cut --not in time, a range has another primary, a server cannot write--> failed
+
+Rules:
+    - A checkpoint is of the run without a name: its tables are cut, its workers are asked.
+    - There is one checkpoint at a time. Whoever wants one while it is proposed has this one; later,
+      the next.
+    - Of `checkpoint_full_every` complete ones in a row the first is full. The others refer to the
+      newest complete one of this cluster. What this cluster did not write is nobody's base, and one
+      whose manifest could not be written is followed by a full one.
+    - A worker that has gone, or says that it lost its state, is in the manifest as lost: that does
+      not keep the others from having theirs.
+    - A worker that has left takes no step any more: what it wrote when it left is its state at
+      every cut that is not before its last step. A cut that is before has nothing of it.
+
+    - Where a worker is next between two steps is a guess while its script is in one. A script that
+      waits for the checkpoint instead takes no step: if all do, before the step that a table is cut
+      after, nobody will, and it is begun again, at the steps that they are at.
+
+Invariants:
+    CP-1  No table is cut before every server with a part of it, and every worker that was asked,
+          has named its clock; the cut is after the highest of them.
+    CP-2  A checkpoint is complete only if every block of every table that it cut was reported.
+
+What it deliberately does not do: write anything (servers, workers and the edge do), or decide when
+a checkpoint is due (`scheduler.edge.checkpointing` does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ps_core import limits
+from ps_core.change import Checkpoint, TableCut
+from ps_core.cluster_view import Node, NodeState, Role
+from ps_core.errors import InvalidConfig
+from ps_core.keys import NodeId, TableId
+from ps_core.manifest import directory_name, is_file_name, number_of
+from ps_core.part_report import PartReport
+from ps_core.tables import Table
+from scheduler.machine.changes import Changes, Pending
+from scheduler.machine.checkpoint_state import (
+    Attempt,
+    CheckpointBegunAgain,
+    CheckpointCut,
+    CheckpointFailed,
+    CheckpointMade,
+    CheckpointWritten,
+    LeftPart,
+    WorkerPlace,
+)
+from scheduler.machine.state import ClusterSettings, ClusterState, Transition
+
+_REMEMBERED_COUNT = 100
+"""Checkpoints that have ended, of which it is known how."""
+
+LEAVING = 0
+"""In the place of a checkpoint's number: what a worker wrote when it left."""
+
+UNNAMED = ""
+"""The run that checkpoints are of: the one without a name."""
+
+CHECKPOINTS_FEATURE = "checkpoints"
+"""What a worker says at its registration that answers views with a checkpoint."""
+
+
+class Checkpoints:
+    """The checkpoints of a cluster.
+
+    Args:
+        settings: the cluster's.
+        state: the cluster's, changed in place.
+        changes: what is proposed of its tables.
+        describe: says who a node is and when it was last heard.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        state: ClusterState,
+        changes: Changes,
+        describe: Callable[[Node, float], str],
+    ) -> None:
+        self._settings = settings
+        self._state = state
+        self._changes = changes
+        self._describe = describe
+
+    @property
+    def under_way(self) -> Checkpoint | None:
+        """As the view has it."""
+        attempt = self._state.checkpoint
+        if attempt is None:
+            return None
+        return Checkpoint(attempt.number, attempt.url, attempt.is_cut, attempt.base)
+
+    def begin(self, reason: str, now_s: float) -> tuple[Pending, list[Transition]]:
+        """Propose a checkpoint, or find the one that is proposed; `reason` is for its manifest.
+
+        Returns:
+            `number` is the checkpoint's; 0 if something has to be settled before there can be one.
+        """
+        state, attempt = self._state, self._state.checkpoint
+        if attempt is not None:
+            said = self._reason(attempt, now_s)
+            return Pending(said, 0 if attempt.is_cut else attempt.number), []
+        obstacle = self._obstacle()
+        if obstacle:
+            return Pending(obstacle), []
+        state.checkpoint_count += 1
+        number = state.checkpoint_count
+        url = f"{self._settings.checkpoint_url}/{directory_name(number, self._settings.cluster_id)}"
+        cut_by_s = now_s + limits.CHECKPOINT_CUT_S
+        written_by_s = now_s + limits.CHECKPOINT_WRITTEN_S
+        attempt = Attempt(number, url, reason, self._base(), cut_by_s, written_by_s)
+        state.checkpoint = attempt
+        transitions: list[Transition] = []
+        for table in state.tables_of(UNNAMED):
+            transitions += self._changes.propose_cut(table, number, cut_by_s, now_s)
+            attempt.tables.append(table.table_id)
+        for worker in state.workers_of(UNNAMED):
+            if _answers(state, worker):
+                attempt.awaited.add(worker.node_id)
+            elif worker.state is NodeState.SILENT:
+                attempt.lose(worker, "it was silent when the checkpoint was proposed")
+        return Pending(self._reason(attempt, now_s), attempt.number), transitions
+
+    def _obstacle(self) -> str:
+        """Why none can be proposed at present; empty: one can."""
+        tables = self._state.tables_of(UNNAMED)
+        busy = next((table for table in tables if table.proposed is not None), None)
+        if busy is not None:
+            return f"a change of table '{busy.spec.name}' is not settled"
+        if not tables:
+            return "the cluster has no table yet"
+        return self._changes.cuts_lack_room()
+
+    def join(self, node: Node, number: int, place: WorkerPlace) -> list[Transition]:
+        """A worker goes no further than these clocks until the cut is settled."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number or attempt.is_cut or node.run != UNNAMED:
+            return []
+        attempt.awaited.discard(node.node_id)
+        attempt.workers[node.node_id] = place
+        return self.look()
+
+    def stay(
+        self, node: Node, number: int, clocks: Mapping[TableId, int], now_s: float
+    ) -> list[Transition]:
+        """A worker's script waits for it, and takes no step meanwhile."""
+        attempt = self._state.checkpoint
+        is_its = attempt is not None and attempt.number == number and node.run == UNNAMED
+        if attempt is None or not is_its or attempt.is_written:
+            return []
+        attempt.staying[node.node_id] = dict(clocks)
+        if not attempt.is_cut or not self._is_out_of_reach(attempt) or self._obstacle():
+            return []  # who stays says so again
+        self._state.checkpoint = None
+        withdrawn = self._changes.withdraw_cuts(attempt.number, "it is begun again")
+        pending, begun = self.begin(attempt.reason, now_s)
+        self._state.checkpoint_again[attempt.number] = pending.number
+        again = CheckpointBegunAgain(attempt.number, attempt.url, pending.number)
+        return [*withdrawn, again, *begun]
+
+    def is_awaited(self, node: Node, number: int) -> bool:
+        """Whether the script of a worker other than this one waits for it."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number:
+            return False
+        return any(each != node.node_id for each in attempt.staying)
+
+    def _is_out_of_reach(self, attempt: Attempt) -> bool:
+        """Whether it is after a step that nobody takes."""
+        workers = {node.node_id for node in self._state.workers_of(UNNAMED) if node.state.is_member}
+        staying = [attempt.staying[each] for each in workers & attempt.staying.keys()]
+        if len(staying) < len(workers):
+            return False
+        return any(
+            step > max((each[table_id] for each in staying if table_id in each), default=step)
+            for table_id, step in attempt.steps.items()
+        )
+
+    def must_step(
+        self,
+        node: Node,
+        number: int,
+        clocks: Mapping[TableId, int],
+        reached: Mapping[NodeId, Mapping[TableId, int]],
+    ) -> bool:
+        """Whether it is after a step that another worker has taken, and this one has not.
+
+        Args:
+            node: this one.
+            number: the checkpoint's.
+            clocks: where it is.
+            reached: where workers were when they were heard last.
+        """
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number:
+            return False
+        others = [
+            each
+            for known in (reached, attempt.staying)
+            for node_id, each in known.items()
+            if node_id != node.node_id
+        ]
+        return any(
+            clocks.get(table_id, step) < step
+            and any(each.get(table_id, 0) >= step for each in others)
+            for table_id, step in attempt.steps.items()
+        )
+
+    def report(self, node: Node, number: int, part: PartReport) -> list[Transition]:
+        """A node has written its part, or cannot; with the number `LEAVING` it is of no checkpoint
+        yet, and counts when its worker has left.
+
+        Raises:
+            InvalidConfig: a worker reports that was not asked, or a name leads elsewhere.
+        """
+        _check_names(part)
+        attempt = self._state.checkpoint
+        if number == LEAVING and node.role is Role.WORKER and node.run == UNNAMED:
+            self._state.left_parts[node.rank] = LeftPart(node.node_id, part)
+        if attempt is None or attempt.number != number or attempt.is_written:
+            return []
+        if part.problem and node.role is Role.SERVER:  # it says so once, before the cut or after
+            return self._fail(attempt, f"server {node.node_id}: {part.problem}")
+        if not attempt.is_cut:
+            return []
+        if node.role is Role.WORKER and node.node_id not in attempt.workers:
+            raise InvalidConfig(f"worker {node.rank} is not in checkpoint {number}")
+        tables = {each: written for each, written in part.tables.items() if each in attempt.cuts}
+        attempt.parts[node.node_id] = replace(part, tables=tables)
+        return self.look()
+
+    def ended(self, node: Node) -> list[Transition]:
+        """Nobody waits for this node any more."""
+        attempt = self._state.checkpoint
+        if attempt is None or node.role is not Role.WORKER:
+            return []
+        if node.node_id in attempt.awaited:
+            attempt.awaited.discard(node.node_id)
+            attempt.lose(node, node.ended_words)
+        elif node.node_id in attempt.workers and node.node_id not in attempt.parts:
+            attempt.lose(node, node.ended_words)
+        return self.look()
+
+    def moved(self) -> list[Transition]:
+        """Ranges have other primaries: what these were to write is lost."""
+        return self.give_up("a server was lost while it was made")
+
+    def expire(self, now_s: float) -> list[Transition]:
+        """Give up what is not done in time."""
+        attempt = self._state.checkpoint
+        if attempt is None or now_s < (
+            attempt.written_by_s if attempt.is_cut else attempt.cut_by_s
+        ):
+            return []
+        return self.give_up(self._reason(attempt, now_s))
+
+    def give_up(self, reason: str) -> list[Transition]:
+        """Nobody goes on with the one that is made, unless only its manifest is missing."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.is_written:
+            return []
+        return self._fail(attempt, reason)
+
+    def done(self, number: int, problem: str) -> list[Transition]:
+        """The manifest is written, or could not be."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.number != number:
+            return []
+        if problem:
+            self._state.checkpoint_base = 0
+            return self._fail(attempt, problem)
+        since = self._state.checkpoints_since_full + 1 if attempt.base else 1
+        self._state.checkpoint_base, self._state.checkpoints_since_full = number, since
+        self._state.checkpoint = None
+        self._remember(number, "")
+        return [CheckpointMade(number, attempt.url)]
+
+    def _remember(self, number: int, problem: str) -> None:
+        """How it ended, for those who asked for it and are about to look."""
+        ends = self._state.checkpoint_ends
+        ends[number] = problem
+        while len(ends) > _REMEMBERED_COUNT:
+            oldest = min(ends)
+            del ends[oldest]
+            for number in [n for n in self._state.checkpoint_again if n < oldest]:
+                del self._state.checkpoint_again[number]
+
+    def problem_of(self, number: int) -> str | None:
+        """How a checkpoint ended: empty if it is complete; None while it is made."""
+        return self._state.checkpoint_ends.get(number)
+
+    def newest_of(self, number: int) -> int:
+        """The number that a checkpoint has, if it was begun again."""
+        while number in self._state.checkpoint_again:
+            number = self._state.checkpoint_again[number]
+        return number
+
+    def reason(self, now_s: float) -> str:
+        """What the one that is made waits for."""
+        attempt = self._state.checkpoint
+        return "" if attempt is None else self._reason(attempt, now_s)
+
+    # --- what follows
+
+    def look(self) -> list[Transition]:
+        """Cut when all have said where they are; say so when all is written."""
+        attempt = self._state.checkpoint
+        if attempt is None or attempt.is_written:
+            return []
+        if not attempt.is_cut:
+            return self._cut(attempt)
+        if self._servers_missing(attempt) or self._workers_missing(attempt):
+            return []
+        problem = self._uncovered(attempt)
+        if problem:
+            return self._fail(attempt, problem)
+        attempt.left = self._left(attempt)
+        attempt.is_written = True
+        return [CheckpointWritten(attempt)]
+
+    def _left(self, attempt: Attempt) -> dict[int, PartReport]:
+        """What those have in it that have left, and wrote nothing for it themselves."""
+        holders, parts = self._state.workers_by_rank(UNNAMED), attempt.parts
+        own = {
+            place.rank
+            for node_id, place in attempt.workers.items()
+            if not place.has_state or not parts[node_id].problem
+        }
+        found = {}
+        for rank, left in self._state.left_parts.items():
+            holder = holders.get(rank)  # another may have been given the rank
+            has_left = holder is None or (
+                holder.node_id == left.node_id and holder.state is NodeState.LEFT
+            )
+            if has_left and rank not in own and _is_before(left.part, attempt.cuts):
+                found[rank] = left.part
+        return found
+
+    def _base(self) -> int:
+        """What the next one refers to; 0: it is full."""
+        state = self._state
+        is_full_due = state.checkpoints_since_full >= self._settings.checkpoint_full_every
+        return 0 if is_full_due else state.checkpoint_base
+
+    def _cut(self, attempt: Attempt) -> list[Transition]:
+        held = self._changes.held_for(attempt.number)
+        if held.keys() != set(attempt.tables):
+            return self._fail(attempt, "a server that was to promise it was lost; ask again")
+        if attempt.awaited or any(clock is None for clock in held.values()):
+            return []
+        for table_id, clock in held.items():
+            named = (place.clocks.get(table_id, 0) for place in attempt.workers.values())
+            cut = TableCut(attempt.number, max(clock or 0, *named, 0))
+            table = self._changes.commit_cut(table_id, cut)
+            attempt.cuts[table_id] = table
+        attempt.is_cut = True
+        attempt.servers = frozenset(
+            primary
+            for table in attempt.cuts.values()
+            for range_id in table.blocks_by_range(len(self._state.ranges))
+            if (primary := self._state.ranges[range_id].primary) is not None
+        )
+        clocks = {t.spec.name: t.cut.after_clock for t in attempt.cuts.values() if t.cut}
+        return [CheckpointCut(attempt.number, clocks)]
+
+    def _fail(self, attempt: Attempt, reason: str) -> list[Transition]:
+        self._state.checkpoint = None
+        self._remember(attempt.number, reason or "it failed")
+        withdrawn = self._changes.withdraw_cuts(attempt.number, reason)
+        return [*withdrawn, CheckpointFailed(attempt.number, attempt.url, reason)]
+
+    def _servers_missing(self, attempt: Attempt) -> set[NodeId]:
+        return set(attempt.servers - attempt.parts.keys())
+
+    def _workers_missing(self, attempt: Attempt) -> set[NodeId]:
+        return {
+            node_id
+            for node_id, place in attempt.workers.items()
+            if place.has_state and node_id not in attempt.parts
+        }
+
+    def _uncovered(self, attempt: Attempt) -> str:
+        """CP-2: a table of which not every block was written."""
+        counts: dict[TableId, int] = {}
+        for node_id in attempt.servers:
+            for table_id, written in attempt.parts[node_id].tables.items():
+                counts[table_id] = counts.get(table_id, 0) + written.block_count
+        for table in attempt.cuts.values():
+            found = counts.get(table.table_id, 0)
+            if found != table.block_count:
+                return f"{found} of {table.block_count} blocks of '{table.spec.name}' were written"
+        return ""
+
+    def _reason(self, attempt: Attempt, now_s: float) -> str:
+        what = f"checkpoint {attempt.number}"
+        if attempt.is_written:
+            return f"{what} waits for its manifest"
+        if attempt.is_cut:
+            missing = self._servers_missing(attempt) or self._workers_missing(attempt)
+            return f"{what} waits for the files of {self._named(missing, now_s)}"
+        if attempt.awaited:
+            return f"{what} waits for the clocks of {self._named(attempt.awaited, now_s)}"
+        return f"{what} waits for the promises of servers"
+
+    def _named(self, node_ids: set[NodeId], now_s: float) -> str:
+        members = self._state.members
+        return ", ".join(self._describe(members[each].node, now_s) for each in sorted(node_ids))
+
+
+def _is_before(part: PartReport, cuts: Mapping[TableId, Table]) -> bool:
+    """Whether none of its worker's steps is beyond the cuts."""
+    return all(
+        written.clock <= table.cut.after_clock
+        for table_id, written in part.tables.items()
+        if (table := cuts.get(table_id)) is not None and table.cut is not None
+    )
+
+
+def _answers(state: ClusterState, node: Node) -> bool:
+    """Whether a worker can be asked where it is."""
+    features = state.members[node.node_id].registration.features
+    return node.state is NodeState.ALIVE and CHECKPOINTS_FEATURE in features
+
+
+def _check_names(part: PartReport) -> None:
+    """Refuse what would have the scheduler open a file elsewhere than in its checkpoints.
+
+    Raises:
+        InvalidConfig: a name is no plain one.
+    """
+    if part.file and not is_file_name(part.file):
+        raise InvalidConfig(f"file is {part.file[:200]!r}; expected the plain name of a file")
+    for base in part.bases:
+        if number_of(base) is None:
+            raise InvalidConfig(
+                f"bases has {base[:200]!r}; expected the name of a checkpoint's directory"
+            )

@@ -1,0 +1,125 @@
+"""Whether a new table fits into the memory of the servers that will hold it.
+
+    a range on a server takes   values, and as much for each tensor of optimizer state
+                                + a formed sum and a staged step, or gate_bytes if that is less
+                                + `limits.BLOCK_OVERHEAD_BYTES` a block
+
+Rules:
+    - Every holder of a range takes all of it: a backup may be its primary at any moment.
+    - What tables take counts from when they are created, whether a server has reserved it by then
+      or not. It is counted for whoever holds the ranges now: servers come and go.
+    - Servers that share a machine's memory, or a container's, share one sum. A server that does
+      not say what it has refuses nothing.
+
+What it deliberately does not do: look at what a process really uses, or place ranges.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ps_core import limits
+from ps_core.cluster_view import Role
+from ps_core.errors import InvalidConfig
+from ps_core.keys import RangeId
+from ps_core.tables import OptimizerKind, OptimizerSpec, Table
+from scheduler.machine import placement
+from scheduler.machine.state import ClusterState
+
+
+class Needed(NamedTuple):
+    """What a table takes of one holder, in bytes: in one range, or in several."""
+
+    values: int = 0
+    state: int = 0
+    gate: int = 0
+    blocks: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+    def plus(self, other: Needed) -> Needed:
+        """Both."""
+        return Needed(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+def state_tensor_count(optimizer: OptimizerSpec) -> int:
+    """Tensors as large as the values that a server keeps beside them; a custom update's are not
+    known here.
+    """
+    numbers = dict(optimizer.hyperparameters)
+    kind = optimizer.kind
+    if kind is OptimizerKind.SGD:
+        return int(bool(numbers.get("momentum")))
+    if kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW):
+        return 2 + int(optimizer.amsgrad)
+    if kind is OptimizerKind.RMSPROP:
+        return 1 + int(optimizer.centered) + int(bool(numbers.get("momentum")))
+    if kind is OptimizerKind.AGGREGATE:  # the sums of the last two clocks
+        return 2
+    return int(kind is OptimizerKind.ADAGRAD)
+
+
+def needed_by_range(table: Table, range_count: int) -> dict[RangeId, Needed]:
+    """What each holder of a range takes for a table; ranges without a block of it are absent."""
+    spec, found = table.spec, {}
+    block_bytes = spec.block_elements * spec.accumulator_element_bytes
+    for range_id, value_bytes in placement.bytes_by_range(table, range_count).items():
+        gate_bytes = 2 * value_bytes
+        block_count = -(-value_bytes // block_bytes)
+        found[range_id] = Needed(
+            value_bytes,
+            value_bytes * state_tensor_count(spec.optimizer),
+            min(spec.gate_bytes or gate_bytes, gate_bytes),
+            block_count * limits.BLOCK_OVERHEAD_BYTES,
+        )
+    return found
+
+
+def check_fits(state: ClusterState, name: str, needed: Mapping[RangeId, Needed]) -> None:
+    """Refuse a table whose ranges, as they are placed now, do not fit beside what is there.
+
+    Args:
+        state: with the ranges of the new table placed, and without it in `range_memory_bytes`.
+        name: of the table.
+        needed: what it takes.
+
+    Raises:
+        InvalidConfig: a server, or several that share their memory, have less left.
+    """
+    has_bytes: dict[str, int] = {}
+    pools: dict[int, str] = {}
+    for node in state.nodes_of(Role.SERVER):
+        memory = state.members[node.node_id].registration.memory
+        if node.state.is_member and memory.byte_count:
+            pool = memory.pool or f"server node {node.node_id}"
+            pools[node.node_id] = pool
+            has_bytes[pool] = min(memory.byte_count, has_bytes.get(pool, memory.byte_count))
+    taken: Counter[str] = Counter()
+    wanted: dict[str, Needed] = {}
+    for each in state.ranges:
+        for holder in {each.primary, *each.backups, *each.joining}:
+            found = None if holder is None else pools.get(holder)
+            if found is not None:
+                taken[found] += state.range_memory_bytes.get(each.range_id, 0)
+                more = needed.get(each.range_id, Needed())
+                wanted[found] = wanted.get(found, Needed()).plus(more)
+    for pool, more in wanted.items():
+        if more.total > has_bytes[pool] - taken[pool] and more.total:
+            members = sorted(node_id for node_id, of in pools.items() if of == pool)
+            raise InvalidConfig(_refusal(name, members, more, (taken[pool], has_bytes[pool])))
+
+
+def _refusal(name: str, members: list[int], more: Needed, has: tuple[int, int]) -> str:
+    taken, total = has
+    who = f"server node{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
+    return (
+        f"table '{name}' needs {more.total} bytes of memory on {who} (values {more.values}, "
+        f"optimizer state {more.state}, updates in the making {more.gate}, blocks {more.blocks}), "
+        f"where tables may take {total} and {taken} of these are taken: expected a smaller table, "
+        "larger blocks, more servers, fewer replicas, or servers that may take more (memory_mb)"
+    )

@@ -1,0 +1,128 @@
+"""Which custom updates the servers have: they agree, and tables ask for nothing else.
+
+Rules:
+    - Two servers that have an update of one name have the same one: the same numbers, defaults and
+      fingerprint. Otherwise the bits of a table would depend on where its blocks lie.
+    - A table with a custom update needs it on every registered server, whichever gets its blocks;
+      a server that comes later must have what the tables of the cluster use.
+    - Servers that have left do not count.
+
+What it deliberately does not do: know what an update computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ps_core import limits
+from ps_core.cluster_view import Node, NodeState, Role
+from ps_core.errors import InvalidConfig
+from ps_core.tables import OptimizerKind, TableSpec
+from ps_core.update_offer import UpdateOffer
+from scheduler.machine.state import ClusterState, Registration
+
+_LISTED_COUNT = 8
+
+Describe = Callable[[Node], str]
+"""Says who a node is and when it was last heard."""
+
+
+def check_offers(request: Registration) -> None:
+    """Refuse offers that are wrong in themselves.
+
+    Raises:
+        InvalidConfig: naming the update and what is wrong with it.
+    """
+    offers = request.custom_updates
+    if offers and request.role is not Role.SERVER:
+        raise InvalidConfig(
+            f"custom_updates has {len(offers)} entries; a {request.role.value} has none"
+        )
+    names = {offer.name for offer in offers}
+    if len(offers) > limits.MAX_CUSTOM_UPDATE_COUNT or len(names) < len(offers):
+        raise InvalidConfig(
+            f"custom_updates has {len(offers)} entries of {len(names)} names; expected at most "
+            f"{limits.MAX_CUSTOM_UPDATE_COUNT}, each of its own name"
+        )
+    for offer in offers:
+        offer.validated()
+
+
+def check_agreement(request: Registration, state: ClusterState, describe: Describe) -> None:
+    """Refuse a server that differs from those that are here, or lacks what a table uses.
+
+    Raises:
+        InvalidConfig: naming the update, and the server or the table.
+    """
+    for node, theirs in _present(state):
+        for offer in _usable(request.custom_updates):
+            other = theirs.get(offer.name)
+            if other is not None and other != offer:
+                raise InvalidConfig(
+                    f"the server's custom update '{offer.name}' is {_shown(offer)}; "
+                    f"{describe(node)} has {_shown(other)}. Servers of one cluster need the same, "
+                    f"or their results differ"
+                )
+    for table in state.tables.values():
+        name = table.spec.optimizer.custom_update
+        if name and name not in {offer.name for offer in _usable(request.custom_updates)}:
+            raise InvalidConfig(
+                f"table '{table.spec.name}' uses the custom update '{name}', which the server has "
+                f"not; {_had(request.custom_updates, name)}"
+            )
+
+
+def completed(spec: TableSpec, state: ClusterState, describe: Describe) -> TableSpec:
+    """The spec with all numbers of its custom update; itself if it has none, or if no server that
+    could know them has come yet.
+
+    Raises:
+        InvalidConfig: a server lacks the update, or the update has no such number.
+    """
+    optimizer = spec.optimizer
+    if optimizer.kind is not OptimizerKind.CUSTOM:
+        return spec
+    name = optimizer.custom_update
+    found: UpdateOffer | None = None
+    for node, offers in _present(state):
+        if name not in offers:
+            registered = state.members[node.node_id].registration.custom_updates
+            raise InvalidConfig(
+                f"table '{spec.name}' asks for the custom update '{name}', which "
+                f"{describe(node)} has not; {_had(registered, name)}"
+            )
+        found = offers[name]
+    if found is None:
+        return spec
+    defaults = replace(optimizer, hyperparameters=found.hyperparameters)
+    numbers = defaults.merged(optimizer.hyperparameters)
+    return replace(spec, optimizer=replace(optimizer, hyperparameters=numbers))
+
+
+def _present(state: ClusterState) -> Iterator[tuple[Node, dict[str, UpdateOffer]]]:
+    """The servers that have not left, with what each can run, by name."""
+    for node in state.nodes_of(Role.SERVER):
+        if node.state is not NodeState.LEFT:
+            offers = state.members[node.node_id].registration.custom_updates
+            yield node, {offer.name: offer for offer in _usable(offers)}
+
+
+def _usable(offers: tuple[UpdateOffer, ...]) -> Iterator[UpdateOffer]:
+    return (offer for offer in offers if not offer.problem)
+
+
+def _had(offers: tuple[UpdateOffer, ...], name: str) -> str:
+    """What a server has in the place of the update `name`."""
+    broken = next((offer for offer in offers if offer.name == name), None)
+    if broken is not None:
+        return f"it cannot run it: {broken.problem}"
+    names = sorted(offer.name for offer in _usable(offers))
+    listed = ", ".join(f"'{each}'" for each in names[:_LISTED_COUNT])
+    more = f" and {len(names) - _LISTED_COUNT} more" * (len(names) > _LISTED_COUNT)
+    return f"it has {listed or 'none'}{more}"
+
+
+def _shown(offer: UpdateOffer) -> str:
+    numbers = ", ".join(f"{name}={value:g}" for name, value in offer.hyperparameters)
+    return f"'{offer.fingerprint}' with {numbers or 'no hyperparameters'}"
