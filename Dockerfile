@@ -10,14 +10,17 @@ WORKDIR /build
 # Versions and hashes of all packages but torch (make image-lock).
 COPY deploy/image/light.txt ./
 RUN python -m venv --without-pip /opt/pushpull \
- && python -m pip --python /opt/pushpull/bin/python install --no-deps --require-hashes -r light.txt
+ && python -m pip --python /opt/pushpull/bin/python install --no-compile --no-deps --require-hashes -r light.txt \
+ # A layer that is built again, anywhere, is the same to the byte: nothing in it has the time of day.
+ && python -m compileall -f -q --invalidation-mode unchecked-hash /opt/pushpull/lib \
+ && find /opt/pushpull -exec touch --no-dereference --date=@0 {} +
 
 FROM light AS dependencies
 COPY constraints.txt deploy/image/rest.txt ./
 # Where pip looks for torch, and for torch alone, beside its own index: the CPU build is a tenth of
 # the CUDA one. Empty takes what pip's own index has.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-RUN install="python -m pip --python /opt/pushpull/bin/python install" \
+RUN install="python -m pip --python /opt/pushpull/bin/python install --no-compile" \
  && $install --no-deps --require-hashes -r rest.txt \
  && $install -c constraints.txt --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} torch \
  # What a CUDA build needs besides: nothing is left of the CPU one's.
@@ -27,7 +30,10 @@ RUN install="python -m pip --python /opt/pushpull/bin/python install" \
  && rm -rf torch/include torch/share torch/test sympy/*/tests sympy/*/*/tests numpy/*/tests \
     networkx/*/tests networkx/*/*/tests torch/lib/*_test.so \
  && find torch/bin -type f ! -name torch_shm_manager -delete \
- && find . -name '*.a' -delete
+ && find . -name '*.a' -delete \
+ # Some files are for another Python: pip passes over them, too.
+ && { python -m compileall -f -qq --invalidation-mode unchecked-hash . || true; } \
+ && find /opt/pushpull -exec touch --no-dereference --date=@0 {} +
 
 FROM light AS code
 COPY pyproject.toml README.md ./
@@ -38,6 +44,7 @@ COPY ps_runtime ps_runtime
 COPY ps_server ps_server
 COPY ps_worker ps_worker
 COPY scheduler scheduler
+COPY examples /layers/examples/srv/pushpull/examples
 # Each package in a folder of its own, to be laid over the dependencies as a layer of its own: a change
 # of code is a push of its package. A package that did not change is the same to the byte.
 RUN python -m pip wheel --no-deps --wheel-dir dist . \
@@ -48,6 +55,7 @@ RUN python -m pip wheel --no-deps --wheel-dir dist . \
       mkdir -p "/layers/$package$(pwd | cut -c 6-)" && mv "$package" "/layers/$package$(pwd | cut -c 6-)"; \
     done \
  && mv /code /layers/rest \
+ && chmod -R u=rwX,go=rX /layers/examples \
  && find /layers -exec touch --no-dereference --date=@0 {} +
 
 FROM ${PYTHON_IMAGE} AS trimmed
@@ -94,7 +102,7 @@ LABEL org.opencontainers.image.title="pushpull scheduler" \
 
 FROM base
 COPY --from=dependencies /opt/pushpull /opt/pushpull
-COPY examples /srv/pushpull/examples
+COPY --from=code /layers/examples /
 COPY --from=code /layers/pushpull /
 COPY --from=code /layers/ps_core /
 COPY --from=code /layers/ps_runtime /

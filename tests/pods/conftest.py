@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.containers import BUILD_TIMEOUT_S, IMAGE, Compose, engine
+from tests.system.containers import IMAGE, Compose, engine
 
 DOCKERFILE = f"""\
 FROM {IMAGE}
@@ -19,14 +19,18 @@ CMD ["pushpull", "worker", "train.py"]
 
 
 @pytest.fixture(scope="session")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def built() -> None:
+    """The project's images."""
+    Compose().build()
+
+
+@pytest.fixture(scope="session")
+def image(built: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The project's image, with the test's script."""
-    project = Compose()("build", timeout_s=BUILD_TIMEOUT_S)
-    assert project.returncode == 0, project.stdout[-4000:]
     folder = tmp_path_factory.mktemp("image")
-    built = f"pushpull-{uuid.uuid4().hex[:8]}"
+    name = f"pushpull-{uuid.uuid4().hex[:8]}"
     shutil.copy(Path(__file__).with_name("train.py"), folder)
     (folder / "Dockerfile").write_text(DOCKERFILE)
-    engine("build", "--quiet", "--tag", built, str(folder))
-    yield built
-    engine("image", "rm", "--force", built)
+    engine("build", "--quiet", "--tag", name, str(folder))
+    yield name
+    engine("image", "rm", "--force", name)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,6 +77,16 @@ class Kubelet:
         """Remove every pod."""
         for component, ordinal in list(self._pods):
             self.delete(component, ordinal, grace_s=0)
+
+    def delete_folder(self) -> None:
+        """What `kubectl delete -k` does: all pods are stopped at once, and the claims that have
+        manifests are removed; those that a StatefulSet's controller made stay.
+        """
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda place: self.delete(*place), list(self._pods)))
+        for claim in self._manifests:
+            if claim["kind"] == "PersistentVolumeClaim":
+                engine("volume", "rm", "--force", self._volume(claim["metadata"]["name"]))
 
     def apply(self) -> None:
         """Start every pod."""

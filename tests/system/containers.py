@@ -79,11 +79,14 @@ def _following(container: str, timeout_s: float) -> Iterator[Iterator[str]]:
 
 
 def _run(
-    command: list[str], timeout_s: float, variables: dict[str, str] | None = None
+    command: list[str],
+    timeout_s: float,
+    variables: dict[str, str] | None = None,
+    folder: Path = ROOT,
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, **(variables or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -94,17 +97,27 @@ def _run(
 
 
 class Compose:
-    """One compose project with a name of its own."""
+    """One compose project with a name of its own.
 
-    def __init__(self) -> None:
+    Args:
+        folder: whose docker-compose.yml it is.
+    """
+
+    def __init__(self, folder: Path = ROOT) -> None:
         self._project = f"pushpull-{uuid.uuid4().hex[:8]}"
+        self._folder = folder
 
     def __call__(
         self, *arguments: str, timeout_s: float = RUN_TIMEOUT_S, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a compose command to its end; its output is one text."""
         command = [*COMPOSE, "--project-name", self._project, *arguments]
-        return _run(command, timeout_s, variables)
+        return _run(command, timeout_s, variables, self._folder)
+
+    def build(self, **variables: str) -> None:
+        """Build the images, each once: podman-compose builds one for every container."""
+        built = self("build", timeout_s=BUILD_TIMEOUT_S, SERVERS="1", WORKERS="1", **variables)
+        assert built.returncode == 0, built.stdout[-4000:]
 
     def containers(self, service: str) -> list[str]:
         """The containers of a service, the oldest first."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import uuid
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ MAX_OWN_MB, MAX_SCHEDULER_OWN_MB = 860, 110
 """Above the base, which has 130 MB on Docker Hub: the images have less than 1 GB and 250 MB. Most
 of it is torch's CPU build; CUDA's would be several times that."""
 
+RUNS_PAGE = (ROOT / "docs/RUNS.md").read_text(encoding="utf-8")
 SCRIPT = "examples/digits_cnn.py --epochs 60"
 """Long enough for all that is done to it meanwhile."""
 
@@ -36,8 +38,7 @@ SCRIPT = "examples/digits_cnn.py --epochs 60"
 def compose() -> Iterator[Compose]:
     """A project whose image is built; its containers are gone afterwards."""
     project = Compose()
-    built = project("build", timeout_s=BUILD_TIMEOUT_S)
-    assert built.returncode == 0, built.stdout[-4000:]
+    project.build()
     yield project
     project("down", "--volumes")
 
@@ -84,7 +85,9 @@ def test_a_script_of_ones_own_is_three_lines_of_dockerfile(
 def test_a_cluster_of_any_size_trains_to_its_end_whichever_container_is_killed(
     compose: Compose,
 ) -> None:
-    """Once each, in the middle; the engine starts them again, and the run ends as any other."""
+    """Once each, in the middle; the engine starts them again, and the run ends as any other. One of
+    another name trains beside it, as docs/RUNS.md has it.
+    """
     begun = compose(
         "up", "--no-build", "--detach",
         SERVERS="3", WORKERS="4", SCRIPT=SCRIPT, PUSHPULL_UPDATE_LOG="/update-log",
@@ -103,6 +106,11 @@ def test_a_cluster_of_any_size_trains_to_its_end_whichever_container_is_killed(
     ):
         os.kill(process_of(killed), signal.SIGKILL)
         read_until(where, returned)
+    (line,) = re.findall(r"docker compose (run .*worker)$", RUNS_PAGE, re.MULTILINE)
+    nightly = compose(*shlex.split(line), SCRIPT="examples/digits_cnn.py --epochs 1")
+    assert nightly.returncode == 0, nightly.stdout[-8000:]
+    assert "epoch 1 of 1" in nightly.stdout
+    read_until(scheduler, "event=run_begun run=nightly workers=1")
     everybody = [scheduler, *servers, *workers]
     statuses = engine("wait", *everybody).split()
     said = "\n".join(engine("logs", each) for each in workers)
