@@ -287,7 +287,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Refuse a server whose values nobody else has; where no server can have them, make a
         checkpoint first, if there is a place for it.
         """
-        self._cluster.check_kept(session, clock.now_s())
+        refused = self._carry_out(self._cluster.refusal_to_leave(session, clock.now_s()))
+        if refused is not None:
+            raise refused
         if not self._cluster.held_alone(session) or not self._cluster.settings.checkpoint_url:
             return
         deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())

@@ -21,6 +21,7 @@ from scheduler.machine.state import (
     ChangeWithdrawn,
     ClusterFinished,
     Counts,
+    DepartureAsked,
     JoinersNamed,
     NodeHeardAgain,
     NodeLeft,
@@ -78,6 +79,8 @@ def log_transition(transition: Transition) -> None:
                 logs.info("backup_joins", node_id=node_id, ranges=count)
             for node_id, count in dropped:
                 logs.warning("backup_joins_no_more", node_id=node_id, ranges=count)
+        case DepartureAsked(node):
+            logs.debug("departure_asked", **_named(node))
         case ChangeProposed(table, change, reason):
             because = {"reason": reason} if reason else {}
             logs.info("change_proposed", **_change(table, change), **because)

@@ -38,7 +38,7 @@ from typing import Generic, TypeVar
 from ps_core import rights
 from ps_core.change import Change, ChangeOutcome, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
-from ps_core.errors import InvalidConfig, NotPermitted, Overloaded
+from ps_core.errors import InvalidConfig, NotPermitted, Overloaded, Recovering
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.part_report import PartReport
 from ps_core.runs import Run
@@ -114,8 +114,7 @@ class Cluster:
         describe = self._members.describe
         self._changes = Changes(self._state, describe, self._room_bytes)
         self._configurations = Configurations(self._state, settings.replica_count)
-        quiet_s = self._members.quiet_s
-        self._departures = Departures(settings, self._state, self._configurations, quiet_s)
+        self._departures = Departures(settings, self._state, self._configurations)
         self._checkpoints = Checkpoints(settings, self._state, self._changes, describe)
         ownership = Ownership(self._state, settings, describe, self._configurations)
         self._tables = Tables(settings, self._state, ownership)
@@ -270,6 +269,8 @@ class Cluster:
         """
         node = self.caller(session, "Heartbeat")
         self._members.check_view(node, view_number)
+        if node.role is Role.SERVER:
+            self._departures.heard(node.node_id, view_number)
         transitions = self._changed(*self._members.hear(node, now_s))
         return Decision(self._state.view_number, transitions)
 
@@ -305,15 +306,15 @@ class Cluster:
             ]
         return Decision(None, self._changed(*transitions))
 
-    def check_kept(self, session: Session, now_s: float) -> None:
-        """Refuse a server that would leave with the only copy of a range, where another server can
-        have it, or that relies on one which has not been heard since: `Departures`.
+    def refusal_to_leave(self, session: Session, now_s: float) -> Decision[Recovering | None]:
+        """Why a server may not leave yet, if it would take the only copy of a range along where
+        another server can have it, or relies on one that may be dead: `Departures`.
 
         Raises:
-            Recovering: naming who is waited for.
             PushpullError: as `held_alone`.
         """
-        self._departures.check(self._stopping(session), now_s)
+        refused, transitions = self._departures.refusal(self._stopping(session), now_s)
+        return Decision(refused, self._changed(*transitions))
 
     def held_alone(self, session: Session) -> tuple[RangeId, ...]:
         """The ranges that would be lost if this server left now; none once the work is done.

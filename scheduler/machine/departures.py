@@ -1,38 +1,46 @@
 """Decides whether a server that was told to stop may leave now (SEMANTICS S8).
 
-    asks --it alone has something------------------> refused: it waits for who shall have it
-    asks --others have all, as far as is known-----> refused: it waits for a sign of life of each
-    asks --and all of these were heard since-------> may leave
+    asks --it alone has something--------------> refused: it waits for who shall have it
+    asks --others have all, as far as is known-> refused: a view asks each for a sign of life
+    asks --and all of these act on that view---> may leave
 
 Rules:
-    - A holder counts that lives and was heard after all was held elsewhere: a heartbeat from before
-      may be the last one, and a lease passes before anybody knows.
-    - The signs of life of all holders come within `_ROUND_BEATS` heartbeats, or are waited for
-      anew: so what a departure counts on is never older.
+    - A holder counts that lives and acts on a view that was told after all was held elsewhere. A
+      heartbeat of an older view may have been sent before, however late it comes, and may be the
+      last one: a lease passes before anybody knows.
+    - The signs of life of all holders come within `_ROUND_BEATS` heartbeats, or another view asks
+      for them anew: so what a departure counts on is never older.
     - Without replicas no other server can hold anything: nobody waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 from ps_core.errors import Recovering
 from ps_core.keys import NodeId, RangeId
 from scheduler.machine.configurations import Configurations
-from scheduler.machine.state import ClusterSettings, ClusterState
+from scheduler.machine.state import ClusterSettings, ClusterState, DepartureAsked, Transition
 
 _ROUND_BEATS = 2
 
 
+class _Round(NamedTuple):
+    """A view has asked for signs of life, and when it did."""
+
+    view_number: int
+    since_s: float
+
+
 class Departures:
-    """Servers that were told to stop, and since when others have all that they hold.
+    """Servers that were told to stop, and who has shown to live since others have all they hold.
 
     Args:
         settings: the cluster's.
         state: the cluster's, which is only read.
         configurations: who holds what.
-        quiet_s: for how long a server has not been heard, at a time.
     """
 
     def __init__(
@@ -40,13 +48,12 @@ class Departures:
         settings: ClusterSettings,
         state: ClusterState,
         configurations: Configurations,
-        quiet_s: Callable[[NodeId, float], float],
     ) -> None:
         self._settings = settings
         self._state = state
         self._configurations = configurations
-        self._quiet_s = quiet_s
-        self._since_s: dict[NodeId, float] = {}
+        self._rounds: dict[NodeId, _Round] = {}
+        self._acts_on: dict[NodeId, int] = {}
 
     def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:
         """The ranges that would be lost if the server left now, and those in doubt were dead; none
@@ -55,39 +62,49 @@ class Departures:
         finished = self._state.finished
         return () if finished else self._configurations.held_alone(node_id, doubted)
 
-    def check(self, node_id: NodeId, now_s: float) -> None:
-        """Refuse a server that would leave with the only copy of a range.
+    def heard(self, node_id: NodeId, view_number: int) -> None:
+        """The server lived when it had this view."""
+        self._acts_on[node_id] = max(view_number, self._acts_on.get(node_id, 0))
 
-        Raises:
-            Recovering: naming who is waited for.
+    def refusal(self, node_id: NodeId, now_s: float) -> tuple[Recovering | None, list[Transition]]:
+        """Why a server may not leave yet, naming who is waited for; None: it may. And what the next
+        view is for, if it asks others for a sign of life.
         """
         if self._settings.replica_count == 1:
-            return
+            return None, []
         living = self._configurations.living - {node_id}
         alone = self.held_alone(node_id)
         if alone:
-            self._since_s.pop(node_id, None)
-            raise self._refusal(node_id, f"has the only copy of {len(alone)} ranges: it waits for "
-                                f"{self._joiners(alone, living)}")  # fmt: skip
-        doubted = self._unheard(node_id, living, now_s)
+            self._rounds.pop(node_id, None)
+            return self._refusal(node_id, f"has the only copy of {len(alone)} ranges: it waits for "
+                                 f"{self._joiners(alone, living)}"), []  # fmt: skip
+        asked = self._round(node_id, now_s)
+        doubted = [n for n in living if self._acts_on.get(n, 0) < asked.view_number]
         relied_on = self.held_alone(node_id, doubted)
-        if relied_on:
-            holders = {n for r in relied_on for n in self._state.ranges[r].in_sync} & set(doubted)
-            words = " and ".join(f"server {holder}" for holder in sorted(holders))
-            raise self._refusal(node_id, f"waits for a sign of life of {words}, beside which "
-                                f"nobody has {len(relied_on)} of its ranges")  # fmt: skip
-        self._since_s.pop(node_id, None)
+        if not relied_on:
+            self._rounds.pop(node_id, None)
+            return None, []
+        transitions: list[Transition] = []
+        if self._rounds.get(node_id) != asked:
+            self._rounds[node_id] = asked
+            transitions.append(DepartureAsked(self._state.members[node_id].node))
+        holders = {n for r in relied_on for n in self._state.ranges[r].in_sync} & set(doubted)
+        words = " and ".join(f"server {holder}" for holder in sorted(holders))
+        words += f", beside which nobody has {len(relied_on)} of its ranges"
+        return self._refusal(node_id, f"waits for a sign of life of {words}"), transitions
 
     def ended(self, node_id: NodeId) -> None:
         """The server has left."""
-        self._since_s.pop(node_id, None)
+        self._rounds.pop(node_id, None)
+        self._acts_on.pop(node_id, None)
 
-    def _unheard(self, node_id: NodeId, living: AbstractSet[NodeId], now_s: float) -> list[NodeId]:
-        """Who was not heard since others have all that the server holds."""
-        since_s = self._since_s.get(node_id)
-        if since_s is None or now_s - since_s > _ROUND_BEATS * self._settings.heartbeat_interval_s:
-            since_s = self._since_s[node_id] = now_s
-        return [n for n in living if self._quiet_s(n, now_s) >= now_s - since_s]
+    def _round(self, node_id: NodeId, now_s: float) -> _Round:
+        """The one that is under way; else one that begins with the next view."""
+        asked = self._rounds.get(node_id)
+        limit_s = _ROUND_BEATS * self._settings.heartbeat_interval_s
+        if asked is None or now_s - asked.since_s > limit_s:
+            asked = _Round(self._state.view_number + 1, now_s)
+        return asked
 
     def _joiners(self, alone: tuple[RangeId, ...], living: AbstractSet[NodeId]) -> str:
         joining = {n for range_id in alone for n in self._state.ranges[range_id].joining}

@@ -483,6 +483,15 @@ class JoinersNamed:
 
 
 @dataclass(frozen=True, slots=True)
+class DepartureAsked:
+    """A server was told to stop. Others have all that it holds; it leaves when they have shown that
+    they live, which they do by acting on the view that follows.
+    """
+
+    node: Node
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeProposed:
     """The servers are asked to hold a table's later clocks; `reason` says why, if nobody asked."""
 
@@ -555,6 +564,7 @@ Transition = (
     | RangesLost
     | BackupsSet
     | JoinersNamed
+    | DepartureAsked
     | ChangeProposed
     | ChangeDecided
     | ChangeCommitted

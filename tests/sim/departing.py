@@ -3,7 +3,13 @@
     told --asks, again and again--> the scheduler lets it go --the answer comes--> ended
       +-- the scheduler is not heard for a lease --> ended, if a server may be lost then
 
-Another server takes its place: before it goes, or after.
+Another server takes its place: before it goes, or after. Others die before and after it is told,
+whatever they hold beside it, until it is let go; what they had sent to the scheduler still comes.
+
+Oracle:
+    KEPT   Who is let go leaves a living holder of each of its ranges, or one that died when it had
+           been told, and no more than two heartbeats before. Two servers are lost at once then: it
+           is as if the answer had been lost, and the training goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import random
 from collections.abc import Iterator
 from functools import partial
 
-from ps_core.cluster_view import NodeState, Session
+from ps_core.cluster_view import NodeState, RangeAssignment, Session
 from ps_core.errors import Fenced, PushpullError, Recovering
 from ps_core.keys import NodeId
 from ps_server.replication.departure_machine import Departure, Step
@@ -22,15 +28,18 @@ from scheduler.machine.cluster import Decision
 from scheduler.machine.state import RangesLost, Transition
 from tests.sim.calamities import Calamities, Plan
 from tests.sim.replicated import LEASE_S, ReplicatedServer
-from tests.sim.scheduled import SCHEDULER
+from tests.sim.scheduled import BEAT_S, SCHEDULER
 from tests.sim.server import SimServer
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import WORKERS
+from tests.sim.world import Link
 
 ASK_AGAIN_S = 0.2
 ANSWER_S = 1.0
 """For which it waits for an answer."""
 FOREVER_S = 1e9
+ROUND_S = 2 * BEAT_S
+"""How old a sign of life may be that a departure counts on: two heartbeats."""
 TELLS = ("told to stop", "two told to stop", "told, and a holder dies", "a holder dies, then told")
 
 
@@ -70,15 +79,21 @@ class Departures(Calamities):
         return [s for s in self._untold() if s.node_id in others and s is not server]
 
     def _tell_and_kill(self) -> bool:
-        """A holder of its ranges dies when it may."""
+        """A holder of its ranges dies when it may. Others often get no view meanwhile, so that the
+        server waits for them.
+        """
         found, draw = self._untold(), self._world.draw
         server = draw.choice(found) if found else None
         holders = [] if server is None else self._holders(server)
         if server is None or not holders:
             return False
         self._tell_one(server)
-        until_s = self._world.now_s + 2 * LEASE_S
-        self._undo(draw.random(), partial(self._kill_soon, draw.choice(holders), until_s))
+        victim, until_s = draw.choice(holders), self._world.now_s + 2 * LEASE_S
+        dies_s = 2.0 * draw.random()
+        if draw.random() < 0.5:
+            links: list[Link] = [(SCHEDULER, h.node_id) for h in holders if h is not victim]
+            self._cut(links, dies_s + 2.0 * draw.random())
+        self._undo(dies_s, partial(self._kill_soon, victim, until_s))
         return True
 
     def _kill_soon(self, server: ReplicatedServer, until_s: float) -> None:
@@ -91,15 +106,32 @@ class Departures(Calamities):
             self._undo(0.1, partial(self._kill_soon, server, until_s))
 
     def _kill_and_tell(self) -> bool:
-        """Before the scheduler knows that the other is dead."""
-        victim = self._victim(for_good=True)
+        """Before the scheduler knows that the other is dead; what that one had sent often comes
+        after the other asks.
+        """
+        victim, draw = self._victim(for_good=True), self._world.draw
         holders = [] if victim is None else self._holders(victim)
         if victim is None or not holders:
             return False
-        server = self._world.draw.choice(holders)
-        self._kill(victim)
-        self._undo(self._world.draw.random() * LEASE_S, partial(self._tell_one, server))
+        server = draw.choice(holders)
+        if draw.random() < 0.5:
+            self._delay(victim)
+            self._undo(BEAT_S * draw.random(), partial(self._kill_then_tell, victim, server))
+        else:
+            self._kill(victim)
+            self._undo(draw.random() * LEASE_S, partial(self._tell_one, server))
         return True
+
+    def _kill_then_tell(self, victim: ReplicatedServer, server: ReplicatedServer) -> None:
+        if not victim.is_dead and self._stage.may_lose(victim, for_good=True):
+            self._kill(victim)
+            self._undo(0.1 * self._world.draw.random(), partial(self._tell_one, server))
+
+    def _delay(self, server: ReplicatedServer) -> None:
+        """What it says comes late to the scheduler, for a while."""
+        link = server.node_id, SCHEDULER
+        self._world.slow[link] = LEASE_S
+        self._undo(2 * LEASE_S, partial(self._faster, link))
 
 
 class Departing(FailoverSimulation):
@@ -111,6 +143,8 @@ class Departing(FailoverSimulation):
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         self.told: dict[NodeId, Departure] = {}
+        self._told_s: dict[NodeId, float] = {}
+        self._died_s: dict[NodeId, float] = {}
         self._identities: dict[NodeId, Session] = {}
         self._asked: dict[NodeId, int] = {}
         self._followed: set[ReplicatedServer] = set()
@@ -134,6 +168,7 @@ class Departing(FailoverSimulation):
     def kill(self, server: SimServer) -> None:
         """For good; there will be enough who are not told."""
         super().kill(server)  # type: ignore[arg-type]
+        self._died_s[server.node_id] = self.world.now_s
         self._make_up()
 
     def _make_up(self) -> None:
@@ -159,6 +194,7 @@ class Departing(FailoverSimulation):
         self.world.say(f"TOLD server {server.node_id} to stop")
         self.world.counts["told to stop"] += 1
         self.told[server.node_id] = Departure(FOREVER_S, LEASE_S)
+        self._told_s[server.node_id] = self.world.now_s
         if self._newcomers.random() < 0.5:
             self._come_for(server)
         self._make_up()
@@ -190,20 +226,58 @@ class Departing(FailoverSimulation):
         """As `SchedulerServicer.DeregisterNode`."""
         if server.is_dead:  # its connection has broken, and the request with it
             return
-        session, answer = self._identities[server.node_id], None
+        session = self._identities[server.node_id]
+        answer: PushpullError | None
         try:
-            self.scheduler.check_kept(session, self.world.now_s)
-            decision = self.scheduler.deregister(session, "told to stop", self.world.now_s)
+            decision = self.scheduler.refusal_to_leave(session, self.world.now_s)
+            answer = decision.reply
+            self._publish(decision.transitions)
+            if answer is None:
+                if self._loses_two(server):
+                    return
+                left = self.scheduler.deregister(session, "told to stop", self.world.now_s)
+                self.world.counts["let go"] += 1
+                self._publish(left.transitions)
         except PushpullError as error:
             answer = error
-        else:
-            self.world.counts["let go"] += 1
-            self._publish(decision.transitions)
         self.world.send(
             f"server {server.node_id} is told: {answer}",
             lambda: self._answered(server, number, answer),
             (SCHEDULER, server.node_id),
         )
+
+    def _loses_two(self, server: ReplicatedServer) -> bool:
+        """Whether a range is lost if it leaves now, with a holder that has just died (KEPT)."""
+        now_s, node_id = self.world.now_s, server.node_id
+        lost = [
+            r
+            for r in self.scheduler.view.ranges
+            if node_id in r.in_sync
+            and not any(self._keeps(n) for n in r.in_sync if n != node_id)
+            and not self._has_log(r, node_id)
+        ]
+        for r in lost:
+            died_s = max((self._died_s[n] for n in r.in_sync if n in self._died_s), default=0.0)
+            assert died_s >= self._told_s[node_id], (
+                f"KEPT: server {node_id} may leave with range {r.range_id}; the other holders of "
+                f"{r.in_sync} died before it was told to stop"
+            )
+            assert now_s - died_s <= ROUND_S, (
+                f"KEPT: server {node_id} may leave with range {r.range_id}; the last of the other "
+                f"holders of {r.in_sync} died {now_s - died_s:.1f} s ago"
+            )
+        self.world.counts["a holder died as it was let go"] += bool(lost)
+        return bool(lost)
+
+    def _has_log(self, assignment: RangeAssignment, node_id: NodeId) -> bool:
+        """Whether an update log has the range when that server has left."""
+        del assignment, node_id
+        return False
+
+    def _keeps(self, node_id: NodeId) -> bool:
+        """Whether the server lives, and has not been let go."""
+        server = self.servers[node_id]
+        return not server.is_dead and not (node_id in self.told and self._is_let_go(server))
 
     def _answered(self, server: ReplicatedServer, number: int, error: PushpullError | None) -> None:
         if server.is_dead or number != self._asked[server.node_id]:
@@ -244,19 +318,15 @@ class Departing(FailoverSimulation):
     # --- what may befall others meanwhile
 
     def lost(self) -> set[NodeId]:
-        """Who may be let go at any moment counts on the others, so they do not count on it."""
-        return super().lost() | {s.node_id for s in self._leaving if self._counts_on_others(s)}
+        """Who has been let go counts on the others, so they do not count on it."""
+        return super().lost() | {s.node_id for s in self._leaving if self._is_let_go(s)}
 
-    def _counts_on_others(self, server: ReplicatedServer) -> bool:
-        session = self._identities[server.node_id]
+    def _is_let_go(self, server: ReplicatedServer) -> bool:
         try:
-            return not self.scheduler.held_alone(session)
-        except Fenced:  # it has been let go
+            self.scheduler.held_alone(self._identities[server.node_id])
+        except Fenced:
             return True
-
-    def _comes(self, node_id: NodeId) -> bool:
-        """The dead have no connections."""
-        return not self.servers[node_id].is_dead
+        return False
 
     @contextlib.contextmanager
     def _no_answer_for(self, session: Session) -> Iterator[None]:

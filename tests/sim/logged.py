@@ -184,13 +184,22 @@ class SimLog:
 
     def has(self, range_id: RangeId, tenure: AssignmentEpoch, number: int) -> bool:
         """Whether all of a range up to that batch could be read from it."""
+        return any(
+            frame.number >= number and frame.tenure == tenure for frame in self._readable(range_id)
+        )
+
+    def goes_beyond(self, range_id: RangeId, tenure: int, number: int) -> bool:
+        """The same, where what it has of the range may be of a later tenure."""
+        return any(
+            (frame.tenure, frame.number) >= (tenure, number) for frame in self._readable(range_id)
+        )
+
+    def _readable(self, range_id: RangeId) -> list[Frame]:
+        """What a server that comes with it could read of a range."""
         begin = self.begins().get(range_id)
         if begin is None or (self.frames[begin].kind == "begun" and self.frames[begin].number):
-            return False
-        return any(
-            frame.range_id == range_id and frame.number >= number and frame.tenure == tenure
-            for frame in self.frames[begin:]
-        )
+            return []
+        return [frame for frame in self.frames[begin:] if frame.range_id == range_id]
 
 
 class LoggedServer(ReplicatedServer):

@@ -92,6 +92,10 @@ class Watch:
                 f"{node_id}, which could be its primary, has {has}"
             )
 
+    def seen_of(self, range_id: RangeId) -> tuple[int, int] | None:
+        """What was seen of a range: under which tenure, and up to which batch; None: nothing."""
+        return self._seen.get(range_id)
+
     @staticmethod
     def _history(server: ReplicatedServer, range_id: RangeId) -> tuple[int, int]:
         """The newest batch of a range that the server has, unless it serves it: tenure, number."""

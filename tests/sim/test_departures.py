@@ -11,11 +11,12 @@ from typing import ClassVar
 
 import pytest
 
-from ps_core.cluster_view import Session
+from ps_core.cluster_view import RangeAssignment, Session
 from ps_core.errors import Fenced
 from ps_core.keys import NodeId
 from tests.sim.calamities import Calamities, Plan
 from tests.sim.departing import TELLS, Departing, Departures
+from tests.sim.logged import LoggedServer
 from tests.sim.replicated import ReplicatedServer
 from tests.sim.test_logs import LogSimulation
 from tests.sim.test_replacements import ReplacementSimulation
@@ -43,6 +44,7 @@ class DepartureSimulation(Departing):
     often: ClassVar[frozenset[str]] = frozenset({
         *(f"fault: {kind}" for kind in TELLS), "told to stop", "let go", "stayed for now",
         "left when others had all", "left unheard", "a holder died beside who was told",
+        "a holder died as it was let go",
         "failovers", "joined ranges", "equal replicas",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"left, and heard of it late"})
@@ -82,6 +84,18 @@ class DepartureLogSimulation(Departing, LogSimulation):
     def plan(self) -> Plan:
         """What happens."""
         return with_tells(super().plan, self.world.draw)
+
+    def _has_log(self, assignment: RangeAssignment, node_id: NodeId) -> bool:
+        """Whether its primary's log has what was seen of it, or nobody has seen anything; and
+        nobody who is taken for living is made primary when that server leaves.
+        """
+        others = set(assignment.in_sync) - {node_id}
+        if assignment.primary is None or others & self.scheduler.view.living_servers:
+            return False
+        server, range_id = self.servers[assignment.primary], assignment.range_id
+        assert isinstance(server, LoggedServer)
+        seen = self.watch.seen_of(range_id)
+        return seen is None or server.log.goes_beyond(range_id, *seen)
 
 
 class DepartureReplacementSimulation(Departing, ReplacementSimulation):

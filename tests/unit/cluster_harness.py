@@ -78,7 +78,8 @@ class Harness:
 
     def beat(self, *sessions: Session) -> None:
         for session in sessions:
-            self.transitions += self.cluster.heartbeat(session, self.now_s).transitions
+            number = self.cluster.view.view_number
+            self.transitions += self.cluster.heartbeat(session, self.now_s, number).transitions
 
     def pass_time(self, seconds: float, *heard: Session) -> None:
         """Let time go by in half seconds; the sessions of `heard` beat at each."""

@@ -16,6 +16,7 @@ from scheduler.machine.membership import KEPT_COUNT
 from scheduler.machine.state import (
     BackupsSet,
     ClusterSettings,
+    DepartureAsked,
     JoinersNamed,
     NodeLeft,
     RangesFailedOver,
@@ -532,12 +533,20 @@ def drop_dead(cluster: Replicated, session: Session) -> None:
     cluster.pass_time(0.5, session, cluster.worker)
 
 
+def check_kept(harness: Harness, session: Session) -> None:
+    """Raises what the machine answers a server that was told to stop."""
+    decision = harness.cluster.refusal_to_leave(session, harness.now_s)
+    harness.transitions += decision.transitions
+    if decision.reply is not None:
+        raise decision.reply
+
+
 def let_go(cluster: Replicated, session: Session, *heard: Session) -> None:
     """The server may leave, as soon as these have been heard since it asked."""
     with pytest.raises(errors.Recovering, match="waits for a sign of life"):
-        cluster.cluster.check_kept(session, cluster.now_s)
+        check_kept(cluster, session)
     cluster.pass_time(0.5, session, *heard)
-    cluster.cluster.check_kept(session, cluster.now_s)
+    check_kept(cluster, session)
 
 
 class TestLeaving:
@@ -553,16 +562,16 @@ class TestLeaving:
         cluster.leave(second)
         cluster.leave(third)
         with pytest.raises(errors.Recovering, match=r"another server to hold it \(1 of 3 here\)"):
-            cluster.cluster.check_kept(first, cluster.now_s)
+            check_kept(cluster, first)
         newcomer = cluster.join(Role.SERVER)
         words = f"server {newcomer.node_id}, which is being brought up to date"
         with pytest.raises(errors.Recovering, match=words):
-            cluster.cluster.check_kept(first, cluster.now_s)
+            check_kept(cluster, first)
         drop_dead(cluster, first)
         own = cluster.of_primary(first)
         cluster.set_backups(first, *(wish(r, newcomer.node_id) for r in own[:-1]))
         with pytest.raises(errors.Recovering, match="the only copy of 1 ranges"):
-            cluster.cluster.check_kept(first, cluster.now_s)
+            check_kept(cluster, first)
         cluster.set_backups(first, wish(own[-1], newcomer.node_id))
         let_go(cluster, first, newcomer)
 
@@ -571,7 +580,7 @@ class TestLeaving:
         cluster.leave(others[1])
         cluster.pass_time(2 * SETTINGS.lease_s, first, cluster.worker)
         with pytest.raises(errors.Recovering):
-            cluster.cluster.check_kept(first, cluster.now_s)
+            check_kept(cluster, first)
 
     def test_who_may_be_dead_is_not_relied_on(self, cluster: Replicated) -> None:
         """A backup was heard a moment ago, and dies: nobody knows of that for a lease."""
@@ -581,26 +590,50 @@ class TestLeaving:
         words = f"waits for a sign of life of server {second.node_id}, beside which nobody has "
         words += f"{len(shared)} of its ranges"
         with pytest.raises(errors.Recovering, match="waits for a sign of life"):
-            cluster.cluster.check_kept(first, cluster.now_s)
+            check_kept(cluster, first)
         for _ in range(3):
             cluster.pass_time(0.5, first, third)
             with pytest.raises(errors.Recovering, match=words):
-                cluster.cluster.check_kept(first, cluster.now_s)
+                check_kept(cluster, first)
         cluster.beat(second)
-        cluster.cluster.check_kept(first, cluster.now_s)
+        check_kept(cluster, first)
+
+    def test_what_the_dead_had_sent_is_no_sign_of_life(self, cluster: Replicated) -> None:
+        """A heartbeat may come late: it says which view its sender had."""
+        first, second, third = cluster.servers
+        before = cluster.cluster.view.view_number
+        with pytest.raises(errors.Recovering, match="waits for a sign of life"):
+            check_kept(cluster, first)
+        assert isinstance(cluster.transitions[-1], DepartureAsked)
+        assert cluster.cluster.view.view_number == before + 1
+        cluster.pass_time(0.5, third)
+        cluster.cluster.heartbeat(second, cluster.now_s, before)
+        with pytest.raises(errors.Recovering, match=f"sign of life of server {second.node_id},"):
+            check_kept(cluster, first)
+        cluster.cluster.heartbeat(second, cluster.now_s, before + 1)
+        check_kept(cluster, first)
+
+    def test_a_round_of_signs_of_life_is_one_view(self, cluster: Replicated) -> None:
+        """However often the server asks."""
+        first, *_ = cluster.servers
+        before = cluster.cluster.view.view_number
+        for _ in range(5):
+            with pytest.raises(errors.Recovering, match="waits for a sign of life"):
+                check_kept(cluster, first)
+        assert cluster.cluster.view.view_number == before + 1
 
     def test_signs_of_life_are_of_one_round(self, cluster: Replicated) -> None:
         """One that was heard while another was waited for may have died since."""
         first, second, third = cluster.servers
         with pytest.raises(errors.Recovering, match="waits for a sign of life"):
-            cluster.cluster.check_kept(first, cluster.now_s)
+            check_kept(cluster, first)
         cluster.pass_time(0.5, first, second)
         cluster.pass_time(2 * SETTINGS.heartbeat_interval_s, first)
         cluster.beat(third)
         with pytest.raises(errors.Recovering, match="waits for a sign of life"):
-            cluster.cluster.check_kept(first, cluster.now_s)
+            check_kept(cluster, first)
         cluster.pass_time(0.5, second, third)
-        cluster.cluster.check_kept(first, cluster.now_s)
+        check_kept(cluster, first)
 
     def test_of_two_that_ask_one_leaves(self, cluster: Replicated) -> None:
         first, second, third = cluster.servers
@@ -614,7 +647,7 @@ class TestLeaving:
         let_go(cluster, second, first)
         cluster.leave(first)
         with pytest.raises(errors.Recovering):
-            cluster.cluster.check_kept(second, cluster.now_s)
+            check_kept(cluster, second)
 
     def test_once_the_work_is_done_nobody_waits(self, cluster: Replicated) -> None:
         first, second, third = cluster.servers
@@ -625,11 +658,11 @@ class TestLeaving:
         cluster.leave(cluster.worker)
         cluster.cluster.finish()
         assert cluster.is_finished()
-        cluster.cluster.check_kept(first, cluster.now_s)
+        check_kept(cluster, first)
 
     def test_only_servers_ask(self, cluster: Replicated) -> None:
         with pytest.raises(errors.NotPermitted, match="a server's to ask"):
-            cluster.cluster.check_kept(cluster.worker, cluster.now_s)
+            check_kept(cluster, cluster.worker)
 
     def test_an_update_log_is_a_copy(self) -> None:
         kept = Harness(server_count=2, replica_count=2, range_count=8)
@@ -637,7 +670,7 @@ class TestLeaving:
         log = UpdateLogClaim(b"l" * 16)
         server = kept.join(Role.SERVER, update_log=log)
         kept.create(kept.join(Role.WORKER))
-        kept.cluster.check_kept(server, kept.now_s)
+        check_kept(kept, server)
 
     def test_an_update_log_may_lack_what_was_taken_over(self) -> None:
         kept = Harness(server_count=2, replica_count=2, range_count=8)
@@ -646,7 +679,7 @@ class TestLeaving:
         kept.create(kept.join(Role.WORKER))
         kept.leave(first)
         with pytest.raises(errors.Recovering, match="has the only copy"):
-            kept.cluster.check_kept(second, kept.now_s)
+            check_kept(kept, second)
 
     def test_an_update_log_is_no_copy_while_a_backup_may_take_over(self) -> None:
         """One that was heard a moment ago, and may be dead, would be primary then."""
@@ -656,7 +689,7 @@ class TestLeaving:
         kept.create(kept.join(Role.WORKER))
         words = f"waits for a sign of life of server {first.node_id}"
         with pytest.raises(errors.Recovering, match=words):
-            kept.cluster.check_kept(second, kept.now_s)
+            check_kept(kept, second)
         kept.pass_time(SETTINGS.lease_s + 1.0, second)
         taken_over = tuple(sorted(kept.cluster._state.failed_over))
         assert 0 < len(taken_over) < len(kept.cluster.view.ranges)
@@ -666,7 +699,7 @@ class TestLeaving:
         single = Harness(server_count=1, range_count=8)
         server = single.join(Role.SERVER)
         single.create(single.join(Role.WORKER))
-        single.cluster.check_kept(server, single.now_s)
+        check_kept(single, server)
         assert len(single.cluster.held_alone(server)) == len(
             [r for r in single.cluster.view.ranges if r.primary is not None]
         )
