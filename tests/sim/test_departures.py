@@ -15,7 +15,7 @@ from ps_core.cluster_view import RangeAssignment, Session
 from ps_core.errors import Fenced
 from ps_core.keys import NodeId
 from tests.sim.calamities import Calamities, Plan
-from tests.sim.departing import TELLS, Departing, Departures
+from tests.sim.departing import ASK_AGAIN_S, TELLS, Departing, Departures
 from tests.sim.logged import LoggedServer
 from tests.sim.replicated import ReplicatedServer
 from tests.sim.test_logs import LogSimulation
@@ -69,6 +69,13 @@ class DepartureAwaySimulation(Departing, AwaySimulation):
     def plan(self) -> Plan:
         """What happens."""
         return with_tells(super().plan, self.world.draw)
+
+    def restart(self) -> None:
+        """A server that comes while there is no scheduler asks until there is one."""
+        if self._is_dead:
+            self.world.after(ASK_AGAIN_S, self.restart)
+        else:
+            super().restart()
 
 
 class DepartureLogSimulation(Departing, LogSimulation):
