@@ -126,8 +126,8 @@ system-deps: $(READY) ## Install what tests/system needs beside pip packages (De
 test-system: $(READY) ## Run the tests that need a container engine, kubectl or Node
 	$(BIN)/python -m pytest $(PARALLEL) tests/system
 
-pods-check: $(READY) ## Run the Kubernetes pods as containers: rolling update, a kill of each role, a lost node
-	$(BIN)/python -m pytest tests/pods
+pods-check: $(READY) ## Run the Kubernetes pods as containers: updates, kills, lost nodes, checkpoints, two runs; and measure the image
+	$(BIN)/python -m pytest -o faulthandler_timeout=1800 tests/pods
 
 clean: ## Remove .venv and everything generated, but not the committed stubs
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

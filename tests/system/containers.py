@@ -22,7 +22,8 @@ RUN_TIMEOUT_S = 300
 
 COMPOSE = shlex.split(os.environ.get("COMPOSE", "docker compose"))
 ENGINE = "docker" if Path(COMPOSE[0]).name == "docker" else "podman"
-IMAGE, SCHEDULER_IMAGE = "pushpull:latest", "pushpull-scheduler:latest"
+IMAGE = os.environ.get("IMAGE", "pushpull:latest")
+SCHEDULER_IMAGE = os.environ.get("SCHEDULER_IMAGE", "pushpull-scheduler:latest")
 COMPOSE_FILE: dict[str, Any] = yaml.safe_load(
     (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
 )

@@ -305,6 +305,20 @@ def test_a_machine_that_is_drained_takes_one_server_at_a_time() -> None:
     assert selected_by(budget["selector"]["matchLabels"], BASE) == ["server"]
 
 
+def test_an_update_log_on_a_claim_counts_on_another_node() -> None:
+    """There what a system had not written to its disk yet is gone."""
+    (component,) = yaml.safe_load_all(
+        (ROOT / "deploy/components/update-log/kustomization.yaml").read_text(encoding="utf-8")
+    )
+    (patch,) = component["patches"]
+    operations = yaml.safe_load(patch["patch"])
+    added = [each["value"] for each in operations if each["path"].endswith("/env/-")]
+    mounted = [each["value"] for each in operations if each["path"].endswith("/volumeMounts/-")]
+    assert {each["name"]: each["value"] for each in added} == {
+        "PUSHPULL_UPDATE_LOG": mounted[0]["mountPath"], "PUSHPULL_UPDATE_LOG_SYNC": "1",
+    }  # fmt: skip
+
+
 def test_the_image_has_the_project_s_version() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
         "version"
