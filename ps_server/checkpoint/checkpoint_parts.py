@@ -125,11 +125,15 @@ class CheckpointParts:
             self._node.works.begin(self._part.cutting(view))
 
     def _planned(self) -> list[_Planned]:
-        """What will be in the file, at most: what is here now, in whatever range."""
+        """What will be in the file, at most: what is here now, in whatever range. A run that has a
+        name may have a table of the same name, which is in no checkpoint.
+        """
         planned: dict[TableId, _Planned] = {}
         for (table_id, _), part in self._node.machine.parts.items():
+            table = part.state.table
+            if table.run:
+                continue
             if table_id not in planned:
-                table = part.state.table
                 planned[table_id] = _Planned(table, (VALUES, *self._state_names(table)), [])
             planned[table_id].blocks.append(part.state.blocks)
         return list(planned.values())
@@ -254,7 +258,8 @@ class _Part:
 
     def _captured_bytes(self) -> int:
         """What there is to copy, at most."""
-        return sum(store.state_bytes for store in self._node.shards.stores.values())
+        stores = self._node.shards.stores.items()
+        return sum(store.state_bytes for (table_id, _), store in stores if table_id in self._specs)
 
     def cutting(self, view: ClusterView) -> Work[None]:
         """The cuts are settled: ask for each range as of its own; one range after the other."""

@@ -52,6 +52,7 @@ class Server:
             consistency=parsed(setting),
         )  # fmt: skip
         self.table = Table(MODEL, 0, spec.validated())
+        self.others: tuple[Table, ...] = ()
         self.url, self.view_number = url, 0
         self.stream = self.node.open_stream(replace(SERVER, role=Role.WORKER))
         self._sequences = dict.fromkeys(range(RANGES), 0)
@@ -73,8 +74,9 @@ class Server:
             for i, keys in enumerate(key_ranges(RANGES))
         )
         view = ClusterView(
-            self.view_number, "cluster", 1, 1, (), ranges, (self.table,), checkpoint=checkpoint
-        )
+            self.view_number, "cluster", 1, 1, (), ranges, (self.table, *self.others),
+            checkpoint=checkpoint,
+        )  # fmt: skip
         self.node.observe(view)
         self.parts.observe(view)
 
@@ -173,6 +175,24 @@ def test_a_part_has_the_cut_whatever_is_applied_while_it_is_written(
         values = server.values(report)
         assert {name.split("/")[-1] for name in values} == {"values"}
         assert list(values.values()) == [{-2.0}] * BLOCKS
+
+    run(tmp_path, drive)
+
+
+def test_a_part_has_nothing_of_a_table_of_another_run_that_has_the_same_name(
+    tmp_path: Path,
+) -> None:
+    async def drive(server: Server) -> None:
+        server.others = (replace(server.table, table_id=TableId(2), first_ordinal=BLOCKS, run="b"),)
+        server.step(1)
+        server.propose()
+        server.cut(1)
+        report = await server.report()
+        assert not report.problem
+        assert report.tables.keys() == {MODEL}
+        values = server.values(report)
+        assert len(values) == BLOCKS
+        assert list(values.values()) == [{-1.0}] * BLOCKS
 
     run(tmp_path, drive)
 
