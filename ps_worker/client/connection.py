@@ -40,7 +40,7 @@ from ps_worker.steps.table_handle import TableHandle, check_handle
 from ps_worker.steps.tickets import Pulled, PullTicket, PushTicket, StepResult, wait_until_ended
 from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.consistent_pulls import Moment
-from ps_worker.transport.engine import Engine
+from ps_worker.transport.engine import STOPPED_WITHIN_S, Engine
 from ps_worker.transport.loop import CallbackThread, background
 from ps_worker.transport.metrics import PORT
 from ps_worker.transport.pulls import ReadOrder
@@ -499,7 +499,7 @@ class Connection:
         OPEN.discard(self)
         if self._http_address:
             PORT.close()
-        self._result(self._loop.start(stopping), GRACE_S)
+        self._result(self._loop.start(stopping), STOPPED_WITHIN_S)
         self._callbacks.stop()
 
     def __enter__(self) -> Self:

@@ -30,7 +30,7 @@ from ps_core.keys import NodeId, TableId
 from ps_core.tables import InitializerKind, Table, TableSpec
 from ps_runtime.checkpoint.calls import MadeCheckpoint, create_checkpoint, restore_checkpoint
 from ps_runtime.cluster import wire
-from ps_runtime.cluster.scheduler_link import SchedulerLink
+from ps_runtime.cluster.scheduler_link import FAREWELL_DEADLINE_S, SchedulerLink
 from ps_runtime.observe import logs
 from ps_runtime.settings.job_place import identity_of
 from ps_runtime.system.clock import now_s
@@ -52,6 +52,9 @@ PROTOCOL_VERSION = 1
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane", "checkpoints")
 _HEARD_WITHIN_S = 2.0
 _ABANDONED_WITHIN_S = 1.0
+_CLOSED_WITHIN_S = 5.0
+STOPPED_WITHIN_S = _HEARD_WITHIN_S + FAREWELL_DEADLINE_S + _CLOSED_WITHIN_S
+"""What `Engine.stop` takes at most, where the scheduler answers nothing."""
 
 _NAMED_TABLE_COUNT = 8
 

@@ -71,6 +71,19 @@ def test_a_worker_that_leaves_is_not_waited_for(cluster: ps.LocalCluster) -> Non
         first.close(leave=False)
 
 
+def test_a_worker_whose_work_is_done_ends_well_beside_a_scheduler_that_answers_nothing() -> None:
+    """The end of its steps is committed by the servers; the scheduler finds out by its silence."""
+    with ps.local_cluster() as cluster:
+        client = worker(cluster)
+        handle = table(client)
+        client.push_pull(handle, ones())
+        os.kill(cluster.process_ids["scheduler"], signal.SIGSTOP)
+        try:
+            client.close()
+        finally:
+            os.kill(cluster.process_ids["scheduler"], signal.SIGCONT)
+
+
 def test_a_client_that_is_closed_says_so(large_cluster: ps.LocalCluster) -> None:
     client = worker(large_cluster)
     handle = table(client, "closed", consistency=ps.ASP())
