@@ -169,6 +169,11 @@ class ReplicatedServer(SimServer):
         return self.is_dead or self.is_paused or is_slow
 
     @property
+    def is_slow(self) -> bool:
+        """Whether its loop takes its time for each message."""
+        return bool(self._takes_s)
+
+    @property
     def is_awake(self) -> bool:
         """Whether it does at once what comes."""
         return not (self.is_dead or self.is_paused or self._takes_s or self.works.is_busy)

@@ -144,7 +144,8 @@ class Watch:
     def _may_hear(self, server: ReplicatedServer, peer: NodeId, range_id: RangeId) -> bool:
         other = self._servers[peer]
         return (
-            peer in server.links
+            not server.is_slow  # what it was told waits
+            and peer in server.links
             and server.links[peer].is_clear
             and other.view_number == server.view_number
             and other.is_awake
