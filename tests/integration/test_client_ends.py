@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -171,7 +172,19 @@ def test_a_forked_child_can_neither_use_nor_close_the_client(
         assert np.all(np.asarray(client.push_pull(handle, ones())) == -1.0)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_children_that_are_forked_beside_a_client_do_not_crash(
+    large_cluster: ps.LocalCluster,
+) -> None:
+    fork = multiprocessing.get_context("fork")
+    with worker(large_cluster):
+        for _ in range(10):  # of ten, gRPC's own handlers of forks made some crash
+            child = fork.Process(target=gc.collect)
+            child.start()
+            child.join(DEADLINE_S)
+            assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_data_loaders_with_processes_do_not_hang(
     large_cluster: ps.LocalCluster, method: str
 ) -> None:
