@@ -31,6 +31,10 @@ SEED = 20_240_229
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Threads of torch wait for each other by spinning, which takes the cores of the tests beside this
+# one. It reads the number when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Of this process, and of those that tests start; the file of who runs the tests stays as it is.
 os.environ["PUSHPULL_JOIN_SECRET"] = SECRET
 

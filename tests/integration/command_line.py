@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -16,6 +17,9 @@ from tempfile import TemporaryFile
 from types import MappingProxyType
 from typing import Self
 
+from typer.testing import CliRunner
+
+from ps_cli.__main__ import app
 from tests.integration.warm_roles import FORKER, Forked, Forker, Order
 from tests.joining import SECRET
 
@@ -179,6 +183,21 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         cwd=cwd, env=environment(), capture_output=True, text=True, timeout=START_DEADLINE_S,
         check=False,
     )  # fmt: skip
+
+
+def run_here(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """As `run`, in this process, which has imported all: it takes no time.
+
+    For commands that start no role. What a new interpreter adds is seen by a test that uses `run`:
+    each command has one.
+    """
+    cleared = {name: None for name in os.environ if name.startswith("PUSHPULL_")}
+    variables = {**cleared, "PUSHPULL_JOIN_SECRET": SECRET}
+    with contextlib.chdir(cwd):
+        ended = CliRunner().invoke(app, arguments, prog_name="pushpull", env=variables)
+    if not isinstance(ended.exception, SystemExit | None):
+        raise ended.exception
+    return subprocess.CompletedProcess(arguments, ended.exit_code, ended.stdout, ended.stderr)
 
 
 def run_warm(

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ps_worker as ps
-from tests.integration.command_line import run
+from tests.integration.command_line import run_here
 from tests.integration.lane_cluster import until
 
 WORKERS = 3
@@ -123,7 +123,7 @@ def test_a_slow_worker_raises_it_to_the_most_and_one_that_keeps_up_lets_it_come_
         cluster.until_bound(6, 6)
         until(lambda: cluster.setting == "ssp:1..6@6", "the workers see it")
         for command in (("tables", "list"), ("status",)):
-            shown = run(*command, "--scheduler", cluster.cluster.address, cwd=tmp_path)
+            shown = run_here(*command, "--scheduler", cluster.cluster.address, cwd=tmp_path)
             assert "ssp:1..6@6" in shown.stdout, shown.stderr
         cluster.keep_step()
         for bound in (4, 2, 1):

@@ -18,7 +18,7 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, Tenso
 from ps_runtime.checkpoint.directory import CheckpointDirectory
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.store import CheckpointStore
-from tests.integration.command_line import ROOT, environment, run
+from tests.integration.command_line import ROOT, environment, run, run_here
 from tests.unit.checkpoint_files import CLUSTER_ID, saved, spec_json, write_checkpoint
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,7 +45,7 @@ def damage(root: Path, name: str, file: str = "server-2.safetensors") -> None:
 
 
 def test_list_says_what_there_is_and_why_something_is_not_good(root: Path) -> None:
-    ended = run("checkpoint", "list", "root", cwd=root.parent)
+    ended = run_here("checkpoint", "list", "root", cwd=root.parent)
     assert ended.returncode == 0, ended.stderr
     lines = ended.stdout.splitlines()
     assert re.match(
@@ -53,40 +53,40 @@ def test_list_says_what_there_is_and_why_something_is_not_good(root: Path) -> No
     )
     assert re.match(rf"{THIRD} .*{THIRD} has no manifest.json: it was not completed", lines[3])
     assert len(lines) == 4
-    nothing = run("checkpoint", "list", str(root / "nowhere"), cwd=root)
+    nothing = run_here("checkpoint", "list", str(root / "nowhere"), cwd=root)
     assert (nothing.returncode, nothing.stdout) == (0, f"no checkpoint is under {root}/nowhere\n")
 
 
 def test_show_takes_a_root_or_a_checkpoint(root: Path) -> None:
-    newest = run("checkpoint", "show", str(root), cwd=root)
+    newest = run_here("checkpoint", "show", str(root), cwd=root)
     assert newest.returncode == 0, newest.stderr
     assert newest.stdout.startswith(f"{root}/{SECOND}\n")
     assert "table model/0/float32: 150 elements of float32 in 3 blocks, adam, bsp" in newest.stdout
     assert "worker 1: clock 41, its state is lost: it was killed" in newest.stdout
     assert f"passed over: {root}/{THIRD} has no manifest.json" in newest.stderr
-    first = run("checkpoint", "show", f"file://{root}/{FIRST}", "--json", cwd=root)
+    first = run_here("checkpoint", "show", f"file://{root}/{FIRST}", "--json", cwd=root)
     assert json.loads(first.stdout)["number"] == 1
 
 
 def test_verify_names_the_file_and_the_reason(root: Path) -> None:
-    good = run("checkpoint", "verify", str(root), cwd=root)
+    good = run_here("checkpoint", "verify", str(root), cwd=root)
     assert good.returncode == 0, good.stderr
     assert f"{root}/{SECOND}: good, " in good.stdout
     assert f"{root}/{THIRD}: not completed, passed over" in good.stdout
     damage(root, SECOND)
-    bad = run("checkpoint", "verify", str(root / SECOND), cwd=root)
+    bad = run_here("checkpoint", "verify", str(root / SECOND), cwd=root)
     assert bad.returncode == 1
     reason = (
         f"{root}/{SECOND}/server-2.safetensors: tensor 'model/0/float32/1/exp_avg_sq' is damage"
     )
     assert reason in bad.stderr
-    assert run("checkpoint", "verify", str(root / THIRD), cwd=root).returncode == 1
-    assert run("checkpoint", "verify", str(root / "nowhere"), cwd=root).returncode == 1
+    assert run_here("checkpoint", "verify", str(root / THIRD), cwd=root).returncode == 1
+    assert run_here("checkpoint", "verify", str(root / "nowhere"), cwd=root).returncode == 1
 
 
 def test_opening_a_bad_one_names_the_newest_good_one(root: Path) -> None:
     (root / SECOND / "server-1.safetensors").unlink()
-    ended = run("checkpoint", "show", str(root / SECOND), cwd=root)
+    ended = run_here("checkpoint", "show", str(root / SECOND), cwd=root)
     assert ended.returncode == 1
     assert re.search(
         rf"{SECOND}/server-1.safetensors cannot be read: No such file.*; {root}/{FIRST} is good",
@@ -99,23 +99,23 @@ def test_prune_keeps_the_newest_good_ones_and_what_is_newer(root: Path) -> None:
     write_checkpoint(store.directory(4, CLUSTER_ID), 4)
     store.directory(5, CLUSTER_ID).create()
     (root / "notes").mkdir()
-    ended = run("checkpoint", "prune", str(root), "--keep", "2", cwd=root)
+    ended = run_here("checkpoint", "prune", str(root), "--keep", "2", cwd=root)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == f"removed {FIRST}\n4 left under {root}\n"
-    run("checkpoint", "prune", str(root), "--keep", "1", cwd=root)
+    run_here("checkpoint", "prune", str(root), "--keep", "1", cwd=root)
     assert [path.name for path in sorted(root.iterdir())] == [
         "00000004-3fa9c1d2", "00000005-3fa9c1d2", "notes",
     ]  # fmt: skip
 
 
 def test_diff_says_which_blocks_and_how_far(root: Path) -> None:
-    ended = run("checkpoint", "diff", str(root / FIRST), str(root / SECOND), cwd=root)
+    ended = run_here("checkpoint", "diff", str(root / FIRST), str(root / SECOND), cwd=root)
     assert ended.returncode == 1
     assert (
         "model/0/float32: 3 of 3 blocks differ (0-2): exp_avg by up to 500, "
         "exp_avg_sq by up to 333.333, values by up to 1000\n"
     ) in ended.stdout
-    same = run("checkpoint", "diff", str(root / FIRST), str(root / FIRST), cwd=root)
+    same = run_here("checkpoint", "diff", str(root / FIRST), str(root / FIRST), cwd=root)
     assert same.returncode == 0
     assert same.stdout.endswith("the same tables\n")
 
@@ -196,10 +196,10 @@ def test_an_exported_model_is_the_module(tmp_path: Path) -> None:
     save(store.directory(1, CLUSTER_ID), tables)
 
     command = ("checkpoint", "export", "root", "model.safetensors")
-    twice = run(*command, cwd=tmp_path)
+    twice = run_here(*command, cwd=tmp_path)
     assert twice.returncode == 2
     assert "tensor 'layer.bias' is in table 'model/0/float32' and in 'other'" in twice.stderr
-    wrong = run(*command, "--prefix", "mod", cwd=tmp_path)
+    wrong = run_here(*command, "--prefix", "mod", cwd=tmp_path)
     assert wrong.returncode == 1
     assert "no table to export whose name begins with 'mod'" in wrong.stderr
     options = ("--prefix", "model", "--optimizer", "state.safetensors")
@@ -247,7 +247,7 @@ def test_what_s3_needs_is_named() -> None:
 
 
 def test_a_url_of_no_filesystem_is_refused(tmp_path: Path) -> None:
-    ended = run("checkpoint", "list", "nonsense://x", cwd=tmp_path)
+    ended = run_here("checkpoint", "list", "nonsense://x", cwd=tmp_path)
     assert ended.returncode == 2
     assert "nonsense://x: Protocol not known: nonsense; expected a path" in ended.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -16,13 +15,10 @@ from torch import nn
 
 import ps_worker as ps
 from ps_runtime.checkpoint.store import resolve
-from tests.integration.command_line import run, run_warm
+from tests.integration.command_line import run_here
 from tests.integration.resumed_training import DEADLINE_S, Recipe, together, train
 
 pytestmark = pytest.mark.timeout(200)
-
-
-Run = Callable[..., CompletedProcess[str]]
 
 
 class Model(nn.Module):
@@ -58,9 +54,9 @@ def assert_same(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
-def imported(tmp_path: Path, file: Path, *options: str, run: Run = run_warm) -> str:
+def imported(tmp_path: Path, file: Path, *options: str) -> str:
     root = tmp_path / "imported"
-    ended = run("checkpoint", "import", str(file), str(root), *options, cwd=tmp_path)
+    ended = run_here("checkpoint", "import", str(file), str(root), *options, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert str(root / "00000001-imported") in ended.stdout
     return str(root)
@@ -73,8 +69,8 @@ def test_what_was_exported_is_what_the_next_run_starts_with(tmp_path: Path) -> N
     with ps.local_cluster(1, 2, checkpoint_url=root) as cluster:
         trained, _ = together(cluster.address, 2, work)
     file = tmp_path / "model.safetensors"
-    assert run("checkpoint", "export", root, str(file), cwd=tmp_path).returncode == 0
-    url = imported(tmp_path, file, run=run)
+    assert run_here("checkpoint", "export", root, str(file), cwd=tmp_path).returncode == 0
+    url = imported(tmp_path, file)
     expected = trained.state_dict()
 
     def first(client: ps.Client) -> nn.Module:
@@ -87,7 +83,7 @@ def test_what_was_exported_is_what_the_next_run_starts_with(tmp_path: Path) -> N
             assert_same(model, expected)
     plain = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.ReLU(), nn.Linear(30, 6))
     again = tmp_path / "again.safetensors"
-    assert run_warm("checkpoint", "export", url, str(again), cwd=tmp_path).returncode == 0
+    assert run_here("checkpoint", "export", url, str(again), cwd=tmp_path).returncode == 0
     plain.load_state_dict(safetensors.torch.load_file(again))
     assert_same(plain, expected)
 
@@ -104,7 +100,7 @@ def test_a_torch_file_starts_any_optimizer_as_if_the_script_had_loaded_it(
 ) -> None:
     source, steps = Model(5), 3
     torch.save(source.state_dict(), tmp_path / "model.pt")
-    url = imported(tmp_path, tmp_path / "model.pt", run=run)
+    url = imported(tmp_path, tmp_path / "model.pt")
 
     def steps_of(client: ps.Client, model: Model) -> nn.Module:
         optimizer = start(client, model, optimizer=OPTIMIZERS[kind]())
@@ -200,7 +196,7 @@ def test_another_models_file_is_refused(tmp_path: Path, what: str) -> None:
 def test_what_was_imported_is_shown_and_verified(tmp_path: Path) -> None:
     torch.save(Model(5).state_dict(), tmp_path / "model.pt")
     url = imported(tmp_path, tmp_path / "model.pt")
-    shown = run_warm("checkpoint", "show", url, cwd=tmp_path)
+    shown = run_here("checkpoint", "show", url, cwd=tmp_path)
     assert ": imported from model.pt; " in shown.stdout
     assert "table float32: 1,049 elements of float32 in 1 blocks, any optimizer" in shown.stdout
-    assert run_warm("checkpoint", "verify", url, cwd=tmp_path).returncode == 0
+    assert run_here("checkpoint", "verify", url, cwd=tmp_path).returncode == 0

@@ -19,11 +19,13 @@ from tests.integration.command_line import (
     Tool,
     assert_all_gone,
     run,
+    run_here,
 )
 
 pytestmark = pytest.mark.timeout(180)
 
 ENDLESS = """
+import time
 import numpy as np
 import ps_worker as ps
 
@@ -33,6 +35,7 @@ with ps.connect() as client:
     client.push_pull(table, gradient)
     print("is training", flush=True)
     while True:
+        time.sleep(0.003)  # it computes
         client.push_pull(table, gradient)
         client.report(loss=0.5, planned_steps=1_000_000)
 """
@@ -93,7 +96,8 @@ def test_a_killed_role_ends_the_run_with_its_name(
 def test_a_workers_exception_is_shown_and_ends_the_run(
     tmp_path: Path, script: Callable[[str], str]
 ) -> None:
-    with Tool("train", script(FAILING), "--workers", "2", cwd=tmp_path) as tool:
+    arguments = ("train", script(FAILING), "--workers", "2")
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
         assert tool.end(START_DEADLINE_S) == 1, tool.text
     assert re.search(r"\[worker (\d)\] RuntimeError: worker \1 has had enough", tool.text)
     assert re.search(r'\[worker \d\]   File ".*script\.py", line \d+, in explode', tool.text)
@@ -103,7 +107,8 @@ def test_a_workers_exception_is_shown_and_ends_the_run(
 def test_on_a_terminal_there_is_a_live_table_and_ctrl_c_ends_all(
     tmp_path: Path, script: Callable[[str], str]
 ) -> None:
-    with Tool("train", script(ENDLESS), "-w", "2", cwd=tmp_path, on_terminal=True) as tool:
+    arguments = ("train", script(ENDLESS), "-w", "2")
+    with Tool(*arguments, cwd=tmp_path, on_terminal=True, is_warm=True) as tool:
         tool.wait_for("is training", count=2)
         tool.wait_for("steps/s")
         tool.wait_for(r"0\.5000")
@@ -125,10 +130,11 @@ def test_status_of_a_running_cluster_for_programs_and_people(
         tool.wait_for("is training")
         tool.wait_for(r"\[train \d+s\] worker 0: step [1-9]\d* of 1000000, clock [1-9]")
         asked = run("status", "--json", "--scheduler", address, cwd=tmp_path)
-        shown = run("status", "--scheduler", address, cwd=tmp_path)
-        changed = run("tables", "set", "wei*", "ssp:4", "--scheduler", address, cwd=tmp_path)
-        listed = run("tables", "list", "--scheduler", address, cwd=tmp_path)
-        unknown = run("tables", "set", "nobody", "asp", "--scheduler", address, cwd=tmp_path)
+        at = ("--scheduler", address)
+        shown = run_here("status", *at, cwd=tmp_path)
+        changed = run("tables", "set", "wei*", "ssp:4", *at, cwd=tmp_path)
+        listed = run_here("tables", "list", *at, cwd=tmp_path)
+        unknown = run_here("tables", "set", "nobody", "asp", *at, cwd=tmp_path)
         tool.process.send_signal(signal.SIGTERM)
         assert tool.end(END_DEADLINE_S) == 143, tool.text
     assert changed.returncode == 0, changed.stderr
@@ -153,7 +159,7 @@ def test_status_of_a_running_cluster_for_programs_and_people(
 
 
 def test_up_prints_an_address_and_ends_on_request(tmp_path: Path) -> None:
-    with Tool("up", "--servers", "1", "--quiet", cwd=tmp_path) as tool:
+    with Tool("up", "--servers", "1", "--quiet", cwd=tmp_path, is_warm=True) as tool:
         address = tool.wait_for(r"cluster is up: scheduler at (\S+:\d+), 1 server").group(1)
         tool.wait_for(f"export PUSHPULL_SCHEDULER={re.escape(address)}")
         pids = [pid for found in tool.role_pids().values() for pid in found]
@@ -183,13 +189,13 @@ def test_what_cannot_be_done_is_said_in_one_line(
     arguments: tuple[str, ...], code: int, expected: str, tmp_path: Path
 ) -> None:
     (tmp_path / "script.py").write_text("")
-    found = run(*arguments, cwd=tmp_path)
+    found = run_here(*arguments, cwd=tmp_path)
     assert found.returncode == code
     assert expected in found.stderr
     assert "Traceback" not in found.stderr
 
 
 def test_help_and_version(tmp_path: Path) -> None:
-    shown = run("--help", cwd=tmp_path)
+    shown = run_here("--help", cwd=tmp_path)
     assert all(name in shown.stdout for name in ("train", "up", "status", "version"))
-    assert "Python 3." in run("version", cwd=tmp_path).stdout
+    assert "Python 3." in run_here("version", cwd=tmp_path).stdout

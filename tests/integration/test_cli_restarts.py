@@ -16,7 +16,7 @@ from tests.integration.command_line import (
     START_DEADLINE_S,
     Tool,
     assert_all_gone,
-    run,
+    run_here,
 )
 from tests.integration.lane_cluster import until
 
@@ -61,7 +61,7 @@ def write(directory: Path, program: str) -> str:
 
 def status(address: str, cwd: Path) -> dict[str, Any]:
     """What `pushpull status --json` prints."""
-    asked = run("status", "--json", "--scheduler", address, cwd=cwd)
+    asked = run_here("status", "--json", "--scheduler", address, cwd=cwd)
     assert asked.returncode == 0, asked.stderr
     found: dict[str, Any] = json.loads(asked.stdout)
     return found
@@ -183,7 +183,7 @@ def test_up_goes_on_without_a_server(tmp_path: Path) -> None:
 def test_replicas_that_cannot_be_are_refused_in_a_line(
     tmp_path: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
-    found = run("up", *arguments, cwd=tmp_path)
+    found = run_here("up", *arguments, cwd=tmp_path)
     assert found.returncode == 2
     assert expected in found.stderr
     assert "Traceback" not in found.stderr

@@ -17,7 +17,7 @@ from ps_runtime.settings.config import fields_of, flag_name, variable_name
 from ps_server.config import ServerConfig
 from ps_worker.transport.config import ProcessConfig, WorkerConfig
 from scheduler.config import SchedulerConfig
-from tests.integration.command_line import environment
+from tests.integration.command_line import environment, run_here
 
 DEADLINE_S = 60.0
 
@@ -26,6 +26,19 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "server": (ServerConfig,),
     "worker": (WorkerConfig, ProcessConfig),
 }
+
+HELPS = """
+import contextlib, sys
+from pushpull.__main__ import main
+
+_, first, *others = sys.argv
+for role in (first, *others):
+    if role != first:
+        print(end="\\f")
+    sys.argv = ["pushpull", role, "--help"]
+    with contextlib.suppress(SystemExit):
+        main()
+"""
 
 
 def run(*command: str, folder: Path, **added: str) -> str:
@@ -38,23 +51,28 @@ def run(*command: str, folder: Path, **added: str) -> str:
     return done.stdout
 
 
-def pushpull(*arguments: str, folder: Path) -> str:
-    return run(sys.executable, "-m", "pushpull", *arguments, folder=folder)
-
-
 def test_the_version_names_what_a_report_of_a_problem_needs(tmp_path: Path) -> None:
-    said = pushpull("--version", folder=tmp_path)
+    said = run(sys.executable, "-m", "pushpull", "--version", folder=tmp_path)
     for part in ("pushpull ", "torch ", "grpcio ", "Python "):
         assert part in said
-    assert said == pushpull("version", folder=tmp_path)
+    assert said == run_here("version", cwd=tmp_path).stdout
+
+
+@pytest.fixture(scope="module")
+def helps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each role's --help prints, where whoever imports torch ends."""
+    folder = tmp_path_factory.mktemp("helps")
+    (folder / "torch.py").write_text("raise SystemExit('torch was imported')")
+    (folder / "helps.py").write_text(HELPS)
+    said = run(sys.executable, "helps.py", *SETTINGS, folder=folder)
+    return dict(zip(SETTINGS, said.split("\f"), strict=True))
 
 
 @pytest.mark.parametrize("role", SETTINGS)
 def test_help_has_every_option_with_its_variable_and_imports_no_torch(
-    role: str, tmp_path: Path
+    role: str, helps: dict[str, str]
 ) -> None:
-    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    said = " ".join(pushpull(role, "--help", folder=tmp_path).split())
+    said = " ".join(helps[role].split())
     assert said.startswith(f"usage: pushpull {role} [OPTIONS]")
     for settings in SETTINGS[role]:
         for field in fields_of(settings):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tests.integration.command_line import Tool, environment, run_warm
+from tests.integration.command_line import Tool, run, run_here, run_warm
 
-RUN_DEADLINE_S = 150.0
 END_DEADLINE_S = 20.0
 
 pytestmark = pytest.mark.timeout(200)
@@ -74,14 +71,6 @@ with ps.connect() as client:
 """
 
 
-def compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ps_cli", "compare", *arguments],
-        cwd=folder, env=environment(), capture_output=True, text=True,
-        timeout=RUN_DEADLINE_S, check=False,
-    )  # fmt: skip
-
-
 def figures(folder: Path, name: str = "compare") -> dict[str, Any]:
     document: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     return document
@@ -94,9 +83,10 @@ def page(folder: Path, name: str = "compare") -> ElementTree.Element:
 def test_a_script_is_compared_under_its_modes_with_a_straggler(tmp_path: Path) -> None:
     script = tmp_path / "training.py"
     script.write_text(TRAINING)
-    found = compare(
-        tmp_path, str(script), "--modes", "bsp,asp:divide", "--straggler",
+    found = run_warm(
+        "compare", str(script), "--modes", "bsp,asp:divide", "--straggler",
         "permanent:1ms,25ms,rank=1", "--seeds", "3", "-o", "made/here.html", "--", "20", "{seed}",
+        cwd=tmp_path, has_warm_roles=True,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert "rank and seed" in found.stdout
@@ -107,15 +97,15 @@ def test_a_script_is_compared_under_its_modes_with_a_straggler(tmp_path: Path) -
         ("bsp", "finished"),
         ("asp:divide", "finished"),
     ]
-    for run in document["runs"]:
-        measured = run["figures"]
+    for each in document["runs"]:
+        measured = each["figures"]
         assert measured["step_count"] == 40
         assert len(measured["loss_by_step"]) == 20
         assert measured["quality"] in ({"rank and seed": 30.0}, {"rank and seed": 31.0})
         fast, slow = measured["workers"]
         assert slow["compute_s"] >= 20 * 0.025
         assert measured["time_s"] >= 20 * 0.025
-        if run["mode"] == "bsp":
+        if each["mode"] == "bsp":
             assert measured["staleness"] == {"0": 40}
             parts = (fast[f"{part}_s"] for part in ("compute", "send", "commit", "read"))
             assert sum(parts) >= 18 * 0.025, "BSP: no worker is faster than the straggler"
@@ -175,8 +165,16 @@ def test_wrong_options_are_refused_before_anything_starts(
     arguments: tuple[str, ...], named: str, tmp_path: Path
 ) -> None:
     (tmp_path / "training.py").write_text(TRAINING)
-    found = compare(tmp_path, "training.py", *arguments)
+    found = run_here("compare", "training.py", *arguments, cwd=tmp_path)
     assert found.returncode == 2
     assert named in found.stderr
     assert "Traceback" not in found.stderr
     assert not (tmp_path / "compare.html").exists()
+
+
+def test_a_new_interpreter_has_all_that_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "training.py").write_text(TRAINING)
+    found = run("compare", "training.py", "--modes", "lax", cwd=tmp_path)
+    assert (found.returncode, found.stdout) == (2, "")
+    (line,) = found.stderr.splitlines()
+    assert "consistency is 'lax'; expected one of bsp" in line

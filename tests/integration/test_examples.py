@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import gzip
-import os
 import re
 import runpy
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.joining import SECRET
-
-ROOT = Path(__file__).parents[2]
-RUN_DEADLINE_S = 120.0
+from tests.integration.command_line import ROOT, run_warm
 
 pytestmark = pytest.mark.timeout(150)
-
-
-def environment() -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PUSHPULL_")}
-    kept["PUSHPULL_JOIN_SECRET"] = SECRET
-    return {**kept, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "protos")))}
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +61,11 @@ def test_a_folder_without_the_pictures_is_refused_by_name(
 
 
 def test_an_evaluator_reads_consistent_parameters_beside_the_training() -> None:
-    command = [
-        sys.executable, "-m", "ps_cli", "train", "examples/stdlib_lm.py", "-w", "2", "-s", "2",
+    found = run_warm(
+        "train", "examples/stdlib_lm.py", "-w", "2", "-s", "2",
         "--", "--steps", "5", "--width", "32", "--length", "32", "--megabytes", "1",
         "--log-every", "5", "--evaluate",
-    ]  # fmt: skip
-    found = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True,
-        timeout=RUN_DEADLINE_S, check=False,
+        cwd=ROOT, has_warm_roles=True,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert "[worker 0] step 5: training perplexity" in found.stdout

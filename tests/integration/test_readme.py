@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.tidy.source import ROOT
+from tests.integration.command_line import ROOT, run_warm
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -20,16 +17,8 @@ def test_the_example_trains(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     script = tmp_path / "script.py"
     script.write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "ps_cli", "train", str(script), "--workers", "2"]
-    run = subprocess.run(
-        [*command, "--servers", "2"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    arguments = ("train", str(script), "--workers", "2", "--servers", "2")
+    run = run_warm(*arguments, cwd=ROOT, has_warm_roles=True)
     assert run.returncode == 0, run.stdout + run.stderr
     reached = re.search(r"loss (\d+\.\d+)\n", run.stdout)
     assert reached, run.stdout

@@ -22,7 +22,7 @@ from ps_server.update_log.format import (
     head_at,
     packed,
 )
-from tests.integration.command_line import run, run_warm
+from tests.integration.command_line import run, run_here
 from tests.integration.logged_run import (
     BLOCK,
     CLOCKS,
@@ -51,7 +51,9 @@ def test_the_newest_version_is_what_a_client_pulls(
     logged: LoggedRun, name: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "model.safetensors"
-    ended = run("replay", str(logged.logs), "--table", name, "--export", str(out), cwd=tmp_path)
+    ended = run_here(
+        "replay", str(logged.logs), "--table", name, "--export", str(out), cwd=tmp_path
+    )
     assert ended.returncode == 0, ended.stderr
     newest = CLOCKS if name == "bsp" else WORKERS * CLOCKS
     assert f"1 tensors at version {newest}, clock {CLOCKS}, of 20" in ended.stdout
@@ -64,7 +66,7 @@ def test_the_newest_version_is_what_a_client_pulls(
 def test_it_is_what_a_checkpoint_has(logged: LoggedRun, which: int, tmp_path: Path) -> None:
     """Parameters and what the optimizer keeps, in the middle and at the end."""
     url = logged.checkpoints[which]
-    ended = run("replay", str(logged.logs), "--against", url, cwd=tmp_path)
+    ended = run_here("replay", str(logged.logs), "--against", url, cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     clock = (SAVED_CLOCK, CLOCKS)[which]
     assert f"bsp: equal, bit for bit, at clock {clock}\n" in ended.stdout
@@ -75,11 +77,11 @@ def test_a_clock_is_what_the_checkpoint_of_that_clock_has(
     logged: LoggedRun, tmp_path: Path
 ) -> None:
     saved, made = tmp_path / "saved.safetensors", tmp_path / "made.safetensors"
-    first = run_warm(
+    first = run_here(
         "checkpoint", "export", logged.checkpoints[0], str(saved), "--prefix", "bsp", cwd=tmp_path
     )
     assert first.returncode == 0, first.stderr
-    again = run_warm(
+    again = run_here(
         "replay", str(logged.logs), "--table", "bsp", "--clock", str(SAVED_CLOCK),
         "--export", str(made), cwd=tmp_path,
     )  # fmt: skip
@@ -128,12 +130,12 @@ def test_of_many_versions_some_are_shown(logged: LoggedRun, tmp_path: Path) -> N
         (("--last", "3"), [8, 9, 10]),
         (("--from", "2", "--to", "6", "--every", "3"), [2, 5, 6]),
     ):
-        ended = run_warm(*command, *options, cwd=tmp_path)
+        ended = run_here(*command, *options, cwd=tmp_path)
         assert ended.returncode == 0, ended.stderr
         shown = json.loads((tmp_path / "shown.json").read_text())
         assert [each["version"] for each in shown["versions"]] == expected
         assert {tuple(each["ranks"]) for each in shown["versions"]} == {(0, 1, 2)}
-    wrong = run_warm(*command, "--from", "50", cwd=tmp_path)
+    wrong = run_here(*command, "--from", "50", cwd=tmp_path)
     assert (wrong.returncode, wrong.stderr) == (
         2, "pushpull: no version is from 50 to 10; the log has versions 0 to 10\n",
     )  # fmt: skip
@@ -145,14 +147,14 @@ def test_a_torn_log_ends_where_it_is_torn(logged: LoggedRun, tmp_path: Path) -> 
     segment = max((copied / "server-1").glob("*.log"))
     content = segment.read_bytes()
     segment.write_bytes(content[: 3 * len(content) // 4 + 1])
-    ended = run_warm("replay", str(copied), "--against", logged.checkpoints[1], cwd=tmp_path)
+    ended = run_here("replay", str(copied), "--against", logged.checkpoints[1], cwd=tmp_path)
     assert ended.returncode == 1, ended.stdout
     assert not ended.stderr
     assert re.search(r"asp: block \d+ has had \d+ updates in range \d+; expected 30", ended.stdout)
     assert re.search(
         r"bsp: not to be compared at clock 10: range \d+ is at clock \d+ at the end", ended.stdout
     )
-    shown = run_warm("replay", str(copied), "--table", "bsp", cwd=tmp_path)
+    shown = run_here("replay", str(copied), "--table", "bsp", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     newest = re.search(r"the log has versions 0 to (\d+)", shown.stdout)
     assert newest is not None
@@ -171,7 +173,7 @@ def test_a_damaged_log_is_an_error_that_says_where(logged: LoggedRun, tmp_path: 
         begin, offset = offset, offset + frame_bytes(head.length)
     content[begin + HEAD_BYTES] ^= 1
     segment.write_bytes(content)
-    ended = run_warm("replay", str(copied), cwd=tmp_path)
+    ended = run_here("replay", str(copied), cwd=tmp_path)
     assert ended.returncode == 1
     where = f"{segment}: at byte {begin}"
     assert ended.stderr == f"pushpull: {where}: a frame is damaged: its checksum is another\n"
@@ -195,7 +197,7 @@ def test_another_update_is_seen(logged: LoggedRun, tmp_path: Path) -> None:
         content[byte] ^= 1
     content[offset : offset + HEAD_BYTES] = packed(head, bytes(content[payload]))
     segment.write_bytes(content)
-    ended = run_warm("replay", str(copied), "--against", logged.checkpoints[1], cwd=tmp_path)
+    ended = run_here("replay", str(copied), "--against", logged.checkpoints[1], cwd=tmp_path)
     assert ended.returncode == 1, ended.stdout
     assert not ended.stderr
     assert re.search(r"values differ in 1 of \d+ blocks \(\d+\)\n", ended.stdout), ended.stdout
@@ -205,10 +207,10 @@ def test_another_update_is_seen(logged: LoggedRun, tmp_path: Path) -> None:
 
 def test_one_servers_log_is_not_the_whole_table(logged: LoggedRun, tmp_path: Path) -> None:
     one = str(logged.logs / "server-0")
-    ended = run_warm("replay", one, "--export", "model", "--table", "bsp", cwd=tmp_path)
+    ended = run_here("replay", one, "--export", "model", "--table", "bsp", cwd=tmp_path)
     assert ended.returncode == 1
     assert "table 'bsp': no log has all of ranges" in ended.stderr
     assert "give the directory that has the logs of all servers" in ended.stderr
-    shown = run_warm("replay", one, "--table", "bsp", cwd=tmp_path)
+    shown = run_here("replay", one, "--table", "bsp", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "the log has versions 0 to 10" in shown.stdout

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.tidy.source import ROOT
+from tests.integration.command_line import ROOT, run_warm
 
 PAGE = (ROOT / "docs/TRAINING.md").read_text(encoding="utf-8")
 
@@ -21,15 +18,7 @@ def test_the_pages_script_trains_and_evaluates(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)), "utf-8")
     (command,) = re.findall(r"`pushpull (train script\.py [^`]*)`", PAGE)
-    run = subprocess.run(
-        [sys.executable, "-m", "ps_cli", *command.split()],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    run = run_warm(*command.split(), cwd=tmp_path, has_warm_roles=True)
     assert run.returncode == 0, run.stdout + run.stderr
     (found,) = re.findall(r"accuracy (0\.\d+|1\.0+) of 512 by workers \[0, 1\]", run.stdout)
     assert float(found) > 0.9

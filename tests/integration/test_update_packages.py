@@ -22,6 +22,7 @@ from ps_runtime.launch.launcher import (
     RoleProcess,
     start_scheduler,
 )
+from tests.integration.command_line import run_warm
 from tests.tidy.source import ROOT
 from tests.unit.package_folder import install
 
@@ -182,23 +183,16 @@ def test_the_page_has_a_complete_example(tmp_path: Path) -> None:
     )
     (tmp_path / "test_lion_updates.py").write_text(check, encoding="utf-8")
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
-    paths = os.pathsep.join([str(folder), str(ROOT), str(ROOT / "protos")])
-
-    def run(*arguments: str) -> str:
-        ended = subprocess.run(
-            [sys.executable, "-m", *arguments],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
-
-    assert "1 passed" in run("pytest", "-q", "-p", "no:cacheprovider", "test_lion_updates.py")
-    trained = run("ps_cli", "train", "train.py", "--workers", "2", "--servers", "2")
-    reached = re.search(r"loss (\d+\.\d+)\n", trained)
-    assert reached, trained
+    paths = {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT), str(ROOT / "protos")])}
+    checked = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_lion_updates.py"],
+        cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, timeout=110,
+        check=False,
+    )  # fmt: skip
+    assert "1 passed" in checked.stdout, checked.stdout + checked.stderr
+    arguments = ("train", "train.py", "--workers", "2", "--servers", "2")
+    trained = run_warm(*arguments, cwd=tmp_path, has_warm_roles=True, variables=paths)
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    reached = re.search(r"loss (\d+\.\d+)\n", trained.stdout)
+    assert reached, trained.stdout
     assert float(reached[1]) < 1.0

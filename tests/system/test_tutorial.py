@@ -61,7 +61,8 @@ class Person:
 
     def type(self, text: str) -> Terminal:
         """Begin a block in a terminal of its own; the first block has made what activates."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PUSHPULL_", "PYTHON"))}
+        ours = ("OMP_NUM_THREADS", "PUSHPULL_", "PYTHON")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
         kept["PATH"] = os.pathsep.join((str(self._tools), kept["PATH"]))
         activate = ". venv/bin/activate\n" if (self.folder / "venv").exists() else ""
         process = subprocess.Popen(

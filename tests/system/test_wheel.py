@@ -52,7 +52,7 @@ def bin_folder(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_in(folder: Path, *command: str | Path, **added: str) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder` with nothing of ours in its environment but what is added."""
-    ours = ("PUSHPULL_", "PYTHON", "VIRTUAL_ENV")
+    ours = ("OMP_NUM_THREADS", "PUSHPULL_", "PYTHON", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run(
         [str(part) for part in command],
