@@ -48,7 +48,9 @@ class Script:
 
 @pytest.mark.parametrize("worker_count", [1, 2])
 def test_the_last_step_has_two_and_both_are_waited_for(tmp_path: Path, worker_count: int) -> None:
-    """The second is asked for while the first is written, and no step follows."""
+    """The second is asked for while the first is written, and no step follows. Who knows already
+    where the first is cut, which is after that step, is given that one.
+    """
     root = str(tmp_path / "checkpoints")
 
     def work(client: ps.Client) -> list[int]:
@@ -59,7 +61,8 @@ def test_the_last_step_has_two_and_both_are_waited_for(tmp_path: Path, worker_co
 
     with ps.local_cluster(1, worker_count, checkpoint_url=root) as cluster:
         for first, second in together(cluster.address, worker_count, work):
-            assert (first, second) == (1, 2)
+            assert first == 1
+            assert second in (1, 2)
     with resolve(root).reader as reader:
         assert [table.clock for table in reader.manifest.tables] == [3]
         assert [worker.clock for worker in reader.manifest.workers] == [3] * worker_count
