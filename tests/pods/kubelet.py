@@ -8,6 +8,7 @@ pod after the other. It knows the fields that our manifests have, and refuses ot
 from __future__ import annotations
 
 import os
+import re
 import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,11 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.system.containers import engine, process_of
+from tests.system.containers import engine, process_of, read_until
 from tests.system.manifests import Manifest, container_of, pod_of, rendered, variables
 
-DEADLINE_S = 120.0
-"""For a pod to be ready."""
+DEADLINE_S = 180.0
+"""For a pod to be ready, or to say something."""
 
 _POD_FIELDS = {
     "automountServiceAccountToken", "containers", "enableServiceLinks", "restartPolicy",
@@ -127,7 +128,8 @@ class Kubelet:
         pod = self._pods.pop((component, ordinal))
         workload = pod_of(self._workloads()[component])
         grace = workload["terminationGracePeriodSeconds"] if grace_s is None else grace_s
-        engine("stop", "--time", str(grace), pod.container, timeout_s=grace + 30.0)
+        if grace:
+            engine("stop", "--time", str(grace), pod.container, timeout_s=grace + DEADLINE_S)
         engine("rm", "--force", pod.container)
         for volume in workload["volumes"]:
             if "emptyDir" in volume:
@@ -181,6 +183,12 @@ class Kubelet:
         """Where this machine reaches a pod."""
         shown = f'{{{{(index .NetworkSettings.Networks "{self._namespace}").IPAddress}}}}'
         return engine("inspect", "--format", shown, self._pods[component, ordinal].container)
+
+    def until_said(
+        self, component: str, ordinal: int, pattern: str, count: int = 1
+    ) -> re.Match[str]:
+        """Wait for a line of a pod: the first that matches, or the `count`th, of all its starts."""
+        return read_until(self._pods[component, ordinal].container, pattern, DEADLINE_S, count)
 
     def logs(self, component: str, ordinal: int) -> str:
         """What a pod has printed."""

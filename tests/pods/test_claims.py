@@ -13,7 +13,7 @@ import pytest
 
 from tests.pods.kubelet import Kubelet, Namespace
 from tests.pods.training import TIMEOUT_S, WORLD, begun, check_exact, ended, overlay, progress
-from tests.system.containers import BUILD_TIMEOUT_S, read_until
+from tests.system.containers import BUILD_TIMEOUT_S
 from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S + TIMEOUT_S)
@@ -39,11 +39,11 @@ def test_claims_outlive_nodes_and_old_logs_are_in_nobody_s_way(cluster: Kubelet)
         assert begun(cluster, rank).clock == 0
     progress(cluster)
     cluster.lose(("scheduler", 0))
-    read_until(cluster.pod("scheduler", 0).container, "event=cluster_resumed")
+    cluster.until_said("scheduler", 0, "event=cluster_resumed")
     progress(cluster)
     cluster.lose(("server", 0), ("server", 1))
     for ordinal in range(2):
-        read_until(cluster.pod("server", ordinal).container, "event=update_log_read")
+        cluster.until_said("server", ordinal, "event=update_log_read")
     progress(cluster)
     check_exact(ended(cluster))
 

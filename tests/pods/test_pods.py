@@ -12,7 +12,7 @@ import pytest
 
 from tests.pods.kubelet import Kubelet, Namespace
 from tests.pods.training import TIMEOUT_S, begun, ended, overlay, progress, steps, words_after
-from tests.system.containers import BUILD_TIMEOUT_S, engine, read_until
+from tests.system.containers import BUILD_TIMEOUT_S, engine
 from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S + TIMEOUT_S)
@@ -29,7 +29,7 @@ def cluster(image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ku
     started = Kubelet(folder, image, namespace)
     try:
         started.apply()
-        read_until(started.pod("scheduler", 0).container, "event=table_created")
+        started.until_said("scheduler", 0, "event=table_created")
         for ordinal in range(2):
             started.until_ready("server", ordinal)
         yield started
@@ -84,7 +84,7 @@ def scheduler_killed(cluster: Kubelet) -> None:
     resumed = "event=cluster_resumed"
     before = len(re.findall(resumed, cluster.logs("scheduler", 0)))
     cluster.kill("scheduler", 0)
-    read_until(cluster.pod("scheduler", 0).container, resumed, count=before + 1)
+    cluster.until_said("scheduler", 0, resumed, count=before + 1)
 
 
 def test_a_scheduler_that_is_killed_five_times_under_load_is_no_event(cluster: Kubelet) -> None:

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.pods.kubelet import Kubelet
-from tests.system.containers import process_of, read_until
+from tests.system.containers import process_of
 
-TIMEOUT_S = 300.0
-PATIENCE_S = 60.0
-"""For a step, or a worker that comes."""
+TIMEOUT_S = 900.0
+PATIENCE_S = 180.0
+"""For a step."""
 
 WORLD = 2
 
@@ -91,8 +91,7 @@ def check_exact(counts: list[Count]) -> None:
 
 
 def _said(cluster: Kubelet, ordinal: int, word: str) -> Count:
-    container = cluster.pod("worker", ordinal).container
-    line = read_until(container, rf'{{"word": "{word}".*', PATIENCE_S)
+    line = cluster.until_said("worker", ordinal, rf'{{"word": "{word}".*')
     fields: dict[str, Any] = json.loads(line[0])
     del fields["word"]
     return Count(**fields)
