@@ -385,6 +385,7 @@ def _replicate(
         return
     update_log = None
     if kept is not None:
+        kept = kept.of(link.session, node.shards)
         setting = LogSetting(settings.update_log_mb * 1_000_000, settings.update_log_sync)
         update_log = kept.begin(link.session, link.range_count, setting)
     replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync), update_log)

@@ -5,6 +5,8 @@
 Rules:
     - What may be claimed is of one timeline, the newest, and has outlived whatever befell its
       writer: a log that is not synced claims nothing in another boot of the machine.
+    - What is of another timeline than the cluster that the server has registered with is no part of
+      it, wherever its ranges are placed: the values go.
     - A damaged log claims nothing; it is set aside, and another begins.
 """
 
@@ -55,6 +57,14 @@ class KeptLog:
         return scheduler_pb2.UpdateLogClaim(
             log_id=self.directory.log_id, timeline=self.timeline, range_ids=sorted(self.replicas)
         )
+
+    def of(self, session: Session, shards: Shards) -> KeptLog:
+        """What counts where the server has registered; the stores have nothing else then."""
+        if self.timeline == session.timeline:
+            return self
+        for range_id in self.replicas:
+            shards.remove(range_id)
+        return replace(self, replicas={}, segments={})
 
     def begin(self, session: Session, range_count: int, setting: LogSetting) -> UpdateLog:
         """Go on with it, as the server that has registered."""

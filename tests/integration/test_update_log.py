@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
@@ -22,11 +23,13 @@ import pytest
 
 import ps_worker as ps
 from ps_runtime.launch.cluster_shape import ClusterShape, UpdateLogPlan
+from ps_runtime.launch.launcher import Launcher, start_scheduler, start_server
 from tests.integration import counted_steps
 from tests.integration.counted_steps import BLOCK, Counted, Load
 from tests.integration.lane_cluster import Served
 from tests.integration.replicated_cluster import (
     DEADLINE_S,
+    Lines,
     ReplicatedCluster,
     replicated_cluster,
     together,
@@ -234,3 +237,19 @@ def test_another_cluster_of_other_ranges_begins_anew_with_its_log(tmp_path: Path
             found.append(np.array(client.pull(table)))
     assert all(np.array_equal(each, found[0]) for each in found)
     assert len(list((tmp_path / "server-0").glob("*.log"))) >= len(found)
+
+
+def test_a_new_cluster_that_waits_for_its_server_has_nothing_of_an_old_log(tmp_path: Path) -> None:
+    """Its ranges are placed with the server at the moment when that comes with the log."""
+    shape = ClusterShape(1, 1, update_log=UpdateLogPlan(str(tmp_path)))
+    for _ in range(2):
+        lines = Lines()
+        with Launcher(on_line=lines.add) as launcher:
+            address = start_scheduler(launcher, shape).address
+            with ps.connect(address) as client, ThreadPoolExecutor(1) as pool:
+                making = pool.submit(bsp_table, client, "the same")
+                lines.wait(launcher.processes[0], "event=table_waits", 1)
+                launcher.wait_ready(start_server(launcher, shape, address, 0), DEADLINE_S)
+                table = making.result(DEADLINE_S)
+                assert not np.any(client.pull(table))
+                client.push_pull(table, np.ones(SIZE, np.float32))

@@ -63,7 +63,7 @@ def test_a_checkpoint_is_gone_on_from_in_another_cluster(
     listed = first.run_in("scheduler", 0, *words_after(PAGE, "pushpull checkpoint list"))
     assert re.search(r" good$", listed.strip()), listed
     shown = first.run_in("scheduler", 0, "pushpull", "checkpoint", "show", "/checkpoints")
-    (cut,) = map(int, set(re.findall(r"\bclock (\d+)", shown)))
+    (cut,) = map(int, set(re.findall(r", bsp, clock (\d+)", shown)))
     second.apply()
     for rank in range(WORLD):
         count = begun(second, rank)

@@ -6,8 +6,11 @@ import asyncio
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+from ps_core.cluster_view import Role, Session
+from ps_core.keys import Incarnation, NodeId
 from ps_runtime.system.disk import Disk
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
@@ -44,6 +47,22 @@ def test_a_segment_that_was_torn_when_it_was_begun_is_no_damage_later(tmp_path: 
         log.taken_over(owner)
         log.batch(owner.update(owner.number + 1))
     assert opened(tmp_path).replicas[LEFT].number == owner.number == 5
+
+
+def test_what_is_of_another_timeline_is_of_no_cluster(tmp_path: Path) -> None:
+    owner, log = Owner(LEFT), WrittenLog(tmp_path, timeline=b"t" * 16, boot=boot_id())
+    log.begun(owner)
+    log.batch(owner.update(1))
+    shards = Shards(SharedLanes(), {})
+    with LogDirectory(tmp_path) as directory:
+        kept = read_log(directory, shards, "")
+    assert kept.replicas.keys() == {LEFT}
+    session = Session("c", kept.timeline, NodeId(1), Incarnation(1), Role.SERVER)
+    assert kept.of(session, shards) == kept
+    assert shards.stores
+    new = kept.of(replace(session, timeline=b"n" * 16), shards)
+    assert (new.replicas, new.segments, new.sizes) == ({}, {}, kept.sizes)
+    assert not shards.stores
 
 
 def damaged(log: WrittenLog) -> None:
