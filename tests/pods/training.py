@@ -99,6 +99,7 @@ def _said(cluster: Kubelet, ordinal: int, word: str) -> Count:
 
 def steps(cluster: Kubelet, ordinal: int) -> int:
     """How many steps a worker has begun, as its own metrics say: no scheduler is needed for it."""
+    process_of(cluster.pod("worker", ordinal).container)  # it runs, and says why if not
     address = f"http://{cluster.address('worker', ordinal)}:8080/metrics"
     with urllib.request.urlopen(address, timeout=PATIENCE_S) as page:
         (found,) = re.findall(rb"^pushpull_worker_steps_total (\S+)$", page.read(), re.MULTILINE)
@@ -111,6 +112,4 @@ def progress(cluster: Kubelet, count: int = 3) -> None:
     before = [steps(cluster, each) for each in workers]
     end_s = time.monotonic() + PATIENCE_S
     while any(steps(cluster, each) < before[each] + count for each in workers):
-        for each in workers:
-            process_of(cluster.pod("worker", each).container)  # it runs, and says why if not
         assert time.monotonic() < end_s, "nobody takes a step"
