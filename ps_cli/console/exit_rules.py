@@ -197,6 +197,8 @@ class ExitRules:
 
 
 def _fate(role_exit: RoleExit, when: str = "") -> str:
-    """Which role ended, how, and why if it said so."""
+    """Says which role ended, how, and why if it said so."""
+    command = role_exit.command
+    where = f" ({role_exit.address})" if role_exit.address and command.kind == "server" else ""
     why = f" ({role_exit.reason})" if role_exit.reason else ""
-    return f"{role_exit.command.name} {role_exit.fate}{when}{why}"
+    return f"{command.name}{where} {role_exit.fate}{when}{why}"

@@ -28,6 +28,14 @@ def warn_of_earlier_runs(plan: CheckpointPlan, output: Output) -> None:
         )
 
 
+def tell_beginning(plan: CheckpointPlan, restored_from: str, output: Output) -> None:
+    """Say which checkpoint a run goes on from, where it was to go on from one."""
+    if restored_from:
+        output.say(f"goes on from checkpoint {restored_from}")
+    elif plan.resume:
+        output.say(f"there is no checkpoint under {plan.url} yet: the run begins at step 0")
+
+
 class CheckpointWatch:
     """What a run has heard of its checkpoints.
 

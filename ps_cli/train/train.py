@@ -24,7 +24,11 @@ from ps_cli.console.progress import (
     worker_samples,
 )
 from ps_cli.console.scheduler_query import SchedulerQuery
-from ps_cli.train.checkpoint_watch import CheckpointWatch, warn_of_earlier_runs
+from ps_cli.train.checkpoint_watch import (
+    CheckpointWatch,
+    tell_beginning,
+    warn_of_earlier_runs,
+)
 from ps_cli.train.last_checkpoint import make_last
 from ps_cli.train.supervisor import Supervisor
 from ps_core.errors import PushpullError
@@ -261,7 +265,8 @@ class TrainRun:
 
     async def _work(self, supervisor: Supervisor, shape: ClusterShape, kept: KeptCluster) -> None:
         settings, launcher = self._settings, supervisor.launcher
-        if not kept.scheduler:
+        is_new = not kept.scheduler
+        if is_new:
             self._output.say("starting the scheduler")
             started = await asyncio.to_thread(start_scheduler, launcher, shape)
             await asyncio.to_thread(start_servers, launcher, shape, started.address)
@@ -279,6 +284,10 @@ class TrainRun:
             command = worker_command(rank, kept.scheduler, script, environment)
             await asyncio.to_thread(launcher.start, command)
         async with SchedulerQuery(kept.scheduler) as query:
+            if is_new:
+                with contextlib.suppress(PushpullError):
+                    view = (await query.status()).view
+                    tell_beginning(settings.checkpoints, view.restored_from, self._output)
             await self._show_progress(query)
 
     async def _show_progress(self, query: SchedulerQuery) -> None:

@@ -93,16 +93,28 @@ class RoleCommand:
 
 @dataclass(frozen=True, slots=True)
 class RoleExit:
-    """How a role ended: `returncode` as subprocess has it, negative for a signal; `was_ready` says
-    whether it had come to serve, `ran_s` how many seconds after its start it ended.
+    """How a role ended.
+
+    Attributes:
+        command: the role's.
+        returncode: as subprocess has it, negative for a signal.
+        was_stopped: the launcher had told it to end.
+        recent_lines: the last that it printed.
+        address: where it served; empty for one that never came to serve.
+        ran_s: seconds from its start to its end.
     """
 
     command: RoleCommand
     returncode: int
     was_stopped: bool
     recent_lines: tuple[str, ...]
-    was_ready: bool = False
+    address: str = ""
     ran_s: float = 0.0
+
+    @property
+    def was_ready(self) -> bool:
+        """True if it had come to serve."""
+        return bool(self.address)
 
     @property
     def how(self) -> str:
@@ -241,10 +253,9 @@ class RoleProcess:
             # What the role wrote last says why it ended. Bounded: a process that left the group may
             # hold the pipe open.
             self._reader.join(_READER_JOIN_S)
-        was_stopped, was_ready = self._was_stopped, self._ready_file.exists()
-        ran_s = time.monotonic() - self._began_s
-        lines = self.recent_lines
-        self._exit = RoleExit(self.command, returncode, was_stopped, lines, was_ready, ran_s)
+        address = _read_ready(self._ready_file).address if self._ready_file.exists() else ""
+        ran_s, lines = time.monotonic() - self._began_s, self.recent_lines
+        self._exit = RoleExit(self.command, returncode, self._was_stopped, lines, address, ran_s)
         self._ended.set()
         on_exit(self._exit)
 

@@ -19,11 +19,13 @@ from ps_cli.console.exit_rules import (
 from ps_runtime.launch.launcher import RoleCommand, RoleExit
 
 KILLED = -9
+ADDRESS = "127.0.0.1:7070"
 
 
 def ended(kind: str, index: int | None, returncode: int, *, was_ready: bool = True) -> RoleExit:
     command = RoleCommand(kind, index, f"module_of_{kind}")
-    return RoleExit(command, returncode, False, ("its last line",), was_ready)
+    address = ADDRESS if was_ready else ""
+    return RoleExit(command, returncode, False, ("its last line",), address)
 
 
 def server(index: int = 1, returncode: int = KILLED, *, was_ready: bool = True) -> RoleExit:
@@ -95,10 +97,10 @@ def test_a_dead_server_without_replicas_ends_the_run_whatever_restarts_are_left(
 def test_a_dead_server_with_replicas_is_told_in_a_line_and_the_run_goes_on() -> None:
     rules = ExitRules(worker_count=2, replica_count=2)
     assert rules.judge(server(1), 2) == GoOn(
-        "server 1 was killed by SIGKILL; its ranges go on at their backups"
+        f"server 1 ({ADDRESS}) was killed by SIGKILL; its ranges go on at their backups"
     )
     assert rules.judge(server(2, 1), 1) == GoOn(
-        "server 2 ended with exit code 1; its ranges go on at their backups"
+        f"server 2 ({ADDRESS}) ended with exit code 1; its ranges go on at their backups"
     )
     last = rules.judge(server(0), 0)
     assert isinstance(last, Ending)
@@ -109,8 +111,8 @@ def test_a_server_with_an_update_log_is_started_again_so_often_and_later_each_ti
     rules = ExitRules(worker_count=2, has_update_log=True)
     first = rules.judge(server(), 0)
     assert first == StartAgain(
-        "server 1 was killed by SIGKILL; it goes on from its update log, and is started again "
-        "(restart 1 of 5)"
+        f"server 1 ({ADDRESS}) was killed by SIGKILL; it goes on from its update log, and "
+        "is started again (restart 1 of 5)"
     )
     pauses = []
     for _ in range(LOGGED_RESTARTS - 1):
@@ -152,8 +154,8 @@ def test_the_reason_is_told_with_each_restart_and_at_the_end() -> None:
     rules = ExitRules(worker_count=2, max_restarts=1, has_update_log=True)
     full = replace(server(returncode=1), recent_lines=(why, "and a last line"))
     assert rules.judge(full, 0) == StartAgain(
-        "server 1 ended with exit code 1 (the disk is full); it goes on from its update log, and "
-        "is started again (restart 1 of 1)"
+        f"server 1 ({ADDRESS}) ended with exit code 1 (the disk is full); it goes on from its "
+        "update log, and is started again (restart 1 of 1)"
     )
     assert message_of(rules.judge(full, 0)).endswith("; it said: the disk is full")
     killed = replace(full, returncode=KILLED)
@@ -169,8 +171,8 @@ def test_dead_roles_are_started_again_as_often_as_may_be_all_in_all() -> None:
     rules = ExitRules(worker_count=2, replica_count=2, max_restarts=2)
     first, second = rules.judge(server(1), 1), rules.judge(worker(0, 3), 2)
     assert first == StartAgain(
-        "server 1 was killed by SIGKILL; its ranges go on at their backups, and it is started "
-        "again (restart 1 of 2)"
+        f"server 1 ({ADDRESS}) was killed by SIGKILL; its ranges go on at their backups, and "
+        "it is started again (restart 1 of 2)"
     )
     assert second == StartAgain(
         "worker 0 ended with exit code 3; it is started again (restart 2 of 2), and takes its rank "
