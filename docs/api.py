@@ -39,9 +39,7 @@ GROUPS = {
 
 BELOW = {
     *("check_sealed", "defaults", "kind", "of", "spec", "with_group"),
-    *("adopt", "begin_assign", "begin_step", "check_may_push", "check_usable", "cut", "deadline_s"),
-    *("imported", "join_tables", "may_share_memory", "read_order", "session", "start_pull"),
-    *("restored_states", "tables_before", "tables_under", "trains_only", "wait_all", "why_no_edit"),
+    *("session", "wait_all"),
 }
 """Methods that the package itself calls. Scripts need none of them."""
 

@@ -6,29 +6,41 @@
         weights = client.pull(table)                # BSP: with clock 1 of every worker in it
 
 For `DistributedOptimizer` and other code that moves blocks itself there is a second level, which
-copies nothing: `begin_step` (a `ps_worker.steps.steps.Step`: `push_blocks`, `seal`),
-`begin_assign`, `start_pull` and `wait_all` (`ps_worker.client.connection`).
+copies nothing: `Client.tables` (`begin_step` gives a `ps_worker.steps.steps.Step` with
+`push_blocks` and `seal`) and `Client.pulls`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from typing import TypeAlias, TypedDict, Unpack, overload
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
+from ps_core.cluster_view import Session
+from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig, PushpullError
-from ps_core.tables import Hyperparameters
+from ps_core.tables import Hyperparameters, OptimizerSpec
 from ps_runtime.observe import logs
-from ps_worker.client.collectives import CollectiveVerbs
-from ps_worker.client.shown_options import defaults_of, shows
-from ps_worker.spec.cutting import BlockPart, Piece, Region, check_shape, cut, pieces_of, region_of
-from ps_worker.spec.values import Array, Values, empty, shape_of, writable_raw_of
+from ps_worker.checkpoint.save_points import HasState
+from ps_worker.client.checkpoints import Checkpoints, CheckpointTicket
+from ps_worker.client.collectives import Collectives
+from ps_worker.client.connection import Connection, Ticket
+from ps_worker.client.open_clients import OPEN, has_worker
+from ps_worker.client.pulls import Pulls
+from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
+from ps_worker.client.tables import Tables
+from ps_worker.spec.cutting import BlockPart, Piece, cut, pieces_of, region_of
+from ps_worker.spec.settings import TABLE_DEFAULTS, Layout, SupportsSpec, TableOptions
+from ps_worker.spec.straggler import ComputeTime
+from ps_worker.spec.values import Array, Values
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.table_handle import TableHandle, check_handle
-from ps_worker.steps.tickets import PullTicket, PushTicket
+from ps_worker.steps.tickets import PullTicket, PushTicket, StepResult
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
-from ps_worker.transport.pulls import ReadOrder
+
+ResultT = TypeVar("ResultT")
 
 Part: TypeAlias = slice | str | None
 """A part of a table: a slice of elements, a tensor's name, or all of it."""
@@ -121,58 +133,207 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
     return client
 
 
-class Client(CollectiveVerbs):
-    """A session with a cluster. Made by `connect`; its verbs may be called from several threads."""
+class Client:
+    """A session with a cluster. Made by `connect`; its verbs may be called from several threads.
 
-    # --- what to know
+    A normal end leaves: a seal marked `last` on every table, so that nobody waits for this worker
+    any more. An end by an exception does not: the others must hear that a worker is missing.
 
-    def progress(self) -> Progress:
-        """What this client has done so far; never blocks."""
-        counters = self.engine.counters
-        return Progress(
-            pushed_bytes=counters.pushed_bytes,
-            pulled_bytes=counters.pulled_bytes,
-            step_count=counters.step_count,
-            loss=counters.loss,
-            staleness=counters.staleness,
-            waiting_for=counters.waiting_for,
-            planned_step_count=counters.planned_step_count,
-            clocks={handle.name: handle.clock for handle in list(self._handles.values())},
-            lane=self.engine.lane,
-        )
+    Attributes:
+        connection: the session: what every call checks, and waits by.
+        engine: what of it belongs to the background thread.
+        tables: the handles of this client, and its steps on them.
+        pulls: its pulls.
+        checkpoints: its part in checkpoints.
+        collectives: its collective calls.
+    """
 
-    def report(
+    def __init__(self, config: WorkerConfig) -> None:
+        if config.identity and has_worker():
+            config = replace(config, identity="")
+        self.connection = Connection(config)
+        self.engine = self.connection.engine
+        self.tables = Tables(self.connection)
+        self.pulls = Pulls(self.connection, self.tables)
+        self.checkpoints = Checkpoints(self.connection, self.tables)
+        self.collectives = Collectives(self.connection, self.checkpoints.save_points)
+        OPEN.add(self)
+
+    # --- who and where
+
+    @property
+    def session(self) -> Session:
+        """The identity that the scheduler gave this client."""
+        return self.engine.session
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank, from 0; 0 for readers."""
+        return self.engine.session.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers that the cluster counted when this client connected: those it was
+        started for, present or not, and those that had come beyond these and were there.
+
+        It stays what it was when others come or leave. Ranks are below it unless a worker that came
+        beyond the first has left.
+        """
+        return self.engine.world_size
+
+    @property
+    def http_address(self) -> str:
+        """The address of /metrics and /healthz in this process, for a client that asked for it
+        (`http_listen`); empty where it did not, or the port could not be bound.
+        """
+        return self.connection.http_address
+
+    @property
+    def is_successor(self) -> bool:
+        """True if another worker had this rank before, mostly one that was declared gone.
+        `is_newcomer` is true then, too.
+        """
+        return self.engine.is_successor
+
+    @property
+    def is_newcomer(self) -> bool:
+        """True if this worker came to a cluster that had all its workers: it took the place of one
+        that is gone, or came beyond the number that the cluster was started for.
+
+        It begins where the others are: at `DistributedOptimizer.clock`, or at a table's `clock`
+        after its first pull.
+        """
+        return self.engine.is_newcomer
+
+    @property
+    def is_reader(self) -> bool:
+        """True if this client is no worker: it reads, or, as an operator, only looks after the
+        cluster.
+        """
+        return self.connection.is_reader
+
+    @property
+    def is_main(self) -> bool:
+        """True for the worker of rank 0, the one that writes files and prints. There is none
+        while rank 0 is gone; the worker that takes its place is.
+        """
+        return self.rank == 0 and not self.is_reader
+
+    @property
+    def consistency(self) -> Consistency:
+        """The consistency of tables that name none: the setting `consistency`, else BSP."""
+        return parsed(self.connection.config.consistency or "bsp")
+
+    @property
+    def compute_time(self) -> ComputeTime | None:
+        """The computation that is emulated (the setting `compute`); None if none is."""
+        compute = self.connection.config.compute
+        return ComputeTime.parsed(compute) if compute else None
+
+    @property
+    def is_closed(self) -> bool:
+        """True once the client has left or has been closed."""
+        return self.connection.is_closed
+
+    # --- tables
+
+    @shows(TableOptions, {**TABLE_DEFAULTS, "consistency": THE_CLIENTS})
+    def create_table(
         self,
+        name: str,
+        layout: Layout,
         *,
-        loss: float | None = None,
-        planned_steps: int | None = None,
-        step_count: int | None = None,
-        quality: Mapping[str, float] | None = None,
-    ) -> None:
-        """Say how training goes, for what `pushpull train` and `pushpull compare` show.
+        optimizer: SupportsSpec | OptimizerSpec,
+        **options: Unpack[TableOptions],
+    ) -> TableHandle:
+        """Create a table, or open the one of that name if it is identical.
 
         Args:
-            loss: the last loss; a one-element tensor will do. A bound of staleness that moves
-                heeds it.
-            planned_steps: how many steps the script means to take.
-            step_count: how many it has taken; by default the highest clock of its tables.
-            quality: at the end of training, how good the model is, by the measure's name, such as
-                {"test accuracy": 0.97}. `compare` takes the worker's whose last step ended last:
-                without a barrier the others' models lack steps.
+            name: unique in the cluster; 1 to 200 bytes.
+            layout: the number of elements, or one shape, or (tensor name, shape) pairs.
+            optimizer: what the servers do with an update: `SGD`, `Adam`, ...
 
-        Blocking: no; it travels with the next heartbeat.
+        Options:
+            dtype (str, 'float32'): the element type of pushes and pulls: "float32", "float64",
+                "float16" or "bfloat16". The two halves keep float32 values on the servers.
+            consistency (Consistency | str, the client's): `BSP()`, `SSP(staleness)` or `ASP()`, or
+                their short form ("ssp:4"). The client's is BSP unless its option says otherwise.
+            reduction (str, 'mean'): "mean": sum in rank order, one multiply by 1 / contributors; or
+                "sum". Under SSP and ASP each step is applied whole in both cases.
+            init (Initial, Zeros()): the values it starts with: `Zeros()`, `Constant(value)`,
+                `Inline(values)` or `FromRank0()`.
+            block_elements (int, 0): elements a block, a multiple of 64; 0 means 262144.
+            allow_non_finite (bool, False): accept gradients with infinities and NaNs; else they are
+                refused.
+            gate_bytes (int, 0): the bound of memory for waiting steps on each server; 0 means the
+                server's own.
+            kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
+            timeout_s (float | None, None): how long to wait for the cluster's servers; None means
+                the client's request_deadline_s.
+
+        Blocking: until every server of the table knows this client; waits for servers that have not
+        registered yet, at most `timeout_s`.
+
+        Raises:
+            InvalidConfig: a setting is wrong.
+            TableExists: a table of that name differs; the message names the first difference.
+            WaitExpired: servers are missing; the message says how many.
         """
-        self.check_usable()
-        counters = self.engine.counters
-        if loss is not None:
-            counters.add_loss(float(loss))
-            self.record.loss(float(loss), counters.step_count)
-        if planned_steps is not None:
-            counters.planned_step_count = int(planned_steps)
-        if step_count is not None:
-            counters.reported_step_count = int(step_count)
-        if quality is not None:
-            self.record.quality({name: float(value) for name, value in quality.items()})
+        return self.tables.create(name, layout, optimizer, options)
+
+    def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
+        """Open a table that somebody creates; waits for it.
+
+        Args:
+            name: the table's name.
+            timeout_s: how long to wait for it; None means the client's connect_deadline_s.
+
+        Blocking: until it exists and its servers know this client.
+
+        Raises:
+            TableNotFound: nobody created it in time; the message names the tables that there are.
+        """
+        return self.tables.open(name, timeout_s)
+
+    def set_consistency(
+        self,
+        table: TableHandle | str,
+        consistency: Consistency | str,
+        *,
+        after_clock: int = 0,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Change how far a table's workers may run apart, while they train.
+
+        Every server changes at the same clock: what belongs to a clock up to the one that is
+        returned is treated as before, everything beyond under the new setting. Out of SSP or ASP
+        into BSP, workers that are ahead wait at that clock for the others. All workers may call it
+        with the same setting: the first call changes the table, the others find it changed.
+
+        Args:
+            table: a handle, or the name of any table of the cluster.
+            consistency: `BSP()`, `SSP(staleness)`, `ASP()`, or their short form ("ssp:4").
+            after_clock: the setting of before holds up to this clock at least; the same number at
+                every worker makes runs repeatable. 0 (default): as soon as can be.
+            timeout_s: how long to wait for it; None means the client's request_deadline_s.
+
+        Returns:
+            The last clock of the setting before; 0 for a table that was made with this setting and
+            never changed.
+
+        Blocking: until every server with a part of the table has promised to change, and the
+        scheduler has said so; a few milliseconds where all are well.
+
+        Raises:
+            TableNotFound: there is no table of that name.
+            InvalidConfig: the setting is wrong, or the table's optimizer cannot have it.
+            WaitExpired: a server has not promised in time, named by the message; nothing changed.
+        """
+        return self.tables.set_consistency(table, consistency, after_clock, timeout_s)
+
+    def consistency_of(self, table: TableHandle) -> Consistency:
+        """The newest setting of a table, as the cluster's newest view has it."""
+        return self.tables.consistency_of(table)
 
     # --- pushing
 
@@ -215,8 +376,8 @@ class Client(CollectiveVerbs):
         if hyperparameters and not seal:
             raise InvalidConfig("hyperparameters belong to the seal; give them with it")
         parts = _parts(table, values, slice, copy=copy)
-        with self._loop.together():
-            step = self.begin_step(table)
+        with self.connection.loop.together():
+            step = self.tables.begin_step(table)
             step.push_parts(parts)
             return step.seal(numbers) if seal else step.ticket
 
@@ -248,7 +409,7 @@ class Client(CollectiveVerbs):
             NotPermitted: a reader seals.
         """
         numbers = _numbers(table, hyperparameters)
-        step = self.begin_step(table)
+        step = self.tables.begin_step(table)
         return step.seal(
             numbers, contribution_scale=contribution_scale, skip=skip, clip_scale=clip_scale
         )
@@ -266,8 +427,8 @@ class Client(CollectiveVerbs):
         Raises (the ticket):
             InvalidConfig: another worker said something else, or the update waits for no scale.
         """
-        self.check_may_push("scale")
-        self._check_own(table)
+        self.connection.check_may_push("scale")
+        self.tables.check_own(table)
         return table.steps.scale(clock, scale)
 
     def assign(
@@ -289,7 +450,7 @@ class Client(CollectiveVerbs):
             InvalidTensor: another dtype or shape than the table's.
         """
         parts = _parts(table, values, slice, copy=copy)
-        step = self.begin_assign(table)
+        step = self.tables.begin_assign(table)
         step.push_parts(parts)
         return step.seal() if seal else step.ticket
 
@@ -312,11 +473,34 @@ class Client(CollectiveVerbs):
             PushpullError: as `push`, `pull` and `wait`.
         """
         check_handle(table)
-        with self._loop.together():
+        with self.connection.loop.together():
             ticket = self.push(table, values, hyperparameters=hyperparameters)
-            pulled = self._pull(table, region_of(table.table, None), out, timeout_s=timeout_s)
-        self._wait_for([ticket, pulled], timeout_s)
+            region = region_of(table.table, None)
+            pulled = self.pulls.start_values(table, region, out, timeout_s=timeout_s)
+        self.connection.wait_for([ticket, pulled], timeout_s)
         return pulled.future.result()
+
+    def catch_up(self, *tables: TableHandle) -> int:
+        """With backup workers: go on where the others are, as the newest pulls have it. Where every
+        one of these tables has updates that formed without this worker, their clocks are left out,
+        on all of them the same number; each ends as if its worker had been too late with it.
+
+        A worker that trains one table need not call it, nor does `DistributedOptimizer` have to be
+        told, if it is all that its client trains. Else no clock is left out unless the script says
+        so: call it between two steps, with all tables that it steps together, one step each. What
+        is left out on one table and not on another would have workers wait for each other as soon
+        as the backup workers are no more.
+
+        A table that is made later is taken for one that is stepped with them if they are all that
+        the client has: its first step passes as many clocks. Else it has nothing to do with them.
+
+        Returns:
+            How many clocks were left out; none while a step of any of them is open.
+
+        Raises:
+            InvalidConfig: a handle is another client's.
+        """
+        return self.tables.catch_up(tables)
 
     # --- pulling
 
@@ -385,52 +569,389 @@ class Client(CollectiveVerbs):
         """
         check_handle(table)
         region = region_of(table.table, slice)
-        ticket = self._pull(table, region, out, consistent=consistent, timeout_s=timeout_s)
+        ticket = self.pulls.start_values(
+            table, region, out, consistent=consistent, timeout_s=timeout_s
+        )
         if callback is None:
             return self.wait(ticket, timeout_s)
-        return self._with_callback(ticket, callback)
+        return self.pulls.with_callback(ticket, callback)
 
-    def _pull(
+    # --- waiting
+
+    @overload
+    def wait(self, ticket: PushTicket, timeout_s: float | None = None) -> StepResult: ...
+
+    @overload
+    def wait(self, ticket: PullTicket[ResultT], timeout_s: float | None = None) -> ResultT: ...
+
+    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Any:
+        """Wait for a push to be committed, or for a pull's values.
+
+        Args:
+            ticket: what `push`, `seal`, `assign` or a pull with a callback gave.
+            timeout_s: how long to wait; None means the client's request_deadline_s.
+
+        Returns:
+            For a push: how its step ended. For a pull: its values.
+
+        Blocking: until the ticket is done; under BSP a step is committed when all workers have
+        sealed theirs.
+
+        Raises:
+            InvalidConfig: the ticket's step has not been sealed, so it would never be done; or the
+                workers disagree about the step's hyperparameters.
+            InvalidTensor: a server refused a block (a gradient with NaNs); the step was skipped.
+            WaitExpired: it took longer; the message says who is missing. Nothing else changed.
+        """
+        self.wait_all([ticket], timeout_s)
+        return ticket.future.result()
+
+    def wait_all(self, tickets: Iterable[Ticket], timeout_s: float | None = None) -> None:
+        """Wait for several tickets; the first failure is raised at once.
+
+        Blocking, Raises: as `wait`.
+        """
+        self.connection.check_usable()
+        waited = list(tickets)
+        for ticket in waited:
+            if isinstance(ticket, PushTicket):
+                ticket.check_sealed()
+        self.connection.wait_for(waited, timeout_s)
+
+    # --- checkpoints
+
+    @property
+    def restored_from(self) -> str:
+        """The directory of the checkpoint that the cluster was started from; empty if of none."""
+        return self.checkpoints.restored_from
+
+    def restored_state(self, name: str, *, per_rank: bool = False) -> Any | None:
+        """The state of this name (`attach_state`) in the checkpoint that the cluster was started
+        from; None if it has none.
+
+        Blocking, Raises: as `attach_state`.
+        """
+        return self.checkpoints.restored_state(name, per_rank=per_rank)
+
+    def checkpoint(self, reason: str = "", *, timeout_s: float | None = None) -> CheckpointTicket:
+        """Make a checkpoint of all tables, their optimizers' state, and what workers attached.
+
+        Workers and operators may ask. For a worker the call is a save point: call it where
+        `save_point` would be. If all workers call it after the same step, the checkpoint is of that
+        step; if one does, it is of that step or, where others are further, of one of the next. So
+        one may wait for it while the others wait for that one in a collective call (`barrier`).
+        Training goes on while it is written. Who asks while one is about to be made has that one;
+        so has a worker that asks for the first time since, and has taken no step beyond it.
+
+        Args:
+            reason: for its manifest.
+            timeout_s: how long it may take; None means the client's request_deadline_s.
+
+        Returns:
+            A ticket, to be waited for.
+
+        Blocking: workers: until it is settled where the tables are cut, usually some milliseconds.
+        """
+        return self.checkpoints.create(reason, timeout_s)
+
+    def restore(self, url: str = "", *, timeout_s: float | None = None) -> Self:
+        """Take the whole cluster back to a checkpoint, and connect to it again.
+
+        Everything since is gone, on the servers and on its way there: the cluster begins a new
+        timeline, and whatever belongs to the old one is refused. Every worker has to call it, with
+        the same URL; the first call restores, the others find that it is done. A worker that does
+        not learns from its next call that its session has ended. Make the tables or the
+        `DistributedOptimizer` again, with the client that is returned: they begin at the
+        checkpoint's clock, and `attach_state` loads what was attached.
+
+        Args:
+            url: a checkpoint's directory, or what has several, whose newest good one is taken;
+                empty: the cluster's own place for them.
+            timeout_s: how long it may take; None means the client's request_deadline_s.
+
+        Returns:
+            Another client, with this one's rank; this one is closed.
+
+        Blocking: until the cluster has begun anew and its servers are there again.
+
+        Raises:
+            InvalidCheckpoint: there is no good one; nothing has changed.
+            WaitExpired: the scheduler or the servers did not come in time.
+        """
+        self.connection.check_usable()
+        self.checkpoints.restore(url, timeout_s)
+        self.close(leave=False)
+        rank = None if self.is_reader else self.rank
+        return type(self)(replace(self.connection.config, rank=rank))
+
+    def attach_state(self, name: str, state: HasState, *, per_rank: bool = False) -> None:
+        """Make something part of this worker's checkpoints: a learning rate schedule, a GradScaler,
+        `RandomState()`, the position in the data, anything with `state_dict` and
+        `load_state_dict`. A `DistributedOptimizer` attaches itself.
+
+        In a cluster that was started from a checkpoint the state that it has by this name is loaded
+        at once. Its values may be None, bools, numbers, strings, bytes, lists, tuples, sets, dicts,
+        torch tensors and numpy arrays: nothing is pickled.
+
+        Args:
+            name: unique in this worker; the same after a restart.
+            state: what is asked for its state at save points, and given it back here.
+            per_rank: it differs from worker to worker, as a position in the data does. Then a
+                worker whose rank the checkpoint does not have keeps `state` as it is; else it takes
+                over the lowest rank's.
+
+        Blocking: while the checkpoint's part is read, the first time.
+
+        Raises:
+            InvalidConfig: the name is taken, or `state` lacks a method.
+            NotPermitted: a reader has no state.
+            InvalidCheckpoint: the checkpoint's part cannot be read.
+        """
+        self.checkpoints.attach(name, state, per_rank=per_rank)
+
+    def save_point(self) -> None:
+        """Say that everything of the last step has been done, schedules and data position included:
+        here this worker's own state may be written down. Call it at the end of each pass through
+        the training loop.
+
+        A script that never calls it has its save points where the next step begins: at
+        `zero_grad`, or at `step` where that comes first.
+
+        Blocking: a moment, while a checkpoint is being settled.
+
+        Raises:
+            InvalidConfig: nothing was ever attached: there is no `DistributedOptimizer`, and no
+                `attach_state`.
+        """
+        self.checkpoints.save_point()
+
+    # --- collective calls
+    #
+    # A call that was interrupted, by WaitExpired or by Ctrl-C, is made again by the same call; what
+    # it gave the first time counts. A worker that joins while others train takes part from its
+    # first step on: before that, `barrier` returns at once, and the other calls are refused.
+
+    def barrier(self, name: str = "", *, timeout_s: float | None = None) -> None:
+        """Wait until all workers are here.
+
+        Args:
+            name: of the call, for its errors; workers whose names differ are refused.
+            timeout_s: how long to wait; None means the client's request_deadline_s.
+
+        Blocking: until all workers have made the call.
+
+        Raises:
+            WaitExpired: somebody is missing, named by the message. Call it again to go on waiting.
+            InvalidConfig: another worker has made another call, named by the message.
+            NotPermitted: this is no worker.
+        """
+        self.collectives.barrier(name, timeout_s)
+
+    def all_reduce(
+        self, value: Any, op: str = "sum", *, name: str = "", timeout_s: float | None = None
+    ) -> Any:
+        """Reduce a value over all workers: sum, mean, minimum or maximum, the same at each of them.
+
+        Args:
+            value: a number, a tensor, an array, or a dict, list or tuple of these.
+            op: "sum", "mean", "min" or "max".
+            name: as for `barrier`.
+            timeout_s: as for `barrier`.
+
+        Returns:
+            A new value of the same kind, a tensor on the same device. Integers are exact, floats
+            are added as float64 in the order of ranks, a tensor in its own dtype (float16 and
+            bfloat16 in float32).
+
+        Blocking: until all workers have made the call.
+
+        Raises:
+            InvalidTensor: a value that cannot be reduced so; more than 512 KiB from one worker, or
+                more than 2 MiB from all together.
+            InvalidConfig: as `barrier`; also where shapes, dtypes, keys or `op` differ.
+            WaitExpired: as `barrier`.
+            NotPermitted: as `barrier`.
+        """
+        return self.collectives.all_reduce(value, op, name, timeout_s)
+
+    def gather(self, value: Any, *, name: str = "", timeout_s: float | None = None) -> list[Any]:
+        """Hand every worker's value to every worker, by rank: torch's all_gather_object.
+
+        Args:
+            value: None, numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of these
+                (as for `attach_state`); shapes may differ.
+            name: as for `barrier`.
+            timeout_s: as for `barrier`.
+
+        Returns:
+            A list with an item for each worker that took part. Tensors are on the CPU.
+
+        Blocking, Raises: as `all_reduce`.
+        """
+        return self.collectives.gather(value, name, timeout_s)
+
+    def broadcast(
+        self, value: Any = None, src: int = 0, *, name: str = "", timeout_s: float | None = None
+    ) -> Any:
+        """Hand the value of rank `src` to every worker.
+
+        Args:
+            value: as for `gather`; other ranks need not give one.
+            src: the rank whose value it is.
+            name: as for `barrier`.
+            timeout_s: as for `barrier`.
+
+        Returns:
+            A copy, also at `src`. Tensors are on the CPU.
+
+        Blocking: as `all_reduce`.
+
+        Raises:
+            InvalidConfig: as `barrier`; also where no worker of that rank is here.
+            InvalidTensor: as `all_reduce`.
+            WaitExpired: as `barrier`.
+            NotPermitted: as `barrier`.
+        """
+        return self.collectives.broadcast(value, src, name, timeout_s)
+
+    # --- how training goes
+
+    def progress(self) -> Progress:
+        """This client's counters so far; never blocks."""
+        counters = self.engine.counters
+        return Progress(
+            pushed_bytes=counters.pushed_bytes,
+            pulled_bytes=counters.pulled_bytes,
+            step_count=counters.step_count,
+            loss=counters.loss,
+            staleness=counters.staleness,
+            waiting_for=counters.waiting_for,
+            planned_step_count=counters.planned_step_count,
+            clocks={handle.name: handle.clock for handle in self.tables.handles},
+            lane=self.engine.links.lane,
+        )
+
+    def report(
         self,
-        table: TableHandle,
-        region: Region,
-        out: Array | None,
         *,
-        consistent: bool = False,
-        timeout_s: float | None = None,
-    ) -> PullTicket[Array]:
-        if out is not None:
-            check_shape(shape_of(out), region, "out")
-        values = empty(region.shape, table.dtype) if out is None else out
-        raw = writable_raw_of(values, table.dtype, "out")
-        order = self.read_order(table, raw, region, consistent=consistent, timeout_s=timeout_s)
-        return PullTicket(table.table, self._loop.start(self._values(order, values)))
+        loss: float | None = None,
+        planned_steps: int | None = None,
+        step_count: int | None = None,
+        quality: Mapping[str, float] | None = None,
+    ) -> None:
+        """Say how training goes, for what `pushpull train` and `pushpull compare` show.
 
-    async def _values(self, order: ReadOrder, values: Array) -> Array:
-        await self.engine.read(order)
-        return values
+        Args:
+            loss: the last loss; a one-element tensor will do. A bound of staleness that moves
+                heeds it.
+            planned_steps: how many steps the script means to take.
+            step_count: how many it has taken; by default the highest clock of its tables.
+            quality: at the end of training, how good the model is, by the measure's name, such as
+                {"test accuracy": 0.97}. `compare` takes the worker's whose last step ended last:
+                without a barrier the others' models lack steps.
 
-    def _with_callback(
-        self, ticket: PullTicket[Array], callback: Callable[[Array], None]
-    ) -> PullTicket[Array]:
-        done: Future[Array] = Future()
+        Blocking: no; it travels with the next heartbeat.
+        """
+        self.connection.check_usable()
+        counters = self.engine.counters
+        if loss is not None:
+            counters.add_loss(float(loss))
+            self.connection.record.loss(float(loss), counters.step_count)
+        if planned_steps is not None:
+            counters.planned_step_count = int(planned_steps)
+        if step_count is not None:
+            counters.reported_step_count = int(step_count)
+        if quality is not None:
+            self.connection.record.quality({name: float(value) for name, value in quality.items()})
 
-        def arrived(values: Future[Array]) -> None:
-            self._callbacks.call(lambda: finish(values))
+    # --- leaving
 
-        def finish(values: Future[Array]) -> None:
-            failure = values.exception()
-            if failure is not None:
-                logs.warning("pull_failed", table=ticket.table.spec.name, error=failure)
-                done.set_exception(failure)
-                return
-            try:
-                callback(values.result())
-            finally:
-                done.set_result(values.result())
+    def leave(self, timeout_s: float | None = None) -> None:
+        """End this worker's part: the others go on without it. Then close.
 
-        ticket.future.add_done_callback(arrived)
-        return PullTicket(ticket.table, done)
+        Steps left open are dropped: their blocks take no part in an update. A checkpoint that is
+        being settled has this worker's state before that, and those that are made later have it as
+        of now. Idempotent.
+
+        Args:
+            timeout_s: how long the steps on their way, and the end itself, may take to be
+                committed; None means the client's request_deadline_s.
+
+        Blocking: until every server committed the end and the scheduler knows it.
+
+        Raises:
+            WaitExpired: the end was not committed in time, or cannot be because a server has gone;
+                the message says who is missing.
+            PushpullError: the step of a table was refused, so that it cannot end.
+        """
+        if self.connection.is_over:
+            return
+        self.connection.check_thread()
+        if not self.is_reader:
+            self.checkpoints.leave()
+        has_left = False
+        try:
+            if not self.is_reader:
+                self.tables.end_steps(self.connection.deadline_s(timeout_s))
+            has_left = True
+        finally:
+            self._end("left" if has_left else "")
+
+    def abandon(self, reason: str) -> None:
+        """End the connection in the middle of the work. The scheduler is told: nobody waits for
+        this worker, and another may take its rank. A reader leaves.
+
+        In a forked child, and a second time, it does nothing.
+
+        Args:
+            reason: why, for the scheduler's log.
+
+        Blocking: about a second at most, where no scheduler answers.
+        """
+        if self.connection.is_over:
+            return
+        if self.is_reader:
+            self._end(reason)
+            return
+        self._end_by(self.engine.abandon(reason))
+
+    def close(self, *, leave: bool = True) -> None:
+        """Leave, and end the connection; with `leave` False only end it, as a crash would: the
+        others wait for this worker until it has been silent for too long.
+
+        In a forked child, and a second time, it does nothing.
+
+        Blocking, Raises: as `leave`.
+        """
+        if leave:
+            self.leave()
+        elif not self.connection.is_over:
+            self._end("")
+
+    def _end(self, reason: str) -> None:
+        """Close everything; with a reason the scheduler is told that this node has left."""
+        if not self.is_closed:
+            self.checkpoints.close(has_left=bool(reason))
+            self._end_by(self.engine.stop(reason))
+
+    def _end_by(self, stopping: Coroutine[Any, Any, None]) -> None:
+        OPEN.discard(self)
+        self.connection.end(stopping)
+        self.pulls.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or self.is_reader:
+            self.close()
+        else:
+            self.abandon(type(error).__name__)
 
 
 def _numbers(table: TableHandle, given: Mapping[str, float] | None) -> Hyperparameters:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class OpenClient(Protocol):
-    """What is asked of a client here (`ps_worker.client.connection.Connection`)."""
+    """A client as this module sees it (`ps_worker.client.client.Client`)."""
 
     engine: Engine
 
@@ -33,15 +33,15 @@ class OpenClient(Protocol):
 
 OPEN: set[OpenClient] = set()
 
-MEASURES.window_bytes.set_function(lambda: sum(c.engine.in_flight_bytes for c in list(OPEN)))
+MEASURES.window_bytes.set_function(lambda: sum(c.engine.pushes.in_flight_bytes for c in list(OPEN)))
 NODE_MEASURES.watch(
-    lambda: max((c.engine.view_number for c in list(OPEN)), default=0),
+    lambda: max((c.engine.view.view_number for c in list(OPEN)), default=0),
     lambda: max((c.engine.contact_age_s for c in list(OPEN)), default=0.0),
 )
 
 
 def has_worker() -> bool:
-    """Whether a worker of this process, or of the one that it was forked from, is open: it may have
+    """True if a worker of this process, or of the one that it was forked from, is open: it may have
     the identity that this process was given, which is one worker's.
     """
     roles = [client.engine.session.role for client in list(OPEN) if client.engine.is_alive]
@@ -54,7 +54,7 @@ def close_all(failed_by: str = "") -> None:
     Args:
         failed_by: what ended the script in the middle of its work, in words; empty: nothing did.
 
-    Blocking, Raises: as `Connection.leave`; all are closed before the first failure is raised.
+    Blocking, Raises: as `Client.leave`; all are closed before the first failure is raised.
     """
     failures: list[PushpullError] = []
     for client in list(OPEN):

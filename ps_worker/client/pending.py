@@ -1,4 +1,4 @@
-"""What an adapter has begun on a table and not seen the end of.
+"""Tickets that an adapter has not yet waited for, table by table.
 
 Rules:
     - A ticket is waited for until it is done, once: what it raises is raised once, and a wait that

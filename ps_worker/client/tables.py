@@ -1,100 +1,104 @@
-"""The tables of a cluster, as a client sees them: making, opening and changing them."""
+"""The tables of a cluster, as one client has them: making, opening and changing them, and this
+worker's steps on them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Unpack
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from concurrent.futures import wait
 
 from ps_core.cluster_view import ClusterView
-from ps_core.consistency import Consistency, Mode
-from ps_core.tables import OptimizerSpec, Table, TableSpec
-from ps_worker.client.connection import GRACE_S, Connection
-from ps_worker.client.shown_options import THE_CLIENTS, shows
-from ps_worker.spec.settings import (
-    TABLE_DEFAULTS,
-    Layout,
-    SupportsSpec,
-    TableOptions,
-    consistency_of,
-    table_spec,
+from ps_core.consistency import Consistency, Mode, parsed
+from ps_core.errors import (
+    InvalidConfig,
+    NotPermitted,
+    TableNotFound,
+    UpdateFailed,
+    WaitExpired,
 )
+from ps_core.keys import TableId
+from ps_core.tables import InitializerKind, OptimizerSpec, Table, TableSpec
+from ps_runtime.system.clock import now_s
+from ps_worker.client.connection import GRACE_S, Connection
+from ps_worker.spec.settings import Layout, SupportsSpec, TableOptions, consistency_of, table_spec
+from ps_worker.steps.steps import Step, TableSteps, left_out
 from ps_worker.steps.table_handle import TableHandle, check_handle
 from ps_worker.transport.consistent_pulls import new_cut
+from ps_worker.transport.waits import lost_server
+
+_LOOK_S = 0.5
+_NAMED_TABLE_COUNT = 8
 
 
-class Catalogue(Connection):
-    """The middle of `ps_worker.client.client.Client`: its calls about whole tables."""
+class Tables:
+    """The handles of one client. Thread-safe."""
 
-    @shows(TableOptions, {**TABLE_DEFAULTS, "consistency": THE_CLIENTS})
-    def create_table(
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._engine = connection.engine
+        self._handles: dict[TableId, TableHandle] = {}
+
+    @property
+    def handles(self) -> list[TableHandle]:
+        """Those that the script has made or opened."""
+        return list(self._handles.values())
+
+    def check_own(self, table: TableHandle) -> None:
+        """Refuse what is no handle of this client."""
+        check_handle(table)
+        if self._handles.get(table.table.table_id) is not table:
+            raise InvalidConfig(f"the handle of table '{table.name}' belongs to another client")
+
+    # --- making and opening
+
+    def create(
         self,
         name: str,
         layout: Layout,
-        *,
         optimizer: SupportsSpec | OptimizerSpec,
-        **options: Unpack[TableOptions],
+        options: TableOptions,
     ) -> TableHandle:
-        """Create a table, or open the one of that name if it is identical.
-
-        Args:
-            name: unique in the cluster; 1 to 200 bytes.
-            layout: the number of elements, or one shape, or (tensor name, shape) pairs.
-            optimizer: what the servers do with an update: `SGD`, `Adam`, ...
-
-        Options:
-            dtype (str, 'float32'): the element type of pushes and pulls: "float32", "float64",
-                "float16" or "bfloat16". The two halves keep float32 values on the servers.
-            consistency (Consistency | str, the client's): `BSP()`, `SSP(staleness)` or `ASP()`, or
-                their short form ("ssp:4"). The client's is BSP unless its option says otherwise.
-            reduction (str, 'mean'): "mean": sum in rank order, one multiply by 1 / contributors; or
-                "sum". Under SSP and ASP each step is applied whole in both cases.
-            init (Initial, Zeros()): the values it starts with: `Zeros()`, `Constant(value)`,
-                `Inline(values)` or `FromRank0()`.
-            block_elements (int, 0): elements a block, a multiple of 64; 0 means 262144.
-            allow_non_finite (bool, False): accept gradients with infinities and NaNs; else they are
-                refused.
-            gate_bytes (int, 0): the bound of memory for waiting steps on each server; 0 means the
-                server's own.
-            kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
-            timeout_s (float | None, None): how long to wait for the cluster's servers; None means
-                the client's request_deadline_s.
-
-        Blocking: until every server of the table knows this client; waits for servers that have not
-        registered yet, at most `timeout_s`.
-
-        Raises:
-            InvalidConfig: a setting is wrong.
-            TableExists: a table of that name differs; the message names the first difference.
-            WaitExpired: servers are missing; the message says how many.
-        """
-        self.check_may_push("create tables")
-        options.setdefault("consistency", self.consistency)
+        """See `ps_worker.client.client.Client.create_table`."""
+        connection = self._connection
+        connection.check_may_push("create tables")
+        options.setdefault("consistency", parsed(connection.config.consistency or "bsp"))
         spec = table_spec(name, layout, optimizer, options)
-        deadline_s = self.deadline_s(options.get("timeout_s"))
-        creating = self._loop.start(self.engine.create_table(spec, deadline_s))
-        handle = self.adopt(self._result(creating, deadline_s + GRACE_S))
-        self.record.table(handle.spec)
+        deadline_s = connection.deadline_s(options.get("timeout_s"))
+        handle = self._adopt(connection.asked(self._created(spec, deadline_s), deadline_s))
+        connection.record.table(handle.spec)
         return handle
 
-    def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
-        """Open a table that somebody creates; waits for it.
+    async def _created(self, spec: TableSpec, deadline_s: float) -> Table:
+        end_s = now_s() + deadline_s
+        table, _ = await self._engine.scheduler.create_table(spec, deadline_s)
+        await self._engine.links.meet(table, lambda: self._engine.view, end_s)
+        return table
 
-        Args:
-            name: the table's name.
-            timeout_s: how long to wait for it; None means the client's connect_deadline_s.
+    def open(self, name: str, timeout_s: float | None) -> TableHandle:
+        """See `ps_worker.client.client.Client.table`."""
+        deadline_s = self._opens_within_s(timeout_s)
+        return self._adopt(self._connection.asked(self._opened(name, deadline_s), deadline_s))
 
-        Blocking: until it exists and its servers know this client.
+    async def _opened(self, name: str, deadline_s: float) -> Table:
+        end_s = now_s() + deadline_s
+        try:
+            view = await self._engine.scheduler.view_where(
+                lambda view: name in view.tables_by_name, f"table '{name}'", deadline_s
+            )
+        except WaitExpired as late:
+            names = [f"'{table.spec.name}'" for table in self._engine.view.tables]
+            there = ", ".join(names[:_NAMED_TABLE_COUNT]) or "no table"
+            more_count = len(names) - _NAMED_TABLE_COUNT
+            raise TableNotFound(
+                f"table '{name}' was not created within {deadline_s:g} s; the cluster has {there}"
+                + (f" and {more_count} more" if more_count > 0 else "")
+            ) from late
+        table = view.tables_by_name[name]
+        await self._engine.links.meet(table, lambda: self._engine.view, end_s)
+        return table
 
-        Raises:
-            TableNotFound: nobody created it in time; the message names the tables that there are.
-        """
-        self.check_usable()
-        deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
-        opening = self._loop.start(self.engine.open_table(name, deadline_s))
-        return self.adopt(self._result(opening, deadline_s + GRACE_S))
-
-    def tables_under(
+    def open_all(
         self,
         prefix: str,
         is_complete: Callable[[list[TableSpec]], bool],
@@ -112,12 +116,49 @@ class Catalogue(Connection):
 
         Blocking: until they are complete or time is up.
         """
-        self.check_usable()
-        deadline_s = self._config.connect_deadline_s if timeout_s is None else timeout_s
-        opening = self._loop.start(self.engine.open_tables(prefix, is_complete, deadline_s))
-        return [self.adopt(table) for table in self._result(opening, deadline_s + GRACE_S)]
+        deadline_s = self._opens_within_s(timeout_s)
+        found = self._connection.asked(self._found(prefix, is_complete, deadline_s), deadline_s)
+        return [self._adopt(table) for table in found]
 
-    def join_tables(self, tables: Sequence[TableHandle]) -> None:
+    async def _found(
+        self, prefix: str, is_complete: Callable[[list[TableSpec]], bool], deadline_s: float
+    ) -> list[Table]:
+        def found(view: ClusterView) -> list[Table]:
+            return [table for table in view.tables if table.spec.name.startswith(prefix)]
+
+        end_s = now_s() + deadline_s
+        with contextlib.suppress(WaitExpired):
+            await self._engine.scheduler.view_where(
+                lambda view: is_complete([table.spec for table in found(view)]),
+                f"tables '{prefix}*'",
+                deadline_s,
+            )
+        tables = found(self._engine.view)
+        for table in tables:
+            await self._engine.links.meet(table, lambda: self._engine.view, end_s)
+        return tables
+
+    def _opens_within_s(self, timeout_s: float | None) -> float:
+        self._connection.check_usable()
+        return self._connection.config.connect_deadline_s if timeout_s is None else timeout_s
+
+    def _adopt(self, table: Table) -> TableHandle:
+        """The handle of a table; the same for each call."""
+        handle = self._handles.get(table.table_id)
+        if handle is None:
+            steps = TableSteps(
+                table,
+                self._engine.steps,
+                is_alone=lambda: len(self._handles) == 1,
+                joins=self._engine.joins(table.table_id),
+                owed_count=max((h.steps.left_out_count for h in self.handles), default=0),
+            )
+            handle = self._handles.setdefault(table.table_id, TableHandle(table, steps))
+        return handle
+
+    # --- joining and changing
+
+    def join(self, tables: Sequence[TableHandle]) -> None:
         """Wait until this worker has joined these tables, which others train; the clock of each
         handle is then the one after which it has joined.
 
@@ -126,66 +167,63 @@ class Catalogue(Connection):
         Raises:
             WaitExpired: the scheduler has not settled it in time.
         """
-        self.check_usable()
-        for table in tables:
-            check_handle(table)
-        deadline_s = self._config.request_deadline_s
+        self._connection.check_usable()
+        deadline_s = self._connection.config.request_deadline_s
         table_ids = {handle.table.table_id for handle in tables}
-        joining = self._loop.start(self.engine.joined_after(table_ids, deadline_s))
-        joined = self._result(joining, deadline_s + GRACE_S)
+        joined = self._connection.asked(self._joined_after(table_ids, deadline_s), deadline_s)
         for handle in tables:
             handle.steps.reached(joined[handle.table.table_id])
+
+    async def _joined_after(
+        self, table_ids: Collection[TableId], deadline_s: float
+    ) -> dict[TableId, int]:
+        me = self._engine.session
+
+        def found(view: ClusterView) -> dict[TableId, int]:
+            return {
+                table.table_id: join.after_clock
+                for table in view.tables
+                for join in table.joins
+                if table.table_id in table_ids and join.incarnation == me.incarnation
+            }
+
+        view = await self._engine.scheduler.view_where(
+            lambda view: len(found(view)) == len(table_ids),
+            f"worker {me.rank} to join {len(table_ids)} tables",
+            deadline_s,
+        )
+        return found(view)
 
     def set_consistency(
         self,
         table: TableHandle | str,
         consistency: Consistency | str,
-        *,
-        after_clock: int = 0,
-        timeout_s: float | None = None,
+        after_clock: int,
+        timeout_s: float | None,
     ) -> int:
-        """Change how far a table's workers may run apart, while they train.
-
-        Every server changes at the same clock: what belongs to a clock up to the one that is
-        returned is treated as before, everything beyond under the new setting. Out of SSP or ASP
-        into BSP, workers that are ahead wait at that clock for the others. All workers may call it
-        with the same setting: the first call changes the table, the others find it changed.
-
-        Args:
-            table: a handle, or the name of any table of the cluster.
-            consistency: `BSP()`, `SSP(staleness)`, `ASP()`, or their short form ("ssp:4").
-            after_clock: the setting of before holds up to this clock at least; the same number at
-                every worker makes runs repeatable. 0 (default): as soon as can be.
-            timeout_s: how long to wait for it; None means the client's request_deadline_s.
-
-        Returns:
-            The last clock of the setting before; 0 for a table that was made with this setting and
-            never changed.
-
-        Blocking: until every server with a part of the table has promised to change, and the
-        scheduler has said so; a few milliseconds where all are well.
-
-        Raises:
-            TableNotFound: there is no table of that name.
-            InvalidConfig: the setting is wrong, or the table's optimizer cannot have it.
-            WaitExpired: a server has not promised in time, named by the message; nothing changed.
-        """
-        self.check_usable()
+        """See `ps_worker.client.client.Client.set_consistency`."""
+        connection = self._connection
+        connection.check_usable()
         if not isinstance(table, str):
             check_handle(table)
         name = table if isinstance(table, str) else table.name
         wanted = consistency_of(consistency)
-        deadline_s = self.deadline_s(timeout_s)
-        changing = self._loop.start(
-            self.engine.set_consistency(name, wanted, after_clock, deadline_s)
-        )
-        return self._result(changing, deadline_s + GRACE_S).after_clock
+        deadline_s = connection.deadline_s(timeout_s)
+        changing = self._engine.scheduler.set_consistency(name, wanted, after_clock, deadline_s)
+        return connection.asked(changing, deadline_s).after_clock
 
     def consistency_of(self, table: TableHandle) -> Consistency:
-        """The newest setting of a table, as the cluster's newest view has it."""
-        self.check_usable()
+        """See `ps_worker.client.client.Client.consistency_of`."""
+        self._connection.check_usable()
         check_handle(table)
-        return self.engine.table(table.table.table_id).consistency
+        return self._engine.view.table(table.table.table_id).consistency
+
+    def why_no_edit(self, table: TableHandle) -> str:
+        """The reason why the next step of a table cannot be an edit, as far as the newest view
+        says; empty if it can.
+        """
+        view = self._engine.view
+        return _why_not(view.table(table.table.table_id), table.clock + 1, view.worker_count)
 
     def await_view(
         self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
@@ -197,34 +235,128 @@ class Catalogue(Connection):
         Raises:
             WaitExpired: none came.
         """
-        waiting = self._loop.start(self.engine.view_where(holds, what, deadline_s))
-        self._result(waiting, deadline_s + GRACE_S)
-
-    def why_no_edit(self, table: TableHandle) -> str:
-        """Why the next step of a table cannot be an edit, as far as the newest view says; empty if
-        it can.
-        """
-        engine = self.engine
-        return _why_not(engine.table(table.table.table_id), table.clock + 1, engine.worker_count)
+        self._connection.asked(
+            self._engine.scheduler.view_where(holds, what, deadline_s), deadline_s
+        )
 
     @contextlib.contextmanager
     def cut(self, tables: Sequence[TableHandle], lasts_s: float) -> Iterator[tuple[int, list[int]]]:
         """Readers: hold all of these tables, at most `lasts_s`, while consistent reads of one clock
-        of each are made. Gives the cut's number, for `start_pull`, and each table's lowest clock.
+        of each are made. Gives the cut's number, for `Pulls.start`, and each table's lowest clock.
 
         Blocking: until every server has answered; at the end, until each has let go.
 
         Raises:
             PushpullError: a server did not answer, or refused.
         """
-        self.check_usable()
+        connection, consistent = self._connection, self._engine.consistent
+        connection.check_usable()
         number, held = new_cut(), [table.table for table in tables]
         try:
-            begun = self._loop.start(self.engine.begin_cut(number, held, lasts_s))
-            clocks = self._result(begun, lasts_s + GRACE_S)
+            clocks = connection.asked(consistent.begin_cut(number, held, lasts_s), lasts_s)
             yield number, [clocks[table.table_id] for table in held]
         finally:
-            self._result(self._loop.start(self.engine.end_cut(number, held)), GRACE_S)
+            connection.asked(consistent.end_cut(number, held), 0.0)
+
+    # --- steps
+
+    def begin_step(self, table: TableHandle) -> Step:
+        """The open step of this worker on `table`; begins one if there is none.
+
+        Blocking: while MAX_UNCOMMITTED_STEP_COUNT steps of the table are on their way.
+
+        Raises:
+            NotPermitted: a reader has no steps.
+            WaitExpired: the oldest step was not committed in time; the message says who is missing.
+        """
+        self._connection.check_may_push("push")
+        self.check_own(table)
+        while table.steps.owed_count:
+            table.steps.owed_count -= 1
+            self._next_step(table).seal(skip=True)
+        return self._next_step(table)
+
+    def _next_step(self, table: TableHandle) -> Step:
+        oldest = table.steps.oldest_of_too_many()
+        # A step that failed is its own ticket's to tell; here only its room counts.
+        limit_s = self._connection.config.request_deadline_s
+        if oldest is not None and not wait([oldest.future], limit_s).done:
+            raise WaitExpired(self._connection.why_open(oldest, limit_s))
+        return table.steps.open_step()
+
+    def begin_assign(self, table: TableHandle) -> Step:
+        """The step of clock 0, in which rank 0 gives a table its initial values.
+
+        Blocking: no.
+
+        Raises:
+            NotPermitted: this is not rank 0.
+            InvalidConfig: the table starts otherwise, or has been given its values.
+        """
+        self._connection.check_may_push("assign")
+        self.check_own(table)
+        rank = self._engine.session.rank
+        if rank != 0:
+            raise NotPermitted(f"rank {rank} may not assign initial values; rank 0 does")
+        kind = table.spec.initializer.kind
+        if kind is not InitializerKind.FROM_RANK_ZERO:
+            raise InvalidConfig(
+                f"table '{table.name}' starts with {kind.value}; only one that starts FromRank0() "
+                "is assigned"
+            )
+        return table.steps.assign_step()
+
+    def catch_up(self, tables: Sequence[TableHandle]) -> int:
+        """See `ps_worker.client.client.Client.catch_up`."""
+        for table in tables:
+            self.check_own(table)
+        if any(table.steps.has_open_step for table in tables):
+            return 0
+        counts = left_out([table.steps.missed_count for table in tables])
+        is_all = self.are_all_in(tables)
+        for table, count in zip(tables, counts, strict=True):
+            table.steps.leave_out(count, is_owed=is_all)
+        return max(counts, default=0)
+
+    def are_all_in(self, tables: Container[TableHandle]) -> bool:
+        """True if this client has no other tables than these."""
+        return all(handle in tables for handle in self.handles)
+
+    def end_steps(self, deadline_s: float) -> None:
+        """Seal a last step on every table, and wait for all that is on its way.
+
+        Blocking, Raises: as `ps_worker.client.client.Client.leave`.
+        """
+        connection, pushes = self._connection, self._engine.pushes
+        self._engine.check_alive()
+        limit_s = now_s() + deadline_s
+        on_their_way = [
+            ticket
+            for handle in self.handles
+            if handle.table.table_id not in pushes.refused
+            for ticket in handle.steps.uncommitted()
+        ]
+        opens_within_s = connection.config.request_deadline_s
+        last = [
+            self._adopt(connection.asked(self._opened(name, opens_within_s), opens_within_s))
+            .steps.open_step()
+            .seal(skip=True, last=True)
+            for name in self._engine.tables_to_end()
+        ]
+        for ticket in last + on_their_way:
+            while not wait([ticket.future], min(max(limit_s - now_s(), 0.0), _LOOK_S)).done:
+                if now_s() >= limit_s:
+                    raise WaitExpired(connection.why_open(ticket, deadline_s))
+                lost = lost_server(self._engine.view, self._engine.links, GRACE_S)
+                if lost:
+                    raise WaitExpired(
+                        f"table '{ticket.table.spec.name}' cannot be left in order: {lost}"
+                    )
+        failures = [ticket.future.exception() for ticket in last]
+        for failure in (*failures, *pushes.refused.values()):
+            # Nobody waits for anybody on a table that has failed.
+            if failure is not None and not isinstance(failure, UpdateFailed):
+                raise failure
 
 
 def _why_not(table: Table, clock: int, worker_count: int) -> str:

@@ -1,7 +1,7 @@
 """A worker's steps on one table, as the training thread sees them.
 
     handle = client.create_table(...)
-    step = client.begin_step(handle)           # clock = last sealed clock + 1
+    step = client.tables.begin_step(handle)    # clock = last sealed clock + 1
     step.push_blocks(parts)                    # as often as a block changes; the last counts
     ticket = step.seal(hyperparameters=...)    # the end: nothing may be pushed to it now
     client.wait(ticket)                        # every server committed it
@@ -82,7 +82,7 @@ class PushBody(NamedTuple):
 
 
 class StepSink(Protocol):
-    """Where steps go: the background thread's push driver. Each call returns at once."""
+    """The way to the push driver on the background thread. Each call returns at once."""
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
         """A step begins; `future` is completed when it has ended."""
@@ -91,7 +91,7 @@ class StepSink(Protocol):
         """Blocks of an open step, in the order in which they shall leave."""
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
-        """Of an open step, nothing takes part but these blocks."""
+        """Withdraw all blocks of an open step but these."""
 
     def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
         """The end of a step."""
@@ -100,7 +100,7 @@ class StepSink(Protocol):
 class Step:
     """One step of this worker on one table, written block by block. Not thread-safe.
 
-    Made by `Client.begin_step`, or `Client.begin_assign` for initial values (clock 0).
+    Made by `Tables.begin_step` of a client, or `begin_assign` for initial values (clock 0).
     """
 
     def __init__(self, table: Table, clock: int, sink: StepSink, steps: TableSteps) -> None:
@@ -120,7 +120,7 @@ class Step:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the step has ended for its worker."""
+        """True once the step has ended for its worker."""
         return self._sealed
 
     def push_blocks(

@@ -182,7 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._start()
         self._hook_trainable()
         self._is_made = True
-        client.save_points.add_model(self._trained)
+        client.checkpoints.save_points.add_model(self._trained)
         self._own_state = OptimizerState(self, self._keeps_parameters)
         client.attach_state(f"optimizer/{self._options.name}", self._own_state)
 
@@ -195,8 +195,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 BufferTable(self._client, self._module, layout, self._options)
                 for layout in buffer_layouts(self._options.name, self._module)
             )
-        if self._client.imported is not None and self._module is not None:
-            check_known(self._client.imported, self._options.name, self._module)
+        if self._client.checkpoints.imported is not None and self._module is not None:
+            check_known(self._client.checkpoints.imported, self._options.name, self._module)
         self._start_from_rank_zero([*self._tables, *self._buffers])
         self._model.begin()
 
@@ -278,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._has_stepped = True
         if not self._model.is_repeated:
             self._model.end_step()
-            self._client.save_points.reach(is_explicit=False)
+            self._client.checkpoints.save_points.reach(is_explicit=False)
             self._loss = None
             if closure is not None:
                 check_unscaled(self)
@@ -302,7 +302,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if self._is_made:
             self._model.end_step()
-            self._client.save_points.reach(is_explicit=False)
+            self._client.checkpoints.save_points.reach(is_explicit=False)
         _plain(_Base.zero_grad)(self, set_to_none)
         self._hook_trainable()
         for table in self._tables:
@@ -518,7 +518,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not isinstance(optimizer, Aggregate | Add):
             optimizer = optimizer.with_group(group)
         name = self._options.name
-        birth = known_birth(name, number, self._client.tables_before)
+        birth = known_birth(name, number, self._client.checkpoints.tables_before)
         prefix = table_prefix(name, number, self._birth_clock() if birth is None else birth)
         tables = [
             TrainedTable(self._client, layout, number, optimizer, self._options)
@@ -548,7 +548,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         given = [t for t in tables if is_giver and t not in restored]
         # What is restored of sums is nobody's parameters: those are in the worker's own state. What
         # was imported is what they begin with.
-        is_own = self._keeps_parameters and self._client.imported is None
+        is_own = self._keeps_parameters and self._client.checkpoints.imported is None
         own = [t for t in restored if is_own and isinstance(t, TrainedTable)]
         for table in () if joins else tables:
             if table in given:

@@ -77,13 +77,13 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         drop_last: bool = False,
         name: str | None = "sampler",
     ) -> None:
-        client.check_may_push("sample")
+        client.connection.check_may_push("sample")
         length = dataset if isinstance(dataset, int) else len(dataset)
         if length < 1:
             raise InvalidConfig(f"the data set has {length} samples; expected 1 or more")
         self._client = client
         self.drop_last = drop_last
-        self.num_replicas = client.engine.worker_count
+        self.num_replicas = client.engine.view.worker_count
         self.rank = client.rank
         self._place = client.rank % self.num_replicas
         own_order = client.rank // self.num_replicas * _OTHER_ORDER
@@ -94,8 +94,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         self._handed_clock = 0
         self._batch_size = 0
         if name is not None:
-            client.save_points.attach(name, self)
-            self._restore(client.restored_states(name))
+            client.checkpoints.save_points.attach(name, self)
+            self._restore(client.checkpoints.restored_states(name))
 
     # --- torch's
 
@@ -153,7 +153,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         self._handed = self._settled = 0
         self._batch_size = int(size)
         for batch in loader:
-            self._settled, self._handed_clock = self._done, self._client.engine.newest_clock
+            self._settled, self._handed_clock = self._done, self._client.engine.steps.newest_clock
             self._handed += 1
             yield batch
         self._begin(self._plan.number + 1)
@@ -178,7 +178,7 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     @property
     def _done(self) -> int:
         """Batches of those that were handed out that have been trained on."""
-        is_sealed = self._client.engine.newest_clock > self._handed_clock
+        is_sealed = self._client.engine.steps.newest_clock > self._handed_clock
         return self._handed if is_sealed else self._settled
 
     @property

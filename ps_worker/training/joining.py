@@ -20,7 +20,7 @@ from ps_core.collective import is_newcomer, workers_here
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.keys import Incarnation, TableId
 from ps_runtime.observe import logs
-from ps_worker.client.tables import Catalogue
+from ps_worker.client.client import Client
 from ps_worker.steps.steps import passed
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.trained_table import TrainedTable
@@ -43,26 +43,26 @@ def check_may_join(is_aggregate: bool) -> None:
 
 
 def begin_where_the_others_are(
-    client: Catalogue, tables: Sequence[TrainedTable | BufferTable]
+    client: Client, tables: Sequence[TrainedTable | BufferTable]
 ) -> None:
     """Put all tables of a model at one step, and read them.
 
     Blocking: until this worker has joined every table.
     """
     joins = client.engine.joins
-    client.join_tables([t.handle for t in tables if joins(t.handle.table.table_id)])
+    client.tables.join([t.handle for t in tables if joins(t.handle.table.table_id)])
     firsts = [table.handle.table.restored_clock or 0 for table in tables]
     counts = passed([table.handle.clock for table in tables], firsts)
     for table, count in zip(tables, counts, strict=True):
         for _ in range(count):
-            client.begin_step(table.handle).seal(skip=True)
+            client.tables.begin_step(table.handle).seal(skip=True)
     for table in tables:
         table.begin_pull()
     for table in tables:
         table.finish()
 
 
-def joins_nobody(client: Catalogue, tables: Sequence[TrainedTable]) -> bool:
+def joins_nobody(client: Client, tables: Sequence[TrainedTable]) -> bool:
     """Whether all workers that are there are new, and none has trained without this one, which has
     joined these tables.
 
@@ -75,7 +75,7 @@ def joins_nobody(client: Catalogue, tables: Sequence[TrainedTable]) -> bool:
     if not _all_have_joined(engine.view, joined_ids):
         logs.info("waits_for_other_new_workers", at_most_s=ALL_HERE_WITHIN_S)
         try:
-            client.await_view(
+            client.tables.await_view(
                 lambda view: (
                     _trains_without(view, own, joined_ids) or _all_have_joined(view, joined_ids)
                 ),
@@ -87,7 +87,7 @@ def joins_nobody(client: Catalogue, tables: Sequence[TrainedTable]) -> bool:
     return not _trains_without(engine.view, own, joined_ids)
 
 
-def clocks_behind(client: Catalogue, tables: Sequence[TrainedTable]) -> int:
+def clocks_behind(client: Client, tables: Sequence[TrainedTable]) -> int:
     """How many clocks lie between where this worker is and where the last of those that are there
     has joined.
     """
@@ -105,7 +105,7 @@ def clocks_behind(client: Catalogue, tables: Sequence[TrainedTable]) -> int:
     )
 
 
-def _joined_ids(client: Catalogue, tables: Sequence[TrainedTable]) -> set[TableId]:
+def _joined_ids(client: Client, tables: Sequence[TrainedTable]) -> set[TableId]:
     """Those that were there before this worker; others have it from the start."""
     own, table_ids = client.session.incarnation, {t.handle.table.table_id for t in tables}
     return {

@@ -96,7 +96,7 @@ def pull_model(
         InvalidTensor: a tensor has another shape in the model.
         WaitExpired: it took too long.
     """
-    end_s = now_s() + client.deadline_s(timeout_s)
+    end_s = now_s() + client.connection.deadline_s(timeout_s)
     parameters = {plain_name(name): tensor for name, tensor in model.named_parameters()}
     targets = parameters | dict(persistent_buffers(model))
     tables = _find_tables(client, name, targets, end_s)
@@ -134,7 +134,7 @@ class _Part:
         return birth_clock(self.table.name)
 
     def start(self, consistent: bool, end_s: float, at: Moment | None = None) -> PullTicket[Pulled]:
-        ticket = self.client.start_pull(
+        ticket = self.client.pulls.start(
             self.table,
             self.values.view(torch.uint8).numpy(),
             consistent=consistent,
@@ -157,7 +157,7 @@ def _find_tables(
         known = {tensor.name for spec in specs for tensor in spec.tensors}
         return [tensor for tensor in wanted if tensor not in known]
 
-    found = client.tables_under(
+    found = client.tables.open_all(
         f"{name}/", lambda specs: not missing(specs), max(end_s - now_s(), 0.001)
     )
     specs = [table.spec for table in found]
@@ -227,7 +227,7 @@ def _read_by_cut(parts: Sequence[_Part], end_s: float) -> int:
     tables = [part.table for part in parts]
     while True:
         lasts_s = min(limits.DEFAULT_CUT_S, max(end_s - now_s(), 0.001))
-        with parts[0].client.cut(tables, lasts_s) as (cut, clocks):
+        with parts[0].client.tables.cut(tables, lasts_s) as (cut, clocks):
             clock = max(clock + part.birth for part, clock in zip(parts, clocks, strict=True))
             try:
                 _attempt(parts, clock, now_s() + lasts_s, cut)

@@ -125,7 +125,7 @@ class BufferTable:
 
     def begin_assign(self) -> None:
         """Rank 0: gives the servers its buffers."""
-        self._pending.add(self._push(self._client.begin_assign(self.handle)).seal())
+        self._pending.add(self._push(self._client.tables.begin_assign(self.handle)).seal())
 
     def push(self) -> None:
         """Sends the buffers as they are now, where it is this worker's to do.
@@ -134,14 +134,14 @@ class BufferTable:
             InvalidTensor: a buffer has another shape than at the start, or is too large an integer.
         """
         if self._publishes:
-            self._push(self._client.begin_step(self.handle))
+            self._push(self._client.tables.begin_step(self.handle))
 
     def seal(self) -> None:
         """Ends the step on this table, and asks for the outcome.
 
         Blocking: no; `finish` waits.
         """
-        step = self._client.begin_step(self.handle)
+        step = self._client.tables.begin_step(self.handle)
         self._pending.add(step.seal(skip=not self._publishes))
         if self._receives:
             self.begin_pull()
@@ -156,11 +156,11 @@ class BufferTable:
 
         Blocking: no; `settle` waits.
         """
-        self._pending.add(self._client.begin_step(self.handle).seal(skip=True))
+        self._pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
 
     def begin_pull(self) -> None:
         """Asks for the buffers as of this worker's clock."""
-        self._pull = self._client.start_pull(self.handle, self._received.raw)
+        self._pull = self._client.pulls.start(self.handle, self._received.raw)
         self._pending.add(self._pull)
 
     def settle(self) -> None:

@@ -51,7 +51,7 @@ class StepTimes:
         self._compute: ComputeTime | None = client.compute_time
         if self._compute is not None:
             self._compute.check_fits(client.world_size)
-        if client.record.is_on:
+        if client.connection.record.is_on:
             _begin_together(client)
         self._tickets: Sequence[PushTicket] = ()
         self._committed_s: list[float] = []
@@ -74,7 +74,7 @@ class StepTimes:
     def sealed(self, tickets: Sequence[PushTicket]) -> None:
         """All of the step has been handed over; `tickets` tell when it is committed."""
         self._sealed_s = now_s()
-        if not self._client.record.is_on:
+        if not self._client.connection.record.is_on:
             return
         self._tickets = tickets
         times: list[float] = []
@@ -97,7 +97,7 @@ class StepTimes:
         # A commit that came together with the values may not have been noted yet.
         has_all = len(self._committed_s) == len(self._tickets)
         committed_s = max(self._committed_s) if has_all else self._ended_s
-        self._client.record.step(
+        self._client.connection.record.step(
             StepLine(
                 clock=max(result.clock for result in results),
                 compute_s=self._computed_s - computed_from_s,

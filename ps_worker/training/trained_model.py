@@ -493,7 +493,7 @@ class TrainedModel:
         """Why the next step cannot be an edit, as far as this worker knows; empty if it can."""
         if self.options.applies_on_arrival:
             return "with mode='eager', whose blocks were applied as they left"
-        reasons = (self._client.why_no_edit(table.handle) for table in self.tables)
+        reasons = (self._client.tables.why_no_edit(table.handle) for table in self.tables)
         return next((reason for reason in reasons if reason), "")
 
     def _seal_edit(self) -> _SealedStep:
@@ -631,7 +631,7 @@ class TrainedModel:
         newest clock of all. What sleeps, or is not read here, passes as many.
         """
         parts: list[TrainedTable | BufferTable] = [*self.tables, *self.buffers]
-        if not self._client.trains_only([part.handle for part in parts]):
+        if not self._client.tables.are_all_in([part.handle for part in parts]):
             return
         pulled = {*awake, *(buffers for buffers in self.buffers if buffers.is_pulled)}
         count = self._client.catch_up(*(part.handle for part in parts if part in pulled))

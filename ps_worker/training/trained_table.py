@@ -123,7 +123,7 @@ class TrainedTable:
                     self.layout,
                     self.handle.table,
                     self._options.accumulate,
-                    is_shared=self._client.may_share_memory,
+                    is_shared=self._client.connection.may_share_memory,
                 )
                 staging.restrict(self._only)
                 self._staging = staging
@@ -138,7 +138,7 @@ class TrainedTable:
         """
         for entry, view in zip(self.layout.placed, self._received.views, strict=True):
             view.copy_(entry.tensor.detach())
-        step = self._client.begin_assign(self.handle)
+        step = self._client.tables.begin_assign(self.handle)
         step.push_blocks(self._received.blocks(self.handle.table))
         self._pending.add(step.seal())
         self._written.written()
@@ -196,7 +196,7 @@ class TrainedTable:
 
         Blocking: no; `settle` waits.
         """
-        self._pending.add(self._client.begin_step(self.handle).seal(skip=True))
+        self._pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
 
     def check_dtype(self) -> None:
         """Refuse a model that was moved to another dtype: its servers would train on in the first.
@@ -246,7 +246,7 @@ class TrainedTable:
         """
         parts: list[BlockPart] = []
         if indexes:
-            self._edit = FlatBuffer(self.layout, is_shared=self._client.may_share_memory)
+            self._edit = FlatBuffer(self.layout, is_shared=self._client.connection.may_share_memory)
             for index in indexes:
                 self._edit.views[index].copy_(self.layout.placed[index].tensor.detach())
             values = self._edit.values
@@ -280,7 +280,7 @@ class TrainedTable:
         return self._end_edit(parts, name, array)
 
     def _end_edit(self, parts: Iterable[BlockPart], name: bytes, array: str) -> PushTicket:
-        ticket = self._client.begin_step(self.handle).edit(parts, name, array)
+        ticket = self._client.tables.begin_step(self.handle).edit(parts, name, array)
         self._pending.add(ticket)
         self.begin_pull()
         return ticket
@@ -294,7 +294,7 @@ class TrainedTable:
         Blocking: no.
         """
         raw = values.view(torch.uint8).numpy()
-        return self._client.start_state_pull(self.handle, raw, array)
+        return self._client.pulls.start_state(self.handle, raw, array)
 
     def _presence(self, block: int, indexes: Collection[int]) -> tuple[bool, ...]:
         return tuple(s.tensor in indexes for s in self.handle.table.segments(block))
@@ -350,7 +350,9 @@ class TrainedTable:
             As `push_rest`.
         """
         if self._moved is None:
-            self._moved = FlatBuffer(self.layout, is_shared=self._client.may_share_memory)
+            self._moved = FlatBuffer(
+                self.layout, is_shared=self._client.connection.may_share_memory
+            )
         for arrival in self._landing:
             arrival.synchronize()
         placed, bases = self.layout.placed, self._received.views
@@ -361,7 +363,7 @@ class TrainedTable:
         parts = self._moved.blocks(self.handle.table)
         if self._only is not None:
             parts = (part for part in parts if part.block in self._only)
-        self._client.begin_step(self.handle).push_blocks(parts)
+        self._client.tables.begin_step(self.handle).push_blocks(parts)
         return None
 
     def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
@@ -377,7 +379,7 @@ class TrainedTable:
 
         Blocking: no; `finish` waits.
         """
-        step = self._client.begin_step(self.handle)
+        step = self._client.tables.begin_step(self.handle)
         ticket = step.seal(
             hyperparameters,
             contribution_scale=scale.contribution_scale,
@@ -405,7 +407,7 @@ class TrainedTable:
             arrival.synchronize()
         self._landing.clear()
         self._written.is_known = False
-        self._pull = self._client.start_pull(self.handle, self._received.raw)
+        self._pull = self._client.pulls.start(self.handle, self._received.raw)
         self._pending.add(self._pull)
 
     def settle(self) -> None:
@@ -500,4 +502,4 @@ class TrainedTable:
             return
         if self._applies_on_arrival and self._eager is None:
             self._eager = hyperparameters
-        self._client.begin_step(self.handle).push_blocks(parts, eager=self._eager)
+        self._client.tables.begin_step(self.handle).push_blocks(parts, eager=self._eager)

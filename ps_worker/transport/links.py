@@ -24,6 +24,7 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.envelope import split
 from ps_core.errors import Internal, InvalidConfig, PushpullError, Recovering, WaitExpired
 from ps_core.keys import NodeId
+from ps_core.tables import Table
 from ps_runtime.cluster.node_identity import as_of_unknown, check_answers
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error
@@ -50,8 +51,8 @@ _BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
 _PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
 
 
-class LinkListener(Protocol):
-    """Who hears what happens on the links; called on the loop."""
+class StreamListener(Protocol):
+    """The listener of push streams; called on the loop."""
 
     def stream_opened(self, server: NodeId) -> None:
         """A push stream to `server` is there."""
@@ -62,33 +63,29 @@ class LinkListener(Protocol):
     def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
         """Answers came."""
 
-    def link_failed(self, server: NodeId, error: PushpullError) -> None:
-        """The server refused this client for good."""
-
 
 @dataclass(frozen=True, slots=True)
 class LinkSetting:
-    """What all links of a client have in common: `lane` is the setting of PUSHPULL_LANE."""
+    """The settings of all links of a client.
 
-    pushes: bool
+    Attributes:
+        identity: the client's session, for the servers.
+        lane: the setting of PUSHPULL_LANE.
+        refused: called on the loop when a server has refused this client for good.
+    """
+
+    identity: types_pb2.SessionIdentity
     lane: str
+    refused: Callable[[PushpullError], None]
 
 
 class ServerLink:
     """The link to one server (one incarnation of it)."""
 
-    def __init__(
-        self,
-        node: Node,
-        identity: types_pb2.SessionIdentity,
-        listener: LinkListener,
-        setting: LinkSetting,
-    ) -> None:
+    def __init__(self, node: Node, setting: LinkSetting) -> None:
         self.node = node
         self.lane_name = ""
         self._setting = setting
-        self._identity = identity
-        self._listener = listener
         self._channel = aio_channel(node.address)
         self._stub = parameters_pb2_grpc.ParameterServiceStub(self._channel)
         self._calls = ServerCalls(node, self._channel)
@@ -111,10 +108,10 @@ class ServerLink:
         """For how long the server could not be reached; 0 if it can."""
         return self._trouble.lasted_s
 
-    def start_stream(self, view_number: int) -> None:
+    def start_stream(self, view_number: int, listener: StreamListener) -> None:
         """Keep a push stream open from now on; idempotent."""
         if self._task is None:
-            self._task = asyncio.create_task(self._keep_stream(view_number))
+            self._task = asyncio.create_task(self._keep_stream(view_number, listener))
 
     def send(
         self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale | parameters_pb2.Withdrawal
@@ -159,7 +156,7 @@ class ServerLink:
             try:
                 await self._open_session(view_number, min(left_s, SESSION_DEADLINE_S))
                 self._trouble.end()
-                if not self._setting.pushes:
+                if self._task is None:
                     await self._keep_lane()
                 return
             except PushpullError as error:
@@ -175,7 +172,7 @@ class ServerLink:
 
     async def _open_session(self, view_number: int, deadline_s: float) -> None:
         request = parameters_pb2.OpenSessionRequest(
-            session=self._identity,
+            session=self._setting.identity,
             view_number=view_number,
             deadline_ms=max(int(deadline_s * 1000), 1),
         )
@@ -189,7 +186,7 @@ class ServerLink:
             if response is not None  # what came does not parse
             else ("", 0, 0)
         )
-        check_answers(self.node, self._identity.cluster_id, named)
+        check_answers(self.node, self._setting.identity.cluster_id, named)
         await self._calls.use_port(request, response, deadline_s)
         self._offer = response.same_host if response.HasField("same_host") else None
         self._view_number = max(self._view_number, view_number)
@@ -211,7 +208,7 @@ class ServerLink:
         if is_small and self._stream is not None:
             await self._stream.read(request, timeout_s, lambda part: take(_small_answer(part)))
             return
-        request.session.CopyFrom(self._identity)
+        request.session.CopyFrom(self._setting.identity)
         call: ServerCall | None = None
         try:
             async with self._by_server():
@@ -231,12 +228,14 @@ class ServerLink:
                 call.cancel()
 
     async def range_stats(self, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
-        """Where the server's ranges of a table are.
+        """The state of the server's ranges of a table.
 
         Raises:
             PushpullError: the call failed.
         """
-        request = parameters_pb2.GetRangeStatsRequest(table_id=table_id, session=self._identity)
+        request = parameters_pb2.GetRangeStatsRequest(
+            table_id=table_id, session=self._setting.identity
+        )
         async with self._by_server():
             response: parameters_pb2.GetRangeStatsResponse = await self._stub.GetRangeStats(
                 request, timeout=STATS_DEADLINE_S
@@ -251,7 +250,7 @@ class ServerLink:
         Raises:
             PushpullError: the call failed.
         """
-        request.session.CopyFrom(self._identity)
+        request.session.CopyFrom(self._setting.identity)
         async with self._by_server():
             response: parameters_pb2.EnterCollectiveResponse = await self._stub.EnterCollective(
                 request, timeout=timeout_s
@@ -265,7 +264,7 @@ class ServerLink:
             PushpullError: the call failed.
         """
         request = parameters_pb2.BeginCutRequest(
-            session=self._identity,
+            session=self._setting.identity,
             table_id=table_id,
             cut=cut,
             deadline_ms=max(int(lasts_s * 1000), 1),
@@ -282,7 +281,9 @@ class ServerLink:
         Raises:
             PushpullError: the call failed.
         """
-        request = parameters_pb2.EndCutRequest(session=self._identity, table_id=table_id, cut=cut)
+        request = parameters_pb2.EndCutRequest(
+            session=self._setting.identity, table_id=table_id, cut=cut
+        )
         async with self._by_server():
             await self._stub.EndCut(request, timeout=STATS_DEADLINE_S)
 
@@ -305,7 +306,7 @@ class ServerLink:
 
     # --- the push stream
 
-    async def _keep_stream(self, view_number: int) -> None:
+    async def _keep_stream(self, view_number: int, listener: StreamListener) -> None:
         backoff = Backoff()
         internal_count = 0
         while True:
@@ -314,7 +315,7 @@ class ServerLink:
                 self._trouble.end()
                 backoff.reset()
                 async with self._by_server():
-                    await self._run_stream()
+                    await self._run_stream(listener)
                 error: PushpullError = Recovering("the server ended the stream")
             except PushpullError as failure:
                 error = failure
@@ -326,30 +327,33 @@ class ServerLink:
             if not (is_curable(error) or isinstance(error, Internal)) or (
                 internal_count > MAX_INTERNAL_COUNT
             ):
-                self._listener.link_failed(self.node.node_id, error)
+                logs.error("server_refused_client", server=self.node.node_id, error=error.message)
+                self._setting.refused(error)
                 return
             self._trouble.note(error)
             await asyncio.sleep(backoff.next_s(error))
 
-    async def _run_stream(self) -> None:
+    async def _run_stream(self, listener: StreamListener) -> None:
         lane = await self._new_lane()
         server = self.node.node_id
         stream = EntryStream(self._calls.push_pull(), lane)
 
         def opened() -> None:
             self._stream = stream
-            self._listener.stream_opened(server)
+            listener.stream_opened(server)
 
         try:
             await stream.run(
-                parameters_pb2.StreamHeader(session=self._identity, receiver_node_id=server),
+                parameters_pb2.StreamHeader(
+                    session=self._setting.identity, receiver_node_id=server
+                ),
                 opened,
-                lambda replies: self._listener.replies(server, replies),
+                lambda replies: listener.replies(server, replies),
             )
         finally:
             # What was on its way is the push window's to send again.
             self._stream = None
-            self._listener.stream_closed(server)
+            listener.stream_closed(server)
 
     # --- the lane
 
@@ -379,7 +383,7 @@ class ServerLink:
             if self._offer is None:
                 raise OSError("the server does not offer shared memory")
             self._lane = await SharedLane.open(
-                self._offer, self._lane_lost, pushes=self._setting.pushes
+                self._offer, self._lane_lost, pushes=self._task is not None
             )
         except (OSError, PushpullError) as reason:
             if self._setting.lane == "shm":
@@ -412,7 +416,7 @@ class ServerLink:
         self._chose("grpc", "the server closed its Unix socket")
 
     def _chose(self, lane: str, reason: str, *, is_odd: bool = False) -> None:
-        """How payloads travel from now on; empty for not at all."""
+        """Payloads travel by `lane` from now on; empty for not at all."""
         if lane == self.lane_name:
             return
         if self.lane_name:
@@ -425,13 +429,15 @@ class ServerLink:
 
 
 class ServerLinks:
-    """The links to all servers of the present view."""
+    """The links to all servers of the present view.
 
-    def __init__(
-        self, identity: types_pb2.SessionIdentity, listener: LinkListener, setting: LinkSetting
-    ) -> None:
-        self._identity = identity
-        self._listener = listener
+    Attributes:
+        listener: a worker's, before the first view: each link then keeps a push stream. None for
+            readers.
+    """
+
+    def __init__(self, setting: LinkSetting) -> None:
+        self.listener: StreamListener | None = None
         self._setting = setting
         self._links: dict[NodeId, ServerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -449,19 +455,45 @@ class ServerLinks:
             closing.add_done_callback(self._closing.discard)
         for node_id, node in present.items():
             if node_id not in self._links:
-                self._links[node_id] = ServerLink(
-                    node, self._identity, self._listener, self._setting
-                )
-                if self._setting.pushes:
-                    self._links[node_id].start_stream(view.view_number)
+                self._links[node_id] = ServerLink(node, self._setting)
+                if self.listener is not None:
+                    self._links[node_id].start_stream(view.view_number, self.listener)
 
     def find(self, server: NodeId | None) -> ServerLink | None:
         """The link to `server`; None if it is nobody or has left."""
         return None if server is None else self._links.get(server)
 
+    async def meet(self, table: Table, view: Callable[[], ClusterView], end_s: float) -> None:
+        """Open a session, at a view with the table, on each server that holds a part of it; where
+        one dies and another takes its part meanwhile, on that one.
+
+        Args:
+            table: it is in `view()`.
+            view: gives the newest view.
+            end_s: until when, by `ps_runtime.system.clock`.
+        """
+        view_number, range_count = view().view_number, len(view().ranges)
+        range_ids = list(table.blocks_by_range(range_count))
+
+        def wanted() -> dict[NodeId, ServerLink]:
+            servers = {view().ranges[range_id].primary for range_id in range_ids}
+            found = [self.find(server) for server in servers]
+            return {link.node.node_id: link for link in found if link is not None}
+
+        def is_wanted(link: ServerLink) -> bool:
+            return wanted().get(link.node.node_id) is link
+
+        met: set[NodeId] = set()
+        while links := [link for server, link in wanted().items() if server not in met]:
+            left_s = max(end_s - now_s(), 0.1)
+            await asyncio.gather(
+                *(link.ensure_session(view_number, left_s, is_wanted) for link in links)
+            )
+            met.update(link.node.node_id for link in links)
+
     @property
     def lane(self) -> str:
-        """How payloads travel: shm, grpc, or mixed; empty before any server was met. Any thread."""
+        """The lane of payloads: shm, grpc, or mixed; empty before any server was met. Any thread."""
         found = {link.lane_name for link in list(self._links.values()) if link.lane_name}
         return found.pop() if len(found) == 1 else "mixed" if found else ""
 

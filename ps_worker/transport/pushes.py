@@ -7,10 +7,10 @@ Everything belongs to the background loop. What to send, when, and again, is the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Fenced, NotPermitted, PushpullError, Recovering, Unauthenticated
@@ -41,7 +41,7 @@ from ps_worker.window.push_window import PushWindow
 from pushpull.v1 import parameters_pb2, types_pb2
 
 TICK_INTERVAL_S = 0.05
-"""How often the window looks for retries that are due, while anything is on its way."""
+"""The window looks for due retries so often, while anything is on its way."""
 
 _EPOCHS_TO_RETURN = 3
 """Another takes a range, lets the one before join it, and is followed by it: three at least."""
@@ -75,7 +75,7 @@ _APPLIED = Ending(Outcome.APPLIED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TablePlan:
-    """Where the blocks of a table live, and how their payloads are encoded."""
+    """The range of each block of a table, and the encoding of payloads."""
 
     range_of_block: tuple[RangeId, ...]
     blocks_of: Mapping[RangeId, tuple[int, ...]]
@@ -94,18 +94,20 @@ class _TablePlan:
         return cls(by_block, blocks_of, tuple(blocks_of), codec, state_codec)
 
 
-class PushListener(Protocol):
-    """Who hears what goes beyond one step; called on the loop."""
-
-    def session_ended(self, error: PushpullError) -> None:
-        """A server does not accept this client any more."""
-
-    def step_refused(self, table_id: TableId, error: PushpullError) -> None:
-        """A server refused a seal for good: this worker's clock on the table stands still."""
-
-
 class PushDriver:
-    """The pushes and seals of one worker."""
+    """The pushes and seals of one worker.
+
+    Args:
+        window_bytes: payload bytes in flight, at most.
+        view: the view that the client starts with.
+        links: to the servers.
+        counters: of the client.
+        session_ended: called where a server does not accept this client any more.
+
+    Attributes:
+        refused: for tables of which a server has refused a seal for good, why: this worker's clock
+            stands still there. Any thread reads it.
+    """
 
     def __init__(
         self,
@@ -113,12 +115,13 @@ class PushDriver:
         view: ClusterView,
         links: ServerLinks,
         counters: Counters,
-        listener: PushListener,
+        session_ended: Callable[[PushpullError], None],
     ) -> None:
+        self.refused: dict[TableId, PushpullError] = {}
         self._window = PushWindow(window_bytes)
         self._links = links
         self._counters = counters
-        self._listener = listener
+        self._session_ended = session_ended
         self._loop = asyncio.get_running_loop()
         self._view = view
         self._plans: dict[TableId, _TablePlan] = {}
@@ -152,7 +155,7 @@ class PushDriver:
         self._pump_soon()
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
-        """Of an open step, nothing takes part but these blocks."""
+        """Withdraw all blocks of an open step but these."""
         if self._failure is None:
             self._window.withdraw(table.table_id, clock, but=but)
             self._pump_soon()
@@ -224,7 +227,7 @@ class PushDriver:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Payload bytes sent and not yet answered."""
+        """Payload bytes sent and not yet received by a server. Any thread."""
         return self._window.in_flight_bytes
 
     def _pump_soon(self) -> None:
@@ -267,7 +270,7 @@ class PushDriver:
         elif isinstance(effect, StepEnded):
             self._step_ended(effect)
         elif isinstance(effect, StepRefused):
-            self._listener.step_refused(effect.table_id, effect.error)
+            self.refused.setdefault(effect.table_id, effect.error)
             self._finish(effect.table_id, effect.clock, effect.error)
         # ViewNeeded: views come by themselves, and the window tries again by its own clock.
 
@@ -360,7 +363,7 @@ class PushDriver:
         failures = [error for _, error in ended.problems]
         for error in failures:
             if isinstance(error, Fenced | Unauthenticated | NotPermitted):
-                self._listener.session_ended(error)
+                self._session_ended(error)
         if failures:
             for error in failures[1:4]:
                 failures[0].add_note(f"also: {error.message}")
@@ -399,6 +402,63 @@ class PushDriver:
             future.set_result(result)
         else:
             future.set_exception(result)
+
+
+class StepSender:
+    """Hands steps from any thread to the push driver on the loop, and knows how far they are.
+
+    It is the `ps_worker.steps.steps.StepSink` of a worker's tables. Thread-safe.
+
+    Args:
+        post: calls a function on the loop, in order.
+        driver: takes the steps there.
+
+    Attributes:
+        clocks: of each table, the newest that this worker has sealed.
+        assigned: tables to which this worker has given initial values.
+    """
+
+    def __init__(self, post: Callable[..., None], driver: PushDriver) -> None:
+        self.clocks: dict[TableId, int] = {}
+        self.assigned: set[TableId] = set()
+        self._post = post
+        self._driver = driver
+        self._began_s: dict[TableId, tuple[int, float]] = {}
+
+    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
+        """See `StepSink`."""
+        self._began_s[table.table_id] = (clock, now_s())
+        self._post(self._driver.open_step, table, clock, future)
+
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+        """See `StepSink`."""
+        self._post(self._driver.submit, table, clock, bodies, priority)
+
+    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
+        """See `StepSink`."""
+        self._post(self._driver.withdraw, table, clock, but)
+
+    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
+        """See `StepSink`."""
+        is_step = not terms.last and terms.update_scale is None  # a goodbye is none of the script's
+        if clock and is_step:
+            self.clocks[table.table_id] = clock
+        elif not clock:
+            self.assigned.add(table.table_id)
+        self._post(self._driver.seal, table, clock, terms)
+
+    @property
+    def newest_clock(self) -> int:
+        """The newest clock that this worker has sealed on any table."""
+        return max(list(self.clocks.values()), default=0)
+
+    def observe_pull(self, table_id: TableId, clock: int) -> None:
+        """A pull at this clock is here: the step of that clock, if it is the newest, has taken from
+        its first push until now.
+        """
+        newest, began_s = self._began_s.get(table_id, (-1, 0.0))
+        if newest == clock:
+            MEASURES.step_duration_seconds.observe(now_s() - began_s)
 
 
 def _reply(message: parameters_pb2.EntryReply) -> Reply | None:

@@ -401,8 +401,8 @@ def test_a_tables_name_is_no_handle(team: Team) -> None:
         lambda: client.scale_update("weights", 1, 1.0),
         lambda: client.catch_up("weights"),
         lambda: client.consistency_of("weights"),
-        lambda: client.begin_step("weights"),
-        lambda: client.start_pull("weights", np.empty(16, np.uint8)),
+        lambda: client.tables.begin_step("weights"),
+        lambda: client.pulls.start("weights", np.empty(16, np.uint8)),
     )
     for verb in verbs:
         with pytest.raises(ps.InvalidConfig, match=r"or client\.table\('weights'\)"):

@@ -146,7 +146,7 @@ def test_what_is_too_much_is_refused_before_it_is_sent_or_for_all(
     each = torch.zeros(3 * limits.MAX_COLLECTIVE_BYTES // 16)  # 3/4 of what one may give
     found = at_each(clients, lambda client: len(client.gather(each)))
     assert found == [WORKERS] * WORKERS
-    clients[0].check_usable()
+    clients[0].connection.check_usable()
 
 
 def test_a_rank_that_is_not_here_has_nothing_to_hand_on(clients: list[ps.Client]) -> None:

@@ -119,7 +119,7 @@ def test_a_reader_that_dies_holds_nobody_up_for_long(
     with ps.connect(cluster.address, role="reader", request_deadline_s=DEADLINE_S) as reader:
         handle = reader.table(tables[0].name)
         engine = reader.engine
-        begun = reader._loop.start(engine.begin_cut(7, [handle.table], 3.0))
+        begun = reader.connection.loop.start(engine.consistent.begin_cut(7, [handle.table], 3.0))
         assert begun.result(10.0) == {handle.table.table_id: 0}
     ticket = workers[0].push(tables[0], np.ones(ELEMENTS, np.float32))
     with pytest.raises(ps.WaitExpired):
@@ -156,7 +156,7 @@ def test_under_asp_each_range_is_as_it_is_and_nobody_waits(
 def test_a_worker_asks_for_no_cut(workers: list[ps.Client]) -> None:
     tables = _tables(workers, "ssp:1")
     engine = workers[0].engine
-    begun = workers[0]._loop.start(engine.begin_cut(1, [tables[0].table], 1.0))
+    begun = workers[0].connection.loop.start(engine.consistent.begin_cut(1, [tables[0].table], 1.0))
     with pytest.raises(ps.NotPermitted, match="BeginCut is for readers"):
         begun.result(10.0)
     with pytest.raises(ps.InvalidConfig, match="needs a cut"):

@@ -34,8 +34,6 @@ CLUSTER = "demo"
 MODEL = table([64])
 ONE, THREE = NodeId(1), NodeId(3)
 WORKER = types_pb2.SessionIdentity(cluster_id=CLUSTER, node_id=9, incarnation=9)
-PUSHES = LinkSetting(pushes=True, lane="grpc")
-READS = LinkSetting(pushes=False, lane="grpc")
 
 
 def node(address: str, node_id: NodeId = ONE) -> Node:
@@ -64,10 +62,13 @@ class Heard:
     def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
         pass
 
-    def link_failed(self, server: NodeId, error: PushpullError) -> None:
-        del server
+    def refused(self, error: PushpullError) -> None:
         self.failed.append(error)
         self.has_failed.set()
+
+    @property
+    def setting(self) -> LinkSetting:
+        return LinkSetting(WORKER, "grpc", self.refused)
 
 
 class Answering:
@@ -206,8 +207,8 @@ def test_a_stranger_is_waited_out_and_named(kind: str) -> None:
     async def scenario() -> None:
         heard = Heard()
         async with make() as address:
-            link = ServerLink(node(address), WORKER, heard, PUSHES)
-            link.start_stream(1)
+            link = ServerLink(node(address), heard.setting)
+            link.start_stream(1, heard)
             await link.ensure_session(1, 20.0, lambda link: words not in link.trouble)
             with pytest.raises(WaitExpired) as late:
                 await link.ensure_session(1, 0.001, lambda _: True)
@@ -228,8 +229,8 @@ def test_a_stranger_that_refuses_ends_nobody_and_the_server_is_found_when_it_is_
         heard, stranger = Heard(), Answering(1, "other")
         stranger.refusal = Fenced("the caller belongs to another cluster: register again")
         async with grpc_node(stranger) as address:
-            link = ServerLink(node(address), WORKER, heard, PUSHES)
-            link.start_stream(1)
+            link = ServerLink(node(address), heard.setting)
+            link.start_stream(1, heard)
             await stranger.asked.wait()
             assert "register again" in link.trouble
         async with grpc_node(Answering(ONE), int(address.rpartition(":")[2])):
@@ -252,8 +253,8 @@ def test_a_server_that_proves_itself_ends_this_client_with_its_refusal() -> None
 
         heard = Heard()
         async with grpc_node(Refusing(ONE)) as address:
-            link = ServerLink(node(address), WORKER, heard, PUSHES)
-            link.start_stream(1)
+            link = ServerLink(node(address), heard.setting)
+            link.start_stream(1, heard)
             await heard.has_failed.wait()
             await link.close()
         assert isinstance(heard.failed[0], NotPermitted)
@@ -268,7 +269,8 @@ def test_a_server_at_the_address_of_one_before_has_the_only_stream() -> None:
         heard, answering = Heard(), Answering(THREE)
         async with grpc_node(answering) as address:
             nodes = (node(address, ONE), node(address, THREE))
-            links = ServerLinks(WORKER, heard, PUSHES)
+            links = ServerLinks(heard.setting)
+            links.listener = heard
             links.update(ClusterView(1, CLUSTER, 1, 1, nodes, (), ()))
             assert await heard.opened.get() == THREE
             await answering.asked.wait()
@@ -283,12 +285,12 @@ def test_a_server_at_the_address_of_one_before_has_the_only_stream() -> None:
 def test_a_strangers_refusal_of_a_read_is_no_answer_to_it() -> None:
     async def scenario() -> None:
         async with grpc_node(Answering(THREE)) as address:
-            link = ServerLink(node(address), WORKER, Heard(), READS)
+            link = ServerLink(node(address), Heard().setting)
             with pytest.raises(AddressTaken):
                 await link.pull(parameters_pb2.PullRequest(), 5.0, print, is_small=False)
             await link.close()
         async with grpc_node(Answering(ONE)) as address:
-            link = ServerLink(node(address), WORKER, Heard(), READS)
+            link = ServerLink(node(address), Heard().setting)
             with pytest.raises(NotPermitted):
                 await link.pull(parameters_pb2.PullRequest(), 5.0, print, is_small=False)
             await link.close()
@@ -300,7 +302,7 @@ def test_a_read_that_waits_names_the_server_that_it_waits_for() -> None:
     async def scenario() -> None:
         heard, stranger = Heard(), Answering(THREE)
         async with grpc_node(stranger) as address:
-            links = ServerLinks(WORKER, heard, READS)
+            links = ServerLinks(heard.setting)
             (slots,) = key_ranges(1)
             part = RangeAssignment(RangeId(0), slots, AssignmentEpoch(2), ONE, (), ())
             view = ClusterView(1, CLUSTER, 1, 1, (node(address),), (part,), (MODEL,))
@@ -338,8 +340,8 @@ def test_a_stranger_at_the_stream_port_is_done_without(
         async with make() as strange:
             port = int(strange.rpartition(":")[2])
             async with grpc_node(Answering(ONE, stream_port=port)) as address:
-                link = ServerLink(node(address), WORKER, heard, PUSHES)
-                link.start_stream(1)
+                link = ServerLink(node(address), heard.setting)
+                link.start_stream(1, heard)
                 assert await heard.opened.get() == ONE
                 await link.close()
         assert heard.failed == []

@@ -64,7 +64,7 @@ def _train(workers: list[ps.Client], run: int) -> list[Floats]:
         draw.shuffle(left)
         for rank, block in left:
             part = gradients[rank][step][BLOCK * block : BLOCK * (block + 1)]
-            handle = workers[rank].begin_step(tables[rank])
+            handle = workers[rank].tables.begin_step(tables[rank])
             handle.push_blocks([BlockPart(block, part.view(np.uint8).data, b"")])
         for rank in draw.sample(range(WORKERS), WORKERS):
             workers[rank].seal(tables[rank])

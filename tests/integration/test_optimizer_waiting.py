@@ -165,7 +165,7 @@ def test_a_step_of_two_tables_of_which_one_has_ended_is_the_same_step(
     for handle in handles:
         with pytest.raises(ps.WaitExpired, match=f"'{handle.name}'"):
             first.step()
-        two[1].begin_step(handle).seal(skip=True)
+        two[1].tables.begin_step(handle).seal(skip=True)
     ended(first.step)
     assert first.clock == 1
     assert torch.equal(models[0].weight.detach(), torch.full((1, 4), -1.0))

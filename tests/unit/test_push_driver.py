@@ -8,7 +8,7 @@ from typing import cast
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.errors import PushpullError
-from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import PushBody
 from ps_worker.transport.links import ServerLinks
@@ -35,14 +35,9 @@ class Links:
         self.sent.append(message.assignment_epoch)
 
 
-class Listener:
-    """Hears of no end."""
-
-    def session_ended(self, error: PushpullError) -> None:
-        raise error
-
-    def step_refused(self, table_id: TableId, error: PushpullError) -> None:
-        raise AssertionError(table_id) from error
+def session_ended(error: PushpullError) -> None:
+    """It does not end."""
+    raise error
 
 
 def view(number: int, epoch: int) -> ClusterView:
@@ -65,7 +60,9 @@ def test_a_server_that_may_have_lost_a_range_in_between_is_sent_what_it_had_rece
 
     async def scenario() -> None:
         links = Links()
-        driver = PushDriver(1 << 20, view(1, 2), cast(ServerLinks, links), Counters(), Listener())
+        driver = PushDriver(
+            1 << 20, view(1, 2), cast(ServerLinks, links), Counters(), session_ended
+        )
         driver.take_view(view(1, 2))
         driver.stream_opened(ONE)
         driver.open_step(MODEL, 1, Future())
@@ -82,6 +79,7 @@ def test_a_server_that_may_have_lost_a_range_in_between_is_sent_what_it_had_rece
         driver.take_view(view(5, 7))  # another had it for a while, or not
         await turn()
         assert links.sent == [2, 7]
+        assert not driver.refused
         driver.fail(PushpullError("the end"))
 
     asyncio.run(scenario())

@@ -31,6 +31,7 @@ class Pushed:
         self.made_count = 0
         self._handle = TableHandle(table, cast(Any, None))
         self._both = threading.Barrier(2)
+        self.connection = self.tables = self
 
     def create_table(self, *_: object, **__: object) -> TableHandle:
         return self._handle
