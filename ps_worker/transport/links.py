@@ -493,7 +493,7 @@ class ServerLinks:
 
     @property
     def lane(self) -> str:
-        """The lane of payloads: shm, grpc, or mixed; empty before any server was met. Any thread."""
+        """The lane of payloads: shm, grpc or mixed; empty before a server was met. Any thread."""
         found = {link.lane_name for link in list(self._links.values()) if link.lane_name}
         return found.pop() if len(found) == 1 else "mixed" if found else ""
 
