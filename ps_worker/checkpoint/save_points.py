@@ -49,7 +49,7 @@ from ps_core.part_report import PartReport, ReportedTable
 from ps_core.tables import Table
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_worker.steps.table_handle import TableHandle
+from ps_worker.steps.steps import TableHandle
 
 _LEAVING = 0
 """In the place of a checkpoint's number."""

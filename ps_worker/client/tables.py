@@ -22,8 +22,7 @@ from ps_core.tables import InitializerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import GRACE_S, Connection
 from ps_worker.spec.settings import Layout, SupportsSpec, TableOptions, consistency_of, table_spec
-from ps_worker.steps.steps import Step, TableSteps, left_out
-from ps_worker.steps.table_handle import TableHandle, check_handle
+from ps_worker.steps.steps import Step, TableHandle, TableSteps, check_handle, left_out
 from ps_worker.transport.consistent_pulls import new_cut
 from ps_worker.transport.waits import lost_server
 

@@ -41,7 +41,7 @@ from ps_worker.spec.flat_layout import Parameters, named_group, named_groups, ta
 from ps_worker.spec.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
-from ps_worker.steps.table_handle import TableHandle
+from ps_worker.steps.steps import TableHandle
 from ps_worker.steps.tickets import StepResult
 from ps_worker.training import joining as succession
 from ps_worker.training.data_parallel import check_reduces_alone

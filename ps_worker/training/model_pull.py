@@ -39,7 +39,7 @@ from ps_worker.transport.consistent_pulls import Moment
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.table_handle import TableHandle
+    from ps_worker.steps.steps import TableHandle
     from ps_worker.steps.tickets import Pulled, PullTicket
 
 _ATTEMPT_S = 10.0

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from ps_worker.steps.tickets import PushTicket, StepResult
 
 if TYPE_CHECKING:
-    from ps_worker.steps.table_handle import TableHandle
+    from ps_worker.steps.steps import TableHandle
 
 EPSILON = 1e-6
 """Added to the norm, as torch does."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError
 
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
@@ -25,18 +26,17 @@ from ps_core.envelope import split
 from ps_core.errors import Internal, InvalidConfig, PushpullError, Recovering, WaitExpired
 from ps_core.keys import NodeId
 from ps_core.tables import Table
-from ps_runtime.cluster.node_identity import as_of_unknown, check_answers
+from ps_runtime.cluster.node_identity import AddressTaken, as_of_unknown, check_answers
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.grpc.retry import Backoff, is_curable, is_retryable
-from ps_runtime.http2.stream_port import ServerCall
+from ps_runtime.http2.channel import StreamChannel
+from ps_runtime.http2.stream_port import GrpcioCall, ServerCall, StreamPort
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.transport.entry_stream import EntryStream
 from ps_worker.transport.lane import SharedLane
-from ps_worker.transport.link_trouble import Trouble
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.server_calls import ServerCalls
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse
@@ -46,6 +46,10 @@ SESSION_DEADLINE_S = 10.0
 STATS_DEADLINE_S = 5.0
 MAX_INTERNAL_COUNT = 5
 """A server that fails so often in a row, without an answer between, will not get better."""
+
+_SERVICE = "/pushpull.v1.ParameterService/"
+_GREETING_S = 5.0
+"""A stream port answers within this, when the gRPC port has answered."""
 
 _BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
 _PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
@@ -79,6 +83,147 @@ class LinkSetting:
     refused: Callable[[PushpullError], None]
 
 
+class ServerCalls:
+    """The calls of one client to one server: by its stream port, where that serves, else by its
+    gRPC port.
+
+    Args:
+        node: the server.
+        channel: to its gRPC port.
+    """
+
+    def __init__(self, node: Node, channel: grpc.aio.Channel) -> None:
+        self._stream_port = StreamPort(node)
+        self._streams: StreamChannel | None = None
+        self._port = 0
+        # The outbox writes messages around their payloads, and payloads are not copied out of them.
+        self._push_pull: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            f"{_SERVICE}PushPull", request_serializer=None, response_deserializer=None
+        )
+        self._pull: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
+            f"{_SERVICE}Pull", request_serializer=None, response_deserializer=None
+        )
+
+    async def use_port(
+        self,
+        request: parameters_pb2.OpenSessionRequest,
+        response: parameters_pb2.OpenSessionResponse,
+        deadline_s: float,
+    ) -> None:
+        """Use the stream port that the answer to an OpenSession names, if it can be reached.
+
+        Args:
+            request: which was answered.
+            response: what it was answered.
+            deadline_s: what may be spent on it.
+        """
+        port = response.stream_port
+        if self._streams is not None and self._streams.is_open and port == self._port:
+            return
+        self.close()
+        if not port:
+            return
+        self._port = port
+        streams = await self._stream_port.connect(port, deadline_s)
+        if streams is None:
+            return
+        try:
+            raw = await streams.unary(
+                f"{_SERVICE}OpenSession", request.SerializeToString(), min(deadline_s, _GREETING_S)
+            )
+            there = parameters_pb2.OpenSessionResponse.FromString(cast(bytes, raw))
+        except grpc.RpcError as error:
+            details = cast(grpc.Call, error).details()
+            self._stream_port.refuse(f"OpenSession failed there: {details}")
+        except DecodeError:
+            self._stream_port.refuse("whoever answers there is no server")
+        else:
+            named = (there.cluster_id, there.node_id, there.incarnation)
+            if named == (response.cluster_id, response.node_id, response.incarnation):
+                self._streams = streams
+                self._stream_port.confirm()
+            else:
+                self._stream_port.refuse(f"server {there.node_id} answers there")
+        finally:  # also where this client is closed meanwhile
+            if self._streams is not streams:
+                streams.close()
+
+    def push_pull(self) -> ServerCall:
+        """A PushPull stream."""
+        if self._streams is not None and self._streams.is_open:
+            return self._streams.call(f"{_SERVICE}PushPull")
+        return GrpcioCall(self._push_pull())
+
+    async def pull(self, request: parameters_pb2.PullRequest, timeout_s: float) -> ServerCall:
+        """A Pull."""
+        raw = request.SerializeToString()
+        if self._streams is not None and self._streams.is_open:
+            call = self._streams.call(f"{_SERVICE}Pull", timeout_s)
+            await call.write((raw,))
+            call.done_writing()
+            return call
+        return GrpcioCall(self._pull(raw, timeout=timeout_s))
+
+    def close(self) -> None:
+        """Leave the stream port; calls that are open there fail."""
+        if self._streams is not None:
+            self._streams.close()
+            self._streams = None
+
+
+class Trouble:
+    """The reason why a server cannot be reached, and since when: a log line per transition.
+
+    Args:
+        node: the server.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._reason = ""
+        self._since_s = 0.0
+        self._is_taken = False
+
+    @property
+    def words(self) -> str:
+        """The reason why the server cannot be reached, for a person; empty if it can."""
+        if not self._reason:
+            return ""
+        return (
+            f"server {self._node.node_id} at {self._node.address} cannot be reached for "
+            f"{self.lasted_s:.1f} s: {self._reason}"
+        )
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds since it could be reached last; 0 if it can."""
+        return now_s() - self._since_s if self._reason else 0.0
+
+    def note(self, error: PushpullError) -> None:
+        """It could not be reached."""
+        is_taken = isinstance(error, AddressTaken)
+        if not self._reason:
+            self._since_s = now_s()
+            # Only a server that answers says when to ask again: that is no trouble so far.
+            answered = isinstance(error, Recovering) and error.retry_after_ms > 0
+            event = "server_not_ready" if answered else "server_unreachable"
+            self._log(event, error, is_odd=not answered)
+        elif is_taken and not self._is_taken:
+            self._log("server_address_taken", error, is_odd=True)
+        self._is_taken = is_taken
+        self._reason = error.message
+
+    def end(self) -> None:
+        """It was reached."""
+        if self._reason:
+            self._reason = ""
+            logs.info("server_reached", server=self._node.node_id, address=self._node.address)
+
+    def _log(self, event: str, error: PushpullError, *, is_odd: bool) -> None:
+        log = logs.warning if is_odd else logs.info
+        log(event, server=self._node.node_id, address=self._node.address, error=error.message)
+
+
 class ServerLink:
     """The link to one server (one incarnation of it)."""
 
@@ -100,7 +245,7 @@ class ServerLink:
 
     @property
     def trouble(self) -> str:
-        """Why the server cannot be reached, for a person; empty if it can."""
+        """The reason why the server cannot be reached, for a person; empty if it can."""
         return self._trouble.words
 
     @property

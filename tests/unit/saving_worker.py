@@ -15,7 +15,7 @@ from ps_core.keys import TableId
 from ps_core.part_report import PartReport
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_worker.checkpoint.save_points import Question, SavePoints
-from ps_worker.steps.table_handle import TableHandle
+from ps_worker.steps.steps import TableHandle
 
 A, B = TableId(1), TableId(2)
 WAIT_S = 10.0

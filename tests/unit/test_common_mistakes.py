@@ -19,7 +19,7 @@ from ps_runtime.grpc.addresses import check_scheduler_address
 from ps_worker.spec.flat_layout import plain_name
 from ps_worker.spec.optimizers import check_optimizer
 from ps_worker.spec.settings import table_spec
-from ps_worker.steps.table_handle import check_handle
+from ps_worker.steps.steps import check_handle
 from ps_worker.training.local_optimizer import inner_optimizer
 
 WEIGHT = nn.Parameter(torch.zeros(1))
