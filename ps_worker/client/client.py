@@ -678,7 +678,6 @@ class Client:
             InvalidCheckpoint: there is no good one; nothing has changed.
             WaitExpired: the scheduler or the servers did not come in time.
         """
-        self.connection.check_usable()
         self.checkpoints.restore(url, timeout_s)
         self.close(leave=False)
         rank = None if self.is_reader else self.rank

@@ -52,8 +52,7 @@ class Pulls:
         Raises:
             InvalidKeys: `raw` has another length than the table.
         """
-        region = region_of(table.table, None)
-        order = self._order(table, raw, region, timeout_s, consistent=consistent)
+        order = self._order(table, raw, None, timeout_s, consistent=consistent)
         if at is not None:
             order = replace(order, clock=at.clock, cut=at.cut, is_reader=False)
         return PullTicket(table.table, self._connection.loop.start(self._engine.read(order)))
@@ -74,7 +73,7 @@ class Pulls:
         Raises:
             InvalidKeys: `raw` has another length.
         """
-        order = self._order(table, raw, region_of(table.table, None), None, array=array)
+        order = self._order(table, raw, None, None, array=array)
         return PullTicket(table.table, self._connection.loop.start(self._engine.read(order)))
 
     def start_values(
@@ -102,7 +101,7 @@ class Pulls:
         self,
         table: TableHandle,
         raw: Raw,
-        region: Region,
+        region: Region | None,
         timeout_s: float | None,
         *,
         consistent: bool = False,
@@ -110,6 +109,7 @@ class Pulls:
     ) -> ReadOrder:
         self._connection.check_usable()
         self._tables.check_own(table)
+        region = region or region_of(table.table, None)
         deadline_s = self._connection.deadline_s(timeout_s)
         width = table.spec.arithmetic_codec.element_bytes if array else element_bytes(table.dtype)
         expected_bytes = region.element_count * width
