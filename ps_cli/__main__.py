@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ps_cli.bench.options import BenchOptions
+from ps_cli.bench.lanes import chosen_lanes
+from ps_cli.bench.settings import BenchOptions, BenchSettings
 from ps_cli.checkpoint.app import checkpoint_app
 from ps_cli.compare.options import CompareOptions
 from ps_cli.console.options import ScriptCommand, options_of
@@ -268,8 +269,6 @@ def bench(options: BenchOptions) -> None:
     """
     # Here, so that the other commands start without numpy and what the benchmarks need.
     from ps_cli.bench.catalogue import bench as run_bench
-    from ps_cli.bench.lanes import chosen_lanes
-    from ps_cli.bench.settings import BenchSettings
 
     def measure(_: Output) -> int:
         settings = BenchSettings(

@@ -9,18 +9,16 @@ from pathlib import Path
 
 from rich.console import Console, RenderableType
 
-from ps_cli.bench.checkpoint import checkpoint
-from ps_cli.bench.checkpoint_view import checkpoint_view
-from ps_cli.bench.dense import dense
-from ps_cli.bench.dense_view import dense_view
 from ps_cli.bench.devices import CPU, DEVICES
-from ps_cli.bench.latency import latency, latency_view
-from ps_cli.bench.memory import memory, memory_view
-from ps_cli.bench.optimizers import optimizers, optimizers_view
-from ps_cli.bench.replicated import replicated, replicated_view
-from ps_cli.bench.sessions import sessions, sessions_view
+from ps_cli.bench.measurements.checkpoint import checkpoint, checkpoint_view
+from ps_cli.bench.measurements.dense import dense, dense_view
+from ps_cli.bench.measurements.latency import latency, latency_view
+from ps_cli.bench.measurements.memory import memory, memory_view
+from ps_cli.bench.measurements.optimizers import optimizers, optimizers_view
+from ps_cli.bench.measurements.replicated import replicated, replicated_view
+from ps_cli.bench.measurements.sessions import sessions, sessions_view
+from ps_cli.bench.measurements.train import train, train_view
 from ps_cli.bench.settings import BenchSettings
-from ps_cli.bench.train import train, train_view
 from ps_core.errors import InvalidConfig
 
 Document = dict[str, object]

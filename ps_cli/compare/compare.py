@@ -318,7 +318,7 @@ def _write(settings: CompareSettings, comparison: Comparison, runs: Sequence[Run
 
 def _environment() -> dict[str, str]:
     # Here, so that the other commands start without what the benchmarks need.
-    from ps_cli.bench.environment import environment
+    from ps_cli.bench.instruments.environment import environment
 
     return {
         name: "; ".join(value) if isinstance(value, list) else str(value)

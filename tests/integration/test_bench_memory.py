@@ -11,7 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ps_cli.bench.process_memory import PeakWatch, borrowed_bytes, resident, thread_count
+from ps_cli.bench.instruments.process_memory import (
+    PeakWatch,
+    borrowed_bytes,
+    resident,
+    thread_count,
+)
 
 MIB = 1024 * 1024
 SIZE_BYTES = 64 * MIB

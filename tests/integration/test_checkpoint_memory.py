@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ps_cli.bench.process_memory import PeakWatch
+from ps_cli.bench.instruments.process_memory import PeakWatch
 from ps_runtime.grpc.channels import tune_allocator
 from ps_server.checkpoint.checkpoint_parts import CheckpointParts
 from tests.unit.test_checkpoint_parts import Server

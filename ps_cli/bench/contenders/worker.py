@@ -8,10 +8,10 @@ from collections.abc import Callable
 from functools import partial
 
 import ps_worker as ps
-from ps_cli.bench.child import obey, open_answers
+from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.contenders.moves import OPTIMIZERS, PRIVATE, Buffers, Moves
+from ps_cli.bench.instruments.sampling import percentile
 from ps_cli.bench.lanes import SHARED_MEMORY
-from ps_cli.bench.moves import OPTIMIZERS, PRIVATE, Buffers, Moves
-from ps_cli.bench.sampling import percentile
 
 
 def _latency(action: Callable[[], None], call_count: int) -> dict[str, float]:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from rich.table import Table as TextTable
 
-from ps_cli.bench.ceilings import memcpy
-from ps_cli.bench.child import Child
-from ps_cli.bench.environment import environment
-from ps_cli.bench.sampling import MIB, Operation, rounded, take_turns
+from ps_cli.bench.contenders.ceilings import memcpy
+from ps_cli.bench.contenders.child import Child
+from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.instruments.sampling import MIB, Operation, rounded, take_turns
 from ps_cli.bench.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 64
@@ -27,7 +27,7 @@ def optimizers(settings: BenchSettings) -> dict[str, object]:
     found = environment()
     size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
     byte_count = size_mb * MIB
-    with Child("ps_cli.bench.kernels", str(byte_count)) as child:
+    with Child("ps_cli.bench.contenders.kernels", str(byte_count)) as child:
         names = [
             f"{optimizer} {kernels} {actor}"
             for optimizer in OPTIMIZERS

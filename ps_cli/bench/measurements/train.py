@@ -12,12 +12,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table as TextTable
 
 import ps_worker as ps
-from ps_cli.bench.child import Child
-from ps_cli.bench.contenders import enter_all
+from ps_cli.bench.contenders.child import Child
+from ps_cli.bench.contenders.contenders import enter_all
 from ps_cli.bench.devices import name_of
-from ps_cli.bench.environment import environment
+from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.instruments.sampling import rounded
 from ps_cli.bench.lanes import AUTO, GRPC, LANES
-from ps_cli.bench.sampling import rounded
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import InvalidConfig
 
@@ -28,7 +28,7 @@ QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH = 128, 4, 16
 ELEMENT_BYTES = 4
 MB = 1e6
 ALONE = ("plain", "tuned")
-"""Ways of `ps_cli.bench.training`, which imports torch and is a process of its own."""
+"""Ways of `ps_cli.bench.contenders.training`, which imports torch and is a process of its own."""
 
 _ACTIONS = ("steps", "transfer", "detection")
 """What is timed on a cluster."""
@@ -126,7 +126,7 @@ def _trainer(way: str, shape: tuple[str, ...]) -> Iterator[Child]:
         scheduler = ""
         if way not in ALONE:
             scheduler = stack.enter_context(ps.local_cluster(servers=1, workers=1)).address
-        yield stack.enter_context(Child("ps_cli.bench.training", way, scheduler, *shape))
+        yield stack.enter_context(Child("ps_cli.bench.contenders.training", way, scheduler, *shape))
 
 
 def _figures(taken_s: dict[str, float], ceilings: dict[str, float]) -> dict[str, float]:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ps_cli.bench.child import obey, open_answers
-from ps_cli.bench.sampling import MIB
+from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.instruments.sampling import MIB
 
 THREAD_COUNTS = (1, 2)
 _SOURCE_BYTES = 256 * MIB

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ps_cli.bench.ceilings import TcpSender
-from ps_cli.bench.child import Child, Done
+from ps_cli.bench.contenders.ceilings import TcpSender
+from ps_cli.bench.contenders.child import Child, Done
 from ps_runtime.launch.cluster_shape import NO_UPDATE_LOG, ClusterShape, UpdateLogPlan
 from ps_worker.client.local_cluster import LocalCluster
 
 ContenderT = TypeVar("ContenderT")
+
+RAW_GRPC = "ps_cli.bench.contenders.raw_grpc"
+TORCH_RPC = "ps_cli.bench.contenders.torch_rpc"
 
 
 def enter_all(
@@ -98,7 +101,7 @@ class Cluster:
 @dataclass(frozen=True, slots=True)
 class Load:
     """What each worker of a cluster holds: a table of this size for each name (see
-    `ps_cli.bench.worker`), and how many calls it makes when it is asked for latencies.
+    `ps_cli.bench.contenders.worker`), and how many calls it makes when it is asked for latencies.
     """
 
     byte_count: int
@@ -124,23 +127,21 @@ def raw_grpc(byte_count: int, call_count: int) -> Iterator[Pair]:
     """A raw gRPC server and its client."""
     size = str(byte_count)
     with (
-        Child("ps_cli.bench.raw_grpc", "server", size) as server,
-        Child(
-            "ps_cli.bench.raw_grpc", "client", size, server.ready["address"], str(call_count)
-        ) as client,
+        Child(RAW_GRPC, "server", size) as server,
+        Child(RAW_GRPC, "client", size, server.ready["address"], str(call_count)) as client,
     ):
         yield Pair(client, server)
 
 
 @contextlib.contextmanager
 def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
-    """A torch RPC parameter server and its trainer; `lane` is one of `ps_cli.bench.torch_rpc`'s."""
+    """A torch RPC parameter server and its trainer; `lane` as its module has it."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pushpull-bench-"))
         store = str(Path(folder) / "store")
         children = Child.start_all(
-            ("ps_cli.bench.torch_rpc", "server", lane, str(byte_count), store),
-            ("ps_cli.bench.torch_rpc", "client", lane, str(byte_count), store, str(call_count)),
+            (TORCH_RPC, "server", lane, str(byte_count), store),
+            (TORCH_RPC, "client", lane, str(byte_count), store, str(call_count)),
         )
         for child in children:
             stack.enter_context(child)
@@ -168,7 +169,7 @@ def cluster(
         given = (str(load.byte_count), str(load.call_count), *load.names)
         workers = Child.start_all(
             *(
-                ("ps_cli.bench.worker", roles.address, lane, str(rank), *given)
+                ("ps_cli.bench.contenders.worker", roles.address, lane, str(rank), *given)
                 for rank in range(worker_count)
             )
         )
@@ -182,7 +183,7 @@ def cluster(
 @contextlib.contextmanager
 def tcp_loopback(byte_count: int) -> Iterator[TcpSender]:
     """A TCP connection to a process that receives."""
-    with Child("ps_cli.bench.ceilings", str(byte_count)) as receiver:
+    with Child("ps_cli.bench.contenders.ceilings", str(byte_count)) as receiver:
         port = receiver.do("port").result
         receiver.tell("receive")
         with contextlib.closing(TcpSender(("127.0.0.1", port), byte_count)) as sender:

@@ -21,8 +21,8 @@ from collections import deque
 import torch
 from torch.distributed import rpc
 
-from ps_cli.bench.child import obey, open_answers, say
-from ps_cli.bench.sampling import MIB, percentile
+from ps_cli.bench.contenders.child import obey, open_answers, say
+from ps_cli.bench.instruments.sampling import MIB, percentile
 
 TENSOR_BYTES = 4 * MIB
 SERVER = "server"
@@ -156,6 +156,6 @@ def main() -> None:
 if __name__ == "__main__":
     # Calls name their functions by module: this file under its own name, not under __main__, so
     # that both ends mean the same parameters.
-    from ps_cli.bench import torch_rpc
+    from ps_cli.bench.contenders import torch_rpc
 
     main()

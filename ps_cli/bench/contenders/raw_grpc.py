@@ -18,8 +18,8 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from ps_cli.bench.child import obey, open_answers, say
-from ps_cli.bench.sampling import MIB, percentile
+from ps_cli.bench.contenders.child import obey, open_answers, say
+from ps_cli.bench.instruments.sampling import MIB, percentile
 from ps_runtime.grpc.channels import SERVER_OPTIONS, aio_channel, new_event_loop, tune_allocator
 
 SERVICE = "benchmarks.RawBytes"

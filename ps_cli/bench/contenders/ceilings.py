@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ps_cli.bench.child import obey, open_answers
-from ps_cli.bench.sampling import MIB
+from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.instruments.sampling import MIB
 
 
 def memcpy(byte_count: int) -> Callable[[], float]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 
 import ps_worker as ps
-from ps_cli.bench.child import obey, open_answers
+from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.contenders.moves import OPTIMIZERS, Buffers
 from ps_cli.bench.lanes import SHARED_MEMORY
-from ps_cli.bench.moves import OPTIMIZERS, Buffers
 from ps_worker.client.checkpoints import CheckpointTicket
 
 OPTIMIZER = "adam"

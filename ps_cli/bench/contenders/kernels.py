@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import ps_worker as ps
-from ps_cli.bench.child import obey, open_answers
+from ps_cli.bench.contenders.child import obey, open_answers
 from ps_core.keys import TableId
 from ps_core.tables import NATIVE_CODEC, Kernels, Table
 from ps_runtime.grpc.channels import tune_allocator

@@ -7,13 +7,13 @@ from typing import Any
 
 from rich.table import Table as TextTable
 
-from ps_cli.bench import contenders
-from ps_cli.bench.child import together
-from ps_cli.bench.contenders import Load
-from ps_cli.bench.environment import environment
-from ps_cli.bench.moves import PRIVATE
-from ps_cli.bench.process_memory import PeakWatch
-from ps_cli.bench.sampling import MIB, rounded
+from ps_cli.bench.contenders import contenders
+from ps_cli.bench.contenders.child import together
+from ps_cli.bench.contenders.contenders import Load
+from ps_cli.bench.contenders.moves import PRIVATE
+from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.instruments.process_memory import PeakWatch
+from ps_cli.bench.instruments.sampling import MIB, rounded
 from ps_cli.bench.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 1024

@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from rich.table import Table as TextTable
 
-from ps_cli.bench import contenders
-from ps_cli.bench.child import Child
-from ps_cli.bench.contenders import Load, Pair
-from ps_cli.bench.environment import environment
-from ps_cli.bench.sampling import rounded
+from ps_cli.bench.contenders import contenders
+from ps_cli.bench.contenders.child import Child
+from ps_cli.bench.contenders.contenders import Load, Pair
+from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.instruments.sampling import rounded
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import InvalidConfig
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import ps_worker as ps
-from ps_cli.bench.child import obey, open_answers
+from ps_cli.bench.contenders.child import obey, open_answers
 from ps_cli.bench.devices import CUDA
 from ps_runtime.grpc.channels import tune_allocator
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import ps_worker as ps
-from ps_cli.bench.checkpoint_worker import OPTIMIZER
-from ps_cli.bench.moves import ELEMENT_BYTES, OPTIMIZERS
-from ps_cli.bench.process_memory import PeakWatch, resident
-from ps_cli.bench.sampling import GB, MIB, rounded
+from ps_cli.bench.contenders.checkpoint_worker import OPTIMIZER
+from ps_cli.bench.contenders.moves import ELEMENT_BYTES, OPTIMIZERS
+from ps_cli.bench.instruments.process_memory import PeakWatch, resident
+from ps_cli.bench.instruments.sampling import GB, MIB, rounded
 from ps_cli.bench.settings import BenchSettings
 from ps_core import limits
 

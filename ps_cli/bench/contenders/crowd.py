@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 import ps_worker as ps
-from ps_cli.bench.child import obey, open_answers
-from ps_cli.bench.moves import OPTIMIZERS, Buffers, Moves
+from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.contenders.moves import OPTIMIZERS, Buffers, Moves
 
 TABLE = OPTIMIZER = "sgd"
 

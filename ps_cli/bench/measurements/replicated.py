@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import RenderableType
 from rich.table import Table as TextTable
 
-from ps_cli.bench import contenders
-from ps_cli.bench.child import together
-from ps_cli.bench.contenders import Cluster, Load, Servers
-from ps_cli.bench.dense import DEFAULT_SIZE_MB, MOVES, QUICK_SIZE_MB
-from ps_cli.bench.environment import environment
-from ps_cli.bench.sampling import MIB, Measured, Operation, joined, rounded, take_turns
+from ps_cli.bench.contenders import contenders
+from ps_cli.bench.contenders.child import together
+from ps_cli.bench.contenders.contenders import Cluster, Load, Servers
+from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.instruments.sampling import MIB, Measured, Operation, joined, rounded, take_turns
+from ps_cli.bench.measurements.dense import DEFAULT_SIZE_MB, MOVES, QUICK_SIZE_MB
 from ps_cli.bench.settings import BenchSettings
 
 OPTIMIZERS = ("sgd", "adam")

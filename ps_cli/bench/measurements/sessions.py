@@ -10,11 +10,11 @@ from typing import Any
 from rich.table import Table as TextTable
 
 import ps_worker as ps
-from ps_cli.bench.child import Child, together
-from ps_cli.bench.contenders import Cluster, enter_all
-from ps_cli.bench.environment import environment
-from ps_cli.bench.process_memory import PeakWatch, thread_count
-from ps_cli.bench.sampling import MIB, Measured, Operation, rounded, take_turns
+from ps_cli.bench.contenders.child import Child, together
+from ps_cli.bench.contenders.contenders import Cluster, enter_all
+from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.instruments.process_memory import PeakWatch, thread_count
+from ps_cli.bench.instruments.sampling import MIB, Measured, Operation, rounded, take_turns
 from ps_cli.bench.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 32
@@ -126,7 +126,7 @@ def _gather(lane: str, crowd: _Crowd, byte_count: int) -> Iterator[Cluster]:
         ranks = [str(rank) for rank in range(crowd.session_count)]
         workers = Child.start_all(
             *(
-                ("ps_cli.bench.crowd", *given, *ranks[number :: crowd.process_count])
+                ("ps_cli.bench.contenders.crowd", *given, *ranks[number :: crowd.process_count])
                 for number in range(crowd.process_count)
             )
         )

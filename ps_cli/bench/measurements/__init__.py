@@ -1,0 +1,1 @@
+"""The benchmarks: each measures, and writes its document for a person."""
