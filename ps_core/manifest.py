@@ -1,6 +1,7 @@
-"""The manifest of a checkpoint: what is in it, in which file, and how it is written down.
+"""A checkpoint as values: its manifest, what each node reports of its part, and what an imported
+one has.
 
-Rules:
+Rules of the manifest:
     - It is JSON. Every field is there, and no other: a newer version says so in `version`.
     - Its `sha256` is that of all other fields, as JSON with sorted keys and without blanks.
     - File names are plain names: they lead nowhere but into the checkpoint's own directory.
@@ -10,9 +11,18 @@ Rules:
       referred to is never itself a reference. With no base the checkpoint is a full one.
     - Its run is what has its timeline, or goes on from it: `lineage` has the timelines that it went
       on from, newest first. Version 1 has no lineage.
+    - A table's `spec` is the contract's TableSpec in protobuf's JSON form, which the edge knows.
 
-What it deliberately does not do: read files, or know what a table's `spec` says (it is the
-contract's TableSpec in protobuf's JSON form, which the edge knows).
+Rules of a checkpoint that was imported from a plain state dict:
+    - A state dict has tensors by name, and nothing of tables. So a table finds each of its tensors
+      by its name, wherever it lies here, and all of them or the table is refused. Shape and dtype
+      have to be the table's; block size, order and optimizer are whatever the table has.
+    - The tables of such a checkpoint are called PREFIX/DTYPE and are for the tables PREFIX and
+      PREFIX/...; without a prefix they are called DTYPE and are for all tables.
+    - A tensor without elements has no values to find.
+
+What it deliberately does not do: read files or values (`ps_runtime.checkpoint` does), judge reports
+(`scheduler.machine.checkpoints` does) or names that no table asks for (`ps_worker.training` does).
 """
 
 from __future__ import annotations
@@ -22,11 +32,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NoReturn
 
 from ps_core.errors import InvalidCheckpoint
+from ps_core.keys import TableId
+from ps_core.tables import DType, TableSpec, TensorSpec
 
 MANIFEST_FILE = "manifest.json"
 """Its name in the checkpoint's directory."""
@@ -94,6 +106,35 @@ class SavedWorker:
     byte_count: int = 0
     header_sha256: str = ""
     problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedTable:
+    """What a node wrote of one table: so many blocks, the highest clock of its ranges, and whether
+    each is as it was at a moment of its own.
+    """
+
+    block_count: int
+    clock: int
+    is_torn: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """A node's file, or why there is none; no file and no problem: it has nothing to write.
+
+    Of its blocks some may be referred to in other checkpoints: how many, their bytes, and the
+    directories that have them.
+    """
+
+    file: str = ""
+    byte_count: int = 0
+    header_sha256: str = ""
+    tables: Mapping[TableId, ReportedTable] = field(default_factory=dict)
+    problem: str = ""
+    referred_block_count: int = 0
+    referred_byte_count: int = 0
+    bases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,6 +214,76 @@ class Manifest:
                 f"checkpoint {self.directory} has no table '{name}'; expected one of: {there}"
             )
         return self._tables[name]
+
+
+def imported_name(prefix: str, dtype: DType) -> str:
+    """What the table of a dtype is called."""
+    return f"{prefix}/{dtype.value}" if prefix else dtype.value
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What was imported: by a tensor's name, the table that has it, and where.
+
+    Attributes:
+        url: the checkpoint's directory.
+        prefix: of the names of the tables that it is for; empty: for all.
+        tensors: as the file had them.
+    """
+
+    url: str
+    prefix: str
+    tensors: Mapping[str, tuple[TableSpec, TensorSpec]]
+
+    @classmethod
+    def of(cls, url: str, tables: Iterable[TableSpec]) -> Imported:
+        """What these tables have together."""
+        found: dict[str, tuple[TableSpec, TensorSpec]] = {}
+        prefix = ""
+        for spec in tables:
+            prefix = spec.name.rpartition("/")[0]
+            for tensor in spec.tensors:
+                found[tensor.name] = spec, tensor
+        return cls(url, prefix, found)
+
+    def is_for(self, table: str) -> bool:
+        """Whether it has the values of the table of that name, or none has."""
+        return not self.prefix or table == self.prefix or table.startswith(f"{self.prefix}/")
+
+    def places(self, spec: TableSpec) -> dict[str, tuple[str, int]]:
+        """By a tensor's name, the table here that has its values, and its first element there.
+
+        Raises:
+            InvalidCheckpoint: a tensor of `spec` is not here, or is another one.
+        """
+        return {
+            tensor.name: self._place(spec, tensor)
+            for tensor in spec.tensors
+            if tensor.element_count
+        }
+
+    def _place(self, spec: TableSpec, tensor: TensorSpec) -> tuple[str, int]:
+        what = f"tensor '{tensor.name}' of table '{spec.name}'"
+        if tensor.name not in self.tensors:
+            raise InvalidCheckpoint(
+                f"{what} is not in {self.url}, which was imported for {self._covers}; expected all "
+                "of the table's tensors, or an import with --prefix, the name of one model"
+            )
+        source, found = self.tensors[tensor.name]
+        came = f"{found.shape} of {source.dtype.value}"
+        expected = f"{tensor.shape} of {spec.dtype.value}"
+        if came != expected:
+            raise InvalidCheckpoint(f"{what} is {came} in {self.url}; expected {expected}")
+        return source.name, found.offset
+
+    @property
+    def _covers(self) -> str:
+        return f"the tables of '{self.prefix}'" if self.prefix else "all tables"
+
+    def unknown(self, names: Iterable[str]) -> Iterator[str]:
+        """The tensors here that are none of these."""
+        known = set(names)
+        return (name for name in self.tensors if name not in known)
 
 
 def directory_name(number: int, cluster_id: str) -> str:
@@ -354,9 +465,9 @@ class _Fields:
             inner.finish()
 
     def finish(self) -> None:
-        for field in self._left:
+        for name in self._left:
             raise InvalidCheckpoint(
-                f"{self.where}: there is a field {field!r}; expected none of that name"
+                f"{self.where}: there is a field {name!r}; expected none of that name"
             )
 
 

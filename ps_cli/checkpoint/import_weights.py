@@ -7,7 +7,7 @@ Rules:
     - All is read again before the manifest is written; what came to nothing is removed.
 
 What it deliberately does not do: know a model. Which table begins with which tensor is known when a
-script makes its tables (`ps_core.imported`).
+script makes its tables (`ps_core.manifest`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from ps_cli.console.output import Output
 from ps_cli.status.view import size
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError
-from ps_core.imported import imported_name
-from ps_core.manifest import Manifest, SavedPart, SavedTable, number_of
+from ps_core.manifest import Manifest, SavedPart, SavedTable, imported_name, number_of
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import VALUES

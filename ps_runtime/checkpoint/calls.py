@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ps_core.keys import TableId
-from ps_core.part_report import PartReport
+from ps_core.manifest import PartReport
 from ps_runtime.cluster import wire
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.system import clock

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from ps_core.errors import check
-from ps_core.imported import Imported
+from ps_core.manifest import Imported
 from ps_core.tables import Table
 from ps_runtime.checkpoint.part_file import VALUES, StoredBlock
 from ps_runtime.checkpoint.reader import CheckpointReader

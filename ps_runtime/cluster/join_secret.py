@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig, Recovering
-from ps_core.join_proof import Joiner
+from ps_core.rights import Joiner
 from ps_runtime.cluster import wire
 from pushpull.v1 import scheduler_pb2
 

@@ -39,7 +39,7 @@ from ps_core.change import Checkpoint
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Internal, PushpullError
 from ps_core.keys import TableId
-from ps_core.part_report import PartReport, ReportedTable
+from ps_core.manifest import PartReport, ReportedTable
 from ps_core.tables import DType, OptimizerKind, Table
 from ps_core.work import Work
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate

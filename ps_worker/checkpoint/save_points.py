@@ -45,7 +45,7 @@ from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import TableId
-from ps_core.part_report import PartReport, ReportedTable
+from ps_core.manifest import PartReport, ReportedTable
 from ps_core.tables import Table
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s

@@ -11,8 +11,7 @@ import torch
 from ps_core.change import Checkpoint
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidCheckpoint
-from ps_core.imported import Imported
-from ps_core.part_report import PartReport
+from ps_core.manifest import Imported, PartReport
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import PartHeader
 from ps_runtime.checkpoint.part_writer import WorkerPart, WorkerTensor, write_worker_part

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ps_core.change import Checkpoint
 from ps_core.errors import Fenced, InvalidConfig, StaleAssignment, WaitExpired
-from ps_core.imported import Imported
-from ps_core.part_report import PartReport
+from ps_core.manifest import Imported, PartReport
 from ps_runtime.checkpoint.calls import MadeCheckpoint, create_checkpoint, restore_checkpoint
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ps_core.errors import InvalidCheckpoint
-from ps_core.imported import Imported
+from ps_core.manifest import Imported
 from ps_worker.spec.flat_layout import plain_name
 
 _SHOWN_COUNT = 5

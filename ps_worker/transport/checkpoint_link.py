@@ -8,7 +8,7 @@ from typing import Any
 
 from ps_core.errors import PushpullError
 from ps_core.keys import TableId
-from ps_core.part_report import PartReport
+from ps_core.manifest import PartReport
 from ps_runtime.checkpoint.calls import join_checkpoint, report_part
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.observe import logs

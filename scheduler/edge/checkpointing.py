@@ -33,8 +33,15 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import NodeId, TableId
-from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, left_directory_name
-from ps_core.part_report import PartReport, ReportedTable
+from ps_core.manifest import (
+    Manifest,
+    PartReport,
+    ReportedTable,
+    SavedPart,
+    SavedTable,
+    SavedWorker,
+    left_directory_name,
+)
 from ps_core.tables import Initializer, InitializerKind, Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.store import CheckpointStore

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
-from ps_core.imported import Imported
-from ps_core.manifest import MAX_LINEAGE_COUNT, SavedTable
+from ps_core.manifest import MAX_LINEAGE_COUNT, Imported, SavedTable
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from ps_runtime.observe import logs
 from scheduler.machine.state import Restored, RestoredTable

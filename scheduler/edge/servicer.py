@@ -28,8 +28,8 @@ from ps_core.errors import (
     Recovering,
     WaitExpired,
 )
-from ps_core.join_proof import CHALLENGE_BYTES
 from ps_core.keys import NodeId, TableId
+from ps_core.rights import CHALLENGE_BYTES
 from ps_runtime.checkpoint.roots import CheckpointRoots
 from ps_runtime.cluster import wire, wire_changes
 from ps_runtime.cluster.join_secret import joiner

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ps_core.cluster_view import Node
 from ps_core.keys import NodeId, TableId
-from ps_core.part_report import PartReport
+from ps_core.manifest import PartReport
 from ps_core.tables import Table
 
 

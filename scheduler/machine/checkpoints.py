@@ -44,8 +44,7 @@ from ps_core.change import Checkpoint, TableCut
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId, TableId
-from ps_core.manifest import directory_name, is_file_name, number_of
-from ps_core.part_report import PartReport
+from ps_core.manifest import PartReport, directory_name, is_file_name, number_of
 from ps_core.tables import Table
 from scheduler.machine.changes import Changes, Pending
 from scheduler.machine.checkpoint_state import (

@@ -40,7 +40,7 @@ from ps_core.change import Change, ChangeOutcome, Join
 from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import InvalidConfig, NotPermitted, Overloaded, Recovering
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.part_report import PartReport
+from ps_core.manifest import PartReport
 from ps_core.runs import Run
 from ps_core.tables import Table, TableSpec
 from scheduler.machine import admission, update_offers, view_size

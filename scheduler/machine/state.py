@@ -20,8 +20,8 @@ from ps_core.change import Change, Join
 from ps_core.cluster_view import Node, NodeState, RangeAssignment, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
-from ps_core.imported import Imported
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
+from ps_core.manifest import Imported
 from ps_core.runs import Run
 from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer

@@ -22,8 +22,8 @@ from ps_core.change import Change, Join
 from ps_core.cluster_view import Role
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists
-from ps_core.imported import Imported
 from ps_core.keys import RangeId, TableId
+from ps_core.manifest import Imported
 from ps_core.tables import (
     Initializer,
     InitializerKind,

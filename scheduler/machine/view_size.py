@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from ps_core import limits
 from ps_core.cluster_view import Node
-from ps_core.remembered import Remembered
 from ps_core.runs import Run
-from ps_core.tables import TableSpec
+from ps_core.tables import Remembered, TableSpec
 from scheduler.machine.state import ClusterSettings, ClusterState
 
 MAX_VIEW_BYTES = limits.FOREIGN_MAX_MESSAGE_BYTES

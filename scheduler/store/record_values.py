@@ -25,7 +25,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from ps_core.imported import Imported
+from ps_core.manifest import Imported
 from ps_core.tables import TableSpec
 
 Writer = Callable[[Any], Any]

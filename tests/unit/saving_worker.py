@@ -12,7 +12,7 @@ from ps_core.change import Checkpoint, TableCut
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
-from ps_core.part_report import PartReport
+from ps_core.manifest import PartReport
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_worker.checkpoint.save_points import Question, SavePoints
 from ps_worker.steps.steps import TableHandle

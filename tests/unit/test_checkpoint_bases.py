@@ -7,7 +7,7 @@ import pytest
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
-from ps_core.part_report import PartReport, ReportedTable
+from ps_core.manifest import PartReport, ReportedTable
 from scheduler.machine.checkpoint_state import CheckpointWritten
 from scheduler.machine.cluster import Created
 from tests.unit.cluster_harness import Harness

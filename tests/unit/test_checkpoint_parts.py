@@ -18,7 +18,7 @@ from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.part_report import PartReport
+from ps_core.manifest import PartReport
 from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import read_header, read_tensor

@@ -13,7 +13,7 @@ from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, TableCut
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
-from ps_core.part_report import PartReport, ReportedTable
+from ps_core.manifest import PartReport, ReportedTable
 from ps_core.tables import Table
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size

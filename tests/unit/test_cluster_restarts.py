@@ -12,9 +12,8 @@ from ps_core.change import Change, ChangeOutcome
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidJournal, Recovering
-from ps_core.imported import Imported
 from ps_core.losses import LossTotals
-from ps_core.part_report import PartReport
+from ps_core.manifest import Imported, PartReport
 from scheduler.machine.adaptation import Course, KeptCourse
 from scheduler.machine.changes import Withdrawn
 from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade

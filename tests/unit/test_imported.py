@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ps_core.errors import InvalidCheckpoint
-from ps_core.imported import Imported, imported_name
+from ps_core.manifest import Imported, imported_name
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
 
 URL = "/runs/7/00000001-imported"

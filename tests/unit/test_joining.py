@@ -14,7 +14,7 @@ import pytest
 from ps_core import rights
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig, NotPermitted, Recovering, Unauthenticated
-from ps_core.join_proof import CHALLENGE_BYTES, Joiner
+from ps_core.rights import CHALLENGE_BYTES, Joiner
 from ps_runtime.cluster import join_secret
 from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2, types_pb2
 

@@ -10,8 +10,14 @@ import pytest
 
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidCheckpoint
-from ps_core.manifest import Manifest, SavedWorker, left_directory_name, number_of
-from ps_core.part_report import PartReport, ReportedTable
+from ps_core.manifest import (
+    Manifest,
+    PartReport,
+    ReportedTable,
+    SavedWorker,
+    left_directory_name,
+    number_of,
+)
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_writer import WorkerPart, WorkerTensor, write_worker_part
 from ps_runtime.checkpoint.reader import CheckpointReader

@@ -11,12 +11,13 @@ from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import (
     MAX_PLACE_CHARACTERS,
+    PartReport,
+    ReportedTable,
     directory_name,
     left_directory_name,
     place_in,
     split_place,
 )
-from ps_core.part_report import PartReport, ReportedTable
 from tests.unit.test_manifest import MANIFEST
 
 DIRECTORY = "00000012-3fa9c1d2"

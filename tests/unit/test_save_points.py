@@ -11,7 +11,7 @@ import pytest
 from ps_core.change import Change, Checkpoint
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig, WaitExpired
-from ps_core.part_report import PartReport, ReportedTable
+from ps_core.manifest import PartReport, ReportedTable
 from tests.unit.saving_worker import WAIT_S, A, B, Resting, State, Worker, clocks_of
 
 
