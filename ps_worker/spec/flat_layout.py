@@ -16,7 +16,8 @@ Invariants:
     FL-1  Every parameter of a group is in exactly one layout, and offsets follow each other without
           gap.
 
-What it deliberately does not do: hold gradients (`ps_worker.training.staging`), or talk to anybody.
+What it deliberately does not do: hold gradients (`ps_worker.training.tables.staging`), or talk to
+anybody.
 """
 
 from __future__ import annotations

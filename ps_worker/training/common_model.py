@@ -21,7 +21,7 @@ from ps_worker.client.client import Client
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import names_of
-from ps_worker.training.trained_table import TrainedTable
+from ps_worker.training.tables.trained_table import TrainedTable
 
 
 class _Stage(IntEnum):

@@ -23,6 +23,7 @@ What it deliberately does not do: average over `accumulate` (scale the loss, as 
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
 import sys
 import weakref
@@ -30,35 +31,41 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ps_core.consistency import Consistency
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.manifest import Imported
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
-from ps_worker.spec.flat_layout import Parameters, named_group, named_groups, table_layouts
+from ps_worker.spec.flat_layout import (
+    Parameters,
+    named_group,
+    named_groups,
+    plain_name,
+    table_layouts,
+)
 from ps_worker.spec.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import TableHandle
 from ps_worker.steps.tickets import StepResult
 from ps_worker.training import joining as succession
-from ps_worker.training.data_parallel import check_reduces_alone
-from ps_worker.training.imported_model import check_known
 from ps_worker.training.local_optimizer import inner_optimizer
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
-from ps_worker.training.optimizer_state import OptimizerState
+from ps_worker.training.optimizer_state import OptimizerState, checked_groups, fill_groups, numbered
 from ps_worker.training.served_state import pulled_arrays, torch_state
-from ps_worker.training.step_scale import amp_scale_of, check_unscaled
-from ps_worker.training.torch_groups import checked_groups, fill_groups, numbered
+from ps_worker.training.tables.step_scale import amp_scale_of, check_unscaled
+from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
-from ps_worker.training.trained_table import TrainedTable
 
 _Base = torch.optim.Optimizer
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_SHOWN_TENSOR_COUNT = 5
 _names_in_use: weakref.WeakKeyDictionary[Client, set[str]] = weakref.WeakKeyDictionary()
 
 
@@ -167,7 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._options.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         groups = named_groups(parameters, self._module)
-        self._check_reduces_alone(groups)
+        _check_reduces_alone(groups, self._client.world_size)
         if self._model.adds and self._options.is_eager:
             raise InvalidConfig(
                 "mode is 'eager' with Add, which pushes what a whole step did; expected 'sealed'"
@@ -196,7 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for layout in buffer_layouts(self._options.name, self._module)
             )
         if self._client.checkpoints.imported is not None and self._module is not None:
-            check_known(self._client.checkpoints.imported, self._options.name, self._module)
+            _check_known(self._client.checkpoints.imported, self._options.name, self._module)
         self._start_from_rank_zero([*self._tables, *self._buffers])
         self._model.begin()
 
@@ -274,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 that the script changes meanwhile are an edit of the step after it.
         """
         if not self._has_stepped:  # frameworks wrap the model when they have the optimizer
-            self._check_reduces_alone(self.param_groups)
+            _check_reduces_alone(self.param_groups, self._client.world_size)
             self._has_stepped = True
         if not self._model.is_repeated:
             self._model.end_step()
@@ -485,10 +492,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # --- at the start
 
-    def _check_reduces_alone(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        parameters = (parameter for group in groups for parameter in group["params"])
-        check_reduces_alone(parameters, self._client.world_size)
-
     def _share(self, inner: torch.optim.Optimizer) -> None:
         self.param_groups = inner.param_groups
         self.defaults = inner.defaults
@@ -599,3 +602,64 @@ class _Hook:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._hooked(self._table, self._index)
+
+
+def _check_known(imported: Imported, name: str, module: nn.Module) -> None:
+    """Refuse what has tensors that the model does not have: it is another model's.
+
+    Tied parameters count under each of their names, as `module.state_dict()` has them; those of
+    the module that another optimizer trains count as well.
+
+    Args:
+        imported: what was imported.
+        name: that of the model's `DistributedOptimizer`.
+        module: the model.
+
+    Raises:
+        InvalidCheckpoint: naming some of them.
+    """
+    if not imported.is_for(f"{name}/"):
+        return
+    unknown = list(imported.unknown([plain_name(key) for key in module.state_dict()]))
+    if unknown:
+        shown = ", ".join(f"'{tensor}'" for tensor in unknown[:_SHOWN_TENSOR_COUNT])
+        other_count = len(unknown) - _SHOWN_TENSOR_COUNT
+        more = f" and {other_count} others" if other_count > 0 else ""
+        raise InvalidCheckpoint(
+            f"{imported.url} has {shown}{more}, which model '{name}' does not have; expected the "
+            "state dict of this model, or one that was imported with --prefix for another"
+        )
+
+
+def _check_reduces_alone(groups: Iterable[Mapping[str, Any]], worker_count: int) -> None:
+    """Refuse parameters whose gradients another reduces among the workers as well: their module is
+    in torch's DistributedDataParallel, since torchrun has started the workers and a framework has
+    taken its variables for its own.
+
+    Args:
+        groups: the optimizer's.
+        worker_count: how many workers there are.
+
+    Blocking: looks at all objects of the process, where it is in a process group of several.
+
+    Raises:
+        InvalidConfig: they are a module's that is in DistributedDataParallel with other processes.
+    """
+    if worker_count == 1 or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if distributed.get_world_size() == 1:
+        return
+    ours = {id(parameter) for group in groups for parameter in group["params"]}
+    for found in gc.get_objects():
+        # `type`, since `isinstance` asks proxies, which may import or answer anything.
+        if not issubclass(type(found), DistributedDataParallel):
+            continue
+        process_count = found.process_group.size()
+        if process_count > 1 and any(id(parameter) in ours for parameter in found.parameters()):
+            raise InvalidConfig(
+                f"the model is in DistributedDataParallel with {process_count} processes, and this "
+                f"is one of {worker_count} workers: gradients would be reduced twice, and a "
+                "framework deals out the data twice. Train the module itself; where a framework "
+                "has wrapped it, remove RANK, WORLD_SIZE and LOCAL_RANK from os.environ after "
+                "ps.connect(), before the framework is set up"
+            )

@@ -23,7 +23,7 @@ from ps_runtime.observe import logs
 from ps_worker.client.client import Client
 from ps_worker.steps.steps import passed
 from ps_worker.training.module_buffers import BufferTable
-from ps_worker.training.trained_table import TrainedTable
+from ps_worker.training.tables.trained_table import TrainedTable
 
 ALL_HERE_WITHIN_S = 30.0
 """How long a worker that brings something waits for the others that the cluster was started for."""

@@ -25,7 +25,7 @@ from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.training.staging import FlatBuffer
+from ps_worker.training.tables.staging import FlatBuffer
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client

@@ -29,10 +29,10 @@ import torch
 from ps_core.errors import check
 from ps_core.tables import VALUES_ARRAY
 from ps_worker.training.served_state import LoadedState
-from ps_worker.training.staging import is_finite
+from ps_worker.training.tables.staging import is_finite
 
 if TYPE_CHECKING:
-    from ps_worker.training.trained_table import TrainedTable
+    from ps_worker.training.tables.trained_table import TrainedTable
 
 _DIGEST_BYTES = 16
 _NAMED_COUNT = 3

@@ -32,11 +32,11 @@ from ps_core.tables import (
     array_words,
 )
 from ps_worker.client.pending import Pending
-from ps_worker.training.staging import is_finite, same_bits
+from ps_worker.training.tables.staging import is_finite, same_bits
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.training.trained_table import TrainedTable
+    from ps_worker.training.tables.trained_table import TrainedTable
 
 Arrays: TypeAlias = dict[str, torch.Tensor]
 """Of one table, by name: each 1-D, all its elements."""

@@ -38,13 +38,12 @@ from ps_core.tables import VALUES_ARRAY, Hyperparameters
 from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, numbers_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.tickets import Pulled, PushTicket, StepResult
-from ps_worker.training.clipping import clip_of, clip_reduced, multiply_gradients
+from ps_worker.training.clipping import UpdateScaling, clip_of, clip_reduced, multiply_gradients
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import clocks_behind, joins_nobody
 from ps_worker.training.local_optimizer import StateBefore
 from ps_worker.training.module_buffers import BufferTable
-from ps_worker.training.norm_exchange import UpdateScaling
 from ps_worker.training.planned_edits import (
     ASLEEP,
     PASSED,
@@ -64,10 +63,10 @@ from ps_worker.training.served_state import (
     loaded_state,
     pulled_arrays,
 )
-from ps_worker.training.staging import is_finite
-from ps_worker.training.step_scale import StepScale
 from ps_worker.training.step_times import StepTimes
-from ps_worker.training.trained_table import TrainedTable
+from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.step_scale import StepScale
+from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.transport.metrics import MEASURES
 
 if TYPE_CHECKING:

@@ -8,8 +8,13 @@ from torch import nn
 
 from ps_worker.spec.cutting import BlockPart
 from ps_worker.spec.flat_layout import dtype_of, layout_of
-from ps_worker.training.device_copies import from_host, stream_from_host, stream_to_host, to_host
-from ps_worker.training.staging import Fingerprint, FlatBuffer
+from ps_worker.training.tables.device_copies import (
+    from_host,
+    stream_from_host,
+    stream_to_host,
+    to_host,
+)
+from ps_worker.training.tables.staging import Fingerprint, FlatBuffer
 from tests.unit.staging_loop import Loop
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(180)]

@@ -373,7 +373,7 @@ class SimWorker:
         raise AssertionError(f"worker {self.rank}: {effect}")
 
     def _step_ended(self, effect: StepEnded) -> None:
-        """As `ps_worker.training.norm_exchange`: the scale follows as soon as every range told its
+        """As `ps_worker.training.clipping`: the scale follows as soon as every range told its
         part.
         """
         key = effect.table_id, effect.clock

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from tests.tidy.layers import PURE_ROOMS
 from tests.tidy.rules import RULES
 from tests.tidy.source import parse, python_sources
+
+MAX_ROOM_FILES = 20
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -17,6 +21,13 @@ def test_rule_holds_everywhere(name: str) -> None:
 
 def test_every_pure_room_exists() -> None:
     assert not PURE_ROOMS - {source.module for source in python_sources()}
+
+
+def test_no_room_has_more_files_than_a_reader_takes_in() -> None:
+    rooms = Counter(
+        source.path.rpartition("/")[0] for source in python_sources() if source.is_shipped
+    )
+    assert not {room: count for room, count in rooms.items() if count > MAX_ROOM_FILES}
 
 
 _LONG_FUNCTION = "def long() -> None:\n" + "    pass\n" * 70

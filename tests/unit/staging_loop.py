@@ -13,8 +13,8 @@ from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_worker.spec.cutting import BlockPart
 from ps_worker.spec.flat_layout import TORCH_DTYPE, dtype_of, layout_of
-from ps_worker.training.device_copies import to_host
-from ps_worker.training.staging import CopyToHost, GradientStaging
+from ps_worker.training.tables.device_copies import to_host
+from ps_worker.training.tables.staging import CopyToHost, GradientStaging
 
 
 class Loop:

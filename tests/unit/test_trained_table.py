@@ -18,7 +18,7 @@ from ps_worker.spec.optimizers import SGD
 from ps_worker.spec.settings import ASP
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import TableHandle
-from ps_worker.training.trained_table import TrainedTable
+from ps_worker.training.tables.trained_table import TrainedTable
 
 NUMBERS = (("lr", 1.0),)
 

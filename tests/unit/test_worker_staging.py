@@ -9,8 +9,8 @@ from torch import nn
 from ps_core.errors import InvalidTensor
 from ps_core.tables import unpack_presence
 from ps_worker.spec.flat_layout import dtype_of, layout_of
-from ps_worker.training.device_copies import from_host, to_host
-from ps_worker.training.staging import Fingerprint, GradientStaging
+from ps_worker.training.tables.device_copies import from_host, to_host
+from ps_worker.training.tables.staging import Fingerprint, GradientStaging
 from tests.unit.staging_loop import Loop, SlowDevice, ones
 
 

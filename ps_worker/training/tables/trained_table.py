@@ -26,10 +26,10 @@ from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.optimizers import Add, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.training.device_copies import Arrival, from_host
-from ps_worker.training.edits import WrittenValues
-from ps_worker.training.staging import FlatBuffer, GradientStaging, blocks_in, is_finite
-from ps_worker.training.step_scale import StepScale
+from ps_worker.training.tables.device_copies import Arrival, from_host
+from ps_worker.training.tables.edits import WrittenValues
+from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in, is_finite
+from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client

@@ -13,8 +13,8 @@ Rules:
     - A step may be restricted to some blocks: then what touches none of them is not even copied.
     - A table whose gradients mostly changed after they left (clipping does that in every step) is
       not streamed in the next step; staging goes on, so streaming starts again when that ends.
-    - A gradient on a device is copied beside backward (`ps_worker.training.device_copies`), which
-      may have changed it before the copy has ended; that is a change after it left, like any other.
+    - A gradient on a device is copied beside backward (`device_copies`), which may have changed it
+      before the copy has ended; that is a change after it left, like any other.
 
 Invariants:
     STG-1  What `take` gives covers every present gradient that has not left in its present form.
@@ -39,11 +39,11 @@ from ps_core.tables import Table, pack_presence
 from ps_worker.spec.cutting import BlockPart
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.values import Raw
-from ps_worker.training.device_copies import Arrival, to_host
+from ps_worker.training.tables.device_copies import Arrival, to_host
 from ps_worker.transport.shared_buffers import empty_shared
 
 CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
-"""Copies (source, target) as `ps_worker.training.device_copies.to_host` does."""
+"""Copies (source, target) as `ps_worker.training.tables.device_copies.to_host` does."""
 
 _BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integer type of the same width, in which NaN equals itself and 0 differs from -0."""

@@ -10,7 +10,7 @@ Rules:
       column are, with those of the moment in which it was written.
 
 What it deliberately does not do: name them (`ps_worker.training.planned_edits` does), send anything
-(`ps_worker.training.trained_table` does), or decide what becomes of a step
+(`ps_worker.training.tables.trained_table` does), or decide what becomes of a step
 (`ps_worker.training.trained_model` does).
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Collection
 import torch
 
 from ps_worker.spec.flat_layout import FlatLayout
-from ps_worker.training.staging import FlatBuffer, column_sums, is_same_memory, same_bits
+from ps_worker.training.tables.staging import FlatBuffer, column_sums, is_same_memory, same_bits
 
 
 class WrittenValues:
