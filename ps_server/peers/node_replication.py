@@ -126,7 +126,8 @@ class ReplicatedRanges:
         """What the update log had all of when the server started, which is in the stores; before
         the first view.
         """
-        self.replication.recover(replicas.values())
+        named = {table_id for table_id, _ in self._shards.stores}
+        self.replication.recover(replicas.values(), named)
         self._logged.recover(replicas)
 
     # --- views
@@ -148,7 +149,7 @@ class ReplicatedRanges:
         self._view_came.set()
         yield from self._making_room(view)
         if self.update_log is not None:
-            self._encoded_log.add_tables(view.tables)
+            self._encoded_log.observe_tables(view.tables_by_id)
             self._logged.observe(lost)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))

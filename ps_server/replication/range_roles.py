@@ -89,15 +89,21 @@ class Replication:
         self._min_in_sync = min_in_sync
         self._has_update_log = has_update_log
         self._recovered: set[RangeId] = set()
+        self._logged_tables: set[TableId] = set()
         self._view: ClusterView | None = None
         self._with_joining: list[RangeAssignment] = []
         self._had: set[RangeId] = set()
         self._looked_s: float | None = None
 
-    def recover(self, replicas: Iterable[Replica]) -> None:
+    def recover(self, replicas: Iterable[Replica], table_ids: Iterable[TableId] = ()) -> None:
         """What the update log of a server before this one has, which the scheduler was told; before
         the first view.
+
+        Args:
+            replicas: its ranges.
+            table_ids: all tables that it names, of which there may be nothing in any range.
         """
+        self._logged_tables = set(table_ids)
         for replica in replicas:
             self.replicas[replica.range_id] = replica
             self._recovered.add(replica.range_id)
@@ -163,6 +169,7 @@ class Replication:
         """The tables of which something may be here, and that a newer view has not any more."""
         recovered = [] if self._view is not None else self.replicas.values()
         named = {table_id for replica in recovered for table_id in replica.copies}
+        named |= self._logged_tables if self._view is None else set()
         return self._machine.removed_by(view) | (named - view.tables_by_id.keys())
 
     def _removing(self, table_ids: frozenset[TableId]) -> Work[list[Effect]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ps_core.keys import RangeId, TableId
 from ps_core.tables import Table
@@ -39,12 +39,14 @@ class EncodedLog:
         self._messages = messages
         self._tables: set[TableId] = set()
 
-    def add_tables(self, tables: Iterable[Table]) -> None:
-        """The tables that there are, before anything of them."""
-        for table in tables:
-            if table.table_id not in self._tables:
-                self._tables.add(table.table_id)
-                self._log.add_table(wire.table_to_proto(table).SerializeToString())
+    def observe_tables(self, tables: Mapping[TableId, Table]) -> None:
+        """The tables that there are, before anything of them; nothing more comes of others."""
+        for table_id in self._tables - tables.keys():
+            self._log.forget_table(table_id)
+        for table_id, table in tables.items():
+            if table_id not in self._tables:
+                self._log.add_table(table_id, wire.table_to_proto(table).SerializeToString())
+        self._tables = set(tables)
 
     @property
     def is_busy(self) -> bool:

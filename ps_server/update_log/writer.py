@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ps_core.errors import InvalidUpdateLog
-from ps_core.keys import AssignmentEpoch, RangeId
+from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_runtime.observe import logs
 from ps_runtime.system.disk import Disk, WriteBehind
 from ps_server.update_log.directory import LogDirectory
@@ -124,7 +124,7 @@ class UpdateLog:
         self._directory = directory
         self._header = header
         self.segments = LogSegments(setting.bound_bytes, sizes, starts)
-        self._tables: list[bytes] = []
+        self._tables: dict[TableId, bytes] = {}
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._writer = _Writer(directory, setting.is_synced, self._queue, self._said)
@@ -140,10 +140,14 @@ class UpdateLog:
         self.segments.append(item.kind, item.range_id, size_bytes)
         self._queue.put(item)
 
-    def add_table(self, raw: bytes) -> None:
+    def add_table(self, table_id: TableId, raw: bytes) -> None:
         """A table, in this segment and all later ones."""
-        self._tables.append(raw)
+        self._tables[table_id] = raw
         self.append(Item(FrameKind.TABLE, ((raw,),)))
+
+    def forget_table(self, table_id: TableId) -> None:
+        """A table that was removed: segments that begin later need not name it."""
+        del self._tables[table_id]
 
     def turn(self, state_bytes: int) -> None:
         """Begin another segment if this one is full, and let go of what is not needed.
@@ -161,7 +165,7 @@ class UpdateLog:
         header.CopyFrom(self._header)
         header.segment = self.segments.newest + 1
         first = [Item(FrameKind.HEADER, ((header.SerializeToString(),),))]
-        first += [Item(FrameKind.TABLE, ((raw,),)) for raw in self._tables]
+        first += [Item(FrameKind.TABLE, ((raw,),)) for raw in self._tables.values()]
         number = self.segments.begin(len(MAGIC) + sum(map(_size, first)))
         self._queue.put(_NextSegment(number, first))
 

@@ -91,7 +91,8 @@ class LoggedServer:
             )
             for index, slots in enumerate(key_ranges(RANGES))
         )
-        self.node.observe(ClusterView(number, "c", 1, 1, (), ranges, (self.table,)))
+        self.view = ClusterView(number, "c", 1, 1, (), ranges, (self.table,))
+        self.node.observe(self.view)
         self.sequences = {
             range_id: self._low_water(range_id) for range_id in map(RangeId, range(RANGES))
         }

@@ -578,3 +578,12 @@ def test_what_came_from_an_update_log_of_a_table_that_was_removed_is_nothing() -
     two.observe(seen, 0.0)
     assert two.replicas[RANGE].copies == {}
     assert two.removed_by(seen) == frozenset()
+
+
+def test_what_an_update_log_only_names_is_removed_too() -> None:
+    two = replication(TWO)
+    two.recover([Replica(RANGE, EPOCH, LEASE_S, EPOCH, {}, 4)], [TABLE, TableId(2)])
+    seen = replace(view(3, (3, TWO, (), ())), tables=(make_table(),), next_table_id=3)
+    assert two.removed_by(seen) == {TableId(2)}
+    two.observe(seen, 0.0)
+    assert two.removed_by(seen) == frozenset()

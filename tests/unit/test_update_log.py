@@ -8,21 +8,27 @@ import queue
 import random
 import shutil
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ps_core.errors import InvalidUpdateLog, Recovering
-from ps_core.keys import RangeId
+from ps_core.keys import RangeId, TableId
+from ps_core.tables import Initializer, InitializerKind, Table
+from ps_runtime.cluster import wire
 from ps_runtime.system.disk import Disk
+from ps_server.lane.lane_socket import SharedLanes
+from ps_server.lane.shards import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log.reader import scan
-from ps_server.update_log.recovery import claimable
+from ps_server.update_log.recovery import claimable, read_log
 from ps_server.update_log.writer import Item, _Writer
 from tests.unit.logged_server import (
     KERNELS,
+    MODEL,
     RANGES,
     LoggedServer,
     Setting,
@@ -107,16 +113,63 @@ def test_who_goes_on_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
     assert ends[0] == ends[1]
 
 
+def of_another_run(server: LoggedServer) -> Table:
+    """A table that waits for its initial values."""
+    initializer = Initializer(InitializerKind.FROM_RANK_ZERO)
+    spec = replace(server.table.spec, name="other", initializer=initializer)
+    return Table(TableId(2), 1, spec, run="a")
+
+
+def test_nothing_is_here_of_a_removed_table_that_a_log_only_names(tmp_path: Path) -> None:
+    """No range has anything of it: its values would have memory for as long as the server lives."""
+
+    async def scene() -> None:
+        first = LoggedServer(tmp_path, 1, Setting())
+        removed = wire.table_to_proto(of_another_run(first)).SerializeToString()
+        first.log.add_table(TableId(2), removed)
+        await first.push(1)
+        await first.end()
+        second = LoggedServer(tmp_path, 3, Setting())
+        assert second.kept.replicas.keys() == {0, 1}
+        assert {table_id for table_id, _ in second.node.shards.stores} == {MODEL}
+        await second.end()
+
+    ran(scene)
+
+
+def test_segments_that_begin_later_name_no_removed_table(tmp_path: Path) -> None:
+    """A server that reads them makes room for each table that they name."""
+
+    async def scene() -> None:
+        server = LoggedServer(tmp_path, 1, Setting(bound_bytes=60_000))
+        tables = (server.table, of_another_run(server))
+        server.node.observe(replace(server.view, view_number=2, tables=tables))
+        server.node.observe(replace(server.view, view_number=3, next_table_id=3))
+        await pushed_until_the_first_segment_goes(server)
+        await server.end()
+        shards = Shards(SharedLanes(), {})
+        with LogDirectory(tmp_path) as directory:
+            assert read_log(directory, shards, KERNELS).replicas.keys() == {0, 1}
+        assert {table_id for table_id, _ in shards.stores} == {MODEL}
+
+    ran(scene)
+
+
+async def pushed_until_the_first_segment_goes(server: LoggedServer) -> None:
+    """Its worker takes steps until then."""
+    step = 1
+    await server.push(step)
+    while min(server.path.glob("*.log")).name == "00000001.log":
+        for _ in range(5):
+            step += 1
+            await server.push(step)
+        server.node.tick()
+
+
 def test_old_segments_go_and_the_newest_bases_are_enough(tmp_path: Path) -> None:
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting(bound_bytes=60_000))
-        step = 1
-        await server.push(step)
-        while min(server.path.glob("*.log")).name == "00000001.log":
-            for _ in range(5):
-                step += 1
-                await server.push(step)
-            server.node.tick()
+        await pushed_until_the_first_segment_goes(server)
         expected = server.values
         await server.end()
         assert recovered(tmp_path).values == expected
