@@ -23,6 +23,11 @@ from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import RestoreSimulation
 from tests.sim.test_restores_kept import KeptRestoreSimulation
 from tests.sim.test_runs import RunAwaySimulation, RunSimulation
+from tests.sim.test_runs_beside import (
+    RunDepartureSimulation,
+    RunLogSimulation,
+    RunRestoreSimulation,
+)
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_scheduler_restarts import RestartSimulation
 from tests.sim.test_simulation import Simulation
@@ -43,6 +48,9 @@ KINDS: dict[str, type[Simulation]] = {
     "replacements": ReplacementSimulation,
     "runs": RunSimulation,
     "runs-away": RunAwaySimulation,
+    "runs-logs": RunLogSimulation,
+    "runs-departures": RunDepartureSimulation,
+    "runs-restores": RunRestoreSimulation,
     "loops": LoopSimulation,
     "disagreements": DisagreeingSimulation,
     "lanes": LaneSimulation,
@@ -70,6 +78,9 @@ SHARES = {
     "replacements": 4,
     "runs": 4,
     "runs-away": 4,
+    "runs-logs": 10,
+    "runs-departures": 10,
+    "runs-restores": 10,
     "loops": 4,
     "disagreements": 10,
     "lanes": 10,

@@ -232,6 +232,9 @@ class LoggedServer(ReplicatedServer):
     def recover(self, blocks: Callable[[TableId, RangeId], PartCopy]) -> None:
         """Before the first view: what the log has."""
         begins = self.log.begins()
+        for table in self._tables():  # each segment names them, whatever else it has
+            for range_id in begins.keys() & table.blocks_by_range(self._range_count).keys():
+                self.held((table.table_id, range_id))
         replicas: dict[RangeId, Replica] = {}
         numbers = itertools.count()
         for frame in self.log.frames:
@@ -262,7 +265,8 @@ class LoggedServer(ReplicatedServer):
                     frame.number,
                 )  # fmt: skip
         self.world.counts["ranges read from a log"] += len(replicas)
-        self.replication.recover(replicas.values())
+        named = [table.table_id for table in self._tables()]
+        self.replication.recover(replicas.values(), named)
         self.logged.recover(begins)
 
     def heard_of_log(self, frame: Frame) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _RUNS = ("runs",)
+_LOGS = ("runs-logs",)
+_DEPARTURES = ("runs-departures",)
+_RESTORES = ("runs-restores",)
 _SERVER = "ps_server/ranges/server_machine.py"
 _CHANGES = "scheduler/machine/changes.py"
 
@@ -90,5 +93,61 @@ RUN_SEPARATION_MUTANTS = (
         "        gone = {table_id for table_id in snapshot.copies if self._is_removed(table_id)}\n",
         "        gone = set()\n",
         _RUNS,
+    ),
+    Mutant(
+        "a change is withdrawn when a server dies that has nothing of it",
+        "S19",
+        _CHANGES,
+        "            and moved & table.blocks_by_range(len(self._state.ranges)).keys()\n",
+        "            and moved\n",
+        _RUNS,
+    ),
+    Mutant(
+        "an update log brings a removed table back",
+        "S19",
+        "ps_server/replication/range_roles.py",
+        "self._machine.removed_by(view) | (named - view.tables_by_id.keys())",
+        "self._machine.removed_by(view)",
+        _LOGS,
+    ),
+    Mutant(
+        "what an update log only names has memory for ever",
+        "S19",
+        "ps_server/replication/range_roles.py",
+        "        named |= self._logged_tables if self._view is None else set()\n",
+        "",
+        _LOGS,
+    ),
+    Mutant(
+        "who comes back with its log keeps the run without a name alone",
+        "S19",
+        "ps_server/replication/range_roles.py",
+        "self._machine.removed_by(view) | (named - view.tables_by_id.keys())",
+        "self._machine.removed_by(view) | (named - view.of_run('').tables_by_id.keys())",
+        _LOGS,
+    ),
+    Mutant(
+        "the work is done when the run without a name is",
+        "S19",
+        "scheduler/machine/departures.py",
+        "        finished = self._state.finished\n",
+        "        finished = not any(n.state.is_member for n in self._state.workers_of(''))\n",
+        _DEPARTURES,
+    ),
+    Mutant(
+        "a cluster is restored while runs that have a name train",
+        "S19",
+        "scheduler/machine/cluster.py",
+        "        names = [name for name in self._state.runs if not self._members.is_over(name)]\n",
+        "        names = [name for name in self._state.runs if name is None]\n",
+        _RESTORES,
+    ),
+    Mutant(
+        "a checkpoint's table is that of any run that has one of its name",
+        "S19",
+        "scheduler/machine/tables.py",
+        "None if run else self._restored(spec)",
+        "self._restored(spec)",
+        _RESTORES,
     ),
 )

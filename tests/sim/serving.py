@@ -153,7 +153,11 @@ class Watch:
         )
 
     def promised(self, server: ReplicatedServer, promise: Promise) -> None:
-        """The scheduler is told that the server holds what is beyond a clock of a table."""
+        """The scheduler is told that the server holds what is beyond a clock of a table; of one
+        that was removed, which the server has not heard, that says nothing.
+        """
+        if promise.table_id not in self._view().tables_by_id:
+            return
         for (table_id, range_id), part in server.machine.parts.items():
             if table_id != promise.table_id or range_id not in server.replication.primaries:
                 continue
@@ -186,10 +190,11 @@ class Watch:
 
     def told(self, server: ReplicatedServer, place: Place, number: int, told: Settled) -> None:
         """Somebody is told by the server what became of a change, which the range decides."""
-        assignment = self._view().ranges[place[1]]
+        view = self._view()
+        assignment = view.ranges[place[1]]
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
-            if not self._is_without(node_id, place[1]):
+            if place[0] in view.tables_by_id and not self._is_without(node_id, place[1]):
                 assert _knows(self._servers[node_id], place, number, told), (
                     f"HELD: change {number} of table {place[0]} is {told.outcome.value}, says "
                     f"{server.node_id}; {node_id}, which could be its range's primary, has not "

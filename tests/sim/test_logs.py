@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
@@ -11,6 +12,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import Recovering
 from ps_core.keys import NodeId
+from ps_core.tables import Table
 from scheduler.machine.state import Registration, UpdateLogClaim
 from tests.sim.calamities import Plan
 from tests.sim.logged import LoggedServer, SimLog, fresh_part
@@ -126,10 +128,15 @@ class LogSimulation(FailoverSimulation):
         assert isinstance(made, LoggedServer)
         if self.next_log is not None:
             made.came_late = True
-            view: ClusterView = self.scheduler.view
-            made.known = view.tables, len(view.ranges)
-            made.recover(fresh_part(view.tables, len(view.ranges)))
+            tables, range_count = self.logged_tables(), len(self.scheduler.view.ranges)
+            made.known = tables, range_count
+            made.recover(fresh_part(tables, range_count))
         return made
+
+    def logged_tables(self) -> Sequence[Table]:
+        """Those that logs may have something of, and say what they are."""
+        view: ClusterView = self.scheduler.view
+        return view.tables
 
     def _is_quiet(self) -> bool:
         return super()._is_quiet() and all(

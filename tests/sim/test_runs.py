@@ -7,7 +7,8 @@ when its workers have left, or by an operator, whatever they are doing.
 Oracles, beside those of every simulation, which each table and each worker has for itself:
     S19    Who is fenced was lost, or its run was ended; no worker fails where nobody of its run
            did, and it was not ended. Who is of another run is told that a table is not there,
-           whether it reads or sends. Nobody joins a run that is over.
+           whether it reads or sends. Nobody joins a run that is over. Nothing is left of one that
+           was removed. A change of a table goes on where another's server dies.
 """
 
 from __future__ import annotations
@@ -22,16 +23,19 @@ import pytest
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
 from ps_core.errors import InvalidConfig, NotOwner, TableNotFound
-from ps_core.keys import Incarnation
+from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table, TableSpec
 from ps_server.ranges.events import ReplyTo, SealEvent, SealTerms, Sender
 from scheduler.machine.checkpoint_state import CheckpointMade
 from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
-from scheduler.machine.cluster import Created, Decision
+from scheduler.machine.cluster import Created, Decision, Parked
 from scheduler.machine.state import (
     ChangeCommitted,
+    ChangeProposed,
+    ChangeWithdrawn,
     NodeLeft,
+    RangesFailedOver,
     Registration,
     RunBegun,
     RunEnded,
@@ -54,7 +58,7 @@ _SIZES = (1, 2, 2, 3)
 _STEPS = (2, 3, 6)
 _STEPS_BESIDE = (2, 4, 10)
 """Of a worker of the run without a name, at most."""
-_SOONER_S = 30.0
+SOONER_S = 30.0
 """Than where workers are replaced, it is calm: a seed has more workers."""
 _BEGIN_S = (0.1, 3.0, 12.0)
 """At the latest."""
@@ -63,8 +67,11 @@ _ENDED = 0.4
 """Of the named runs: by an operator."""
 _REMOVED = 0.7
 """Of the named runs: when they are over."""
-_STRANGER = -1
+_BESIDE = 0.1
+"""Of the changes of tables that some servers have nothing of: one of these is struck meanwhile."""
+STRANGER = -1
 """The stream of who is of another run."""
+STRANGER_INCARNATION = Incarnation(10_000)
 
 
 class Strangers:
@@ -105,10 +112,10 @@ class Strangers:
             assert isinstance(effect.error, TableNotFound), effect.error
             self._simulation.world.counts["seals by another run"] += 1
 
-        server.outbox[_STRANGER] = reply
+        server.outbox[STRANGER] = reply
         for range_id in layout.ranges_of(table.table_id):
             if layout.owner[range_id] == server.node_id:
-                sender = Sender(Incarnation(10_000), 0, _STRANGER, layout.run)
+                sender = Sender(STRANGER_INCARNATION, 0, STRANGER, layout.run)
                 place = layout.place(table.table_id, range_id)
                 server.entry(SealEvent(place, sender, 1, SealTerms(1, skip=True)))
 
@@ -123,7 +130,7 @@ class RunSimulation(ReplacementSimulation):
         "runs that are over", "refused as the run is over", "joined in a run", "gone in a run",
         "reads by another run", "seals by another run", "checkpoints beside a run",
         "changed in a run", "trained in a run", "beside runs that ended", "runs removed",
-        "tables given up",
+        "tables given up", "struck beside a change", "changed as another's server was lost",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({
         "replaced again", "decisions of removed tables",
@@ -131,13 +138,19 @@ class RunSimulation(ReplacementSimulation):
     medians: ClassVar[dict[str, int]] = {"messages": 2_000, "runs begun": 1, "trained in a run": 1}
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
-        self._draw = random.Random(f"runs of {seed}")
-        self._numbers = random.Random(f"numbers of runs of {seed}")
-        self._removals = random.Random(f"removals of runs of {seed}")
+        which = self.which(seed)
+        self._draw = random.Random(f"runs of {which}")
+        self._table_numbers = random.Random(f"numbers of runs of {which}")
+        self._removals = random.Random(f"removals of runs of {which}")
         self._to_come = 0
         self._sizes: dict[str, int] = {}
         self._opened: set[str] = set()
+        self._specs: dict[str, list[TableSpec]] = {}
         self._over: set[str] = set()
+        self.removed: list[Table] = []
+        self._open_changes: dict[TableId, bool] = {}
+        """Tables with a change that is proposed; whether a server died that had nothing of it."""
+        self._moved: tuple[float, frozenset[RangeId]] = 0.0, frozenset()
         super().__init__(seed, narrate=narrate)
         own = replace(self.layout, tables=list(self.layout.tables))
         self.evaluator = Evaluator(self.world, self.cluster, own, self.truth)
@@ -145,11 +158,15 @@ class RunSimulation(ReplacementSimulation):
             self._plan_run(name)
         Strangers(self, self._draw)
 
+    def which(self, seed: int) -> str:
+        """What its draws are of."""
+        return f"{seed}"
+
     @cached_property
     def plan(self) -> Plan:
         """What happens."""
         plan = super().plan
-        return replace(plan, calm_s=plan.calm_s - _SOONER_S)
+        return replace(plan, calm_s=plan.calm_s - SOONER_S)
 
     def step_count(self) -> int:
         """Of a worker of the run without a name."""
@@ -178,14 +195,14 @@ class RunSimulation(ReplacementSimulation):
         at_s, ranks = draw.choice(_BEGIN_S) * draw.random(), list(range(size))
         draw.shuffle(ranks)
         for rank in ranks:
-            self.world.after(at_s, lambda rank=rank: self._come(name, rank))  # type: ignore[misc]
+            self.world.after(at_s, lambda rank=rank: self._come_to_run(name, rank))  # type: ignore[misc]
             at_s += draw.random() * draw.choice((0.1, _COME_WITHIN_S))
         if draw.random() < _ENDED:
-            self.world.after(at_s + draw.random() * 8.0, lambda: self._end(name))
+            self.world.after(at_s + draw.random() * 8.0, lambda: self._end_run(name))
         if self._removals.random() < _REMOVED:
             self.world.after(at_s, lambda: self._remove(name))
 
-    def _come(self, name: str, rank: int) -> None:
+    def _come_to_run(self, name: str, rank: int) -> None:
         """One of the run's first workers."""
         asking = Registration(
             f"{name} {rank}".encode().ljust(16),
@@ -218,12 +235,20 @@ class RunSimulation(ReplacementSimulation):
 
     def _open(self, session: Session, worker: SimWorker) -> None:
         """The first worker that comes so far makes the tables; then each trains."""
-        if session.run in self._over or worker.is_down:
+        is_stopped = worker.is_down and worker not in self.slow | self.paused
+        if session.run in self._over or is_stopped:
             return
         if session.run not in self._opened:
-            specs = self._specs_of(session.run)
-            tables = [self._made(session, spec) for spec in specs]
+            if session.run not in self._specs:
+                self._specs[session.run] = self._specs_of(session.run)
+            specs = self._specs[session.run]
+            while specs and not worker.is_down and self._has_made(session, specs[0]):
+                specs.pop(0)
+            if specs:
+                self.world.after(LOOK_S, lambda: self._open(session, worker))
+                return
             self._opened.add(session.run)
+            tables = [table for table in self.layout.tables if table.run == session.run]
             own = replace(self.layout, run=session.run, tables=tables)
             if self._draw.random() < 0.5:
                 Evaluator(self.world, self.cluster, own, self.truth).start()
@@ -235,13 +260,17 @@ class RunSimulation(ReplacementSimulation):
         found: list[TableSpec] = []
         count = self._draw.choice((1, 1, 2))
         while len(found) < count:
-            spec = _spec(self._draw, len(found), self._numbers).validated()
+            spec = _spec(self._draw, len(found), self._table_numbers).validated()
             if spec.consistency.backup_workers < self._sizes[run]:
                 found.append(spec)
         return found
 
-    def _made(self, session: Session, spec: TableSpec) -> Table:
+    def _has_made(self, session: Session, spec: TableSpec) -> bool:
+        """Whether the table is there: with its ranges' first it waits for all servers."""
         decision = self.scheduler.create_table(session, spec, self.world.now_s)
+        self.world.counts["tables that waited"] += isinstance(decision.reply, Parked)
+        if isinstance(decision.reply, Parked):
+            return False
         assert isinstance(decision.reply, Created), decision.reply
         table = decision.reply.table
         assert table.run == session.run, f"S19: {spec.name} is a table of run {table.run!r}"
@@ -252,7 +281,7 @@ class RunSimulation(ReplacementSimulation):
             self.clip([table])
         self.layout.tables.append(table)
         self._publish(decision.transitions)
-        return table
+        return True
 
     def _begin_when_known(self, worker: SimWorker, view_number: int) -> None:
         """A session waits for the view that has the node."""
@@ -294,7 +323,7 @@ class RunSimulation(ReplacementSimulation):
 
     # --- a run ends
 
-    def _end(self, name: str) -> None:
+    def _end_run(self, name: str) -> None:
         """An operator wants that."""
         if name not in self.scheduler._state.runs or self._is_over():
             return
@@ -316,12 +345,28 @@ class RunSimulation(ReplacementSimulation):
         counts, tables = self.world.counts, self.layout.tables
         counts["runs removed"] += 1
         self._over.add(name)
+        self.removed += [table for table in tables if table.run == name]
+        for table in self.removed:
+            self._open_changes.pop(table.table_id, None)
         tables[:] = [table for table in tables if table.run != name]
 
     def _happened(self, transition: Transition) -> None:
         super()._happened(transition)
         counts = self.world.counts
-        if isinstance(transition, RunRemoved):
+        if isinstance(transition, RangesFailedOver):
+            moved_s, before = self._moved
+            before = before if moved_s == self.world.now_s else frozenset()
+            self._moved = self.world.now_s, before.union(transition.range_ids)
+            for table_id in self._open_changes:
+                table = self.layout.table(table_id)
+                if not self._has_moved(table):
+                    self._open_changes[table_id] = True
+        elif isinstance(transition, ChangeProposed) and not transition.change.checkpoint:
+            self._open_changes[transition.table.table_id] = False
+            self._may_strike_beside(transition.table)
+        elif isinstance(transition, ChangeWithdrawn):
+            self._withdrawn(transition)
+        elif isinstance(transition, RunRemoved):
             self._has_removed(transition.run.name)
         elif isinstance(transition, RunBegun):
             counts["runs begun"] += 1
@@ -332,12 +377,42 @@ class RunSimulation(ReplacementSimulation):
         elif isinstance(transition, WorkerGone):
             counts["gone in a run"] += bool(transition.node.run)
         elif isinstance(transition, ChangeCommitted):
+            is_beside = self._open_changes.pop(transition.table.table_id, False)
+            counts["changed as another's server was lost"] += is_beside
             what = "changed" if transition.change.join is None else "joined"
             counts[f"{what} in a run"] += bool(transition.table.run)
         elif isinstance(transition, CheckpointMade):
             counts["checkpoints beside a run"] += any(map(self._trains, self._opened))
         elif isinstance(transition, NodeLeft) and transition.node.run in self._over:
             self._has_ended(transition.node.incarnation)
+
+    def _withdrawn(self, transition: ChangeWithdrawn) -> None:
+        """A change, or a cut; these are of all tables, and wait for all."""
+        table, is_change = transition.table, transition.table.table_id in self._open_changes
+        self._open_changes.pop(table.table_id, None)
+        if is_change and "to promise it was lost" in transition.reason:
+            assert self._has_moved(table), (
+                f"S19: a change of table '{table.title}' is withdrawn, which had nothing on who is "
+                "lost"
+            )
+
+    def _has_moved(self, table: Table) -> bool:
+        """Whether ranges that have blocks of the table had another primary last."""
+        return not self._moved[1].isdisjoint(table.blocks_by_range(self.layout.range_count))
+
+    def _may_strike_beside(self, table: Table) -> None:
+        """Now and then a server is struck that has nothing of a table whose change is open, and is
+        primary of what another run trains.
+        """
+        ranges = self.scheduler.view.ranges
+        others = {r for t in self.scheduler.view.tables if t.run != table.run
+                  for r in t.blocks_by_range(len(ranges))}  # fmt: skip
+        own = {ranges[r].primary for r in table.blocks_by_range(len(ranges))}
+        found = sorted({n for r in others if (n := ranges[r].primary) is not None} - own)
+        if found and self._removals.random() < _BESIDE:
+            node_id, at_s = self._removals.choice(found), self._removals.random()
+            self.world.counts["struck beside a change"] += 1
+            self.world.after(at_s, lambda: self.calamities.strike_server(node_id))
 
     def _has_ended(self, incarnation: Incarnation) -> None:
         """The worker's membership, by an operator; it has not heard so yet."""
@@ -360,6 +435,7 @@ class RunSimulation(ReplacementSimulation):
 
     def _check_end(self) -> None:
         super()._check_end()
+        self._check_removed()
         dead = {worker.layout.run for worker in self.calamities.dead_workers}
         for worker in self.workers:
             run, is_fenced = worker.layout.run, worker.fence is not None
@@ -373,6 +449,16 @@ class RunSimulation(ReplacementSimulation):
         for name in self._sizes:
             self._check_over(name)
 
+    def _check_removed(self) -> None:
+        """Nothing is left anywhere of a run that was removed."""
+        removed = {table.table_id for table in self.removed}
+        for server in self.living:
+            of_keys = server.machine.parts, server.values, server.numbers.shards.stores
+            found = {key[0] for keys in of_keys for key in keys if key[0] in removed}
+            for replica in server.replication.replicas.values():
+                found |= removed & replica.copies.keys()
+            assert not found, f"S19: server {server.node_id} has tables {found}, which were removed"
+
     def _check_over(self, name: str) -> None:
         newest = self.scheduler._state.workers_by_rank(name).values()
         is_left = {node.state for node in newest} == {NodeState.LEFT}
@@ -383,7 +469,39 @@ class RunSimulation(ReplacementSimulation):
             )
 
 
-class RunAwaySimulation(RunSimulation, AwaySimulation):
+class PatientRunSimulation(RunSimulation):
+    """Runs beside a scheduler that may be away: whoever wants something of it waits for it."""
+
+    def _when_there(self, action: Callable[[], None]) -> None:
+        if self.is_there:
+            action()
+            return
+        self.world.counts["came when the scheduler was back"] += 1
+        self.world.after(LOOK_S, lambda: self._when_there(action))
+
+    def _come_to_run(self, name: str, rank: int) -> None:
+        self._when_there(lambda: super(PatientRunSimulation, self)._come_to_run(name, rank))
+
+    def _end_run(self, name: str) -> None:
+        self._when_there(lambda: super(PatientRunSimulation, self)._end_run(name))
+
+    def _replace(self, rank: int) -> None:
+        self._when_there(lambda: super(PatientRunSimulation, self)._replace(rank))
+
+    def _follow(self, node: Node) -> None:
+        self._when_there(lambda: super(PatientRunSimulation, self)._follow(node))
+
+    def _remove(self, name: str) -> None:
+        self._when_there(lambda: super(PatientRunSimulation, self)._remove(name))
+
+    def _return_as_itself(self, worker: SimWorker) -> None:
+        self._when_there(lambda: super(PatientRunSimulation, self)._return_as_itself(worker))
+
+    def _leave(self, session: Session) -> None:
+        self._when_there(lambda: super(PatientRunSimulation, self)._leave(session))
+
+
+class RunAwaySimulation(PatientRunSimulation, AwaySimulation):
     """One seed in which the scheduler is paused and late too; it comes back each time."""
 
     often: ClassVar[frozenset[str]] = frozenset({
@@ -395,34 +513,6 @@ class RunAwaySimulation(RunSimulation, AwaySimulation):
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
         super().__init__(seed, narrate=narrate)
         self._dies = False
-
-    def _when_there(self, action: Callable[[], None]) -> None:
-        if self.is_there:
-            action()
-            return
-        self.world.counts["came when the scheduler was back"] += 1
-        self.world.after(LOOK_S, lambda: self._when_there(action))
-
-    def _come(self, name: str, rank: int) -> None:
-        self._when_there(lambda: super(RunAwaySimulation, self)._come(name, rank))
-
-    def _end(self, name: str) -> None:
-        self._when_there(lambda: super(RunAwaySimulation, self)._end(name))
-
-    def _replace(self, rank: int) -> None:
-        self._when_there(lambda: super(RunAwaySimulation, self)._replace(rank))
-
-    def _follow(self, node: Node) -> None:
-        self._when_there(lambda: super(RunAwaySimulation, self)._follow(node))
-
-    def _remove(self, name: str) -> None:
-        self._when_there(lambda: super(RunAwaySimulation, self)._remove(name))
-
-    def _return_as_itself(self, worker: SimWorker) -> None:
-        self._when_there(lambda: super(RunAwaySimulation, self)._return_as_itself(worker))
-
-    def _leave(self, session: Session) -> None:
-        self._when_there(lambda: super(RunAwaySimulation, self)._leave(session))
 
 
 @pytest.mark.timeout(300)

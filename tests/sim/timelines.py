@@ -104,7 +104,7 @@ class Saver(Checkpointer):
     def decided(self, number: int) -> None:
         """It is complete, which is not told yet; another may be cut before it is."""
         tables = self._tables[number] = {}
-        for table in self.simulation.scheduler.view.tables:
+        for table in self.simulation.scheduler.view.of_run("").tables:
             assert table.cut is not None
             clock = table.cut.after_clock
             tables[table.spec.name] = RestoredTable(table.spec, table.consistency, clock)
