@@ -47,8 +47,7 @@ from ps_worker.spec.optimizers import (
 from ps_worker.spec.settings import ASP, BSP, SSP, Constant, FromRank0, Inline, Zeros
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.steps.counters import Progress
-from ps_worker.steps.steps import TableHandle
-from ps_worker.steps.tickets import Pulled, PullTicket, PushTicket, StepResult
+from ps_worker.steps.steps import Pulled, PullTicket, PushTicket, StepResult, TableHandle
 from ps_worker.transport.shared_buffers import empty_shared
 
 if TYPE_CHECKING:

@@ -36,8 +36,7 @@ from ps_worker.spec.settings import TABLE_DEFAULTS, Layout, SupportsSpec, TableO
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.spec.values import Array, Values
 from ps_worker.steps.counters import Progress
-from ps_worker.steps.steps import TableHandle, check_handle
-from ps_worker.steps.tickets import PullTicket, PushTicket, StepResult
+from ps_worker.steps.steps import PullTicket, PushTicket, StepResult, TableHandle, check_handle
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
 
 ResultT = TypeVar("ResultT")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig, NotPermitted, PushpullError, WaitExpired
 from ps_worker.client.step_record import StepRecord
-from ps_worker.steps.tickets import PullTicket, PushTicket, wait_until_ended
+from ps_worker.steps.steps import PullTicket, PushTicket, wait_until_ended
 from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.engine import STOPPED_WITHIN_S, Engine
 from ps_worker.transport.loop import background

@@ -13,7 +13,7 @@ from ps_core.errors import PushpullError
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.tickets import PullTicket, PushTicket
+    from ps_worker.steps.steps import PullTicket, PushTicket
 
 
 class Pending:

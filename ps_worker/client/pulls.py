@@ -13,8 +13,7 @@ from ps_worker.client.connection import Connection
 from ps_worker.client.tables import Tables
 from ps_worker.spec.cutting import Region, check_shape, region_of
 from ps_worker.spec.values import Array, Raw, element_bytes, empty, shape_of, writable_raw_of
-from ps_worker.steps.steps import TableHandle
-from ps_worker.steps.tickets import Pulled, PullTicket
+from ps_worker.steps.steps import Pulled, PullTicket, TableHandle
 from ps_worker.transport.consistent_pulls import Moment
 from ps_worker.transport.loop import CallbackThread
 from ps_worker.transport.pulls import ReadOrder

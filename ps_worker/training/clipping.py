@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ps_worker.steps.tickets import PushTicket, StepResult
+from ps_worker.steps.steps import PushTicket, StepResult
 
 if TYPE_CHECKING:
     from ps_worker.steps.steps import TableHandle

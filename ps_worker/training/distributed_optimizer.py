@@ -50,8 +50,7 @@ from ps_worker.spec.flat_layout import (
 from ps_worker.spec.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
-from ps_worker.steps.steps import TableHandle
-from ps_worker.steps.tickets import StepResult
+from ps_worker.steps.steps import StepResult, TableHandle
 from ps_worker.training import joining as succession
 from ps_worker.training.local_optimizer import inner_optimizer
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix

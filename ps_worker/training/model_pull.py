@@ -39,8 +39,7 @@ from ps_worker.transport.consistent_pulls import Moment
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.steps import TableHandle
-    from ps_worker.steps.tickets import Pulled, PullTicket
+    from ps_worker.steps.steps import Pulled, PullTicket, TableHandle
 
 _ATTEMPT_S = 10.0
 """How long one attempt waits for its clock: training may have ended before it."""

@@ -29,8 +29,7 @@ from ps_worker.training.tables.staging import FlatBuffer
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.steps import Step
-    from ps_worker.steps.tickets import Pulled, PullTicket
+    from ps_worker.steps.steps import Pulled, PullTicket, Step
 
 MAX_EXACT_INTEGER = 2**53
 """The largest integer up to which float64 holds every one."""

@@ -16,7 +16,7 @@ from ps_worker.client.step_record import StepLine
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import BSP
 from ps_worker.spec.straggler import ComputeTime
-from ps_worker.steps.tickets import PushTicket, StepResult
+from ps_worker.steps.steps import PushTicket, StepResult
 
 START_TABLE = "pushpull-start"
 """A table whose one step is a barrier."""

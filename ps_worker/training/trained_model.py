@@ -37,7 +37,7 @@ from ps_core.errors import (
 from ps_core.tables import VALUES_ARRAY, Hyperparameters
 from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, numbers_of
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.steps.tickets import Pulled, PushTicket, StepResult
+from ps_worker.steps.steps import Pulled, PushTicket, StepResult
 from ps_worker.training.clipping import UpdateScaling, clip_of, clip_reduced, multiply_gradients
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted

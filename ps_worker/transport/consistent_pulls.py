@@ -29,7 +29,7 @@ from ps_core.tables import Table
 from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_worker.steps.tickets import Pulled
+from ps_worker.steps.steps import Pulled
 from ps_worker.transport.pulls import ATTEMPT_S, Puller, ReadOrder
 
 

@@ -22,7 +22,7 @@ from ps_runtime.cluster.scheduler_link import FAREWELL_DEADLINE_S, SchedulerLink
 from ps_runtime.settings.job_place import identity_of
 from ps_runtime.system.clock import now_s
 from ps_worker.steps.counters import Counters
-from ps_worker.steps.tickets import Pulled
+from ps_worker.steps.steps import Pulled
 from ps_worker.transport.checkpoint_link import CheckpointLink
 from ps_worker.transport.collective_link import CollectiveLink
 from ps_worker.transport.config import WorkerConfig

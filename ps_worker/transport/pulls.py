@@ -39,8 +39,7 @@ from ps_runtime.system.clock import now_s
 from ps_worker.spec.cutting import Region, blocks_of
 from ps_worker.spec.values import Raw
 from ps_worker.steps.counters import Counters
-from ps_worker.steps.steps import TableSteps
-from ps_worker.steps.tickets import Pulled
+from ps_worker.steps.steps import Pulled, TableSteps
 from ps_worker.transport.lane import SharedLane
 from ps_worker.transport.links import Answer, ServerLink, ServerLinks
 from ps_worker.transport.metrics import MEASURES

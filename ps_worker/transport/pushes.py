@@ -21,13 +21,13 @@ from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.system.clock import now_s
 from ps_worker.steps.counters import Counters
-from ps_worker.steps.steps import PushBody
-from ps_worker.steps.tickets import StepResult
+from ps_worker.steps.steps import PushBody, StepResult
 from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.window.push_entries import (
+from ps_worker.window.push_window import (
     BlockPlace,
     Effect,
+    PushWindow,
     Reply,
     SealPart,
     SealTerms,
@@ -37,7 +37,6 @@ from ps_worker.window.push_entries import (
     StepEnded,
     StepRefused,
 )
-from ps_worker.window.push_window import PushWindow
 from pushpull.v1 import parameters_pb2, types_pb2
 
 TICK_INTERVAL_S = 0.05

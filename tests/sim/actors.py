@@ -29,8 +29,9 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.events import SealTerms as ServerTerms
 from ps_server.ranges.schedule import CutId
-from ps_worker.window.push_entries import (
+from ps_worker.window.push_window import (
     EntryKey,
+    PushWindow,
     Reply,
     SealTerms,
     SendPush,
@@ -39,7 +40,6 @@ from ps_worker.window.push_entries import (
     StepEnded,
     StepRefused,
 )
-from ps_worker.window.push_window import PushWindow
 from tests.sim.arithmetic import Reading, numbers_of
 from tests.sim.grads import Grad
 from tests.sim.server import SimServer

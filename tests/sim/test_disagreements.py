@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from ps_core.consistency import Mode
 from ps_core.tables import Hyperparameters, Table
-from ps_worker.window.push_entries import StepRefused
+from ps_worker.window.push_window import StepRefused
 from tests.sim.actors import SimWorker
 from tests.sim.arithmetic import numbers_of
 from tests.sim.test_simulation import Simulation, run_seeds

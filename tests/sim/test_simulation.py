@@ -25,7 +25,7 @@ from ps_core.tables import (
     Table,
     TableSpec,
 )
-from ps_worker.window.push_entries import EntryKey
+from ps_worker.window.push_window import EntryKey
 from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.machine.cluster import Cluster as SchedulerMachine
 from scheduler.machine.cluster import Created

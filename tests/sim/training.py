@@ -9,7 +9,7 @@ from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables import Table
 from ps_worker.steps.steps import left_out, passed
-from ps_worker.window.push_entries import BlockPlace, SealTerms, StepEnded
+from ps_worker.window.push_window import BlockPlace, SealTerms, StepEnded
 from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
 from tests.sim.edits import Edit

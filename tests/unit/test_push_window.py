@@ -14,9 +14,10 @@ from ps_core.errors import (
 )
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_worker.window.push_entries import (
+from ps_worker.window.push_window import (
     BlockPlace,
     EntryKey,
+    PushWindow,
     Reply,
     SealTerms,
     SendPush,
@@ -26,7 +27,6 @@ from ps_worker.window.push_entries import (
     StepRefused,
     ViewNeeded,
 )
-from ps_worker.window.push_window import PushWindow
 
 TABLE = TableId(1)
 NEAR, FAR = NodeId(1), NodeId(2)

@@ -16,8 +16,7 @@ from ps_server.replication.backup import MAX_DRIFT, Replica
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from ps_server.values.mutations import Put
-from ps_worker.window.push_entries import BlockPlace, EntryState, Reply, SealTerms
-from ps_worker.window.push_window import PushWindow
+from ps_worker.window.push_window import BlockPlace, EntryState, PushWindow, Reply, SealTerms
 from tests.unit.cluster_harness import Harness
 from tests.unit.machine_harness import make_table
 

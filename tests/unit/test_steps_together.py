@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from ps_core.keys import TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_worker.steps.steps import PushBody, TableSteps, left_out, passed
-from ps_worker.steps.tickets import StepResult
-from ps_worker.window.push_entries import SealTerms
+from ps_worker.steps.steps import PushBody, StepResult, TableSteps, left_out, passed
+from ps_worker.window.push_window import SealTerms
 
 
 class Sealed:

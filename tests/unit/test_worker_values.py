@@ -15,7 +15,7 @@ from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import DType, InitializerKind, OptimizerKind, Reduction
 from ps_worker.spec.settings import table_spec
 from ps_worker.spec.values import empty, is_tensor, raw_of, writable_raw_of
-from ps_worker.steps.tickets import PushTicket, StepResult
+from ps_worker.steps.steps import PushTicket, StepResult
 from ps_worker.transport.config import worker_config
 from tests.unit.test_worker_cutting import table
 

@@ -33,7 +33,7 @@ from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.tickets import Pulled, PullTicket, PushTicket
+    from ps_worker.steps.steps import Pulled, PullTicket, PushTicket
 
 _REMEDIES = (
     "use mode='sealed' (the default), which sends it again; or change gradients only before their "
