@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ps_core import limits
 from ps_core.change import Settled, TableCut
-from ps_core.cluster_view import ClusterView, Node, Role, Session
+from ps_core.cluster_view import ClusterView, Node, Session
 from ps_core.errors import (
     Draining,
     Fenced,
@@ -60,8 +60,7 @@ from ps_server.ranges.server_machine import Doubt, PartAdded, Promise, ServerMac
 from ps_server.replication.output_commit import Deed
 from ps_server.service.collective_calls import CollectiveCalls
 from ps_server.service.push_stream import EntryStream
-from ps_server.service.read_waits import ReadWaits
-from ps_server.service.reads import Read, answered, refused
+from ps_server.service.range_read import RangeRead, ReadWaits
 from ps_server.service.sessions import Sessions
 from ps_server.service.works import Works
 from ps_server.update_log.writer import UpdateLog
@@ -120,7 +119,7 @@ class ParameterNode:
         }
         self._streams: dict[int, EntryStream] = {}
         self._streams_of: dict[Incarnation, list[EntryStream]] = {}
-        self._reads: dict[int, Read] = {}
+        self._reads: dict[int, RangeRead] = {}
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -345,32 +344,16 @@ class ParameterNode:
         self.carry_out(self.machine.end_cut(table_id, cut_id, self.now()))
 
     @decides
-    def begin_read(self, read: Read, clock: int, *, consistent: bool, deadline_s: float) -> int:
-        """Start a read of one range; `read.on_answer` is called now or later. Returns its
-        number.
-        """
+    def begin_read(self, read: RangeRead) -> None:
+        """Start a read of one range; it is answered or refused now or later."""
         if self.works.is_busy:
             self.works.finish()
-        number = next(self._numbers)
+        number = read.number = next(self._numbers)
         self._reads[number] = read
-        incarnation = read.session.incarnation if read.session.role is Role.WORKER else None
-        cut_id = (read.session.incarnation, read.cut) if read.cut else None
-        event = PullEvent(
-            read.place,
-            number,
-            incarnation,
-            clock,
-            consistent,
-            deadline_s,
-            cut_id,
-            read.session.rank,
-            read.session.run,
-        )
         now_s = self.now()
-        self.carry_out(self.machine.pull(event, now_s))
+        self.carry_out(self.machine.pull(read.event, now_s))
         if number in self._reads:
             read.parked_s, read.cause = now_s, self.machine.wait_cause(number)
-        return number
 
     def block_count_at(self, table_id: TableId, range_id: RangeId) -> int:
         """Blocks of a table in a range; 0 if they are not here."""
@@ -444,7 +427,7 @@ class ParameterNode:
         """The caller has gone, or has its answer."""
         self._take_read(number)
 
-    def _take_read(self, number: int) -> Read | None:
+    def _take_read(self, number: int) -> RangeRead | None:
         """The read, which waits no more; None if it does not wait any more already."""
         self.machine.answered(number)
         read = self._reads.pop(number, None)
@@ -688,14 +671,13 @@ class ParameterNode:
         if read is None:
             self.on_cut_answered(effect)
             return
-        place = effect.table_id, effect.range_id
-        state = self.machine.parts[place].state
-        read.on_answer(answered(effect, read, state, self.shards))
+        state = self.machine.parts[effect.table_id, effect.range_id].state
+        read.answer(effect, state, self.shards)
 
     def _refuse(self, effect: RefusePull) -> None:
         read = self._take_read(effect.waiter)
         if read is not None:
-            read.on_answer(refused(effect.range_id, effect.error))
+            read.refuse(effect.error)
         else:
             self.on_cut_answered(effect)
 

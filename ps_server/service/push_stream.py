@@ -2,7 +2,7 @@
 
 Invariants:
     STR-1  A half-closed stream ends once every entry that it carried has its last reply, and every
-           read its last part.
+           pull its last part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ps_core.ledger import Outcome, ReplyKind
 from ps_runtime.grpc import errors
 from ps_server.lane.unread import Reader
 from ps_server.ranges.events import ReplyTo, Sender
-from ps_server.service.stream_reads import StreamReads
 from pushpull.v1 import parameters_pb2
 
 _KIND = {
@@ -65,7 +64,7 @@ class EntryStream:
         self._reader = reader  # None: nobody counts what is unread
         self.call = None if reader is None else reader.task
         self.pending: dict[_Entry, float] = {}
-        self.reads = StreamReads(self._read_ended)
+        self._pull_count = 0  # those that have not been answered in full
         self._replies: dict[tuple[int, int, int, int], ReplyTo] = {}
         self._numbers = itertools.count(1)
         self._parts: deque[bytes] = deque()
@@ -128,8 +127,19 @@ class EntryStream:
             self._drained.clear()
             await self._drained.wait()
 
+    def pull_begins(self) -> None:
+        """An answer to a pull will come in parts: the stream does not end before its last."""
+        self._pull_count += 1
+
+    def pull_ends(self, failure: BaseException | None) -> None:
+        """All parts of such an answer have come; with a failure the stream ends with it."""
+        self._pull_count -= 1
+        if failure is not None:
+            self._failure = failure
+        self._ready.set()
+
     async def put_part(self, part: bytes) -> None:
-        """Queue a serialized part of a read, waiting while too many wait already."""
+        """Queue a serialized part of a pull's answer, waiting while too many wait already."""
         while not self.has_part_room:
             self._drained.clear()
             await self._drained.wait()
@@ -140,11 +150,11 @@ class EntryStream:
 
     @property
     def has_part_room(self) -> bool:
-        """Whether a part of a read can be queued at once."""
+        """Whether a part of a pull's answer can be queued at once."""
         return len(self._parts) < _MAX_PART_COUNT
 
     def put_parts(self, parts: Iterable[bytes]) -> None:
-        """Queue serialized parts of a read that is answered at once."""
+        """Queue serialized parts of an answer to a pull that is there at once."""
         for part in parts:
             if self._reader is not None:
                 self._reader.put_now(len(part))
@@ -166,8 +176,8 @@ class EntryStream:
     async def batches(
         self,
     ) -> AsyncIterator[tuple[parameters_pb2.PushResponse | None, bytes | None]]:
-        """What to send, until the stream has nothing more to say (STR-1): answers, a part of a
-        read, or both together.
+        """What to send, until the stream has nothing more to say (STR-1): replies to entries, a
+        part of a pull's answer, or both together.
         """
         while True:
             await self._ready.wait()
@@ -184,13 +194,8 @@ class EntryStream:
                     self._reader.took(len(part))
             if self._failure is not None:
                 raise self._failure
-            if self._input_has_ended and not (self.pending or self.reads.count):
+            if self._input_has_ended and not (self.pending or self._pull_count):
                 return
-
-    def _read_ended(self, failure: BaseException | None) -> None:
-        if failure is not None:
-            self._failure = failure
-        self._ready.set()
 
 
 def push_response(replies: Iterable[ReplyTo]) -> parameters_pb2.PushResponse:

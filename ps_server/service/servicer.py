@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,11 +21,11 @@ from ps_runtime.cluster.wire_changes import change_outcome_to_proto
 from ps_runtime.grpc.errors import translated
 from ps_server.ranges.events import EntryEvent, PushEvent, Sender
 from ps_server.service.node import ParameterNode
+from ps_server.service.pull import Pull, StreamPulls
 from ps_server.service.push_stream import EntryStream
-from ps_server.service.readings import Reading, framed, framed_as_it_comes, overloaded
 from ps_server.service.stats import range_stats
 from ps_server.wire import events_from_proto as intake
-from ps_server.wire.frames import BlockFrame, Entry, kind_of, more_follow, reads_of, with_replies
+from ps_server.wire.frames import BlockFrame, Entry, kind_of, more_follow, pulls_of, with_replies
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
@@ -103,19 +103,15 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> AsyncIterator[parameters_pb2.PushResponse]:
         """See parameters.proto."""
         async with self._stream(request_iterator, "Push") as stream:
-            reader = asyncio.create_task(self._read_entries(stream, request_iterator))
-            try:
-                async for replies, _ in stream.batches():
-                    if replies is not None:
-                        yield replies
-            finally:
-                await _cancelled(reader)
+            async for replies, _ in stream.batches():
+                if replies is not None:
+                    yield replies
 
     @translated
     async def Pull(self, request: parameters_pb2.PullRequest, context: Any) -> AsyncIterator[bytes]:
         """See parameters.proto; the responses come serialized (`frames`)."""
         session = self._node.sessions.admit(request.session, "Pull")
-        async for response in Reading(self._node, request, session).parts():
+        async for response in Pull(self._node, request, session).parts():
             yield response
 
     @translated
@@ -124,16 +120,11 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> AsyncIterator[parameters_pb2.PushPullResponse | bytes]:
         """See parameters.proto."""
         async with self._stream(request_iterator, "PushPull") as stream:
-            reader = asyncio.create_task(self._read_entries(stream, request_iterator))
-            try:
-                async for replies, part in stream.batches():
-                    if part is None:
-                        yield parameters_pb2.PushPullResponse(replies=replies)
-                    else:
-                        yield part if replies is None else with_replies(part, replies)
-            finally:
-                await _cancelled(reader)
-                await stream.reads.close()
+            async for replies, part in stream.batches():
+                if part is None:
+                    yield parameters_pb2.PushPullResponse(replies=replies)
+                else:
+                    yield part if replies is None else with_replies(part, replies)
 
     @translated
     async def BeginCut(
@@ -194,7 +185,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def _stream(
         self, messages: AsyncIterator[Entry], method: str
     ) -> AsyncIterator[EntryStream]:
-        """Read the header, check who calls, and open the stream."""
+        """Read the header, check who calls, open the stream, and take in what comes on it."""
         try:
             async with asyncio.timeout(limits.STREAM_HEADER_DEADLINE_S):
                 first = await anext(aiter(messages), None)
@@ -212,13 +203,19 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             raise NotOwner(f"this is server {own}; server {meant} is meant")
         session = self._node.sessions.admit(first.header.session, method)
         stream = self._node.open_stream(session)
+        pulls = StreamPulls(self._node, stream)
+        reader = asyncio.create_task(self._take_in(messages, stream, pulls))
         try:
             yield stream
         finally:
+            await _cancelled(reader)
+            await pulls.close()
             self._node.close_stream(stream)
             stream.close()
 
-    async def _read_entries(self, stream: EntryStream, messages: AsyncIterator[Entry]) -> None:
+    async def _take_in(
+        self, messages: AsyncIterator[Entry], stream: EntryStream, pulls: StreamPulls
+    ) -> None:
         node, session = self._node, stream.session
         sender = Sender(session.incarnation, session.rank, stream.origin, session.run)
         try:
@@ -229,8 +226,8 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
                 stream.hold(more_follow(message, kind))
                 if kind != "pull":
                     await _take_entries(node, stream, message, sender)
-                for request in reads_of(message):
-                    await _begin_read(node, stream, request)
+                for request in pulls_of(message):
+                    await pulls.begin(request)
         except asyncio.CancelledError:
             raise
         except Exception as failure:  # noqa: BLE001 - the stream's owner raises it again
@@ -273,43 +270,6 @@ def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> tuple[list[Entry
         else:
             block_count += node.block_count(event)
     return turn, block_count
-
-
-async def _begin_read(
-    node: ParameterNode, stream: EntryStream, request: parameters_pb2.PullRequest
-) -> None:
-    """Answer a read that came on a stream: now, if it can be, else in a task."""
-    number = request.read_number
-    if number and stream.reads.is_full:
-        await _put_all(stream, framed(overloaded(request), number))
-        return
-    reading = Reading(node, request, stream.session, stream.call)
-    may_be_at_once = (
-        number
-        and not node.works.is_busy
-        and stream.has_part_room
-        and node.unread.has_room(limits.STREAM_READ_BYTES)
-    )
-    answer = reading.at_once() if may_be_at_once else None
-    if answer is None:
-        task = await stream.reads.start(number, partial(_put, stream, reading, number))
-        task.add_done_callback(lambda _: reading.close())
-    elif sum(map(len, answer)) <= limits.STREAM_READ_BYTES:
-        stream.put_parts(framed(answer, number))
-    else:
-        await stream.reads.start(number, partial(_put_all, stream, framed(answer, number)))
-
-
-async def _put(stream: EntryStream, reading: Reading, number: int) -> None:
-    """Send the parts of a read's answer on the stream that it came by, as they come."""
-    async for part in framed_as_it_comes(reading.parts(), number):
-        await stream.put_part(part)
-
-
-async def _put_all(stream: EntryStream, parts: Iterable[bytes]) -> None:
-    """Send parts that are there, as fast as the stream takes them."""
-    for part in parts:
-        await stream.put_part(part)
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

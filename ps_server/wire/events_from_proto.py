@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 from ps_core import limits
-from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, PushpullError, Recovering
+from ps_core.errors import InvalidConfig, InvalidTensor, PushpullError, Recovering
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.tables import Codec
 from ps_runtime.cluster import wire
@@ -254,61 +254,6 @@ def _check_batch(batch: parameters_pb2.BlockBatch) -> None:
     if not 1 <= len(batch.blocks) <= limits.MAX_BATCH_COUNT:
         raise InvalidConfig(
             f"a batch has {len(batch.blocks)} blocks; expected 1 to {limits.MAX_BATCH_COUNT}"
-        )
-
-
-def read_terms(
-    request: parameters_pb2.PullRequest, range_count: int
-) -> tuple[Codec | None, tuple[int, PushpullError] | None]:
-    """The codec that a read asks for (None: the table's own), and the first range for which it must
-    be refused as a whole before any is asked, with the reason, if there is one.
-
-    Naming one thing often would make an answer of any size. All ends at the first that is wrong.
-
-    Args:
-        request: the read.
-        range_count: ranges of the cluster.
-    """
-    first_id = request.ranges[0].range_id if request.ranges else 0
-    try:
-        deadline_s(request.deadline_ms, limits.DEFAULT_PULL_DEADLINE_S)
-        codec = wire.codec_from_proto(request.codec) if request.codec else None
-    except PushpullError as error:
-        return None, (first_id, error)
-    if len(request.ranges) > range_count:
-        return codec, (
-            first_id,
-            InvalidKeys(f"a read names {len(request.ranges)} ranges; there are {range_count}"),
-        )
-    named: set[int] = set()
-    for part in request.ranges:
-        range_id = part.range_id
-        if range_id >= range_count:
-            problem = f"there is no range {range_id}; expected one below {range_count}"
-            return codec, (range_id, InvalidKeys(problem))
-        if range_id in named:
-            problem = f"range {range_id} comes twice; expected each once"
-            return codec, (range_id, InvalidKeys(problem))
-        named.add(range_id)
-    return codec, None
-
-
-def check_named_blocks(range_id: int, blocks: Sequence[int], block_count: int) -> None:
-    """Refuse a read that names a block of a range twice, or more than there are.
-
-    Args:
-        range_id: the range.
-        blocks: what the read names.
-        block_count: blocks of the table in the range; 0: the range is not here, and why not is for
-            it to answer, which a worker asks again elsewhere for.
-
-    Raises:
-        InvalidKeys: it does.
-    """
-    if (0 < block_count < len(blocks)) or len(set(blocks)) != len(blocks):
-        raise InvalidKeys(
-            f"the read of range {range_id} names {len(blocks)} blocks; expected each of its "
-            f"{block_count or 'blocks'} at most once"
         )
 
 

@@ -59,8 +59,8 @@ def kind_of(entry: Entry) -> str | None:
     return kind
 
 
-def reads_of(message: Entry) -> Iterator[parameters_pb2.PullRequest]:
-    """The reads in a message of a PushPull stream."""
+def pulls_of(message: Entry) -> Iterator[parameters_pb2.PullRequest]:
+    """The pulls in a message of a PushPull stream."""
     if isinstance(message, parameters_pb2.PushPullRequest):
         if message.WhichOneof("entry") == "pull":
             yield message.pull
@@ -152,7 +152,7 @@ def pull_part(answer: bytes, read_number: int = 0, *, is_last: bool = False) -> 
 
 
 def pull_end(read_number: int) -> bytes:
-    """A serialized PushPullResponse that says that a read has been answered in full."""
+    """A serialized PushPullResponse that says that a pull has been answered in full."""
     end = parameters_pb2.PullEnd()
     return parameters_pb2.PushPullResponse(end=end, read_number=read_number).SerializeToString()
 

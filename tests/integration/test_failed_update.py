@@ -35,7 +35,7 @@ from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
 from ps_server.service.node import ParameterNode
 from ps_server.service.push_stream import EntryStream
-from ps_server.service.reads import RangeAnswer, Read
+from ps_server.service.range_read import PullTerms, RangeRead
 from ps_server.values.custom_updates import checked
 from pushpull.v1 import parameters_pb2
 
@@ -83,6 +83,17 @@ def _spec(name: str, kind: OptimizerKind, consistency: Consistency, **more: Any)
         consistency=consistency,
         **more,
     ).validated()
+
+
+def answer_of(read: RangeRead) -> list[parameters_pb2.PullResponse]:
+    """What a read that waits no more is answered with."""
+    assert read.is_answered
+    found = []
+    while not read.is_done:
+        for part in read.next():
+            assert isinstance(part, bytes)
+            found.append(parameters_pb2.PullResponse.FromString(part))
+    return found
 
 
 @dataclass
@@ -182,21 +193,12 @@ class Stage:
             assert isinstance(endings[0].error, UpdateFailed)
         return endings[0].outcome
 
-    def read(
-        self, rank: int, clock: int, *, block: int = 0, table: TableId = FAILING
-    ) -> list[parameters_pb2.PullResponse]:
-        """A read's answer; empty while it waits."""
-        answers: list[parameters_pb2.PullResponse] = []
-
-        def on_answer(answer: RangeAnswer) -> None:
-            for part in answer.next():
-                assert isinstance(part, bytes)
-                answers.append(parameters_pb2.PullResponse.FromString(part))
-
-        place = self.place(table, block)
-        read = Read(place, (), None, self.streams[rank].session, False, on_answer)
-        self.node.begin_read(read, clock, consistent=False, deadline_s=90.0)
-        return answers
+    def read(self, rank: int, clock: int, *, block: int = 0, table: TableId = FAILING) -> RangeRead:
+        """A read that was begun."""
+        terms = PullTerms(self.streams[rank].session, clock, 90.0)
+        read = RangeRead(terms, self.place(table, block))
+        self.node.begin_read(read)
+        return read
 
     def state(self, table: TableId, block: int) -> tuple[list[float], int, int, bool]:
         """First values, the state's first, the block's version, whether its stamp is at rest."""
@@ -301,7 +303,7 @@ async def test_what_comes_later_is_refused_with_the_cause(stages: Stages) -> Non
     bsp.take(0, bsp.seal(0, 3, 7, skip=True, last=True))
     assert bsp.outcome(0, 7) is Outcome.INVALID
     for clock in (0, 1, 2, 3):
-        (answer,) = bsp.read(0, clock)
+        (answer,) = answer_of(bsp.read(0, clock))
         assert answer.error.error.code == 17
         assert "thirteen" in answer.error.error.message
 
@@ -322,11 +324,11 @@ async def test_the_other_ranges_of_the_table_fail_with_it(stages: Stages) -> Non
     waiting = bsp.read(0, 2, block=1)
     bsp.take(0, bsp.push(0, 2, 3, 1.0, block=1), bsp.seal(0, 2, 4, block=1))
     bsp.take(1, bsp.push(1, 2, 3, 1.0, block=1))  # not sealed
-    assert waiting == []
+    assert not waiting.is_answered
     _break(bsp)
     for rank, sequence in ((0, 3), (0, 4), (1, 3)):
         assert bsp.outcome(rank, sequence, block=1) is Outcome.INVALID
-    (answer,) = waiting
+    (answer,) = answer_of(waiting)
     assert "thirteen" in answer.error.error.message
     bsp.take(1, bsp.seal(1, 2, 4, block=1))
     assert bsp.outcome(1, 4, block=1) is Outcome.INVALID
@@ -341,11 +343,11 @@ async def test_other_tables_go_on(stages: Stages) -> None:
     bsp.take(0, bsp.push(0, 1, 1, 1.0, **table), bsp.seal(0, 1, 2, **table))
     read = bsp.read(0, 1, table=SOUND)
     _break(bsp)
-    assert read == []
+    assert not read.is_answered
     bsp.take(1, bsp.push(1, 1, 1, 3.0, **table), bsp.seal(1, 1, 2, **table))
     for rank in range(2):
         assert bsp.outcome(rank, 2, SOUND) is Outcome.APPLIED
-    assert read[0].block.version == 1
+    assert answer_of(read)[0].block.version == 1
     assert bsp.state(SOUND, 0)[0] == [-2.0]
 
 
@@ -368,8 +370,8 @@ async def test_all_that_was_decided_at_once_is_said_anew(stages: Stages) -> None
     assert stage.state(FAILING, 0)[0] == [-1.0, 1.0]
     assert stage.state(FAILING, 3) == ([0.0], 0, 0, True)
     assert stage.state(SOUND, 0)[0] == [-1.0]
-    assert waiting[0][0].HasField("block")  # it was let go before
-    assert all(waiting[b][0].HasField("error") for b in (1, 3))
+    assert answer_of(waiting[0])[0].HasField("block")  # it was let go before
+    assert all(answer_of(waiting[b])[0].HasField("error") for b in (1, 3))
     parts = stage.node.machine.parts
     counts = {block: parts[stage.place(FAILING, block)[:2]].state.update_count for block in APART}
     assert counts == {0: 1, 1: 0, 3: 0}
@@ -458,7 +460,7 @@ async def test_nothing_is_kept_for_updates_that_never_come(stages: Stages) -> No
     stage = stages("asp:compensate=1")
     shards = [stage.node.shards.stores[stage.place(FAILING, block)[:2]] for block in APART]
     for rank in range(2):
-        stage.read(rank, 0)
+        answer_of(stage.read(rank, 0))
     assert any(shard._kept for shard in shards)
     stage.take(1, stage.push(1, 1, 1, 13.0), stage.seal(1, 1, 2))
     assert not any(shard._kept or shard._forming for shard in shards)

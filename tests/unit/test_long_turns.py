@@ -34,9 +34,9 @@ from ps_server.ranges.events import (
     Sender,
 )
 from ps_server.service.node import ParameterNode
+from ps_server.service.pull import Pull
 from ps_server.service.push_stream import EntryStream
-from ps_server.service.readings import Reading
-from ps_server.service.reads import RangeAnswer, Read
+from ps_server.service.range_read import PullTerms, RangeRead
 from ps_server.service.works import Works
 from ps_server.wire.events_from_proto import push_events
 from ps_server.wire.frames import BlockFrame
@@ -202,17 +202,16 @@ def test_nothing_else_happens_to_a_range_while_a_seal_is_under_way() -> None:
     stage.push(2)
     stage.works_step_by_step()
     worker = stage.node.machine.parts[RANGE].state.by_rank[0]
-    before: list[RangeAnswer] = []
-    read = Read(PLACE, (), None, WORKER, False, before.append)
-    stage.node.begin_read(read, 0, consistent=False, deadline_s=9.0)
+    before = RangeRead(PullTerms(WORKER, 0, 9.0), PLACE)
+    stage.node.begin_read(before)
     taken: list[tuple[int, bytes]] = []
     after: list[bytes] = []
 
     async def late() -> None:
         request = parameters_pb2.PullRequest(table_id=1, clock=1)
         request.ranges.add(range_id=0, assignment_epoch=1)
-        reading = Reading(stage.node, request, WORKER)
-        after.extend([_value(part)[1] async for part in reading.parts()])
+        pull = Pull(stage.node, request, WORKER)
+        after.extend([_value(part)[1] async for part in pull.parts()])
 
     async def whole() -> None:
         first, second = (
@@ -223,14 +222,14 @@ def test_nothing_else_happens_to_a_range_while_a_seal_is_under_way() -> None:
         while not first.done():
             await asyncio.wait([first, reading], timeout=0)
             turn_count += 1
-            taken.extend(_value(part) for part in before[0].next())
+            taken.extend(_value(part) for part in before.next())
             assert stage.node.applied_count or (worker.sealed_clock, len(after)) == (1, 0)
         assert turn_count > 2 * stage.blocks / PIECE_COUNT  # it is summed, and applied
         await asyncio.wait_for(asyncio.gather(second, reading), 30.0)
 
     asyncio.run(whole())
-    while not before[0].is_done:
-        taken.extend(_value(part) for part in before[0].next())
+    while not before.is_done:
+        taken.extend(_value(part) for part in before.next())
     assert [block for block, _ in taken] == list(range(stage.blocks))
     assert {payload for _, payload in taken} == {bytes(4 * LENGTH)}
     assert set(after) == {np.full(LENGTH, -3.0, np.float32).tobytes()}

@@ -23,8 +23,8 @@ from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.turns import TurnMeter, Turns
 from ps_server.ranges.events import Place, PushEvent, SealEvent, SealTerms, Sender
 from ps_server.service.node import ParameterNode
-from ps_server.service.readings import Reading
-from ps_server.service.reads import AnswerPart, RangeAnswer, Read
+from ps_server.service.pull import Pull
+from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
 from ps_server.service.servicer import ParameterServicer
 from ps_server.wire.frames import Entry, entry_reader
 from pushpull.v1 import parameters_pb2, types_pb2
@@ -130,11 +130,11 @@ def test_a_long_answer_is_as_the_range_was_when_it_was_decided_on() -> None:
     """Made piece by piece, while a step changes the range before the second piece is made."""
     node, _ = a_node(ranges=1, blocks_a_range=3 * limits.SLICE_BLOCK_COUNT)
     blocks = node.machine.parts[TableId(1), RangeId(0)].state.blocks
-    answers: list[RangeAnswer] = []
     place = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
-    for _ in range(2):
-        read = Read(place, (), None, WORKER, False, answers.append)
-        node.begin_read(read, 0, consistent=False, deadline_s=9.0)
+    answers = [RangeRead(PullTerms(WORKER, 0, 9.0), place) for _ in range(2)]
+    for answer in answers:
+        node.begin_read(answer)
+        assert answer.is_answered
     taken = [pulled(part) for part in answers[0].next()]
     assert [value.block for value in taken] == list(blocks[: limits.SLICE_BLOCK_COUNT])
     stream = node.open_stream(WORKER)
@@ -236,7 +236,7 @@ def test_a_table_of_many_blocks_is_made_and_read_in_short_turns() -> None:
 
     async def read() -> None:
         nonlocal count
-        async for part in Reading(node, request, WORKER).parts():
+        async for part in Pull(node, request, WORKER).parts():
             assert part
             count += 1
 
@@ -286,7 +286,7 @@ def test_a_read_that_names_too_much_is_refused_in_a_short_turn(raw: bytes) -> No
 
     async def read() -> None:
         request = RequestReader(parameters_pb2.PullRequest)(raw)
-        answers.extend([part async for part in Reading(node, request, WORKER).parts()])
+        answers.extend([part async for part in Pull(node, request, WORKER).parts()])
 
     assert turns_of(read())[0] < limits.MAX_TURN_S
     errors = [parameters_pb2.PullResponse.FromString(each).error.error.code for each in answers]

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+
+from prometheus_client import CollectorRegistry
 
 from ps_core import limits
-from ps_core.cluster_view import Role, Session
+from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.errors import NotOwner
-from ps_core.keys import Incarnation, NodeId, RangeId, TableId
+from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, Outcome, ReplyKind
+from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.events import ReplyTo, Sender
+from ps_server.ranges.read_gate import WaitCause
+from ps_server.service.node import ParameterNode
+from ps_server.service.pull import StreamPulls
 from ps_server.service.push_stream import EntryStream
-from ps_server.service.stream_reads import StreamReads
 from pushpull.v1 import parameters_pb2, types_pb2
+from tests.unit.machine_harness import make_table
+from tests.unit.measured_loop import a_turn
 
 SESSION = Session("c", bytes(16), NodeId(1), Incarnation(1), Role.WORKER)
+SERVER = Session("c", bytes(16), NodeId(2), Incarnation(2), Role.SERVER)
 RECEIVED = ReplyTo(Sender(Incarnation(1), 0, 1), ReplyKind.RECEIVED, TableId(1), RangeId(0), 1)
+
+
+def a_node() -> ParameterNode:
+    """A server of one range of one table."""
+    node = ParameterNode(SERVER, bytes(16), 1, ServerMetrics(CollectorRegistry()), lambda: 0.0)
+    (slots,) = key_ranges(1)
+    ranges = (RangeAssignment(RangeId(0), slots, AssignmentEpoch(1), SERVER.node_id),)
+    node.observe(ClusterView(1, "c", 1, 1, (), ranges, (make_table(),)))
+    return node
 
 
 def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
@@ -47,23 +63,20 @@ def test_a_read_whose_turn_never_came_has_not_begun() -> None:
     """
 
     async def whole() -> None:
-        begun: list[int] = []
-        has_begun = asyncio.Event()
+        node = a_node()
+        pulls = StreamPulls(node, node.open_stream(SESSION))
+        request = parameters_pb2.PullRequest(table_id=1, clock=1)
+        request.ranges.add(range_id=0, assignment_epoch=1)
+        before = node.next_number()
+        for _ in range(3):
+            await pulls.begin(request)
+        while not sum(map(node.parked_count, WaitCause)):
+            await a_turn()
+        await pulls.begin(request)
+        await pulls.close()
+        assert node.next_number() - before == 2, "one read has had a number"
 
-        async def read(number: int) -> None:
-            begun.append(number)
-            has_begun.set()
-            await asyncio.Event().wait()
-
-        reads = StreamReads(lambda _: None)
-        for number in range(3):
-            await reads.start(0, partial(read, number))
-        await has_begun.wait()
-        await reads.start(0, partial(read, 3))
-        await reads.close()
-        assert begun == [0]
-
-    asyncio.run(whole())
+    asyncio.run(asyncio.wait_for(whole(), 10.0))
 
 
 def test_what_is_owed_of_a_range_that_was_given_up_is_refused() -> None:

@@ -15,7 +15,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_rang
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.events import SealEvent, SealTerms, Sender
 from ps_server.service.node import ParameterNode
-from ps_server.service.reads import Read
+from ps_server.service.range_read import PullTerms, RangeRead
 from tests.unit.machine_harness import PLACE, make_table
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
@@ -47,7 +47,7 @@ class Server:
         self.node.observe(_view(text))
         self.streams = [self.node.open_stream(_worker(rank)) for rank in range(2)]
         self.sequences = [0, 0]
-        self.answered = 0
+        self.reads: list[RangeRead] = []
 
     def seal(self, rank: int, clock: int) -> None:
         stream, self.sequences[rank] = self.streams[rank], self.sequences[rank] + 1
@@ -57,11 +57,14 @@ class Server:
         )
 
     def read(self, rank: int, clock: int) -> int:
-        def on_answer(_: object) -> None:
-            self.answered += 1
+        read = RangeRead(PullTerms(_worker(rank), clock, self.now_s + 10), PLACE)
+        self.node.begin_read(read)
+        self.reads.append(read)
+        return read.number
 
-        read = Read(PLACE, (), None, _worker(rank), False, on_answer)
-        return self.node.begin_read(read, clock, consistent=False, deadline_s=self.now_s + 10)
+    @property
+    def answered(self) -> int:
+        return sum(read.is_answered for read in self.reads)
 
     def wait(self, rank: int, seconds: float) -> None:
         """A read of a worker that is two steps ahead, given up after so long."""

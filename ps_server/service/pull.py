@@ -1,0 +1,373 @@
+"""A pull from its request to its answer: the Pull RPC, or one that came on a PushPull stream.
+
+    request --checked--> a read of each range --the gate lets it (`range_read`)--> pieces
+                                                                               --> messages
+
+Rules:
+    - A consistent pull, and one of values that are lent, is begun in all ranges at once; another
+      range after range, since a table's bytes are many.
+    - What is there at once is answered at once, without a task, unless it is long.
+    - A long answer is made piece by piece, and gives others their turn between two pieces.
+    - On a stream, a pull with a number is answered as soon as it may be: one that waits for other
+      workers holds up nothing behind it. Where too many wait, the next is refused.
+    - Pulls without a number are answered one after the other, in the order in which they came.
+    - Entries never wait for pulls: what a pull waits for may come behind it on the same stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from ps_core import limits
+from ps_core.cluster_view import Session
+from ps_core.errors import InvalidKeys, Overloaded, PushpullError
+from ps_core.keys import AssignmentEpoch, RangeId, TableId
+from ps_core.tables import Codec
+from ps_runtime.cluster import wire
+from ps_server.ranges.events import Place
+from ps_server.service.node import ParameterNode
+from ps_server.service.push_stream import EntryStream
+from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
+from ps_server.wire import events_from_proto as intake
+from ps_server.wire.frames import pull_end, pull_part, range_error, shared_answer
+from pushpull.v1 import parameters_pb2
+
+_RETRY_MS = 500
+
+_AT_ONCE_COUNT = 4 * limits.SLICE_BLOCK_COUNT
+"""Blocks of an answer that is made at once."""
+
+
+class Pull:
+    """One pull on its way."""
+
+    def __init__(
+        self,
+        node: ParameterNode,
+        request: parameters_pb2.PullRequest,
+        session: Session,
+        call: asyncio.Task[object] | None = None,
+    ) -> None:
+        """Args:
+        node: the server.
+        request: what is asked for.
+        session: whose it is.
+        call: what is cut if the answer is not read and others wait; None: the task that gives it.
+        """
+        self._node = node
+        self._call = call
+        self._request = request
+        self._table_id = TableId(request.table_id)
+        self._began_s = node.now()
+        range_count = node.machine.total_range_count or limits.MAX_RANGE_COUNT
+        codec, self._problem = _checked(request, range_count)
+        is_good = self._problem is None
+        self._ranges = list(request.ranges) if is_good else []
+        deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
+        self._terms = PullTerms(
+            session,
+            request.clock,
+            deadline_s=self._began_s + min(deadline_s, limits.MAX_DEADLINE_S),
+            consistent=request.consistent,
+            codec=codec,
+            shared=request.shared,
+            cut=request.cut,
+            array=request.array,
+        )
+        self._is_lent = (
+            request.shared
+            and not request.array
+            and is_good
+            and node.shards.homes.lends(session, self._table_id, codec)
+        )
+        self._is_one = request.consistent or self._is_lent
+        self._begun_count = 0
+        self._reads: deque[RangeRead] = deque()
+
+    def at_once(self) -> list[bytes] | None:
+        """The answer as serialized PullResponses, if all of it is there, and it is not long; else
+        `parts` goes on.
+        """
+        if self._problem is not None:
+            return [range_error(*self._problem)]
+        if not self._is_short:
+            return None
+        while self._begun_count < len(self._ranges):
+            self._begin_next()
+        if not all(read.is_answered for read in self._reads):
+            return None
+        parts: list[AnswerPart] = []
+        for read in self._reads:
+            while not read.is_done:
+                parts += read.next()
+        self.close()
+        self._observe()
+        return list(_messages(parts))
+
+    @property
+    def _is_short(self) -> bool:
+        if len(self._ranges) > (_AT_ONCE_COUNT if self._is_one else 1):
+            return False
+        count = byte_count = 0
+        for part in self._ranges:
+            range_id = RangeId(part.range_id)
+            found = len(part.blocks) or self._node.block_count_at(self._table_id, range_id)
+            count += found
+            if not self._is_lent:
+                byte_count += found * self._node.block_bytes_at(self._table_id, range_id)
+        return count <= _AT_ONCE_COUNT and byte_count <= limits.SLICE_BYTES
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The answer as serialized PullResponses; in order, and what is there together."""
+        if self._problem is not None:
+            yield range_error(*self._problem)
+        turns, reader = self._node.turns, self._node.unread.reader(self._call)
+        there: list[AnswerPart] = []
+        try:
+            while self._reads or self._begun_count < len(self._ranges):
+                await self._begin_some()
+                read = self._reads[0]
+                if not read.is_answered:
+                    for message in _messages(there):
+                        yield message
+                    there = []
+                    await read.arrival()
+                while not read.is_done:
+                    byte_count = read.next_bytes
+                    await reader.put(byte_count)
+                    there += read.next()
+                    if len(there) >= limits.SLICE_BLOCK_COUNT or not self._is_one:
+                        for message in _messages(there):
+                            yield message
+                        there = []
+                    reader.took(byte_count)
+                    await turns.breathe()
+                self._reads.popleft()
+            for message in _messages(there):
+                yield message
+        finally:
+            reader.end()
+            self.close()
+        self._observe()
+
+    async def _begin_some(self) -> None:
+        """Begin all ranges, or the next if none is on its way."""
+        while self._begun_count < len(self._ranges) and (self._is_one or not self._reads):
+            await self._node.works.in_turn(self._begin_next)
+            await self._node.turns.breathe()
+
+    def _begin_next(self) -> None:
+        part = self._ranges[self._begun_count]
+        self._begun_count += 1
+        range_id = RangeId(part.range_id)
+        place = Place(self._table_id, range_id, AssignmentEpoch(part.assignment_epoch))
+        read = RangeRead(self._terms, place, part.blocks)
+        self._reads.append(read)
+        try:
+            if part.blocks:
+                _check_blocks(part, self._node.block_count_at(self._table_id, range_id))
+        except InvalidKeys as problem:
+            read.refuse(problem)
+        else:
+            self._node.begin_read(read)
+
+    def close(self) -> None:
+        """Nobody waits for what has been begun. Idempotent."""
+        for read in self._reads:
+            if not read.is_answered:
+                self._node.end_read(read.number)
+        self._reads.clear()
+
+    def _observe(self) -> None:
+        node = self._node
+        node.metrics.pull_duration_seconds.observe(node.now() - self._began_s)
+
+
+class StreamPulls:
+    """The pulls that came on one PushPull stream, each a task while it waits.
+
+    Args:
+        node: the server.
+        stream: where they came, and where the answers go.
+    """
+
+    def __init__(self, node: ParameterNode, stream: EntryStream) -> None:
+        self._node = node
+        self._stream = stream
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._last: asyncio.Task[None] | None = None
+
+    async def begin(self, request: parameters_pb2.PullRequest) -> None:
+        """Answer a pull: now, if it can be, else in a task. One without a number waits here while
+        too many are on their way.
+        """
+        node, stream, number = self._node, self._stream, request.read_number
+        if number and self._is_full:
+            await self._put_all(_framed(_overloaded(request), number))
+            return
+        pull = Pull(node, request, stream.session, stream.call)
+        may_be_at_once = (
+            number
+            and not node.works.is_busy
+            and stream.has_part_room
+            and node.unread.has_room(limits.STREAM_READ_BYTES)
+        )
+        answer = pull.at_once() if may_be_at_once else None
+        if answer is None:
+            task = await self._start(number, partial(self._put, pull, number))
+            task.add_done_callback(lambda _: pull.close())
+        elif sum(map(len, answer)) <= limits.STREAM_READ_BYTES:
+            stream.put_parts(_framed(answer, number))
+        else:
+            await self._start(number, partial(self._put_all, _framed(answer, number)))
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._tasks) >= limits.MAX_STREAM_READ_COUNT
+
+    async def _start(
+        self, number: int, answer: Callable[[], Coroutine[Any, Any, None]]
+    ) -> asyncio.Task[None]:
+        """Begin a task; `answer` may never be called, if the stream ends before its turn."""
+        while self._is_full and not number:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        if number:
+            task = asyncio.create_task(answer())
+        else:
+            task = self._last = asyncio.create_task(_after(self._last, answer))
+        self._tasks.add(task)
+        self._stream.pull_begins()
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._stream.pull_ends(None if task.cancelled() else task.exception())
+
+    async def _put(self, pull: Pull, number: int) -> None:
+        """Send the parts of an answer as they come."""
+        held: list[bytes] = []
+        async for response in pull.parts():
+            for before in held:
+                await self._stream.put_part(pull_part(before, number))
+            held = [response]
+        await self._put_all(_framed(held, number))
+
+    async def _put_all(self, parts: Iterable[bytes]) -> None:
+        """Send parts that are there, as fast as the stream takes them."""
+        for part in parts:
+            await self._stream.put_part(part)
+
+    async def close(self) -> None:
+        """The stream has ended: nobody waits for the rest."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def _after(
+    before: asyncio.Task[None] | None, answer: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    if before is not None:
+        await asyncio.wait([before])
+    await answer()
+
+
+# --- what may be wrong with a request
+
+
+def _checked(
+    request: parameters_pb2.PullRequest, range_count: int
+) -> tuple[Codec | None, tuple[int, PushpullError] | None]:
+    """The codec that a pull asks for (None: the table's own), and the first range for which it must
+    be refused as a whole before any is asked, with the reason, if there is one.
+
+    Naming one thing often would make an answer of any size. All ends at the first that is wrong.
+
+    Args:
+        request: the pull.
+        range_count: ranges of the cluster.
+    """
+    first_id = request.ranges[0].range_id if request.ranges else 0
+    try:
+        intake.deadline_s(request.deadline_ms, limits.DEFAULT_PULL_DEADLINE_S)
+        codec = wire.codec_from_proto(request.codec) if request.codec else None
+    except PushpullError as error:
+        return None, (first_id, error)
+    if len(request.ranges) > range_count:
+        return codec, (
+            first_id,
+            InvalidKeys(f"a read names {len(request.ranges)} ranges; there are {range_count}"),
+        )
+    named: set[int] = set()
+    for part in request.ranges:
+        range_id = part.range_id
+        if range_id >= range_count:
+            problem = f"there is no range {range_id}; expected one below {range_count}"
+            return codec, (range_id, InvalidKeys(problem))
+        if range_id in named:
+            problem = f"range {range_id} comes twice; expected each once"
+            return codec, (range_id, InvalidKeys(problem))
+        named.add(range_id)
+    return codec, None
+
+
+def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
+    """Refuse a pull that names a block of a range twice, or more than there are.
+
+    Args:
+        part: what the pull names.
+        block_count: blocks of the table in the range; 0: the range is not here, and why not is for
+            it to answer, which a worker asks again elsewhere for.
+
+    Raises:
+        InvalidKeys: it does.
+    """
+    blocks = part.blocks
+    if (0 < block_count < len(blocks)) or len(set(blocks)) != len(blocks):
+        raise InvalidKeys(
+            f"the read of range {part.range_id} names {len(blocks)} blocks; expected each of its "
+            f"{block_count or 'blocks'} at most once"
+        )
+
+
+def _overloaded(request: parameters_pb2.PullRequest) -> list[bytes]:
+    """The answer to a pull that is one too many on its stream."""
+    error = Overloaded(
+        f"{limits.MAX_STREAM_READ_COUNT} reads wait on this stream already",
+        retry_after_ms=_RETRY_MS,
+    )
+    return [range_error(part.range_id, error) for part in request.ranges[: limits.MAX_RANGE_COUNT]]
+
+
+# --- answers as messages
+
+
+def _messages(parts: Iterable[AnswerPart]) -> Iterator[bytes]:
+    """Values that are lent leave together, all else as it is."""
+    values: list[parameters_pb2.SharedValue] = []
+    for part in parts:
+        if isinstance(part, bytes):
+            if values:  # answers come in the order of the ranges
+                yield shared_answer(values)
+                values = []
+            yield part
+            continue
+        values.append(part)
+        if len(values) == limits.MAX_BATCH_COUNT:
+            yield shared_answer(values)
+            values = []
+    if values:
+        yield shared_answer(values)
+
+
+def _framed(answer: Sequence[bytes], number: int) -> Iterator[bytes]:
+    """The whole answer to a pull as parts of a PushPull stream: serialized PushPullResponses."""
+    for index, response in enumerate(answer, 1):
+        yield pull_part(response, number, is_last=number > 0 and index == len(answer))
+    if not answer or not number:
+        yield pull_end(number)
