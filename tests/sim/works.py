@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 from ps_core.work import Work
-from ps_server.service.work_queue import HasTime, OnEnd, WorkQueue, always
+from ps_server.service.works import HasTime, OnEnd, WorkQueue, always
 from tests.sim.world import World
 
 FEW_STEPS = 2
