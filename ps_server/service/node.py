@@ -36,7 +36,6 @@ from ps_runtime.system.turns import Turns
 from ps_server.fail_stop import FailStop, carries_out, decides
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
-from ps_server.lane.unread import UnreadAnswers
 from ps_server.peers.node_replication import ReplicatedRanges, ReplicationSetting
 from ps_server.ranges.events import (
     AnswerPull,
@@ -59,7 +58,7 @@ from ps_server.ranges.schedule import checkpoint_cut
 from ps_server.ranges.server_machine import Doubt, PartAdded, Promise, ServerMachine
 from ps_server.replication.output_commit import Deed
 from ps_server.service.collective_calls import CollectiveCalls
-from ps_server.service.push_stream import EntryStream
+from ps_server.service.push_stream import EntryStream, UnreadAnswers
 from ps_server.service.range_read import RangeRead, ReadWaits
 from ps_server.service.sessions import Sessions
 from ps_server.service.works import Works
