@@ -27,8 +27,7 @@ from ps_core.tables import Codec, Table
 from ps_core.work import Work, at_once, pieces_of
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.lent_memory import LentValues
-from ps_server.lane.segments import ValueHomes, held_ranges
+from ps_server.lane.segments import LentValues, ValueHomes, held_ranges
 from ps_server.ranges.events import Assign, Fold, Forget, Place, Record, Sender
 from ps_server.ranges.server_machine import PartAdded
 from ps_server.replication.messages import RangeCopy, Snapshot

@@ -28,7 +28,7 @@ from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime.cluster import wire
-from ps_server.lane.lent_memory import LentValues
+from ps_server.lane.segments import LentValues
 from ps_server.lane.shards import Shards
 from ps_server.ranges.events import AnswerPull, Place, PullEvent
 from ps_server.ranges.range_state import RangeState

@@ -19,7 +19,7 @@ from ps_core import stamps
 from ps_core.keys import NodeId
 from ps_core.stamps import Bytes, Stamps
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.lent_memory import LentValues
+from ps_server.lane.segments import LentValues
 from ps_server.ranges.events import AnswerPull
 from tests.sim.arithmetic import Numbers, Reading
 from tests.sim.grads import Grad

@@ -15,8 +15,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId,
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.lent_memory import LentValues
-from ps_server.lane.segments import ValueHomes
+from ps_server.lane.segments import LentValues, ValueHomes
 from ps_server.ranges.server_machine import PartAdded
 from ps_worker.transport.lane import SharedLane
 from pushpull.v1 import parameters_pb2
