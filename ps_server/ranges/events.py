@@ -28,6 +28,13 @@ class Place(NamedTuple):
     assignment_epoch: AssignmentEpoch
 
 
+class Step(NamedTuple):
+    """One worker's step: ordered by clock, then rank."""
+
+    clock: int
+    rank: int
+
+
 class Sender(NamedTuple):
     """Who sent an entry, of which run, and on which stream."""
 

@@ -44,9 +44,9 @@ from ps_server.ranges.events import (
     ScaleEvent,
     SealEvent,
     Sender,
+    Step,
     WithdrawEvent,
 )
-from ps_server.ranges.memory import Step
 from ps_server.ranges.range_state import HeldPush, RangeState, Room, StepPart, WorkerPart
 from ps_server.ranges.read_gate import ReadGate
 from ps_server.ranges.schedule import CutId

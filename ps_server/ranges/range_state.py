@@ -19,8 +19,7 @@ from ps_core.errors import EditRefused, InvariantViolation, PushpullError, Updat
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
 from ps_core.tables import Hyperparameters, InitializerKind, Table
-from ps_server.ranges.events import Compensation, Effect, Record, ReplyTo, SealEvent, Sender
-from ps_server.ranges.memory import Step
+from ps_server.ranges.events import Compensation, Effect, Record, ReplyTo, SealEvent, Sender, Step
 from ps_server.ranges.schedule import Schedule
 
 

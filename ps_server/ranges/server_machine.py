@@ -55,11 +55,11 @@ from ps_server.ranges.events import (
     SealEvent,
 )
 from ps_server.ranges.failed_update import instead, lost_records
+from ps_server.ranges.memory import TableRoom
 from ps_server.ranges.range_copy import PartCopy, restore
 from ps_server.ranges.range_machine import RangeMachine
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import CutId, copies_cut
-from ps_server.ranges.table_room import TableRoom
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ from ps_server.ranges.events import (
     Sender,
     WithdrawEvent,
 )
+from ps_server.ranges.memory import TableRoom
 from ps_server.ranges.range_machine import RangeMachine
-from ps_server.ranges.table_room import TableRoom
 from tests.examples import examples
 from tests.unit.machine_harness import make_table
 

@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from ps_server.ranges.memory import GateRoom, Step
+from ps_server.ranges.events import Step
+from ps_server.ranges.memory import GateRoom
 from tests.examples import examples
 
 STEP_BYTES = 40

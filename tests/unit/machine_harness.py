@@ -35,9 +35,9 @@ from ps_server.ranges.events import (
     SealEvent,
     SealTerms,
     Sender,
+    Step,
     WithdrawEvent,
 )
-from ps_server.ranges.memory import Step
 from ps_server.ranges.range_machine import RangeMachine
 
 PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))

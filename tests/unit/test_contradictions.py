@@ -8,10 +8,9 @@ from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_server.ranges.events import SealEvent, SealTerms
-from ps_server.ranges.memory import Step
+from ps_server.ranges.events import SealEvent, SealTerms, Step
+from ps_server.ranges.memory import TableRoom
 from ps_server.ranges.range_machine import RangeMachine
-from ps_server.ranges.table_room import TableRoom
 from tests.unit.machine_harness import PLACE, Bench, applied, kinds, make_table, outcomes, problem
 
 

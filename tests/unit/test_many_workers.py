@@ -19,9 +19,9 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_core.work import at_once
 from ps_runtime.cluster import wire
 from ps_runtime.observe.metrics import ServerMetrics
+from ps_server.ranges.memory import TableRoom
 from ps_server.ranges.range_copy import copying
 from ps_server.ranges.range_state import RangeState, WorkerPart
-from ps_server.ranges.table_room import TableRoom
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.service.node import ParameterNode
 from ps_server.wire.snapshot_wire import SnapshotReader, snapshot_messages

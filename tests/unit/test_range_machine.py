@@ -16,8 +16,7 @@ from ps_core.errors import (
 )
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import OptimizerKind
-from ps_server.ranges.events import Apply, PushEvent, RefusePull, ReplyTo
-from ps_server.ranges.memory import Step
+from ps_server.ranges.events import Apply, PushEvent, RefusePull, ReplyTo, Step
 from tests.unit.machine_harness import (
     PLACE,
     Bench,

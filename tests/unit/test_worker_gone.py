@@ -23,8 +23,8 @@ from ps_server.ranges.events import (
     SealEvent,
     SealTerms,
     Sender,
+    Step,
 )
-from ps_server.ranges.memory import Step
 from ps_server.ranges.server_machine import ServerMachine
 from tests.unit.machine_harness import (
     PLACE,
