@@ -51,6 +51,7 @@ from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.service import replication_service
+from ps_server.service import servicer as parameter_service
 from ps_server.service.backup_requests import BackupWishes
 from ps_server.service.change_doubts import ChangeDoubts
 from ps_server.service.departure import REASON, until_kept
@@ -61,7 +62,6 @@ from ps_server.service.servicer import FEATURES, ParameterServicer, ViewAtLeast
 from ps_server.update_log.recovery import KeptLog, open_log
 from ps_server.update_log.writer import LogSetting
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
-from ps_server.wire import frames
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 _TICK_S = 0.1
@@ -98,8 +98,8 @@ async def _serve(settings: ServerConfig) -> None:
         http_listen=settings.http_listen,
         services=[
             (
-                frames.SERVICE,
-                lambda grpc_server: frames.add_to_server(servicer, grpc_server),
+                parameter_service.SERVICE,
+                lambda grpc_server: parameter_service.add_to_server(servicer, grpc_server),
             ),
             (
                 replication_service.SERVICE,
@@ -181,7 +181,7 @@ async def _stream_port(
     if listen == "auto":
         listen = join_address(split_address(settings.listen, "listen")[0], 0)
     services = {
-        frames.SERVICE: frames.handlers_of(servicer),
+        parameter_service.SERVICE: parameter_service.handlers_of(servicer),
         replication_service.SERVICE: replication_service.handlers_of(backups),
     }
     streams = await StreamServer.start(listen, services)

@@ -32,8 +32,13 @@ from ps_server.ranges.events import Place
 from ps_server.service.node import ParameterNode
 from ps_server.service.push_stream import EntryStream
 from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
-from ps_server.wire import events_from_proto as intake
-from ps_server.wire.frames import pull_end, pull_part, range_error, shared_answer
+from ps_server.wire.parameter_wire import (
+    deadline_s_of,
+    pull_end,
+    pull_part,
+    range_error,
+    shared_answer,
+)
 from pushpull.v1 import parameters_pb2
 
 _RETRY_MS = 500
@@ -294,7 +299,7 @@ def _checked(
     """
     first_id = request.ranges[0].range_id if request.ranges else 0
     try:
-        intake.deadline_s(request.deadline_ms, limits.DEFAULT_PULL_DEADLINE_S)
+        deadline_s_of(request.deadline_ms, limits.DEFAULT_PULL_DEADLINE_S)
         codec = wire.codec_from_proto(request.codec) if request.codec else None
     except PushpullError as error:
         return None, (first_id, error)

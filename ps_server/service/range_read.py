@@ -35,7 +35,7 @@ from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.values.block_values import arithmetic_codec
-from ps_server.wire.frames import block_answer, range_error
+from ps_server.wire.parameter_wire import block_answer, range_error
 from pushpull.v1 import parameters_pb2
 
 AnswerPart = bytes | parameters_pb2.SharedValue

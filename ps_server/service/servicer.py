@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
+import grpc
+import grpc.aio
+
 from ps_core import limits
 from ps_core.errors import (
     InvalidConfig,
@@ -19,14 +22,27 @@ from ps_core.errors import (
 from ps_core.keys import TableId
 from ps_runtime.cluster.wire_changes import change_outcome_to_proto
 from ps_runtime.grpc.errors import translated
+from ps_runtime.grpc.requests import RequestReader
 from ps_server.ranges.events import EntryEvent, PushEvent, Sender
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull, StreamPulls
 from ps_server.service.push_stream import EntryStream
 from ps_server.service.stats import range_stats
-from ps_server.wire import events_from_proto as intake
-from ps_server.wire.frames import BlockFrame, Entry, kind_of, more_follow, pulls_of, with_replies
+from ps_server.wire.parameter_wire import (
+    BlockFrame,
+    Entry,
+    deadline_s_of,
+    entry_events,
+    entry_reader,
+    kind_of,
+    more_follow,
+    pulls_of,
+    serialized,
+    with_replies,
+)
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
+
+SERVICE = "pushpull.v1.ParameterService"
 
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
@@ -80,7 +96,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     ) -> parameters_pb2.OpenSessionResponse:
         """See parameters.proto."""
         session = self._node.sessions.admit(request.session, "OpenSession")
-        deadline_s = intake.deadline_s(request.deadline_ms, limits.DEFAULT_SESSION_DEADLINE_S)
+        deadline_s = deadline_s_of(request.deadline_ms, limits.DEFAULT_SESSION_DEADLINE_S)
         await self._view_at_least(request.view_number, deadline_s)
         if self._node.machine.view_number < request.view_number:
             raise WaitExpired(
@@ -240,7 +256,7 @@ async def _take_entries(
     node: ParameterNode, stream: EntryStream, message: Entry, sender: Sender
 ) -> None:
     """Do what the entries of a message say."""
-    events = intake.entry_events(message, sender, node.shards)
+    events = entry_events(message, sender, node.shards)
     turn, block_count = _turn(node, events)
     while turn:
         if block_count > _TURN_BLOCK_COUNT:
@@ -276,3 +292,45 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError, PushpullError):
         await task
+
+
+def handlers_of(
+    servicer: parameters_pb2_grpc.ParameterServiceServicer,
+) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
+    """The service's methods by their short names, with the readers and writers of its messages."""
+    unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+    return {
+        "OpenSession": unary(
+            servicer.OpenSession, RequestReader(parameters_pb2.OpenSessionRequest), serialized
+        ),
+        "Push": stream(servicer.Push, entry_reader(parameters_pb2.PushRequest), serialized),
+        "Pull": grpc.unary_stream_rpc_method_handler(
+            servicer.Pull, RequestReader(parameters_pb2.PullRequest), serialized
+        ),
+        "PushPull": stream(
+            servicer.PushPull, entry_reader(parameters_pb2.PushPullRequest), serialized
+        ),
+        "BeginCut": unary(
+            servicer.BeginCut, RequestReader(parameters_pb2.BeginCutRequest), serialized
+        ),
+        "EndCut": unary(servicer.EndCut, RequestReader(parameters_pb2.EndCutRequest), serialized),
+        "SettleChange": unary(
+            servicer.SettleChange, RequestReader(parameters_pb2.SettleChangeRequest), serialized
+        ),
+        "GetRangeStats": unary(
+            servicer.GetRangeStats, RequestReader(parameters_pb2.GetRangeStatsRequest), serialized
+        ),
+        "EnterCollective": unary(
+            servicer.EnterCollective,
+            RequestReader(parameters_pb2.EnterCollectiveRequest, limits.MAX_MESSAGE_BYTES),
+            serialized,
+        ),
+    }
+
+
+def add_to_server(
+    servicer: parameters_pb2_grpc.ParameterServiceServicer, server: grpc.aio.Server
+) -> None:
+    """As the generated function of that name, with the readers and writers of its messages."""
+    handlers = handlers_of(servicer)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

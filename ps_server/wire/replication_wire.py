@@ -1,8 +1,8 @@
 """What a primary and its backups say to each other, to messages of `pushpull.v1` and back.
 
-A batch is written around its payloads as `ps_server.wire.frames` writes blocks: each is copied
-once, into the message, and read where it lies in the message that came. What is on the wire is
-ordinary protobuf.
+A batch is written around its payloads as `ps_server.wire.parameter_wire` writes blocks: each is
+copied once, into the message, and read where it lies in the message that came. What is on the wire
+is ordinary protobuf.
 
 Rules:
     - A batch has a message to itself, or several that follow each other if it is too long for one.

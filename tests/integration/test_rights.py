@@ -31,7 +31,7 @@ from ps_server.service.replication_service import SERVICE as REPLICATION
 from ps_server.service.replication_service import ReplicationServicer
 from ps_server.service.replication_service import add_to_server as add_replication
 from ps_server.service.servicer import ParameterServicer
-from ps_server.wire.frames import add_to_server as add_parameters
+from ps_server.service.servicer import add_to_server as add_parameters
 from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2, types_pb2
 from tests.integration.scheduler_calls import DEADLINE_S, Running, refused, with_scheduler
 from tests.tidy.source import ROOT

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.envelope import ALIGNMENT_BYTES, join
-from ps_server.wire import frames
+from ps_server.wire import parameter_wire as frames
 from pushpull.v1 import parameters_pb2
 
 READ = frames.entry_reader(parameters_pb2.PushRequest, small_bytes=0)

@@ -38,8 +38,7 @@ from ps_server.service.pull import Pull
 from ps_server.service.push_stream import EntryStream
 from ps_server.service.range_read import PullTerms, RangeRead
 from ps_server.service.works import Works
-from ps_server.wire.events_from_proto import push_events
-from ps_server.wire.frames import BlockFrame
+from ps_server.wire.parameter_wire import BlockFrame, push_events
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import turns_of
 

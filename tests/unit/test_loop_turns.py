@@ -26,7 +26,7 @@ from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull
 from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
 from ps_server.service.servicer import ParameterServicer
-from ps_server.wire.frames import Entry, entry_reader
+from ps_server.wire.parameter_wire import Entry, entry_reader
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import turns_of
 
