@@ -22,7 +22,7 @@ Invariants:
     RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
 
 What it deliberately does not do: take entries in (`range_machine` does), form updates of BSP
-(`forming` does), or say what an update does to those who took part (`records` does).
+(`forming` does), or say what an update does to those who took part (`Records` does).
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ from ps_server.ranges.events import (
     ScaleEvent,
     SealEvent,
 )
-from ps_server.ranges.forming import Forming
+from ps_server.ranges.forming import APPLIED, Forming, Records
 from ps_server.ranges.range_state import HeldPush, RangeState, StepPart, WorkerPart
 from ps_server.ranges.read_gate import ReadGate
-from ps_server.ranges.records import APPLIED, Records
 from ps_server.ranges.update_scales import UpdateScales
 
 _NAMED_COUNT = 8

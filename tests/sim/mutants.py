@@ -43,7 +43,7 @@ _ONE_TABLE = (
     Mutant(
         "a worker's own scale is lost",
         "S1",
-        "ps_server/ranges/records.py",
+        "ps_server/ranges/forming.py",
         "step.clock, terms.contribution_scale",
         "step.clock, 1.0",
         _STEPS,
