@@ -48,7 +48,7 @@ from ps_server.values.mutations import (
 )
 from ps_server.values.optimizer_arrays import check_array
 from ps_server.values.shard_store import Changes, ShardStore, nobody
-from ps_server.values.sums import Total
+from ps_server.values.update_arithmetic import Total
 from pushpull.v1 import parameters_pb2
 
 _Key = tuple[TableId, RangeId]

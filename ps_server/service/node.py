@@ -64,7 +64,7 @@ from ps_server.service.sessions import Sessions
 from ps_server.service.works import Works
 from ps_server.update_log.writer import UpdateLog
 from ps_server.values.mutations import Assigned, Dropped, Kept, Put
-from ps_server.values.sums import Total
+from ps_server.values.update_arithmetic import Total
 
 _DRAIN_RETRY_MS = 500
 

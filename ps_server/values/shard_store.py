@@ -83,8 +83,7 @@ from ps_server.values.store_copy import (
     saved_block,
     set_steps,
 )
-from ps_server.values.sums import KeptSums, Total
-from ps_server.values.update_arithmetic import UpdateArithmetic
+from ps_server.values.update_arithmetic import KeptSums, Total, UpdateArithmetic
 
 
 class Changes(NamedTuple):

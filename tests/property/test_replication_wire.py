@@ -24,7 +24,7 @@ from ps_server.ranges.range_copy import Delta, PartCopy, WorkerCopy, WorkerFacts
 from ps_server.replication.messages import Batch, Beat, RangeCopy, Snapshot
 from ps_server.values.mutations import Elements, Kept, Put, SentTotal
 from ps_server.values.store_copy import BlockCopy, StoreCopy
-from ps_server.values.sums import Total
+from ps_server.values.update_arithmetic import Total
 from ps_server.wire.replication_reader import Came, ReplicationReader
 from ps_server.wire.replication_wire import (
     SMALL_BYTES,

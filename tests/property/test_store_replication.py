@@ -17,7 +17,7 @@ from ps_server.ranges.events import Compensation
 from ps_server.values.mutations import Dropped, Elements, Kept, Put, SentTotal
 from ps_server.values.shard_store import ShardStore
 from ps_server.values.store_copy import StoreCopy, SumCopy
-from ps_server.values.sums import Total
+from ps_server.values.update_arithmetic import Total
 from ps_server.wire.replication_wire import SMALL_BYTES
 from tests.examples import examples
 from tests.property.shard_twin import PoisonedPool, decoded, table, worker_steps

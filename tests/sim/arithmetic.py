@@ -48,7 +48,7 @@ from ps_server.ranges.server_machine import PartAdded
 from ps_server.values.contributions import Contribution, elements
 from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put, SentTotal
 from ps_server.values.store_copy import StoreCopy
-from ps_server.values.sums import Total
+from ps_server.values.update_arithmetic import Total
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Arrived, Grad
 
 if TYPE_CHECKING:

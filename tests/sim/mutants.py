@@ -99,7 +99,7 @@ _ONE_TABLE = (
     Mutant(
         "no sum is kept",
         "S12",
-        "ps_server/values/sums.py",
+        "ps_server/values/update_arithmetic.py",
         "for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:",
         "for old in [kept for kept in self._sums if kept]:",
         _STEPS,

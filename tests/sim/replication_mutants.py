@@ -95,7 +95,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "a running mean is its primary's alone",
         "S8",
-        "ps_server/values/sums.py",
+        "ps_server/values/update_arithmetic.py",
         "return SentTotal(tuple(blocks), self.is_reduced, tuple(means))",
         "return SentTotal(tuple(blocks), self.is_reduced)",
         _FAILOVER,
