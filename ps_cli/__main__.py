@@ -33,10 +33,8 @@ from ps_cli.status.tables import (
 )
 from ps_cli.status.view import status_view
 from ps_cli.train.roles import BecomesRole
-from ps_cli.train.train import ALL_KINDS, TrainRun, TrainSettings
-from ps_cli.train.train_options import TrainOptions
-from ps_cli.train.up import UpSettings, run_up
-from ps_cli.train.up_options import UpOptions
+from ps_cli.train.train import ALL_KINDS, TrainOptions, TrainRun, TrainSettings
+from ps_cli.train.up import UpOptions, UpSettings, run_up
 
 app = typer.Typer(
     name="pushpull",

@@ -1,6 +1,6 @@
 """`pushpull server`: one parameter server."""
 
-from ps_runtime.system.import_gc import spared
+from ps_runtime.system.collector import spared
 
 with spared():
     from ps_server.process import main

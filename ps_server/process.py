@@ -37,8 +37,7 @@ from ps_runtime.launch.ready_file import write_ready_file
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.settings import config
-from ps_runtime.system import clock
-from ps_runtime.system import memory as machine_memory
+from ps_runtime.system import capacity, clock
 from ps_runtime.system.background import switch_often
 from ps_runtime.system.collector import Collector
 from ps_runtime.system.trimming import trim_often
@@ -364,8 +363,8 @@ def _memory(given_bytes: int) -> scheduler_pb2.ServerMemory:
     """What tables may take here: as given, or as the system says."""
     if given_bytes:
         return scheduler_pb2.ServerMemory(byte_count=given_bytes)
-    byte_count = int(machine_memory.memory_bytes() * limits.TABLE_MEMORY_SHARE)
-    return scheduler_pb2.ServerMemory(byte_count=byte_count, pool=machine_memory.memory_pool())
+    byte_count = int(capacity.memory_bytes() * limits.TABLE_MEMORY_SHARE)
+    return scheduler_pb2.ServerMemory(byte_count=byte_count, pool=capacity.memory_pool())
 
 
 async def _leave(link: SchedulerLink) -> None:

@@ -21,8 +21,8 @@ from ps_core.errors import Fenced, InvalidConfig, PushpullError, Unauthenticated
 from ps_runtime.launch import shutdown
 from ps_runtime.observe import logs
 from ps_runtime.settings.config import fields_of, resolve, variable_name
-from ps_runtime.system.cores import follow_limit
-from ps_runtime.system.import_gc import spare_import_of
+from ps_runtime.system.capacity import follow_limit
+from ps_runtime.system.collector import spare_import_of
 from ps_worker.client.client import connect
 from ps_worker.client.open_clients import close_all
 from ps_worker.transport.config import ProcessConfig, WorkerConfig, job_place, parser, worker_config

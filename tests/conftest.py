@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from ps_runtime.launch.role_starts import begin_by
-from ps_runtime.system.import_gc import spared
+from ps_runtime.system.collector import spared
 from tests.integration.warm_roles import FORKER, begin_warm
 from tests.joining import SECRET
 

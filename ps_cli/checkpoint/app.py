@@ -39,7 +39,7 @@ def create(
     The tables are cut at one clock, at most a step ahead of the fastest worker; training goes on
     while it is written. The cluster's checkpoint URL says where it goes.
     """
-    from ps_cli.train.last_checkpoint import create as create_checkpoint
+    from ps_cli.train.run_checkpoints import create as create_checkpoint
 
     def make(output: Output) -> int:
         url, byte_count = create_checkpoint(scheduler, reason, timeout)

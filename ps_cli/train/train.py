@@ -10,8 +10,30 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from ps_cli.console.exit_rules import Ending, ExitRules
+from ps_cli.console.options import (
+    CheckpointEvery,
+    CheckpointFullEvery,
+    CheckpointKeep,
+    CheckpointUrl,
+    LeaseS,
+    MaxRestarts,
+    MaxWorkerCount,
+    MinInSync,
+    PlansStorage,
+    ReplicaCount,
+    Resume,
+    Script,
+    ServerCount,
+    UpdateLogMb,
+    UpdateLogPath,
+    UpdateLogSync,
+    WorkerCount,
+)
 from ps_cli.console.output import Output
 from ps_cli.console.progress import (
     RateWindow,
@@ -24,12 +46,12 @@ from ps_cli.console.progress import (
     worker_samples,
 )
 from ps_cli.console.scheduler_query import SchedulerQuery
-from ps_cli.train.checkpoint_watch import (
+from ps_cli.train.run_checkpoints import (
     CheckpointWatch,
+    make_last,
     tell_beginning,
     warn_of_earlier_runs,
 )
-from ps_cli.train.last_checkpoint import make_last
 from ps_cli.train.supervisor import Supervisor
 from ps_core.errors import PushpullError
 from ps_runtime.launch.cluster_shape import (
@@ -41,7 +63,7 @@ from ps_runtime.launch.cluster_shape import (
 )
 from ps_runtime.launch.launcher import RoleExit, start_scheduler, start_servers, worker_command
 from ps_runtime.launch.role_environment import thread_count
-from ps_runtime.system.cores import usable_core_count
+from ps_runtime.system.capacity import usable_core_count
 from pushpull.v1 import scheduler_pb2
 
 LIVE_INTERVAL_S = 0.5
@@ -57,6 +79,40 @@ DEFAULT_LINE_INTERVAL_S = 5.0
 
 ALL_KINDS = frozenset({"worker", "server", "scheduler"})
 """The kinds of role, as the launcher names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions(PlansStorage):
+    """The options of `pushpull train` as they are given."""
+
+    script: Script
+    script_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS", help="Arguments of the script, after `--`."),
+    ] = None
+    workers: WorkerCount = 2
+    max_workers: MaxWorkerCount = 0
+    servers: ServerCount = 1
+    replicas: ReplicaCount = 1
+    min_in_sync: MinInSync = 1
+    lease_s: LeaseS = 0.0
+    checkpoint_url: CheckpointUrl = ""
+    checkpoint_every: CheckpointEvery = ""
+    checkpoint_keep: CheckpointKeep = 0
+    checkpoint_full_every: CheckpointFullEvery = 1
+    resume: Resume = ""
+    update_log: UpdateLogPath = ""
+    update_log_mb: UpdateLogMb = 0
+    update_log_sync: UpdateLogSync = False
+    max_restarts: MaxRestarts = None
+    interval: Annotated[
+        float,
+        typer.Option(min=0.1, help="Seconds between progress lines where there is no terminal."),
+    ] = DEFAULT_LINE_INTERVAL_S
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", "-v", help="Show what the scheduler and the servers say, too."),
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

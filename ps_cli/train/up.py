@@ -5,10 +5,31 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
+
+import typer
 
 from ps_cli.console.exit_rules import Ending, ExitRules
+from ps_cli.console.options import (
+    CheckpointEvery,
+    CheckpointFullEvery,
+    CheckpointKeep,
+    CheckpointUrl,
+    LeaseS,
+    MaxRestarts,
+    MaxWorkerCount,
+    MinInSync,
+    PlansStorage,
+    ReplicaCount,
+    Resume,
+    ServerCount,
+    UpdateLogMb,
+    UpdateLogPath,
+    UpdateLogSync,
+    WorkerCount,
+)
 from ps_cli.console.output import Output
-from ps_cli.train.last_checkpoint import make_last
+from ps_cli.train.run_checkpoints import make_last
 from ps_cli.train.supervisor import Supervisor
 from ps_runtime.cluster import join_secret
 from ps_runtime.launch.cluster_shape import (
@@ -19,6 +40,34 @@ from ps_runtime.launch.cluster_shape import (
     UpdateLogPlan,
 )
 from ps_runtime.launch.launcher import ReadyRole, start_scheduler, start_servers
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions(PlansStorage):
+    """The options of `pushpull up` as they are given."""
+
+    workers: WorkerCount = 1
+    max_workers: MaxWorkerCount = 0
+    servers: ServerCount = 1
+    replicas: ReplicaCount = 1
+    min_in_sync: MinInSync = 1
+    lease_s: LeaseS = 0.0
+    checkpoint_url: CheckpointUrl = ""
+    checkpoint_every: CheckpointEvery = ""
+    checkpoint_keep: CheckpointKeep = 0
+    checkpoint_full_every: CheckpointFullEvery = 1
+    resume: Resume = ""
+    update_log: UpdateLogPath = ""
+    update_log_mb: UpdateLogMb = 0
+    update_log_sync: UpdateLogSync = False
+    max_restarts: MaxRestarts = None
+    listen: Annotated[
+        str,
+        typer.Option(help="Where the scheduler listens; port 0 takes a free one."),
+    ] = "127.0.0.1:0"
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Do not show what the roles say.")
+    ] = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ps_core.consistency import Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import RangeId, TableId
 from ps_core.tables import Table, TableSpec
-from ps_runtime.cluster import wire, wire_changes
+from ps_runtime.cluster import wire
 from ps_runtime.cluster.registration import (
     LEAST_ATTEMPT_S,
     REGISTRATION_ID_BYTES,
@@ -33,10 +33,10 @@ from ps_runtime.cluster.registration import (
     answer_of,
     registered,
 )
+from ps_runtime.cluster.view_waits import ViewWaits
 from ps_runtime.grpc.addresses import check_scheduler_address
 from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.grpc.retry import Backoff, is_retryable
-from ps_runtime.grpc.view_waits import ViewWaits
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
@@ -226,7 +226,7 @@ class SchedulerLink:
         request = scheduler_pb2.SetConsistencyRequest(
             session=self._identity,
             table_name=table_name,
-            consistency=wire_changes.consistency_to_proto(consistency),
+            consistency=wire.consistency_to_proto(consistency),
             after_clock=after_clock,
         )
         what = f"table '{table_name}' to become {consistency}"
@@ -234,7 +234,7 @@ class SchedulerLink:
             lambda stub, left_s: stub.SetConsistency(request, timeout=left_s), what, end_s
         )
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
-        return wire_changes.change_from_proto(answer.change)
+        return wire.change_from_proto(answer.change)
 
     async def promise_change(
         self,
@@ -256,7 +256,7 @@ class SchedulerLink:
             table_id=table_id,
             number=number,
             clock=held_clock,
-            outcome=wire_changes.change_outcome_to_proto(outcome),
+            outcome=wire.change_outcome_to_proto(outcome),
         )
         what = "the scheduler to hear a promise"
         await self.call(

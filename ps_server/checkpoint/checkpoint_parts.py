@@ -58,8 +58,7 @@ from ps_server.checkpoint.written_blocks import (
 )
 from ps_server.ranges.events import AnswerPull, RefusePull
 from ps_server.service.node import ParameterNode
-from ps_server.values.copy_on_write import Captures, Key
-from ps_server.values.copy_room import CopyRoom
+from ps_server.values.copy_on_write import Captures, CopyRoom, Key
 from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 
 _THREAD_COUNT = 2

@@ -19,7 +19,7 @@ from ps_core.cluster_view import ClusterView, Session
 from ps_core.errors import NotOwner, PushpullError
 from ps_core.keys import NodeId
 from ps_runtime.cluster import wire
-from ps_runtime.cluster.wire_changes import change_outcome_from_proto
+from ps_runtime.cluster.wire import change_outcome_from_proto
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.observe import logs

@@ -20,7 +20,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import TableId
-from ps_runtime.cluster.wire_changes import change_outcome_to_proto
+from ps_runtime.cluster.wire import change_outcome_to_proto
 from ps_runtime.grpc.errors import translated
 from ps_runtime.grpc.requests import RequestReader
 from ps_server.ranges.events import EntryEvent, PushEvent, Sender

@@ -20,7 +20,7 @@ from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, PushpullError, UpdateFailed
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.ledger import Ending, Outcome
-from ps_runtime.cluster.wire_changes import consistency_from_proto, consistency_to_proto
+from ps_runtime.cluster.wire import consistency_from_proto, consistency_to_proto
 from ps_runtime.grpc import errors
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import Facts, WorkerFacts

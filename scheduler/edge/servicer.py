@@ -31,7 +31,7 @@ from ps_core.errors import (
 from ps_core.keys import NodeId, TableId
 from ps_core.rights import CHALLENGE_BYTES
 from ps_runtime.checkpoint.roots import CheckpointRoots
-from ps_runtime.cluster import wire, wire_changes
+from ps_runtime.cluster import wire
 from ps_runtime.cluster.join_secret import joiner
 from ps_runtime.grpc.errors import translated
 from ps_runtime.grpc.requests import RequestReader
@@ -337,7 +337,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         async with self._answering():
             change = await self._settled(request, clock.now_s() + waits_s)
         return scheduler_pb2.SetConsistencyResponse(
-            change=wire_changes.change_to_proto(change), view_number=self._view.view_number
+            change=wire.change_to_proto(change), view_number=self._view.view_number
         )
 
     @translated
@@ -353,7 +353,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                     TableId(request.table_id),
                     request.number,
                     request.clock,
-                    wire_changes.change_outcome_from_proto(request.outcome),
+                    wire.change_outcome_from_proto(request.outcome),
                 )
             )
         return scheduler_pb2.PromiseChangeResponse()
@@ -565,7 +565,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         session = self._caller(request.session, "SetConsistency")
         wish = Wish(
             request.table_name,
-            wire_changes.consistency_from_proto(request.consistency),
+            wire.consistency_from_proto(request.consistency),
             request.after_clock,
             deadline_s,
         )

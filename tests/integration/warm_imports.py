@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from ps_runtime.system.import_gc import spared
+from ps_runtime.system.collector import spared
 
 with spared():  # here as in the server, which imports this module
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

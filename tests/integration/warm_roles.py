@@ -28,7 +28,7 @@ from threading import Lock
 
 from ps_runtime.launch.role_environment import role_environment
 from ps_runtime.launch.role_starts import RoleChild, RoleStart, begin_by, new_interpreter
-from ps_runtime.system.import_gc import spared
+from ps_runtime.system.collector import spared
 from tests import loop_files
 from tests.integration.warm_processes import warm_context
 

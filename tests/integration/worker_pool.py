@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import ps_worker as ps
 from ps_core.errors import PushpullError
-from ps_runtime.system.import_gc import spared
+from ps_runtime.system.collector import spared
 from tests.integration.warm_processes import warm_context
 
 ResultT = TypeVar("ResultT")

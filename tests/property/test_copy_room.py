@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import RangeId, TableId
-from ps_server.values.copy_room import CopyRoom
+from ps_server.values.copy_on_write import CopyRoom
 
 BLOCK_BYTES = 10
 RANGES = st.lists(st.integers(0, 6), min_size=1, max_size=6)  # blocks of each range

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from ps_runtime.system.import_gc import spared
+from ps_runtime.system.collector import spared
 
 ROOT = Path(__file__).resolve().parents[2]
 

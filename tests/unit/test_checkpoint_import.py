@@ -17,8 +17,8 @@ from ps_core.errors import InvalidConfig, InvariantViolation
 from ps_core.keys import TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec, TensorSpec
 from ps_runtime.checkpoint.reader import CheckpointReader
-from ps_runtime.checkpoint.restored_blocks import RestoredTables
 from ps_runtime.checkpoint.store import resolve
+from ps_server.checkpoint.restored_values import RestoredTables
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 
 BLOCK = 640

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ps_cli.console.output import Output
-from ps_cli.train.checkpoint_watch import CheckpointWatch
+from ps_cli.train.run_checkpoints import CheckpointWatch
 from ps_core.errors import InvalidCheckpoint
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.system.disk import Payload

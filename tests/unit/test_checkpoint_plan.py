@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ps_cli.train.train_options import TrainOptions
-from ps_cli.train.up_options import UpOptions
+from ps_cli.train.train import TrainOptions
+from ps_cli.train.up import UpOptions
 from ps_core.errors import InvalidConfig
 from ps_runtime.launch.cluster_shape import NO_CHECKPOINTS, CheckpointPlan, ClusterShape
 from scheduler.config import SchedulerConfig

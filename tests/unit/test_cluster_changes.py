@@ -12,7 +12,7 @@ from ps_core.cluster_view import Role, Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec
-from ps_runtime.cluster import wire_changes
+from ps_runtime.cluster import wire
 from scheduler.machine import view_size
 from scheduler.machine.changes import Outcome, Pending, Wish, Withdrawn
 from scheduler.machine.cluster import Created
@@ -331,7 +331,7 @@ def test_the_bound_of_a_change_in_the_view_is_above_its_size() -> None:
         "ssp:999998..1000000@999999",
     ):
         change = Change(2**32 - 1, huge, parsed(text))
-        assert wire_changes.change_to_proto(change).ByteSize() + 2 <= view_size.CHANGE_BYTES
+        assert wire.change_to_proto(change).ByteSize() + 2 <= view_size.CHANGE_BYTES
 
 
 def test_a_successor_joins_each_table_and_changes_no_setting() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_runtime.system.cores import follow_limit, usable_core_count
+from ps_runtime.system.capacity import follow_limit, usable_core_count
 
 CORES = len(os.sched_getaffinity(0))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ps_cli.console.output import Output
-from ps_cli.train.checkpoint_watch import warn_of_earlier_runs
+from ps_cli.train.run_checkpoints import warn_of_earlier_runs
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
 from ps_runtime.checkpoint.store import CheckpointStore

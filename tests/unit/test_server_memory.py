@@ -12,7 +12,7 @@ from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_runtime.system.memory import memory_bytes
+from ps_runtime.system.capacity import memory_bytes
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Created
 from scheduler.machine.server_memory import needed_by_range

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_runtime.system.import_gc import spare_import_of, spared
+from ps_runtime.system.collector import spare_import_of, spared
 
 SAYS = """
 import gc

@@ -11,7 +11,7 @@ import pytest
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Fenced
-from ps_runtime.grpc.view_waits import AT_ONCE, ViewWaits
+from ps_runtime.cluster.view_waits import AT_ONCE, ViewWaits
 from tests.unit.measured_loop import a_turn, turns_of
 
 MANY = 2000

@@ -9,7 +9,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-from ps_runtime.system.cores import usable_core_count
+from ps_runtime.system.capacity import usable_core_count
 
 QUIET_LOAD = 0.5
 """Above this 1-minute load average somebody else has taken a part of the machine."""
