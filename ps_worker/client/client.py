@@ -31,10 +31,9 @@ from ps_worker.client.open_clients import OPEN, has_worker
 from ps_worker.client.pulls import Pulls
 from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
 from ps_worker.client.tables import Tables
-from ps_worker.spec.cutting import BlockPart, Piece, cut, pieces_of, region_of
 from ps_worker.spec.settings import TABLE_DEFAULTS, Layout, SupportsSpec, TableOptions
 from ps_worker.spec.straggler import ComputeTime
-from ps_worker.spec.values import Array, Values
+from ps_worker.spec.values import Array, BlockPart, Piece, Values, cut, pieces_of, region_of
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.steps import PullTicket, PushTicket, StepResult, TableHandle, check_handle
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config

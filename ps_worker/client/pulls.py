@@ -11,8 +11,17 @@ from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import Connection
 from ps_worker.client.tables import Tables
-from ps_worker.spec.cutting import Region, check_shape, region_of
-from ps_worker.spec.values import Array, Raw, element_bytes, empty, shape_of, writable_raw_of
+from ps_worker.spec.values import (
+    Array,
+    Raw,
+    Region,
+    check_shape,
+    element_bytes,
+    empty,
+    region_of,
+    shape_of,
+    writable_raw_of,
+)
 from ps_worker.steps.steps import Pulled, PullTicket, TableHandle
 from ps_worker.transport.consistent_pulls import Moment
 from ps_worker.transport.loop import CallbackThread

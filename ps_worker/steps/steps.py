@@ -31,8 +31,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ps_core.codec import check_length
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.tables import NATIVE_CODEC, DType, Hyperparameters, Table, TableSpec
-from ps_worker.spec.cutting import BlockPart, merged, region_of, tensor_named
-from ps_worker.spec.values import Array
+from ps_worker.spec.values import Array, BlockPart, merged, region_of, tensor_named
 from ps_worker.window.push_window import SealTerms
 
 ResultT = TypeVar("ResultT")

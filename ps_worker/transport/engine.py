@@ -9,27 +9,30 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.collective import joined_after
 from ps_core.errors import Fenced, PushpullError, ValuesLost
 from ps_core.keys import TableId
-from ps_core.tables import InitializerKind
+from ps_core.tables import InitializerKind, Table
 from ps_runtime.cluster import wire
 from ps_runtime.cluster.scheduler_link import FAREWELL_DEADLINE_S, SchedulerLink
 from ps_runtime.settings.job_place import identity_of
 from ps_runtime.system.clock import now_s
 from ps_worker.steps.counters import Counters
-from ps_worker.steps.steps import Pulled
+from ps_worker.steps.steps import Pulled, PushBody, StepResult
 from ps_worker.transport.checkpoint_link import CheckpointLink
 from ps_worker.transport.collective_link import CollectiveLink
 from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.consistent_pulls import ConsistentPuller
 from ps_worker.transport.links import LinkSetting, ServerLinks
+from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.pulls import Puller, ReadOrder
-from ps_worker.transport.pushes import PushDriver, StepSender
+from ps_worker.transport.pushes import PushDriver
+from ps_worker.window.push_window import SealTerms
 from pushpull.v1 import scheduler_pb2
 
 PROTOCOL_VERSION = 1
@@ -39,6 +42,63 @@ _ABANDONED_WITHIN_S = 1.0
 _CLOSED_WITHIN_S = 5.0
 STOPPED_WITHIN_S = _HEARD_WITHIN_S + FAREWELL_DEADLINE_S + _CLOSED_WITHIN_S
 """`Engine.stop` takes at most so long, where the scheduler answers nothing."""
+
+
+class StepSender:
+    """Hands steps from any thread to the push driver on the loop, and knows how far they are.
+
+    It is the `ps_worker.steps.steps.StepSink` of a worker's tables. Thread-safe.
+
+    Args:
+        post: calls a function on the loop, in order.
+        driver: takes the steps there.
+
+    Attributes:
+        clocks: of each table, the newest that this worker has sealed.
+        assigned: tables to which this worker has given initial values.
+    """
+
+    def __init__(self, post: Callable[..., None], driver: PushDriver) -> None:
+        self.clocks: dict[TableId, int] = {}
+        self.assigned: set[TableId] = set()
+        self._post = post
+        self._driver = driver
+        self._began_s: dict[TableId, tuple[int, float]] = {}
+
+    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
+        """See `StepSink`."""
+        self._began_s[table.table_id] = (clock, now_s())
+        self._post(self._driver.open_step, table, clock, future)
+
+    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
+        """See `StepSink`."""
+        self._post(self._driver.submit, table, clock, bodies, priority)
+
+    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
+        """See `StepSink`."""
+        self._post(self._driver.withdraw, table, clock, but)
+
+    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
+        """See `StepSink`."""
+        is_step = not terms.last and terms.update_scale is None  # a goodbye is none of the script's
+        if clock and is_step:
+            self.clocks[table.table_id] = clock
+        elif not clock:
+            self.assigned.add(table.table_id)
+        self._post(self._driver.seal, table, clock, terms)
+
+    @property
+    def newest_clock(self) -> int:
+        """The newest clock that this worker has sealed on any table."""
+        return max(list(self.clocks.values()), default=0)
+
+    def observe_pull(self, table_id: TableId, clock: int) -> None:
+        """A pull at this clock is here: the step of that clock, if it is the newest, has taken from
+        its first push until now.
+        """
+        newest, began_s = self._began_s.get(table_id, (-1, 0.0))
+        if newest == clock:
+            MEASURES.step_duration_seconds.observe(now_s() - began_s)
 
 
 class Engine:

@@ -36,8 +36,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.system.clock import now_s
-from ps_worker.spec.cutting import Region, blocks_of
-from ps_worker.spec.values import Raw
+from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, TableSteps
 from ps_worker.transport.lane import SharedLane

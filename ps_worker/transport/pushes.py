@@ -403,63 +403,6 @@ class PushDriver:
             future.set_exception(result)
 
 
-class StepSender:
-    """Hands steps from any thread to the push driver on the loop, and knows how far they are.
-
-    It is the `ps_worker.steps.steps.StepSink` of a worker's tables. Thread-safe.
-
-    Args:
-        post: calls a function on the loop, in order.
-        driver: takes the steps there.
-
-    Attributes:
-        clocks: of each table, the newest that this worker has sealed.
-        assigned: tables to which this worker has given initial values.
-    """
-
-    def __init__(self, post: Callable[..., None], driver: PushDriver) -> None:
-        self.clocks: dict[TableId, int] = {}
-        self.assigned: set[TableId] = set()
-        self._post = post
-        self._driver = driver
-        self._began_s: dict[TableId, tuple[int, float]] = {}
-
-    def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
-        """See `StepSink`."""
-        self._began_s[table.table_id] = (clock, now_s())
-        self._post(self._driver.open_step, table, clock, future)
-
-    def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
-        """See `StepSink`."""
-        self._post(self._driver.submit, table, clock, bodies, priority)
-
-    def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
-        """See `StepSink`."""
-        self._post(self._driver.withdraw, table, clock, but)
-
-    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
-        """See `StepSink`."""
-        is_step = not terms.last and terms.update_scale is None  # a goodbye is none of the script's
-        if clock and is_step:
-            self.clocks[table.table_id] = clock
-        elif not clock:
-            self.assigned.add(table.table_id)
-        self._post(self._driver.seal, table, clock, terms)
-
-    @property
-    def newest_clock(self) -> int:
-        """The newest clock that this worker has sealed on any table."""
-        return max(list(self.clocks.values()), default=0)
-
-    def observe_pull(self, table_id: TableId, clock: int) -> None:
-        """A pull at this clock is here: the step of that clock, if it is the newest, has taken from
-        its first push until now.
-        """
-        newest, began_s = self._began_s.get(table_id, (-1, 0.0))
-        if newest == clock:
-            MEASURES.step_duration_seconds.observe(now_s() - began_s)
-
-
 def _reply(message: parameters_pb2.EntryReply) -> Reply | None:
     """The server's word as the window takes it; None for a kind that this version does not know."""
     kind = _KINDS.get(message.kind)

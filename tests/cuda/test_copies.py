@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ps_worker.spec.cutting import BlockPart
 from ps_worker.spec.flat_layout import dtype_of, layout_of
+from ps_worker.spec.values import BlockPart
 from ps_worker.training.tables.device_copies import (
     from_host,
     stream_from_host,

@@ -22,7 +22,7 @@ from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_server.peers.peer_links import PeerLink
 from ps_server.replication.peer_queues import PeerQueue
-from ps_worker.spec.cutting import Region
+from ps_worker.spec.values import Region
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import TableSteps
 from ps_worker.transport.links import LinkSetting, ServerLink, ServerLinks

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 import ps_worker as ps
-from ps_worker.spec.cutting import BlockPart
+from ps_worker.spec.values import BlockPart
 from tests.integration.lane_cluster import lane_cluster, until
 
 RUNS = 20

@@ -11,8 +11,8 @@ from torch import nn
 
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_worker.spec.cutting import BlockPart
 from ps_worker.spec.flat_layout import TORCH_DTYPE, dtype_of, layout_of
+from ps_worker.spec.values import BlockPart
 from ps_worker.training.tables.device_copies import to_host
 from ps_worker.training.tables.staging import CopyToHost, GradientStaging
 

@@ -12,11 +12,11 @@ from torch import nn
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_worker.client.client import Client
-from ps_worker.spec.cutting import BlockPart
 from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.spec.optimizers import SGD
 from ps_worker.spec.settings import ASP
 from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.spec.values import BlockPart
 from ps_worker.steps.steps import TableHandle
 from ps_worker.training.tables.trained_table import TrainedTable
 

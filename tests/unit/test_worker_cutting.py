@@ -19,8 +19,8 @@ from ps_core.tables import (
     TableSpec,
     unpack_presence,
 )
-from ps_worker.spec.cutting import blocks_of, cut, merged, pieces_of, region_of
 from ps_worker.spec.settings import tensors_of
+from ps_worker.spec.values import blocks_of, cut, merged, pieces_of, region_of
 
 
 def table(layout: Any, block_elements: int = 64, dtype: DType = DType.FLOAT32) -> Table:

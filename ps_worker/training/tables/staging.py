@@ -36,9 +36,8 @@ import torch
 
 from ps_core.errors import InvalidTensor
 from ps_core.tables import Table, pack_presence
-from ps_worker.spec.cutting import BlockPart
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
-from ps_worker.spec.values import Raw
+from ps_worker.spec.values import BlockPart, Raw
 from ps_worker.training.tables.device_copies import Arrival, to_host
 from ps_worker.transport.shared_buffers import empty_shared
 

@@ -21,11 +21,11 @@ import torch
 from ps_core.errors import GradientChangedAfterPush, InvalidConfig, InvalidTensor
 from ps_core.tables import Hyperparameters, pack_presence, unpack_presence
 from ps_worker.client.pending import Pending
-from ps_worker.spec.cutting import BlockPart
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.optimizers import Add, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
+from ps_worker.spec.values import BlockPart
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
 from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in, is_finite
