@@ -76,7 +76,7 @@ def train(client: ps.Client, folder: Path, epochs: int) -> None:
     past = Epochs()
     accelerator.register_for_checkpointing(past)
     saved = folder / f"rank{client.rank}"  # each worker's own: it has its place in the data
-    if saved.exists() and not client.is_newcomer:  # who joins others has their model
+    if saved.exists() and not client.is_late_joiner:  # who joins others has their model
         accelerator.load_state(str(saved))
     for epoch in range(past.done, epochs):
         sampler.set_epoch(epoch)

@@ -128,7 +128,7 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> float:
         skipped = min(done, step_count)
         done -= skipped
         if skipped == step_count:
-            if client is not None and client.is_newcomer:
+            if client is not None and client.is_late_joiner:
                 schedule.step()  # a checkpoint would have had it
             continue
         batches = batches[skipped:]

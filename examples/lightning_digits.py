@@ -80,7 +80,7 @@ def train(client: ps.Client, folder: Path, epochs: int) -> None:
         enable_model_summary=False,
     )
     saved = folder / f"rank{client.rank}.ckpt"  # each worker's own: it has its place in the data
-    resumes = saved.exists() and not client.is_newcomer  # who joins others has their model
+    resumes = saved.exists() and not client.is_late_joiner  # who joins others has their model
     loaders = DataLoader(training, 32, sampler=sampler), DataLoader(testing, 128, sampler=tested)
     trainer.fit(module, *loaders, ckpt_path=saved if resumes else None, weights_only=False)
     trainer.save_checkpoint(saved)

@@ -75,7 +75,7 @@ def train(client: ps.Client, folder: Path, steps: int) -> None:
     )
     newest = get_last_checkpoint(str(saved)) if saved.exists() else None
     # Who joins others has their model.
-    trainer.train(resume_from_checkpoint=None if client.is_newcomer else newest)
+    trainer.train(resume_from_checkpoint=None if client.is_late_joiner else newest)
     loss = trainer.evaluate()["eval_loss"]
     if client.is_main:
         print(f"{trainer.state.global_step} steps, loss {loss:.3f}")

@@ -133,7 +133,7 @@ class RangeAssignment:
     """Who serves a range; `primary` is None while nobody does. `backups` hold all that is
     committed; who is `joining` is being brought up to date. `initial_holders` were given the range
     when it was placed, empty, and have held it since: what there is of it they were told as it came
-    about, and one that was told nothing has all that anybody may have seen. `tenure` is the epoch
+    about, and one that was told nothing has all that anybody may have seen. `term` is the epoch
     under which the primary became one. It is `is_lost` when no server that is there, or may come
     back, has its values.
     """
@@ -143,10 +143,10 @@ class RangeAssignment:
     assignment_epoch: AssignmentEpoch
     primary: NodeId | None
     backups: tuple[NodeId, ...] = ()
-    joining: tuple[NodeId, ...] = ()
+    catching_up: tuple[NodeId, ...] = ()
     initial_holders: tuple[NodeId, ...] = ()
     is_lost: bool = False
-    tenure: AssignmentEpoch = _NEVER
+    term: AssignmentEpoch = _NEVER
 
     @property
     def in_sync(self) -> tuple[NodeId, ...]:
@@ -156,11 +156,11 @@ class RangeAssignment:
     @property
     def holders(self) -> tuple[NodeId, ...]:
         """Who holds anything of it, or is to."""
-        return (*self.in_sync, *self.joining)
+        return (*self.in_sync, *self.catching_up)
 
 
 @dataclass(frozen=True, slots=True)
-class BackupWish:
+class BackupRequest:
     """What a range's primary asks the scheduler for: all backups that it shall have, if it is at
     that epoch still. One that `is_missing` the range has nothing of it: another is to be primary.
     """

@@ -78,7 +78,7 @@ def workers_here(view: ClusterView) -> dict[int, Node]:
     return {n.rank: n for n in view.nodes if n.role is Role.WORKER and n.state.is_member}
 
 
-def is_newcomer(view: ClusterView, worker: Node) -> bool:
+def is_late_joiner(view: ClusterView, worker: Node) -> bool:
     """Whether a worker came to a cluster that had all its workers."""
     return worker.rank >= view.worker_count or any(
         other.rank == worker.rank and other.incarnation < worker.incarnation

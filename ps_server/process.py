@@ -51,7 +51,7 @@ from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.service import replication_service
 from ps_server.service import servicer as parameter_service
-from ps_server.service.backup_requests import BackupWishes
+from ps_server.service.backup_requests import BackupRequests
 from ps_server.service.change_doubts import ChangeDoubts
 from ps_server.service.departure import REASON, until_kept
 from ps_server.service.node import ParameterNode
@@ -218,7 +218,7 @@ async def _run(
         link.on_view.append(node.observe)
         restored = _keep_checkpoints(link, node, settings, stack)
         link.on_view.append(lambda _: node.works.between(lambda: promises.stand(node.promises)))
-        wishes = _wishes(link, node, stack)
+        asked = _backup_requests(link, node, stack)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         link.on_view.append(partial(_say_if_ready, server, link, stop))
         attach(node, link.view_at_least)
@@ -239,7 +239,7 @@ async def _run(
             doubts.look(is_alone=silent_s > link.lease_s)
             restored.look()
             promises.stand(node.promises)
-            wishes.stand(node.replicas.wishes if node.replicas is not None else ())
+            asked.stand(node.replicas.backup_requests if node.replicas is not None else ())
 
         leaving = asyncio.create_task(_leave_when_told(stop, server, link, settings, left))
         stack.callback(leaving.cancel)
@@ -261,15 +261,15 @@ async def _run(
         logs.info("finished", reason="all workers have left")
 
 
-def _wishes(
+def _backup_requests(
     link: SchedulerLink, node: ParameterNode, stack: contextlib.AsyncExitStack
-) -> BackupWishes:
+) -> BackupRequests:
     """What the server wishes of its ranges' backups gets to the scheduler."""
-    wishes = BackupWishes(lambda wishes: link.set_backups(wishes, link.lease_s))
-    stack.callback(wishes.close)
+    asked = BackupRequests(lambda requests: link.set_backups(requests, link.lease_s))
+    stack.callback(asked.close)
     if node.replicas is not None:
-        node.replicas.ask = wishes.stand
-    return wishes
+        node.replicas.ask = asked.stand
+    return asked
 
 
 async def _begin_to_serve(
@@ -336,7 +336,7 @@ def _say_if_ready(
     view: ClusterView,
 ) -> None:
     """A server is ready when each range that it is to hold is whole here."""
-    count = sum(link.session.node_id in r.joining for r in view.ranges)
+    count = sum(link.session.node_id in r.catching_up for r in view.ranges)
     if not stop.done():
         server.set_unready(f"{count} ranges are being brought up to date here" if count else "")
 

@@ -52,7 +52,8 @@ class NodeEntry(TypedDict):
 
 class ServerEntry(TypedDict):
     """What one server serves; `error` says why the other values are null. `backup_count` and
-    `joining_count` are numbers of ranges that it backs up, and that it is brought up to date on.
+    `catching_up_count` are numbers of ranges that it backs up, and that it is brought up to date
+    on.
     """
 
     node_id: int
@@ -60,7 +61,7 @@ class ServerEntry(TypedDict):
     ranges: list[str]
     range_count: int
     backup_count: int
-    joining_count: int
+    catching_up_count: int
     block_count: int | None
     state_bytes: int | None
     gate_bytes: int | None
@@ -290,7 +291,7 @@ def _server(node_id: int, answer: ServerAnswer, view: ClusterView) -> ServerEntr
         ranges=spans(served),
         range_count=len(served),
         backup_count=sum(node_id in r.backups for r in view.ranges),
-        joining_count=sum(node_id in r.joining for r in view.ranges),
+        catching_up_count=sum(node_id in r.catching_up for r in view.ranges),
         block_count=None,
         state_bytes=None,
         gate_bytes=None,

@@ -185,7 +185,7 @@ def _silent(servers: Sequence[ServerEntry]) -> list[Text]:
 
 def _backed_up(server: ServerEntry) -> str:
     """Ranges that it backs up, and how many more it will when it is up to date."""
-    joining = f" +{server['joining_count']} joining" if server["joining_count"] else ""
+    joining = f" +{server['catching_up_count']} joining" if server["catching_up_count"] else ""
     return f"{server['backup_count']}{joining}"
 
 

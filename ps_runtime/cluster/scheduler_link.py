@@ -20,7 +20,7 @@ import grpc.aio
 
 from ps_core import limits
 from ps_core.change import Change, ChangeOutcome
-from ps_core.cluster_view import BackupWish, ClusterView, Session
+from ps_core.cluster_view import BackupRequest, ClusterView, Session
 from ps_core.consistency import Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import RangeId, TableId
@@ -265,7 +265,9 @@ class SchedulerLink:
             math.inf,
         )
 
-    async def set_backups(self, wishes: Sequence[BackupWish], deadline_s: float) -> list[RangeId]:
+    async def set_backups(
+        self, backup_requests: Sequence[BackupRequest], deadline_s: float
+    ) -> list[RangeId]:
         """Servers: ask for other backups of ranges that this node is primary of.
 
         Returns:
@@ -280,9 +282,9 @@ class SchedulerLink:
             Fenced: this node has been replaced.
         """
         request = scheduler_pb2.SetBackupsRequest(
-            session=self._identity, requests=map(wire.wish_to_proto, wishes)
+            session=self._identity, requests=map(wire.backup_request_to_proto, backup_requests)
         )
-        what = f"the scheduler to set the backups of {len(wishes)} ranges"
+        what = f"the scheduler to set the backups of {len(backup_requests)} ranges"
         end_s = clock.now_s() + deadline_s
         answer = await self.call(lambda stub, s: stub.SetBackups(request, timeout=s), what, end_s)
         return list(map(RangeId, answer.refused_range_ids))

@@ -17,7 +17,7 @@ from typing import TypeVar
 from ps_core import limits
 from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, TableCut
 from ps_core.cluster_view import (
-    BackupWish,
+    BackupRequest,
     ClusterView,
     Node,
     NodeState,
@@ -431,10 +431,10 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
         assignment_epoch=assignment.assignment_epoch,
         primary_node_id=assignment.primary or 0,
         backup_node_ids=assignment.backups,
-        joining_node_ids=assignment.joining,
+        catching_up_node_ids=assignment.catching_up,
         initial_holder_node_ids=assignment.initial_holders,
         lost=assignment.is_lost,
-        tenure=assignment.tenure,
+        term=assignment.term,
     )
 
 
@@ -446,24 +446,24 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
         assignment_epoch=AssignmentEpoch(message.assignment_epoch),
         primary=NodeId(message.primary_node_id) if message.primary_node_id else None,
         backups=tuple(map(NodeId, message.backup_node_ids)),
-        joining=tuple(map(NodeId, message.joining_node_ids)),
+        catching_up=tuple(map(NodeId, message.catching_up_node_ids)),
         initial_holders=tuple(map(NodeId, message.initial_holder_node_ids)),
         is_lost=message.lost,
-        tenure=AssignmentEpoch(message.tenure),
+        term=AssignmentEpoch(message.term),
     )
 
 
-def wish_to_proto(wish: BackupWish) -> scheduler_pb2.BackupRequest:
+def backup_request_to_proto(backup_request: BackupRequest) -> scheduler_pb2.BackupRequest:
     """What the primary of a range asks for."""
     return scheduler_pb2.BackupRequest(
-        range_id=wish.range_id,
-        assignment_epoch=wish.assignment_epoch,
-        backup_node_ids=sorted(wish.backups),
-        is_missing=wish.is_missing,
+        range_id=backup_request.range_id,
+        assignment_epoch=backup_request.assignment_epoch,
+        backup_node_ids=sorted(backup_request.backups),
+        is_missing=backup_request.is_missing,
     )
 
 
-def wish_from_proto(message: scheduler_pb2.BackupRequest) -> BackupWish:
+def backup_request_from_proto(message: scheduler_pb2.BackupRequest) -> BackupRequest:
     """What the primary of a range asks for; whether it may is for the scheduler to say.
 
     Raises:
@@ -475,7 +475,7 @@ def wish_from_proto(message: scheduler_pb2.BackupRequest) -> BackupWish:
             f"backup_node_ids of range {message.range_id} is {list(message.backup_node_ids)}; "
             "expected each node once"
         )
-    return BackupWish(
+    return BackupRequest(
         RangeId(message.range_id),
         AssignmentEpoch(message.assignment_epoch),
         backups,

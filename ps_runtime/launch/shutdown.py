@@ -72,10 +72,10 @@ def die_with_parent_if_asked(env: Mapping[str, str]) -> None:
     Raises:
         InvalidConfig: the variable is neither 0, 1, empty nor absent.
     """
-    wish = env.get(DIE_WITH_PARENT, "")
-    if wish not in ("", "0", "1"):
-        raise InvalidConfig(f"{DIE_WITH_PARENT} is '{wish}'; expected 0 or 1")
-    if wish != "1":
+    wanted = env.get(DIE_WITH_PARENT, "")
+    if wanted not in ("", "0", "1"):
+        raise InvalidConfig(f"{DIE_WITH_PARENT} is '{wanted}'; expected 0 or 1")
+    if wanted != "1":
         return
     die_with_parent()
     starter = env.get(PARENT_PID, "")

@@ -31,7 +31,7 @@ class Replicas(Protocol):
     def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
         """Values of these are about to come from a checkpoint."""
 
-    def is_deserted(self, range_id: RangeId) -> bool:
+    def is_without_replicas(self, range_id: RangeId) -> bool:
         """Whether nobody else has anything of the range; so it is if it is not served here."""
 
     def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
@@ -98,7 +98,7 @@ class RestoredRanges:
             if part is None or not is_missing(part):
                 del self._ready[key]
                 continue
-            if replicas is not None and not replicas.is_deserted(key[1]):
+            if replicas is not None and not replicas.is_without_replicas(key[1]):
                 continue
             versions = self._ready.pop(key)
             self._begun.discard(key)

@@ -185,7 +185,7 @@ def held_ranges(view: ClusterView, node_id: NodeId) -> set[RangeId]:
     return {
         each.range_id
         for each in view.ranges
-        if node_id in (each.primary, *each.backups, *each.joining)
+        if node_id in (each.primary, *each.backups, *each.catching_up)
     }
 
 

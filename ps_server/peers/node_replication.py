@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ps_core.cluster_view import BackupWish, ClusterView, Session
+from ps_core.cluster_view import BackupRequest, ClusterView, Session
 from ps_core.errors import PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table
@@ -107,8 +107,8 @@ class ReplicatedRanges:
         self.release: Callable[[Iterable[RangeId]], None] = self._release
         self.log_has_room: Callable[[], None] = _nothing_to_do
         self.health = FailStop()
-        self.ask: Callable[[Sequence[BackupWish]], None] = _nothing_to_ask
-        self.wishes: Sequence[BackupWish] = ()
+        self.ask: Callable[[Sequence[BackupRequest]], None] = _nothing_to_ask
+        self.backup_requests: Sequence[BackupRequest] = ()
         self._node_id = node_id
         self._shards = shards
         self._lease_s = setting.lease_s
@@ -174,7 +174,8 @@ class ReplicatedRanges:
         held = {
             a.range_id
             for a in view.ranges
-            if self._node_id in (*a.backups, *a.joining) or a.range_id in self.replication.replicas
+            if self._node_id in (*a.backups, *a.catching_up)
+            or a.range_id in self.replication.replicas
         }
         self._blocks = {}
         for table in view.tables if held else ():
@@ -201,7 +202,7 @@ class ReplicatedRanges:
             logs.info("ranges_served", view=view.view_number, ranges=len(taken))
             self._pacing.hurry()
             self.keep_up()
-            self.ask(self.wishes)
+            self.ask(self.backup_requests)
         return view
 
     @property
@@ -280,7 +281,7 @@ class ReplicatedRanges:
                 link.send_first(beat_message(beat))
         for peer in due.useless:
             self._links.reset(peer)
-        self.wishes = due.wishes
+        self.backup_requests = due.backup_requests
 
     def _send(self, peer: NodeId, batch: Batch) -> None:
         link = self._links.find(peer)
@@ -341,10 +342,10 @@ class ReplicatedRanges:
             if primary is not None:
                 primary.close()
 
-    def is_deserted(self, range_id: RangeId) -> bool:
-        """See `Primary.is_deserted`; so is a range that is not served here."""
+    def is_without_replicas(self, range_id: RangeId) -> bool:
+        """See `Primary.is_without_replicas`; so is a range that is not served here."""
         primary = self.replication.primaries.get(range_id)
-        return primary is None or primary.is_deserted
+        return primary is None or primary.is_without_replicas
 
     def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
         """See `Primary.replaced`."""
@@ -487,7 +488,7 @@ class ReplicatedRanges:
             await self.update_log.close()
 
 
-def _nothing_to_ask(wishes: Sequence[BackupWish]) -> None:
+def _nothing_to_ask(backup_requests: Sequence[BackupRequest]) -> None:
     """Nobody carries wishes to a scheduler."""
 
 

@@ -28,7 +28,7 @@ from ps_core.collective import (
     Round,
     Share,
     host_of,
-    is_newcomer,
+    is_late_joiner,
     joined_after,
     workers_here,
 )
@@ -134,7 +134,7 @@ class Collectives:
             return True
         if node.incarnation in self._shares:
             return False
-        if not is_newcomer(view, node) or node.incarnation not in self._heard:
+        if not is_late_joiner(view, node) or node.incarnation not in self._heard:
             return True
         if self._last is not None and self._last.has(node.incarnation):
             return True  # what it was in it has to be given before that is forgotten

@@ -48,7 +48,7 @@ class Facts(NamedTuple):
     settings: tuple[tuple[int, Consistency], ...]
     change_number: int
     promised: int
-    hold_clock: int | None
+    hold_point: int | None
     minds_reads: bool
     failure: UpdateFailed | None
     past_reached_clock: int = 0
@@ -70,7 +70,7 @@ class WorkerFacts(NamedTuple):
     left_clock: int | None
     joined_clock: int
     confirmed: int
-    goodbye_clock: int | None = None
+    final_seal_clock: int | None = None
     predecessor: Incarnation | None = None
 
 
@@ -195,7 +195,7 @@ def facts_of(state: RangeState) -> Facts:
         schedule.settings,
         schedule.number,
         schedule.promised,
-        schedule.hold_clock,
+        schedule.hold_point,
         schedule.minds_reads,
         state.failure,
         state.past_reached_clock,
@@ -221,7 +221,7 @@ def worker_facts(worker: WorkerPart, *, has_ended: bool) -> WorkerFacts:
         left,
         worker.joined_clock,
         worker.ledger.confirmed,
-        None if left is None else worker.goodbye_clock,
+        None if left is None else worker.final_seal_clock,
         _predecessor_of(worker),
     )
 
@@ -278,7 +278,7 @@ def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
     state.schedule.restore(
         facts.settings,
         facts.change_number,
-        Promises(facts.promised, facts.hold_clock, facts.minds_reads, facts.taken),
+        Promises(facts.promised, facts.hold_point, facts.minds_reads, facts.taken),
     )
     for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
         _restore_worker(worker, state, now_s)
@@ -289,7 +289,7 @@ def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
     if state.past_reached_clock:
         done_clocks.append(state.past_reached_clock)
     done_clock = max([begun, *done_clocks])
-    held = state.schedule.hold_clock if facts.minds_reads else None
+    held = state.schedule.hold_point if facts.minds_reads else None
     state.read_clock = done_clock + 1 if held is None else min(done_clock + 1, held)
 
 
@@ -298,7 +298,7 @@ def _restore_worker(copy: WorkerCopy, state: RangeState, now_s: float) -> None:
     part = WorkerPart(facts.rank, facts.incarnation, facts.sealed_clock, facts.done_clock, now_s)
     part.ledger, part.own_updates = copy.ledger, copy.own_updates
     part.left_clock, part.joined_clock = facts.left_clock, facts.joined_clock
-    part.goodbye_clock, part.is_first = facts.goodbye_clock, facts.predecessor is None
+    part.final_seal_clock, part.is_first = facts.final_seal_clock, facts.predecessor is None
     before = state.by_rank.get(facts.rank)
     if before is not None:
         part.is_first, state.replaced[before.incarnation] = False, before

@@ -110,7 +110,7 @@ class WorkerPart:
     held: dict[int, int] = field(default_factory=dict)
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
-    goodbye_clock: int | None = None
+    final_seal_clock: int | None = None
     """Of the seal by which it left, if that ended no step."""
     joined_clock: int = 0
     """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
@@ -129,7 +129,7 @@ class WorkerPart:
     def stepped_clock(self) -> int:
         """The highest clock of a step of it that has taken effect, or that was taken without it."""
         clock = max(self.sealed_clock, self.done_clock)
-        return clock - (self.goodbye_clock == clock)
+        return clock - (self.final_seal_clock == clock)
 
     @property
     def holds_last_seal(self) -> bool:

@@ -71,7 +71,7 @@ class ReadGate:
 
     def _is_past(self, event: PullEvent) -> bool:
         """Whether the range is beyond that clock, or its values have anything that is. A cut asks
-        for values alone: goodbyes may have brought the range further.
+        for values alone: final_seals may have brought the range further.
         """
         state = self._state
         clock = state.clock if event.cut_id is None else state.formed_clock
@@ -312,7 +312,7 @@ class ReadGate:
         if self._waits_for_change(event):
             return (
                 f"the read of {name} at clock {event.clock} waits for the scheduler: a change of "
-                f"its consistency after clock {state.schedule.hold_clock} is proposed and not "
+                f"its consistency after clock {state.schedule.hold_point} is proposed and not "
                 "settled"
             )
         clock = state.clock + 1

@@ -1,6 +1,6 @@
 """Which setting holds at which clock, and beyond which clock all must wait (SEMANTICS S6, S10).
 
-    settled   --proposed-->   promised: nothing beyond `hold_clock` takes effect here
+    settled   --proposed-->   promised: nothing beyond `hold_point` takes effect here
     promised  --committed-->  settled, with another setting from some clock on
     promised  --withdrawn-->  settled, as it was
     promised  --given up-->   settled, as it was: the scheduler is not heard
@@ -80,7 +80,7 @@ class Promises(NamedTuple):
     """
 
     promised: int
-    hold_clock: int | None
+    hold_point: int | None
     minds_reads: bool
     taken: tuple[int, int]
 
@@ -89,7 +89,7 @@ class Schedule:
     """The settings of one table in one range.
 
     Attributes:
-        hold_clock: nothing beyond it may take effect, nor be read for; None while no change is
+        hold_point: nothing beyond it may take effect, nor be read for; None while no change is
             being settled.
         number: the newest change that was committed; 0 before the first.
         is_freed: what a cut held may go on, and has not yet.
@@ -98,7 +98,7 @@ class Schedule:
     def __init__(self, table: Table) -> None:
         self._settings = [(_BEFORE_ALL, table.spec.consistency)]  # (after which clock, setting)
         self._promised = 0
-        self.hold_clock: int | None = None
+        self.hold_point: int | None = None
         self.number = 0
         self._holds_reads = True
         self._lets_go = False  # the proposal is a cut, and what lies beyond the clock asynchronous
@@ -147,7 +147,7 @@ class Schedule:
         return self._holds_reads and self._holds(clock)
 
     def _holds(self, clock: int) -> bool:
-        return self.hold_clock is not None and clock > self.hold_clock and not self._lets_go
+        return self.hold_point is not None and clock > self.hold_point and not self._lets_go
 
     @property
     def varies(self) -> bool:
@@ -171,7 +171,7 @@ class Schedule:
             read_clock: the highest that was read for.
             now_s: the time.
         """
-        held = self.hold_clock
+        held = self.hold_point
         self._observe_cut(table, now_s)
         committed = table.change is not None and table.change.number > self.number
         if table.change is not None and committed:
@@ -183,22 +183,22 @@ class Schedule:
             )
             self._add(table.change)
         if table.proposed is None or table.proposed.number != self._promised:
-            self.hold_clock = None
+            self.hold_point = None
         self._proposed = 0 if table.proposed is None else table.proposed.number
         if table.proposed is not None and self._proposed > self._promised:
             self._promised = table.proposed.number
             self._holds_reads = not table.proposed.checkpoint
             at_present = max(reached, read_clock) if self._holds_reads else stepped
-            self.hold_clock = max(table.proposed.after_clock, at_present)
-            self._lets_go = self._is_torn_from(self.hold_clock)
-        return committed or (held is not None and self.hold_clock != held)
+            self.hold_point = max(table.proposed.after_clock, at_present)
+            self._lets_go = self._is_torn_from(self.hold_point)
+        return committed or (held is not None and self.hold_point != held)
 
     # --- while a change is settled
 
     @property
     def held_for(self) -> int:
         """The change for which later clocks are held; 0: none. A cut is none."""
-        return self._promised if self.hold_clock is not None and self._holds_reads else 0
+        return self._promised if self.hold_point is not None and self._holds_reads else 0
 
     @property
     def is_open(self) -> bool:
@@ -214,20 +214,20 @@ class Schedule:
         """What became of the newest proposal here, in the range that decides; None: it is open."""
         if number == self._taken[0]:
             return Settled(ChangeOutcome.TAKEN, self._taken[1])
-        is_given_up = number == self._promised and self.hold_clock is None
+        is_given_up = number == self._promised and self.hold_point is None
         return Settled(ChangeOutcome.GIVEN_UP) if is_given_up else None
 
     def take(self, change: Change) -> bool:
         """Have the change, which is held for, from its clock on; False if it is not held for."""
-        if self.held_for != change.number or self.hold_clock is None:
+        if self.held_for != change.number or self.hold_point is None:
             return False
         check(
-            change.after_clock >= self.hold_clock,
+            change.after_clock >= self.hold_point,
             "SC-1",
-            f"a change after clock {change.after_clock} came when {self.hold_clock} was held",
+            f"a change after clock {change.after_clock} came when {self.hold_point} was held",
         )
         self._taken = change.number, change.after_clock
-        self.hold_clock = None
+        self.hold_point = None
         if change.join is None:
             self._add(change)
         return True
@@ -236,15 +236,15 @@ class Schedule:
         """Never take that change, nor one before; whether anything may go on for that."""
         if number < self._promised or number <= self._taken[0]:
             return False
-        was_held = self.hold_clock is not None
-        self._promised, self.hold_clock = number, None
+        was_held = self.hold_point is not None
+        self._promised, self.hold_point = number, None
         return was_held
 
     def give_up_cut(self) -> bool:
         """Hold nothing for a cut that is proposed; whether anything may go on for that."""
-        if self.hold_clock is None or self._holds_reads:
+        if self.hold_point is None or self._holds_reads:
             return False
-        self.hold_clock = None
+        self.hold_point = None
         return not self._lets_go
 
     def _is_torn_from(self, clock: int) -> bool:
@@ -357,9 +357,9 @@ class Schedule:
         """As another server had it, whose place this one takes. Cuts ended with that one."""
         self._settings = list(settings)
         self.number = number
-        self._promised, self.hold_clock, self._holds_reads, self._taken = promises
-        if self.hold_clock is not None:
-            self._lets_go = self._is_torn_from(self.hold_clock)
+        self._promised, self.hold_point, self._holds_reads, self._taken = promises
+        if self.hold_point is not None:
+            self._lets_go = self._is_torn_from(self.hold_point)
 
     def _add(self, change: Change) -> None:
         self.number = change.number

@@ -303,7 +303,7 @@ class ServerMachine:
             return ()
         held: dict[TableId, int] = {}
         for (table_id, _), part in self._parts.items():
-            clock = part.state.schedule.hold_clock
+            clock = part.state.schedule.hold_point
             if clock is not None:
                 held[table_id] = max(clock, held.get(table_id, 0))
         outcomes = self._outcomes()

@@ -128,7 +128,7 @@ class UpdateGate:
             for push in step.pushes.values():
                 self._state.unstage(step, worker, push)
         if seal.terms.last:
-            worker.goodbye_clock = step.clock if step.skip else None
+            worker.final_seal_clock = step.clock if step.skip else None
             self._leave(worker, step.clock, out)
             if step.skip and self._state.schedule.is_bsp(step.clock):
                 self._depart(worker, step, out)

@@ -5,9 +5,9 @@
 Rules:
     - Nothing is locked, and nothing written. What is torn at a log's end ends it there.
     - Of several runs in one place the newest is read.
-    - A range begins with the first BEGUN, or whole base, that is left. It goes on from one tenure
+    - A range begins with the first BEGUN, or whole base, that is left. It goes on from one term
       of a primary to the next, in whichever log that is.
-    - What a tenure has beyond the base of the next was seen by nobody, and is left out.
+    - What a term has beyond the base of the next was seen by nobody, and is left out.
     - Changes of one server are in the order of its log; those of two by the times of their frames,
       as far as VER-1 lets them.
 
@@ -59,7 +59,7 @@ def _nothing(done: int, total: int) -> None:
 class _Event(NamedTuple):
     """Something of one range, in one log. `read` is what it says: an UpdateLogRange is a mark."""
 
-    tenure: int
+    term: int
     log: int
     order: int
     number: int
@@ -221,7 +221,7 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
                 log.tables.setdefault(table.table_id, table)
             elif head.kind in (FrameKind.BEGUN, FrameKind.TAKEN_OVER):
                 mark = update_log_pb2.UpdateLogRange.FromString(bytes(frame.payload))
-                event = _Event(mark.tenure, index, order, mark.number, time_s, (frame,), head.kind)
+                event = _Event(mark.term, index, order, mark.number, time_s, (frame,), head.kind)
         except (PushpullError, DecodeError) as error:
             path = log.contents.segments[frame.segment].path
             raise InvalidUpdateLog(f"{path}: at byte {frame.offset}: {error}") from error
@@ -243,7 +243,7 @@ def _batch(batch: Batch, at: tuple[int, int], time_s: float, frames: tuple[Frame
         facts,
         tuple((worker.incarnation, worker.done_clock) for worker in batch.delta.workers),
     )
-    return _Event(batch.tenure, *at, batch.number, time_s, frames, read)
+    return _Event(batch.term, *at, batch.number, time_s, frames, read)
 
 
 def _decision(record: Record, batch: Batch) -> Decision:
@@ -284,10 +284,10 @@ def _base(copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[Fra
         for table_id, part in copy.snapshot.copies.items()
     }
     snapshot = copy.snapshot
-    return _Event(snapshot.tenure, *at, snapshot.number, time_s, frames, _Base(tables))
+    return _Event(snapshot.term, *at, snapshot.number, time_s, frames, _Base(tables))
 
 
-# --- the tenures of one range
+# --- the terms of one range
 
 
 _Key = tuple[float, int, int]
@@ -297,14 +297,14 @@ _Keyed = tuple[_Key, Change]
 
 
 class _Chain:
-    """What happened to one range, from tenure to tenure."""
+    """What happened to one range, from term to term."""
 
     def __init__(self, run: RunLog, range_id: RangeId) -> None:
         self._run = run
         self._range_id = range_id
         self._number: int | None = None  # of the newest batch; None: not all is there
-        self._tenure = 0
-        self._is_cut = False  # the tenure's begin is in no log
+        self._term = 0
+        self._is_cut = False  # the term's begin is in no log
         self._settings: dict[Place, dict[int, Consistency]] = {}
         self._found: list[tuple[int, _Keyed]] = []  # by the number of their batch
         self._reached: dict[Place, list[tuple[int, int, Done]]] = {}
@@ -328,12 +328,12 @@ class _Chain:
             self._number = event.number
         elif self._number is not None and self._number != event.number:
             self._refuse(event, f"it goes on from batch {event.number}, after {self._number}")
-        self._tenure, self._is_cut = event.tenure, False
+        self._term, self._is_cut = event.term, False
 
     def _batch(self, event: _Event, read: _Batch) -> None:
         if self._number is None:
             return
-        if event.tenure != self._tenure:  # a base of it follows, or nothing more
+        if event.term != self._term:  # a base of it follows, or nothing more
             self._is_cut = True
         if self._is_cut:
             return
@@ -357,7 +357,7 @@ class _Chain:
     def _base(self, event: _Event, read: _Base) -> None:
         before = self._number
         if before is not None and event.number < before:
-            if event.tenure == self._tenure:
+            if event.term == self._term:
                 self._refuse(event, f"a base as of batch {event.number} follows batch {before}")
             self._run.unseen_count += before - event.number
             self._found = [each for each in self._found if each[0] <= event.number]
@@ -369,7 +369,7 @@ class _Chain:
             origin, self._found = Origin.BEGIN, []
         elif origin is Origin.JUMP:
             self._run.lost_count += event.number - before
-        self._number, self._tenure, self._is_cut = event.number, event.tenure, False
+        self._number, self._term, self._is_cut = event.number, event.term, False
         for table_id, (facts, done) in read.tables.items():
             place = table_id, self._range_id
             clock = max(facts.clock, facts.changed_clock)

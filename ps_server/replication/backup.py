@@ -37,7 +37,7 @@ class Replica:
         range_id: the range.
         assignment_epoch: under which it follows.
         lease_s: for how long a grant lasts.
-        tenure: the epoch in which the primary that it follows became one.
+        term: the epoch in which the primary that it follows became one.
         copies: what it was given when it joined; by table.
         number: of the newest batch in that.
     """
@@ -47,13 +47,13 @@ class Replica:
         range_id: RangeId,
         assignment_epoch: AssignmentEpoch,
         lease_s: float,
-        tenure: AssignmentEpoch,
+        term: AssignmentEpoch,
         copies: dict[TableId, PartCopy] | None = None,
         number: int = 0,
     ) -> None:
         self.range_id = range_id
         self.assignment_epoch = assignment_epoch
-        self.tenure = tenure
+        self.term = term
         self.number = number
         self.copies = copies if copies is not None else {}
         self._lease_s = lease_s
@@ -66,7 +66,7 @@ class Replica:
 
     def follows(self, batch: Batch) -> bool:
         """Whether it comes from its primary."""
-        is_current = batch.assignment_epoch >= self.assignment_epoch and batch.tenure == self.tenure
+        is_current = batch.assignment_epoch >= self.assignment_epoch and batch.term == self.term
         return is_current and not self.is_promoted
 
     def take(self, batch: Batch, fresh: Callable[[], PartCopy | None]) -> bool:

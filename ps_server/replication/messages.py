@@ -12,12 +12,12 @@ from ps_server.values.store_copy import StoreCopy
 
 
 class Batch(NamedTuple):
-    """What one event decided in one table: `changes` are for the values, opaque here. `tenure` is
-    the epoch in which its primary became one: numbers of two tenures have nothing in common.
+    """What one event decided in one table: `changes` are for the values, opaque here. `term` is
+    the epoch in which its primary became one: numbers of two terms have nothing in common.
     """
 
     range_id: RangeId
-    tenure: AssignmentEpoch
+    term: AssignmentEpoch
     assignment_epoch: AssignmentEpoch
     number: int
     table_id: TableId
@@ -56,7 +56,7 @@ class Snapshot(NamedTuple):
 
     range_id: RangeId
     assignment_epoch: AssignmentEpoch
-    tenure: AssignmentEpoch
+    term: AssignmentEpoch
     number: int
     copies: dict[TableId, PartCopy]
     held: tuple[Change, ...] = ()

@@ -251,7 +251,7 @@ class OutputCommit:
         for place, part in tuple(self._machine.parts.items()):
             yield
             schedule = part.state.schedule
-            promised = schedule.promised, schedule.hold_clock, schedule.taken
+            promised = schedule.promised, schedule.hold_point, schedule.taken
             if self._replication.decides_alone(place[1]):
                 self._untold.pop(place, None)
                 self._known[place] = promised
@@ -295,7 +295,7 @@ class OutputCommit:
         that it does not serve yet, which may have reached a later clock; nor while another may be
         made primary of one in its place, which knows nothing of it.
         """
-        if self._replication.waits or self._replication.has_heirs:
+        if self._replication.waits or self._replication.has_candidates:
             return ()
         untold = {table_id for table_id, _ in self._untold}
         return tuple(p for p in self._machine.promises if p.table_id not in untold)
@@ -311,7 +311,7 @@ class OutputCommit:
         schedule, place = part.state.schedule, (table_id, part.state.range_id)
         is_known = self._known.get(place) == (
             schedule.promised,
-            schedule.hold_clock,
+            schedule.hold_point,
             schedule.taken,
         )
         return settled if is_known and place not in self._untold else None

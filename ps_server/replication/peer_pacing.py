@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ps_core.cluster_view import BackupWish
+from ps_core.cluster_view import BackupRequest
 from ps_core.keys import NodeId, RangeId
 from ps_server.replication.messages import Batch, Beat
 from ps_server.replication.peer_queues import PeerQueues
@@ -39,7 +39,7 @@ class Beats(NamedTuple):
 
     beats: Mapping[NodeId, Beat]
     useless: Sequence[NodeId]
-    wishes: Sequence[BackupWish]
+    backup_requests: Sequence[BackupRequest]
 
 
 class _Lack(NamedTuple):
@@ -111,4 +111,4 @@ class PeerPacing:
         self._beat_s = now_s
         replication = self._replication
         useless = self._queues.useless(replication.all_holders)
-        return Beats(replication.beats(now_s), useless, replication.wishes(now_s))
+        return Beats(replication.beats(now_s), useless, replication.backup_requests(now_s))

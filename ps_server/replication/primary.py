@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 
-from ps_core.cluster_view import BackupWish, RangeAssignment
+from ps_core.cluster_view import BackupRequest, RangeAssignment
 from ps_core.errors import check
 from ps_core.keys import AssignmentEpoch, NodeId
 from ps_server.replication.messages import Ack, Batch
@@ -86,7 +86,7 @@ class Primary:
 
     def observe(self, assignment: RangeAssignment) -> bool:
         """A newer view has this server as primary, still or again: whether under another epoch."""
-        if assignment.tenure > self.log.tenure:
+        if assignment.term > self.log.term:
             self._stand_again(assignment)
             return True
         self._configured = frozenset(assignment.backups)
@@ -96,7 +96,7 @@ class Primary:
             if self._asked is None:  # some that joined may have given up
                 self._joining.clear()
             self._asked, self._in_question = None, frozenset()
-        for node_id in [n for n in self._joining if n not in assignment.joining]:
+        for node_id in [n for n in self._joining if n not in assignment.catching_up]:
             del self._joining[node_id]
             if node_id not in self._configured | self._in_question:
                 self.log.exclude(node_id)
@@ -162,7 +162,7 @@ class Primary:
             self.lost(node_id)
 
     @property
-    def is_deserted(self) -> bool:
+    def is_without_replicas(self) -> bool:
         """Whether nobody has a word in it, and all is done that was decided; but for what waits for
         more servers than this one: they join only afterwards.
         """
@@ -170,10 +170,10 @@ class Primary:
         return not self.log.backups and not self._joining and is_done
 
     def replaced(self, *, is_last: bool) -> None:
-        """The values are other ones, while it `is_deserted`; whoever joins is given them. With
-        `is_last` servers may join.
+        """The values are other ones, while it `is_without_replicas`; whoever joins is given them.
+        With `is_last` servers may join.
         """
-        check(self.is_deserted, "PR-2", f"range {self.log.range_id} has {self.log.backups}")
+        check(self.is_without_replicas, "PR-2", f"range {self.log.range_id} has {self.log.backups}")
         self.log.begin_anew()
         self.log.lose_base()
         self._is_closed = not is_last
@@ -210,8 +210,12 @@ class Primary:
     @property
     def followers(self) -> tuple[NodeId, ...]:
         """The backups that follow this server, whose grants it needs."""
-        heirs = self.log.heirs
-        return tuple(n for n in self.log.backups if n not in heirs) if heirs else self.log.backups
+        candidates = self.log.candidates
+        return (
+            tuple(n for n in self.log.backups if n not in candidates)
+            if candidates
+            else self.log.backups
+        )
 
     def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, Batch]]:
         """Batches that these have not acknowledged."""
@@ -245,7 +249,7 @@ class Primary:
 
     # --- what to ask the scheduler for
 
-    def wish(self, now_s: float) -> BackupWish | None:
+    def backup_request(self, now_s: float) -> BackupRequest | None:
         """The backups that it should have, if it has others or was asked for others; to be called
         several times a lease.
         """
@@ -257,13 +261,13 @@ class Primary:
             self._include(living, now_s)
             log = self.log
             ready = {n for n in log.backups if log.acked_by(n) >= log.shown}
-            wanted = ((self._configured | ready) & living) - log.heirs
+            wanted = ((self._configured | ready) & living) - log.candidates
             wanted = frozenset() if self._is_closed else wanted
             if wanted == self._configured:
                 return None
             self._asked = self._in_question = wanted
         check(self._asked <= set(self.log.backups), "PR-1", f"{self._asked} do not count")
-        return BackupWish(self.log.range_id, self.log.assignment_epoch, self._asked)
+        return BackupRequest(self.log.range_id, self.log.assignment_epoch, self._asked)
 
     def _stuck(self, now_s: float) -> set[NodeId]:
         """Backups that lack something, and have not got on for long."""

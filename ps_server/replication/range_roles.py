@@ -31,7 +31,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import replace
 
-from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment
+from ps_core.cluster_view import BackupRequest, ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation, NotOwner, TableNotFound
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.work import Work, at_once
@@ -91,7 +91,7 @@ class Replication:
         self._recovered: set[RangeId] = set()
         self._logged_tables: set[TableId] = set()
         self._view: ClusterView | None = None
-        self._with_joining: list[RangeAssignment] = []
+        self._with_catching_up: list[RangeAssignment] = []
         self._had: set[RangeId] = set()
         self._looked_s: float | None = None
 
@@ -126,7 +126,9 @@ class Replication:
         given_up: set[RangeId] = set()
         self._view = view
         self.renewed, self.deposed = set(), set()
-        self._with_joining = [assignment for assignment in view.ranges if assignment.joining]
+        self._with_catching_up = [
+            assignment for assignment in view.ranges if assignment.catching_up
+        ]
         lost += self._not_given_back(view)
         for assignment in view.ranges:
             range_id = assignment.range_id
@@ -154,7 +156,7 @@ class Replication:
                     replica.follow(assignment.assignment_epoch)
             elif (  # of one that is told of a newer epoch its primary may count on what it has
                 replica is not None
-                and self._node_id not in assignment.joining
+                and self._node_id not in assignment.catching_up
                 and replica.assignment_epoch < assignment.assignment_epoch
             ):
                 del self.replicas[range_id]
@@ -317,9 +319,9 @@ class Replication:
         return min(times_s, default=math.inf) - now_s
 
     @property
-    def has_heirs(self) -> bool:
+    def has_candidates(self) -> bool:
         """Whether others may be made primary of some range in this server's place."""
-        return any(primary.log.heirs for primary in self.primaries.values())
+        return any(primary.log.candidates for primary in self.primaries.values())
 
     # --- a primary
 
@@ -394,10 +396,10 @@ class Replication:
         """For servers that shall join and have room for it: all of a range, as of its newest batch.
         Each is to be made, and sent with the values of that moment, before the next is asked for.
         """
-        for assignment in self._with_joining:
+        for assignment in self._with_catching_up:
             primary = self.primaries.get(assignment.range_id)
             if primary is not None:
-                for node_id in assignment.joining:
+                for node_id in assignment.catching_up:
                     if primary.begins_copy(node_id, now_s, has_room):
                         yield node_id, self._copying(primary.log)
 
@@ -408,7 +410,7 @@ class Replication:
                 copies[table_id] = yield from copying(part.state)
         held = tuple(effect for effect in log.held if isinstance(effect, Change))
         number = log.begin_snapshot()
-        return Snapshot(log.range_id, log.assignment_epoch, log.tenure, number, copies, held)
+        return Snapshot(log.range_id, log.assignment_epoch, log.term, number, copies, held)
 
     def basing(self, range_id: RangeId) -> Work[Snapshot]:
         """All of a range as of its newest batch, for the update log: to be written, with the values
@@ -419,24 +421,27 @@ class Replication:
         log.begin_base()
         return snapshot
 
-    def wishes(self, now_s: float) -> list[BackupWish]:
-        """What to ask the scheduler for; see `Primary.wish`. Also for other primaries of what is
-        missing here.
+    def backup_requests(self, now_s: float) -> list[BackupRequest]:
+        """Requests to the scheduler; see `Primary.backup_request`. Also for other primaries of what
+        is missing here.
         """
         before_s, self._looked_s = self._looked_s, now_s
         paused_s = 0.0 if before_s is None else now_s - before_s
         if paused_s > _PAUSE_LEASES * self._lease_s:
             for primary in self.primaries.values():
                 primary.forgive(paused_s, now_s)
-        found = (primary.wish(now_s) for primary in self.primaries.values())
-        return [*self._missing_wishes(), *(wish for wish in found if wish is not None)]
+        found = (primary.backup_request(now_s) for primary in self.primaries.values())
+        return [
+            *self._missing_backup_requests(),
+            *(backup_request for backup_request in found if backup_request is not None),
+        ]
 
-    def _missing_wishes(self) -> list[BackupWish]:
+    def _missing_backup_requests(self) -> list[BackupRequest]:
         """That others be primaries of what this server was given and has nothing of."""
         if self._view is None:
             return []
         given = (self._view.ranges[range_id] for range_id in self.missing)
-        return [BackupWish(r.range_id, r.assignment_epoch, frozenset(), True) for r in given]
+        return [BackupRequest(r.range_id, r.assignment_epoch, frozenset(), True) for r in given]
 
     # --- a backup
 
@@ -485,14 +490,14 @@ class Replication:
         range_id = snapshot.range_id
         ranges = self._view.ranges if self._view is not None else ()
         assignment = ranges[range_id] if range_id < len(ranges) else None
-        if assignment is None or self._node_id not in assignment.joining:
+        if assignment is None or self._node_id not in assignment.catching_up:
             return None
         if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.primaries:
             return None
         replica = self.replicas.get(range_id)
-        if replica is not None and replica.tenure > snapshot.tenure:
+        if replica is not None and replica.term > snapshot.term:
             return None  # the view may be older than what is here
-        is_known = replica is not None and replica.tenure == snapshot.tenure
+        is_known = replica is not None and replica.term == snapshot.term
         if replica is not None and is_known and replica.number >= snapshot.number:
             replica.follow(snapshot.assignment_epoch)  # it was late, or came twice
             return _ack(replica)
@@ -501,7 +506,7 @@ class Replication:
             range_id,
             snapshot.assignment_epoch,
             self._lease_s,
-            snapshot.tenure,
+            snapshot.term,
             snapshot.copies,
             snapshot.number,
         )

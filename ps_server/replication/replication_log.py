@@ -12,12 +12,13 @@ Rules:
     - The right to serve comes from the backups: the primary releases nothing unless each of them
       has granted a beat that was sent less than `lease_s` ago. Without backups nobody else can be
       made primary, and it needs no lease.
-    - One that was promoted has the backups of the primary before as heirs, and that primary: they
-      may be a batch behind or ahead of it. While they are, each of them can be made primary in its
-      place, so it releases nothing; it asks the scheduler to leave them out, and they join anew.
+    - One that was promoted has the backups of the primary before as candidates, and that primary:
+      they may be a batch behind or ahead of it. While they are, each of them can be made primary in
+      its place, so it releases nothing; it asks the scheduler to leave them out, and they join
+      anew.
       They are told nothing, and do not count.
     - One that was deposed and is primary again goes on with all that it decided, under another
-      tenure, and has as heirs whoever could have been primary in its place.
+      term, and has as candidates whoever could have been primary in its place.
     - Where fewer than `min_in_sync` servers hold the range, nothing more is committed; who joins
       does not count before the scheduler has configured it. Reads of what is committed go on.
     - Where this server keeps an update log, that has to have what is committed too (SEMANTICS S13):
@@ -26,7 +27,7 @@ Rules:
 Invariants:
     LOG-1 Nothing is released that the update log does not have, if there is one.
     RL-1  Nothing is released before what was decided before it.
-    RL-2  Nothing is released that an in-sync backup does not have, nor while there are heirs.
+    RL-2  Nothing is released that an in-sync backup does not have, nor while there are candidates.
 
 What it deliberately does not do: look at effects, or know the network or the scheduler.
 """
@@ -67,9 +68,9 @@ class RangeLog:
     Attributes:
         range_id: the range.
         assignment_epoch: the newest.
-        tenure: the first since this server is primary, or is again.
+        term: the first since this server is primary, or is again.
         number: of the newest batch.
-        heirs: who held the range under the primary before, and is not left out yet.
+        candidates: who held the range under the primary before, and is not left out yet.
         is_written: whether batches go to the update log: it has, or is being given, what they
             follow.
     """
@@ -83,7 +84,7 @@ class RangeLog:
         number: int = 0,
         min_in_sync: int = 1,
     ) -> None:
-        self.assignment_epoch = self.tenure = assignment_epoch
+        self.assignment_epoch = self.term = assignment_epoch
         self.number = number
         self.range_id = range_id
         self._lease_s = lease_s
@@ -95,27 +96,27 @@ class RangeLog:
         self._is_past = False
         self._anew = 0  # what nobody was told is in no copy before that number
         self._granted_s: dict[NodeId, float] = {}
-        self.heirs: frozenset[NodeId] = frozenset()
+        self.candidates: frozenset[NodeId] = frozenset()
         self._written: int | None = None
         self.is_written = False
 
     def inherit(self) -> None:
         """The backups were those of the primary before."""
-        self.heirs = frozenset(self._acked)
+        self.candidates = frozenset(self._acked)
         self._configured_count = 0
 
-    def stand_again(self, assignment_epoch: AssignmentEpoch, heirs: Iterable[NodeId]) -> None:
+    def stand_again(self, assignment_epoch: AssignmentEpoch, candidates: Iterable[NodeId]) -> None:
         """This server was deposed, perhaps without hearing of it, and is primary again: nobody else
         was seen to serve meanwhile. What it has decided waits for that to be settled.
         """
-        self.assignment_epoch = self.tenure = assignment_epoch
-        self._acked = dict.fromkeys(heirs, self.number)
+        self.assignment_epoch = self.term = assignment_epoch
+        self._acked = dict.fromkeys(candidates, self.number)
         self._granted_s.clear()
         self.inherit()
-        self.lose_base()  # what the update log has is of the tenure before
+        self.lose_base()  # what the update log has is of the term before
         for entry in self._entries:
             if entry.batch is not None:
-                entry.batch = entry.batch._replace(tenure=assignment_epoch)
+                entry.batch = entry.batch._replace(term=assignment_epoch)
 
     def take_out(self, is_out: Callable[[object], bool]) -> list[object]:
         """Effects that wait and will not be released, of which `is_out` is true."""
@@ -178,7 +179,7 @@ class RangeLog:
         self.number += 1
         batch = Batch(
             self.range_id,
-            self.tenure,
+            self.term,
             self.assignment_epoch,
             self.number,
             table_id,
@@ -196,7 +197,7 @@ class RangeLog:
     def release(self, now_s: float) -> list[object]:
         """What may be done now, in order (RL-1, RL-2)."""
         out: list[object] = []
-        if not self._entries or self.heirs or not self.may_serve(now_s):
+        if not self._entries or self.candidates or not self.may_serve(now_s):
             return out
         committed = self.committed
         while self._entries and self._entries[0].number <= committed:
@@ -308,8 +309,8 @@ class RangeLog:
         """
         self.assignment_epoch = assignment_epoch
         wanted = set(backups)
-        self.heirs &= wanted
-        self._configured_count = len(wanted - self.heirs)
+        self.candidates &= wanted
+        self._configured_count = len(wanted - self.candidates)
         check(wanted <= self._acked.keys(), "RL-2", f"{wanted} were not all asked for")
         for backup in [b for b in self._acked if b not in wanted]:
             del self._acked[backup]

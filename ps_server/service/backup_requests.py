@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from ps_core.cluster_view import BackupWish
+from ps_core.cluster_view import BackupRequest
 from ps_core.errors import PushpullError
 from ps_runtime.observe import logs
 
-Ask = Callable[[Sequence[BackupWish]], Awaitable[object]]
+Ask = Callable[[Sequence[BackupRequest]], Awaitable[object]]
 
 
-class BackupWishes:
+class BackupRequests:
     """The wishes of one server. Belongs to one event loop.
 
     Args:
@@ -24,21 +24,23 @@ class BackupWishes:
         self._asking: asyncio.Task[None] | None = None
         self._is_unheard = False
 
-    def stand(self, wishes: Sequence[BackupWish]) -> None:
+    def stand(self, backup_requests: Sequence[BackupRequest]) -> None:
         """These stand now: ask, unless an answer is awaited; then they are to be said again."""
-        if wishes and (self._asking is None or self._asking.done()):
-            self._asking = asyncio.get_running_loop().create_task(self._deliver(wishes))
+        if backup_requests and (self._asking is None or self._asking.done()):
+            self._asking = asyncio.get_running_loop().create_task(self._deliver(backup_requests))
 
-    async def _deliver(self, wishes: Sequence[BackupWish]) -> None:
+    async def _deliver(self, backup_requests: Sequence[BackupRequest]) -> None:
         try:
-            await self._ask(wishes)
+            await self._ask(backup_requests)
         except PushpullError as error:
             if not self._is_unheard:  # once, not at each of many tries while the scheduler is away
-                logs.warning("wish_unheard", ranges=len(wishes), error=error.message)
+                logs.warning(
+                    "backup_request_unheard", ranges=len(backup_requests), error=error.message
+                )
             self._is_unheard = True
             return
         if self._is_unheard:
-            logs.info("wish_heard", ranges=len(wishes))
+            logs.info("backup_request_heard", ranges=len(backup_requests))
         self._is_unheard = False
 
     def close(self) -> None:

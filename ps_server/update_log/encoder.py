@@ -73,12 +73,12 @@ class EncodedLog:
             messages.append((each,))
             yield
         range_id, number = snapshot.range_id, snapshot.number
-        self._log.append(Item(FrameKind.BASE, messages, range_id, number, snapshot.tenure))
+        self._log.append(Item(FrameKind.BASE, messages, range_id, number, snapshot.term))
 
     def batch(self, batch: Batch) -> None:
         """See `LogWriter`."""
         item = Item(
-            FrameKind.BATCH, self._messages(batch), batch.range_id, batch.number, batch.tenure
+            FrameKind.BATCH, self._messages(batch), batch.range_id, batch.number, batch.term
         )
         self._log.append(item)
 
@@ -91,9 +91,9 @@ class EncodedLog:
         """The range at its first moment under this primary: nothing is released yet."""
         mark = update_log_pb2.UpdateLogRange(
             range_id=log.range_id,
-            tenure=log.tenure,
+            term=log.term,
             assignment_epoch=log.assignment_epoch,
             number=log.released,
         )
         raw = mark.SerializeToString()
-        self._log.append(Item(kind, ((raw,),), log.range_id, log.released, log.tenure))
+        self._log.append(Item(kind, ((raw,),), log.range_id, log.released, log.term))

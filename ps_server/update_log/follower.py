@@ -121,7 +121,7 @@ class LogFollower:
             self._shards.add(parts)
 
     def _mark(self, mark: update_log_pb2.UpdateLogRange, kind: FrameKind) -> None:
-        """The range is of this tenure from now on, and has been for so many batches."""
+        """The range is of this term from now on, and has been for so many batches."""
         range_id = RangeId(mark.range_id)
         copies = {}
         if kind is FrameKind.TAKEN_OVER:
@@ -134,7 +134,7 @@ class LogFollower:
             range_id,
             AssignmentEpoch(mark.assignment_epoch),
             limits.LEASE_S,
-            AssignmentEpoch(mark.tenure),
+            AssignmentEpoch(mark.term),
             copies,
             mark.number,
         )
@@ -142,7 +142,7 @@ class LogFollower:
     def _join(self, copy: RangeCopy) -> None:
         snapshot = copy.snapshot
         before = self.replicas.get(snapshot.range_id)
-        is_known = before is not None and before.tenure == snapshot.tenure
+        is_known = before is not None and before.term == snapshot.term
         if is_known and before is not None and before.number == snapshot.number:
             return  # it is there already
         self._shards.restore(copy)
@@ -150,7 +150,7 @@ class LogFollower:
             snapshot.range_id,
             snapshot.assignment_epoch,
             limits.LEASE_S,
-            snapshot.tenure,
+            snapshot.term,
             snapshot.copies,
             snapshot.number,
         )
@@ -158,7 +158,7 @@ class LogFollower:
     def _follow(self, batch: Batch) -> None:
         replica = self.replicas.get(batch.range_id)
         if replica is None or not replica.follows(batch):
-            raise InvalidUpdateLog(f"a batch of tenure {batch.tenure} follows nothing of its own")
+            raise InvalidUpdateLog(f"a batch of term {batch.term} follows nothing of its own")
         table = self.tables.get(batch.table_id)
         if table is None:
             raise InvalidUpdateLog(f"a batch is of table {batch.table_id}, which is not there")

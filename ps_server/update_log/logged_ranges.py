@@ -28,7 +28,7 @@ from ps_server.replication.range_roles import Replication
 from ps_server.replication.replication_log import RangeLog
 
 RangeNumbers = Mapping[tuple[RangeId, AssignmentEpoch], int]
-"""The newest batch that is written, by range and tenure."""
+"""The newest batch that is written, by range and term."""
 
 
 class LogWriter(Protocol):
@@ -72,7 +72,7 @@ class LoggedRanges:
         self._replication = replication
         self._output = output
         self._recovered: set[RangeId] = set()
-        self._tenures: dict[RangeId, AssignmentEpoch] = {}  # of the ranges that are in the log
+        self._terms: dict[RangeId, AssignmentEpoch] = {}  # of the ranges that are in the log
 
     def recover(self, range_ids: Iterable[RangeId]) -> None:
         """These ranges were read from the log."""
@@ -81,7 +81,7 @@ class LoggedRanges:
     def observe(self, lost: Iterable[RangeId]) -> None:
         """Nothing of these ranges is here any more, by a newer view."""
         for range_id in lost:
-            was_here = self._tenures.pop(range_id, None) is not None
+            was_here = self._terms.pop(range_id, None) is not None
             if was_here or range_id in self._recovered:
                 self._recovered.discard(range_id)
                 self._writer.ended(range_id)
@@ -103,7 +103,7 @@ class LoggedRanges:
                 return
             if range_id in primaries:
                 snapshot = yield from self._output.basing(range_id)
-                self._tenures[range_id] = snapshot.tenure
+                self._terms[range_id] = snapshot.term
                 yield from self._writer.basing(snapshot)
 
     def write(self, batch: Batch) -> None:
@@ -112,9 +112,9 @@ class LoggedRanges:
         self._writer.batch(batch)
 
     def _begin(self, log: RangeLog) -> None:
-        if self._tenures.get(log.range_id) == log.tenure:
+        if self._terms.get(log.range_id) == log.term:
             return
-        self._tenures[log.range_id] = log.tenure
+        self._terms[log.range_id] = log.term
         if log.range_id in self._recovered:
             self._recovered.discard(log.range_id)
             self._writer.taken_over(log)
@@ -124,9 +124,9 @@ class LoggedRanges:
     def written(self, numbers: RangeNumbers) -> list[RangeId]:
         """So much is in the log; the ranges of which more may be released."""
         more = []
-        for (range_id, tenure), number in numbers.items():
+        for (range_id, term), number in numbers.items():
             primary = self._replication.primaries.get(range_id)
-            if primary is not None and primary.log.tenure == tenure:
+            if primary is not None and primary.log.term == term:
                 primary.log.written(number)
                 more.append(range_id)
         return more

@@ -51,7 +51,7 @@ class LogSetting:
 
 class Item(NamedTuple):
     """Frames that belong together: of one kind, range and number. A payload comes in pieces, which
-    must stay as they are until they are written. `tenure` is that of the batches' primary; it is
+    must stay as they are until they are written. `term` is that of the batches' primary; it is
     not written.
     """
 
@@ -59,7 +59,7 @@ class Item(NamedTuple):
     payloads: Sequence[Sequence[bytes | memoryview]]
     range_id: RangeId = RangeId(0)
     number: int = 0
-    tenure: AssignmentEpoch = AssignmentEpoch(0)
+    term: AssignmentEpoch = AssignmentEpoch(0)
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Written:
     """What the system, or the disk, has now.
 
     Attributes:
-        numbers: the newest batch, by range and tenure.
+        numbers: the newest batch, by range and term.
         begin_count: how many ranges begin there.
         byte_count: of all of it.
     """
@@ -260,7 +260,7 @@ class _Writer(threading.Thread):
             self._put(item)
             written.byte_count += _size(item)
             if item.kind in (FrameKind.BASE, FrameKind.BATCH):
-                written.numbers[item.range_id, item.tenure] = item.number
+                written.numbers[item.range_id, item.term] = item.number
             if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
                 written.begin_count += 1
         if self._is_synced and self._descriptor is not None:

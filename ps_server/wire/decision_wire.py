@@ -225,7 +225,7 @@ def workers_to_proto(workers: Sequence[WorkerFacts]) -> replication_pb2.WorkersF
     """The workers of a part."""
     if not workers:
         return replication_pb2.WorkersFacts()
-    incarnations, ranks, sealed, done, left, joined, confirmed, goodbyes, predecessors = zip(
+    incarnations, ranks, sealed, done, left, joined, confirmed, final_seals, predecessors = zip(
         *workers, strict=True
     )
     message = replication_pb2.WorkersFacts(
@@ -238,7 +238,7 @@ def workers_to_proto(workers: Sequence[WorkerFacts]) -> replication_pb2.WorkersF
     if any(joined):
         message.joined_clocks.extend(joined)
     _add_some(left, message.left, message.left_clocks)
-    _add_some(goodbyes, message.goodbyes, message.goodbye_clocks)
+    _add_some(final_seals, message.final_seals, message.final_seal_clocks)
     _add_some(predecessors, message.successors, message.predecessors)
     return message
 
@@ -277,7 +277,7 @@ def workers_from_proto(message: replication_pb2.WorkersFacts) -> tuple[WorkerFac
     count = len(message.incarnations)
     joined = message.joined_clocks or (0,) * count
     left = _some("left", count, message.left, message.left_clocks)
-    goodbyes = _some("said goodbye", count, message.goodbyes, message.goodbye_clocks)
+    final_seals = _some("said goodbye", count, message.final_seals, message.final_seal_clocks)
     predecessors = _some("replaced one", count, message.successors, message.predecessors)
     columns = (
         message.incarnations,
@@ -287,7 +287,7 @@ def workers_from_proto(message: replication_pb2.WorkersFacts) -> tuple[WorkerFac
         left,
         joined,
         message.confirmed_sequences,
-        goodbyes,
+        final_seals,
         predecessors,
     )
     check_lengths("facts of workers", *columns)
@@ -307,7 +307,7 @@ def facts_to_proto(facts: Facts, records: RecordTable) -> replication_pb2.PartFa
         settings=_settings_to_proto(facts.settings),
         change_number=facts.change_number,
         promised=facts.promised,
-        hold_clock=facts.hold_clock,
+        hold_point=facts.hold_point,
         minds_reads=facts.minds_reads,
         past_reached_clock=facts.past_reached_clock,
         past_stepped_clock=facts.past_stepped_clock,
@@ -351,7 +351,7 @@ def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Recor
         tuple(map(_setting_from_proto, _serialized_settings(message.settings))),
         message.change_number,
         message.promised,
-        message.hold_clock if message.HasField("hold_clock") else None,
+        message.hold_point if message.HasField("hold_point") else None,
         message.minds_reads,
         _failure(message),
         message.past_reached_clock,

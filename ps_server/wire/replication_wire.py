@@ -213,7 +213,7 @@ def _head(batch: Batch) -> tuple[replication_pb2.BatchHead, list[Elements]]:
         _check_place(batch, record)
     head = replication_pb2.BatchHead(
         range_id=batch.range_id,
-        tenure=batch.tenure,
+        term=batch.term,
         assignment_epoch=batch.assignment_epoch,
         number=batch.number,
         table_id=batch.table_id,
@@ -264,7 +264,7 @@ def batch_from_proto(head: replication_pb2.BatchHead, blocks: Sequence[Elements]
         raise InvalidConfig(f"a batch has {len(blocks)} blocks; expected as many as its changes")
     return Batch(
         range_id,
-        AssignmentEpoch(head.tenure),
+        AssignmentEpoch(head.term),
         AssignmentEpoch(head.assignment_epoch),
         head.number,
         table_id,

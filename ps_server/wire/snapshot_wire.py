@@ -58,7 +58,7 @@ def snapshot_messages(copy: RangeCopy) -> Iterator[bytes]:
     start = replication_pb2.RangeSnapshot(
         range_id=snapshot.range_id,
         assignment_epoch=snapshot.assignment_epoch,
-        tenure=snapshot.tenure,
+        term=snapshot.term,
         number=snapshot.number,
     )
     yield ReplicateRequest(snapshot=start).SerializeToString()
@@ -339,7 +339,7 @@ class SnapshotReader:
         snapshot = Snapshot(
             self._range_id,
             AssignmentEpoch(self._start.assignment_epoch),
-            AssignmentEpoch(self._start.tenure),
+            AssignmentEpoch(self._start.term),
             self._start.number,
             copies,
             tuple(self._held),

@@ -115,7 +115,7 @@ class Checkpoints:
 
         Blocking, Raises: as `attach_state`.
         """
-        if not self.restored_from or self._engine.is_newcomer or self.imported is not None:
+        if not self.restored_from or self._engine.is_late_joiner or self.imported is not None:
             return {}
         from ps_worker.checkpoint.saved_states import states_of_all
 
@@ -137,13 +137,13 @@ class Checkpoints:
 
         Blocking, Raises: as `attach_state`.
         """
-        if self._engine.is_newcomer:
+        if self._engine.is_late_joiner:
             return tuple(table.spec.name for table in self._engine.view.tables)
         restored = self._restored_states()
         return () if restored is None else restored.table_names
 
     def _restored_states(self) -> RestoredStates | None:
-        if not self.restored_from or self._engine.is_newcomer:
+        if not self.restored_from or self._engine.is_late_joiner:
             return None
         if self._restored is None:
             from ps_worker.checkpoint.saved_states import RestoredStates
@@ -215,7 +215,7 @@ class Checkpoints:
             state.load_state_dict(found)
         elif (
             self.restored_from
-            and not self._engine.is_newcomer
+            and not self._engine.is_late_joiner
             and not per_rank
             and not self.imported
         ):

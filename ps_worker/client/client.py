@@ -187,21 +187,21 @@ class Client:
         return self.connection.http_address
 
     @property
-    def is_successor(self) -> bool:
+    def is_replacement(self) -> bool:
         """True if another worker had this rank before, mostly one that was declared gone.
-        `is_newcomer` is true then, too.
+        `is_late_joiner` is true then, too.
         """
-        return self.engine.is_successor
+        return self.engine.is_replacement
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_late_joiner(self) -> bool:
         """True if this worker came to a cluster that had all its workers: it took the place of one
         that is gone, or came beyond the number that the cluster was started for.
 
         It begins where the others are: at `DistributedOptimizer.clock`, or at a table's `clock`
         after its first pull.
         """
-        return self.engine.is_newcomer
+        return self.engine.is_late_joiner
 
     @property
     def is_reader(self) -> bool:

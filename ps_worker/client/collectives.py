@@ -99,7 +99,7 @@ class Collectives:
             raise InvalidConfig(
                 f"{words}: worker {rank} joins others that train, and takes part in their "
                 "calls from its first step on. Leave out what is called before: "
-                "if not client.is_newcomer"
+                "if not client.is_late_joiner"
             )
 
     def _enter(

@@ -25,17 +25,17 @@ class Rounds:
     """What one worker knows of rounds.
 
     Args:
-        is_newcomer: whether hosts have to hear of it before it has taken part in anything.
+        is_late_joiner: whether hosts have to hear of it before it has taken part in anything.
     """
 
-    def __init__(self, *, is_newcomer: bool) -> None:
-        self._is_newcomer = is_newcomer
+    def __init__(self, *, is_late_joiner: bool) -> None:
+        self._is_late_joiner = is_late_joiner
         self._last: Round | None = None
         self._told: Host | None = None
 
     def must_announce(self, host: Host) -> bool:
         """Whether that host has to be told of this worker, though its script makes no call."""
-        return host != self._told and (self._is_newcomer or self._last is not None)
+        return host != self._told and (self._is_late_joiner or self._last is not None)
 
     def entering(self, host: Host, share: Share | None) -> Entering:
         """What to tell a host."""

@@ -542,7 +542,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _start_from_rank_zero(self, tables: Sequence[TrainedTable | BufferTable]) -> None:
         joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
         is_giver = self._client.rank == 0 and not joins
-        if self._client.is_newcomer:
+        if self._client.is_late_joiner:
             succession.check_may_join(isinstance(self._optimizer, Aggregate))
         if joins:
             succession.begin_where_the_others_are(self._client, tables)

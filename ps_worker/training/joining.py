@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ps_core.cluster_view import ClusterView
-from ps_core.collective import is_newcomer, workers_here
+from ps_core.collective import is_late_joiner, workers_here
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.keys import Incarnation, TableId
 from ps_runtime.observe import logs
@@ -120,7 +120,7 @@ def _trains_without(view: ClusterView, own: Incarnation, joined_ids: set[TableId
     that has read a table, and waits, is joined by the next a clock later.
     """
     workers = workers_here(view).values()
-    if not all(is_newcomer(view, worker) for worker in workers):
+    if not all(is_late_joiner(view, worker) for worker in workers):
         return True
     here = {worker.incarnation for worker in workers}
     for table_id in joined_ids:

@@ -37,7 +37,7 @@ class CollectiveLink:
         links: to the servers.
         view: gives the newest view.
         waits: of the client: what it waits for, for a person.
-        is_newcomer: see `Rounds`.
+        is_late_joiner: see `Rounds`.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class CollectiveLink:
         view: Callable[[], ClusterView],
         waits: dict[object, str],
         *,
-        is_newcomer: bool,
+        is_late_joiner: bool,
     ) -> None:
         self._session = session
         self._links = links
         self._view = view
         self._waits = waits
-        self._rounds = Rounds(is_newcomer=is_newcomer)
+        self._rounds = Rounds(is_late_joiner=is_late_joiner)
         self._host: Host | None = None
         self._moved = asyncio.Event()
         self._announcing: asyncio.Task[None] | None = None

@@ -147,7 +147,7 @@ class Engine:
             self.links,
             lambda: self._view,
             self.counters.waits,
-            is_newcomer=self.is_newcomer,
+            is_late_joiner=self.is_late_joiner,
         )
         self._take_view(view)
         self.checkpoints = CheckpointLink(link, post)
@@ -244,7 +244,7 @@ class Engine:
         ]
 
     @property
-    def is_successor(self) -> bool:
+    def is_replacement(self) -> bool:
         """True if another worker had this rank, and is gone."""
         me = self.session
         return me.role is Role.WORKER and any(
@@ -253,14 +253,14 @@ class Engine:
         )
 
     @property
-    def is_newcomer(self) -> bool:
+    def is_late_joiner(self) -> bool:
         """True if this worker joins tables that others train already."""
-        return self.is_successor or self.session.rank >= self._view.worker_count
+        return self.is_replacement or self.session.rank >= self._view.worker_count
 
     @property
     def is_before_first_step(self) -> bool:
         """True if this worker joins others that train, and has taken no step with them."""
-        if not self.is_newcomer:
+        if not self.is_late_joiner:
             return False
         joined = joined_after(self._view, self.session.incarnation)
         return joined is None or self.steps.newest_clock <= joined
@@ -269,7 +269,7 @@ class Engine:
         """True if this worker joins that table, which others had before it came. A table that is
         made later it has from the start, as any other worker.
         """
-        return self.is_newcomer and table_id in self._found_tables
+        return self.is_late_joiner and table_id in self._found_tables
 
     def watch(
         self, take_view: Callable[[ClusterView], None], end: Callable[[PushpullError], None]

@@ -13,7 +13,7 @@ from ps_core.losses import LossTotals
 from ps_runtime.observe.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2
 from scheduler.machine.adaptation import Adaptation, KeptCourse, Report
-from scheduler.machine.changes import Wish
+from scheduler.machine.changes import ChangeRequest
 
 DEADLINE_S = 2.0
 """How long servers have to promise a move: while one does not, the others hold back their workers,
@@ -56,10 +56,12 @@ class AdaptiveTables:
         """What to remember of them."""
         return self._adaptation.courses
 
-    def wishes(self, now_s: float) -> list[Wish]:
+    def requests(self, now_s: float) -> list[ChangeRequest]:
         """The moves to be made now."""
         return [
-            Wish(move.table_name, move.consistency, 0, now_s + DEADLINE_S, move.reason, move.run)
+            ChangeRequest(
+                move.table_name, move.consistency, 0, now_s + DEADLINE_S, move.reason, move.run
+            )
             for move in self._adaptation.look(now_s)
         ]
 

@@ -51,7 +51,7 @@ from scheduler.edge.requests import (
 )
 from scheduler.edge.restoring import restored_from
 from scheduler.edge.transition_lines import log_transition
-from scheduler.machine.changes import Outcome, Wish, Withdrawn
+from scheduler.machine.changes import ChangeRequest, Outcome, Withdrawn
 from scheduler.machine.cluster import Cluster, Created, Decision
 from scheduler.machine.kept_values import KeptElsewhere, KeptValues
 from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Restored, Transition
@@ -148,11 +148,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def move_bounds(self) -> None:
         """Move those that should be elsewhere; what led there outlives this process."""
-        wishes = self._adaptive.wishes(clock.now_s())
+        requests = self._adaptive.requests(clock.now_s())
         if self._cluster.keep_courses(self._adaptive.courses):
             self._publication.decided((), is_news=False)
-        for wish in wishes:
-            self._carry_out(self._cluster.move_bound(wish, clock.now_s()))
+        for request in requests:
+            self._carry_out(self._cluster.move_bound(request, clock.now_s()))
 
     @property
     def degraded_words(self) -> str:
@@ -365,8 +365,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Sets backups of a server's ranges."""
         async with self._answering():
             session = self._caller(request.session, "SetBackups")
-            wishes = [wire.wish_from_proto(wish) for wish in request.requests]
-            refused = self._carry_out(self._cluster.set_backups(session, wishes))
+            backup_requests = [
+                wire.backup_request_from_proto(backup_request)
+                for backup_request in request.requests
+            ]
+            refused = self._carry_out(self._cluster.set_backups(session, backup_requests))
         return scheduler_pb2.SetBackupsResponse(
             refused_range_ids=refused, view_number=self._view.view_number
         )
@@ -563,7 +566,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     ) -> Change:
         """The change that was asked for, once it is committed; withdrawn if not by `deadline_s`."""
         session = self._caller(request.session, "SetConsistency")
-        wish = Wish(
+        wanted = ChangeRequest(
             request.table_name,
             wire.consistency_from_proto(request.consistency),
             request.after_clock,
@@ -573,9 +576,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         while True:
             changed = self._changed
             found: Outcome = (
-                self._cluster.change(wish.table_name, number, clock.now_s(), session.run)
+                self._cluster.change(wanted.table_name, number, clock.now_s(), session.run)
                 if number
-                else self._carry_out(self._cluster.set_consistency(session, wish, clock.now_s()))
+                else self._carry_out(self._cluster.set_consistency(session, wanted, clock.now_s()))
             )
             if isinstance(found, Change):
                 return found

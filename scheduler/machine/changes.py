@@ -52,7 +52,7 @@ MAX_AFTER_CLOCK = 2**53 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ChangeRequest:
     """Someone wants this consistency for a table, not before the clock after `after_clock`, and
     waits for it until `deadline_s`; `reason` is for the log, `run` is the table's.
     """
@@ -105,8 +105,8 @@ class Changes:
         self._describe = describe
         self._room_bytes = room_bytes
 
-    def wish(
-        self, wish: Wish, worker_count: int, now_s: float
+    def request(
+        self, wanted: ChangeRequest, worker_count: int, now_s: float
     ) -> tuple[Change | Pending, list[Transition]]:
         """Propose the change, or find that it is proposed or made already.
 
@@ -115,45 +115,45 @@ class Changes:
             InvalidConfig: its optimizer, or the number of workers, does not allow it.
             Overloaded: the view has no room for it.
         """
-        table = self._table(wish.run, wish.table_name)
-        if not 0 <= wish.after_clock <= MAX_AFTER_CLOCK:
+        table = self._table(wanted.run, wanted.table_name)
+        if not 0 <= wanted.after_clock <= MAX_AFTER_CLOCK:
             raise InvalidConfig(
-                f"after_clock is {wish.after_clock}; expected 0 to {MAX_AFTER_CLOCK}"
+                f"after_clock is {wanted.after_clock}; expected 0 to {MAX_AFTER_CLOCK}"
             )
-        check_workers(table.spec.name, wish.consistency, worker_count)
-        replace(table.spec, consistency=wish.consistency).validated()
+        check_workers(table.spec.name, wanted.consistency, worker_count)
+        replace(table.spec, consistency=wanted.consistency).validated()
         # Where a bound that moves is at present is not what anybody wishes.
-        wish = replace(wish, consistency=wish.consistency.begun)
-        is_so = table.consistency.begun == wish.consistency
+        wanted = replace(wanted, consistency=wanted.consistency.begun)
+        is_so = table.consistency.begun == wanted.consistency
         if table.proposed is not None:
             other = table.proposed.join or table.proposed.checkpoint
-            is_same = table.proposed.consistency.begun == wish.consistency and not other
+            is_same = table.proposed.consistency.begun == wanted.consistency and not other
             if not (is_so and is_same):
                 reason = self._reason(table, table.proposed, now_s)
                 return Pending(reason, table.proposed.number if is_same else 0), []
         if is_so:
-            return table.change or Change(0, 0, wish.consistency), []
+            return table.change or Change(0, 0, wanted.consistency), []
         needed_bytes, room_bytes = self.needed_bytes(table), self._room_bytes()
         if needed_bytes > room_bytes:
             raise Overloaded(
                 f"a change of table '{table.spec.name}' takes {needed_bytes} bytes of the "
                 f"cluster's view, which has room for {room_bytes}"
             )
-        return self._propose(table, wish, now_s)
+        return self._propose(table, wanted, now_s)
 
-    def move(self, wish: Wish, now_s: float) -> list[Transition]:
+    def move(self, wanted: ChangeRequest, now_s: float) -> list[Transition]:
         """Propose that the bound of a table moves to where the wish has it; nothing if it is there,
         the table's setting has other bounds, another change is not settled or the view is full.
         """
-        table = self._table(wish.run, wish.table_name)
-        has_bounds = table.consistency.begun == wish.consistency.begun
-        if table.proposed is not None or not has_bounds or table.consistency == wish.consistency:
+        table = self._table(wanted.run, wanted.table_name)
+        has_bounds = table.consistency.begun == wanted.consistency.begun
+        if table.proposed is not None or not has_bounds or table.consistency == wanted.consistency:
             return []
         if self.needed_bytes(table) > self._room_bytes():
             return []
         # Somebody may have wanted the setting from a later clock on: not a step before.
         after_clock = 0 if table.change is None else table.change.after_clock
-        return self._propose(table, replace(wish, after_clock=after_clock), now_s)[1]
+        return self._propose(table, replace(wanted, after_clock=after_clock), now_s)[1]
 
     def needed_bytes(self, table: Table) -> int:
         """What a change of the table takes of the view, beyond what it takes already."""
@@ -218,10 +218,10 @@ class Changes:
         for table in list(self._state.tables.values()):
             due = self._state.joins_due.get(table.table_id)
             if due and table.proposed is None:
-                wish = Wish(
+                wanted = ChangeRequest(
                     table.spec.name, table.consistency, 0, now_s + patience_s, run=table.run
                 )
-                proposed += self._propose(table, wish, now_s, due[0])[1]
+                proposed += self._propose(table, wanted, now_s, due[0])[1]
         return proposed
 
     def _joined(self, table: Table, join: Join) -> Table:
@@ -247,8 +247,8 @@ class Changes:
         self, table: Table, checkpoint: int, deadline_s: float, now_s: float
     ) -> list[Transition]:
         """Propose to cut a table that has no proposal, for a checkpoint."""
-        wish = Wish(table.spec.name, table.consistency, 0, deadline_s, run=table.run)
-        return self._propose(table, wish, now_s, checkpoint=checkpoint)[1]
+        wanted = ChangeRequest(table.spec.name, table.consistency, 0, deadline_s, run=table.run)
+        return self._propose(table, wanted, now_s, checkpoint=checkpoint)[1]
 
     def held_for(self, checkpoint: int) -> dict[TableId, int | None]:
         """The tables that are proposed to be cut for it, and beyond which clock all servers hold
@@ -282,7 +282,7 @@ class Changes:
     def _propose(
         self,
         table: Table,
-        wish: Wish,
+        wanted: ChangeRequest,
         now_s: float,
         join: Join | None = None,
         checkpoint: int = 0,
@@ -291,15 +291,15 @@ class Changes:
         state.view_bytes += self.needed_bytes(table)
         number = state.change_counts.get(table.table_id, 0) + 1
         state.change_counts[table.table_id] = number
-        change = Change(number, wish.after_clock, wish.consistency, join, checkpoint)
+        change = Change(number, wanted.after_clock, wanted.consistency, join, checkpoint)
         ranges = table.blocks_by_range(len(state.ranges))
         primaries = {state.ranges[range_id].primary for range_id in ranges}
         servers = frozenset(primary for primary in primaries if primary is not None)
-        state.proposals[table.table_id] = Proposal(servers, wish.deadline_s)
+        state.proposals[table.table_id] = Proposal(servers, wanted.deadline_s)
         proposed = self._put(replace(table, proposed=change))
         return (
             Pending(self._reason(proposed, change, now_s), number),
-            [ChangeProposed(proposed, change, wish.reason)],
+            [ChangeProposed(proposed, change, wanted.reason)],
         )
 
     def outcome(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:

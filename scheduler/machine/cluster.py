@@ -37,7 +37,7 @@ from typing import Generic, TypeVar
 
 from ps_core import rights
 from ps_core.change import Change, ChangeOutcome, Join
-from ps_core.cluster_view import BackupWish, ClusterView, Node, NodeState, Role, Session
+from ps_core.cluster_view import BackupRequest, ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import InvalidConfig, NotPermitted, Overloaded, Recovering
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.manifest import PartReport
@@ -46,7 +46,7 @@ from ps_core.tables import Table, TableSpec
 from scheduler.machine import admission, update_offers, view_size
 from scheduler.machine.adaptation import KeptCourse
 from scheduler.machine.admission import LAUNCH_ID_BYTES
-from scheduler.machine.changes import Changes, Outcome, Pending, Wish, check_workers
+from scheduler.machine.changes import ChangeRequest, Changes, Outcome, Pending, check_workers
 from scheduler.machine.checkpoint_state import WorkerPlace
 from scheduler.machine.checkpoints import Checkpoints
 from scheduler.machine.configurations import Configurations
@@ -460,7 +460,7 @@ class Cluster:
         return Decision(Created(made, self._state.view_number), transitions)
 
     def set_consistency(
-        self, session: Session, wish: Wish, now_s: float
+        self, session: Session, request: ChangeRequest, now_s: float
     ) -> Decision[Change | Pending]:
         """Begin to change a table's consistency, or find the change made or under way.
 
@@ -473,12 +473,14 @@ class Cluster:
         """
         self.caller(session, "SetConsistency")
         world_size = self.view.of_run(session.run).world_size
-        found, transitions = self._changes.wish(replace(wish, run=session.run), world_size, now_s)
+        found, transitions = self._changes.request(
+            replace(request, run=session.run), world_size, now_s
+        )
         return Decision(found, self._changed(*transitions))
 
-    def move_bound(self, wish: Wish, now_s: float) -> Decision[None]:
+    def move_bound(self, request: ChangeRequest, now_s: float) -> Decision[None]:
         """Begin to move the bound of a table whose bound moves, if nothing else is under way."""
-        return Decision(None, self._changed(*self._changes.move(wish, now_s)))
+        return Decision(None, self._changed(*self._changes.move(request, now_s)))
 
     @property
     def courses(self) -> Mapping[TableId, KeptCourse]:
@@ -594,7 +596,7 @@ class Cluster:
         return self._checkpoints.reason(now_s)
 
     def set_backups(
-        self, session: Session, wishes: Sequence[BackupWish]
+        self, session: Session, backup_requests: Sequence[BackupRequest]
     ) -> Decision[tuple[RangeId, ...]]:
         """A server wishes for backups of ranges that it is primary of, or says what of them it has
         nothing of; the reply is the ranges whose wishes are void.
@@ -606,7 +608,7 @@ class Cluster:
             Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "SetBackups")
-        refused, transitions = self._configurations.set_backups(node.node_id, wishes)
+        refused, transitions = self._configurations.set_backups(node.node_id, backup_requests)
         return Decision(refused, self._changed(*self._failed_over(transitions)))
 
     def tick(self, now_s: float) -> Decision[None]:

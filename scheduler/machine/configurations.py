@@ -43,7 +43,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from ps_core.cluster_view import BackupWish, Node, NodeState, RangeAssignment, Role
+from ps_core.cluster_view import BackupRequest, Node, NodeState, RangeAssignment, Role
 from ps_core.errors import InvalidConfig, InvalidKeys, check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
 from scheduler.machine.state import (
@@ -111,7 +111,7 @@ class Configurations:
                 continue
             before = self._state.members[old.primary].registration.update_log
             if before is not None and before.log_id == claim.log_id:
-                new = replace(old, primary=node.node_id, backups=(), joining=(), is_lost=False)
+                new = replace(old, primary=node.node_id, backups=(), catching_up=(), is_lost=False)
                 is_empty = old.range_id not in claim.range_ids
                 self._commit(replace(new, initial_holders=(node.node_id,) if is_empty else ()))
                 given.setdefault(old.primary, []).append(old.range_id)
@@ -149,7 +149,7 @@ class Configurations:
         )
 
     def set_backups(
-        self, primary: NodeId, wishes: Sequence[BackupWish]
+        self, primary: NodeId, backup_requests: Sequence[BackupRequest]
     ) -> tuple[tuple[RangeId, ...], list[Transition]]:
         """A server wishes for backups of its ranges, or for another primary of those that it has
         nothing of: the ranges whose wishes are void, and what the others led to.
@@ -158,31 +158,31 @@ class Configurations:
             InvalidKeys: a range does not exist, or comes twice.
             InvalidConfig: a backup was never a node, is no server, or is the caller.
         """
-        self._check(primary, wishes)
+        self._check(primary, backup_requests)
         refused: list[RangeId] = []
         missing: list[RangeId] = []
         left_out: Counter[NodeId] = Counter()
         let_in: Counter[NodeId] = Counter()
-        for wish in wishes:
-            old = self._state.ranges[wish.range_id]
-            is_present = (old.primary, old.assignment_epoch) == (primary, wish.assignment_epoch)
-            if is_present and wish.is_missing:
-                missing.append(wish.range_id)
+        for asked in backup_requests:
+            old = self._state.ranges[asked.range_id]
+            is_present = (old.primary, old.assignment_epoch) == (primary, asked.assignment_epoch)
+            if is_present and asked.is_missing:
+                missing.append(asked.range_id)
                 continue
-            if not is_present or wish.backups - {*old.backups, *old.joining}:
-                refused.append(wish.range_id)
+            if not is_present or asked.backups - {*old.backups, *old.catching_up}:
+                refused.append(asked.range_id)
                 continue
             # The same set too: who asks has asked for another before, which is void from now on.
-            kept = wish.backups & set(old.backups)
+            kept = asked.backups & set(old.backups)
             # More may have joined than are missing, if one was silent for a time.
-            added = sorted(wish.backups - kept)[: max(self._backup_count - len(kept), 0)]
+            added = sorted(asked.backups - kept)[: max(self._backup_count - len(kept), 0)]
             is_full = len(kept) + len(added) >= self._backup_count
-            joining = () if is_full else tuple(n for n in old.joining if n not in added)
-            self._commit(replace(old, backups=tuple(sorted((*kept, *added))), joining=joining))
+            joining = () if is_full else tuple(n for n in old.catching_up if n not in added)
+            self._commit(replace(old, backups=tuple(sorted((*kept, *added))), catching_up=joining))
             left_out.update(set(old.backups) - kept)
             let_in.update(added)
         others = {*refused, *missing}
-        granted = tuple(w.range_id for w in wishes if w.range_id not in others)
+        granted = tuple(w.range_id for w in backup_requests if w.range_id not in others)
         transitions: list[Transition] = []
         if granted:
             transitions.append(BackupsSet(primary, granted, _sorted(left_out), _sorted(let_in)))
@@ -190,7 +190,7 @@ class Configurations:
             transitions += self._passed_on(primary, missing)
             ranges = self._state.ranges
             refused += [range_id for range_id in missing if ranges[range_id].primary == primary]
-        return tuple(w.range_id for w in wishes if w.range_id in refused), transitions
+        return tuple(w.range_id for w in backup_requests if w.range_id in refused), transitions
 
     def _passed_on(self, primary: NodeId, range_ids: Sequence[RangeId]) -> list[Transition]:
         """The primary has nothing of these: other backups that live are tried. Those that nobody
@@ -222,21 +222,21 @@ class Configurations:
         member = self._state.members[node_id]
         return member.node.state.is_member or member.registration.update_log is not None
 
-    def _check(self, primary: NodeId, wishes: Sequence[BackupWish]) -> None:
+    def _check(self, primary: NodeId, backup_requests: Sequence[BackupRequest]) -> None:
         ranges = self._state.ranges
-        counts = Counter(wish.range_id for wish in wishes)
-        for wish in wishes:
-            if not 0 <= wish.range_id < len(ranges):
-                raise InvalidKeys(f"range_id is {wish.range_id}; expected 0 to {len(ranges) - 1}")
-            if counts[wish.range_id] > 1:
-                raise InvalidKeys(f"range {wish.range_id} comes twice; expected each range once")
-            if wish.is_missing and wish.backups:
+        counts = Counter(asked.range_id for asked in backup_requests)
+        for asked in backup_requests:
+            if not 0 <= asked.range_id < len(ranges):
+                raise InvalidKeys(f"range_id is {asked.range_id}; expected 0 to {len(ranges) - 1}")
+            if counts[asked.range_id] > 1:
+                raise InvalidKeys(f"range {asked.range_id} comes twice; expected each range once")
+            if asked.is_missing and asked.backups:
                 raise InvalidConfig(
-                    f"range {wish.range_id} is missing, and backups {sorted(wish.backups)} are "
-                    "wanted; expected none"
+                    f"range {asked.range_id} is missing, and backups "
+                    f"{sorted(asked.backups)} are wanted; expected none"
                 )
-            for node_id in sorted(wish.backups):
-                self._check_backup(primary, wish.range_id, node_id)
+            for node_id in sorted(asked.backups):
+                self._check_backup(primary, asked.range_id, node_id)
 
     def _check_backup(self, primary: NodeId, range_id: RangeId, node_id: NodeId) -> None:
         wanted = f"range {range_id}: node {node_id} is wanted as a backup"
@@ -261,7 +261,7 @@ class Configurations:
             others = [node_id for node_id in old.backups if node_id != chosen]
             if old.primary in servers.members:  # it may live, and has all
                 others.append(old.primary)
-            new = replace(old, primary=chosen, backups=tuple(sorted(others)), joining=())
+            new = replace(old, primary=chosen, backups=tuple(sorted(others)), catching_up=())
             servers.move(old, new)
             self._commit(new)
             self._state.failed_over.add(old.range_id)
@@ -282,7 +282,7 @@ class Configurations:
         self._state.ranges[assignment.range_id] = replace(
             assignment,
             assignment_epoch=assignment_epoch,
-            tenure=before.tenure if before.primary == assignment.primary else assignment_epoch,
+            term=before.term if before.primary == assignment.primary else assignment_epoch,
             initial_holders=tuple(n for n in assignment.initial_holders if n in assignment.in_sync),
         )
 
@@ -293,22 +293,22 @@ class Configurations:
         for old in self._state.ranges:
             if old.primary is None or old.primary not in servers.living:
                 continue
-            joining = [node_id for node_id in old.joining if node_id in servers.members]
+            joining = [node_id for node_id in old.catching_up if node_id in servers.members]
             living_count = sum(node_id in servers.living for node_id in joining)
             missing = self._backup_count - len(old.backups) - living_count
             added = servers.free_for(old)[:missing] if missing > 0 else []
             is_too_much = len(old.backups) + len(joining) + len(added) > 2 * self._backup_count
             if is_too_much:  # for a view: the silent are given up, and what they were told is void
                 joining = [node_id for node_id in joining if node_id in servers.living]
-            if not added and len(joining) == len(old.joining):
+            if not added and len(joining) == len(old.catching_up):
                 continue
-            new = replace(old, joining=(*joining, *added))
+            new = replace(old, catching_up=(*joining, *added))
             servers.move(old, new)
             self._state.ranges[old.range_id] = new
             if is_too_much:
                 self._commit(new)
             named.update(added)
-            dropped.update(set(old.joining) - set(joining))
+            dropped.update(set(old.catching_up) - set(joining))
         return [JoinersNamed(_sorted(named), _sorted(dropped))] if named or dropped else []
 
 

@@ -107,7 +107,7 @@ class Departures:
         return asked
 
     def _joiners(self, alone: tuple[RangeId, ...], living: AbstractSet[NodeId]) -> str:
-        joining = {n for range_id in alone for n in self._state.ranges[range_id].joining}
+        joining = {n for range_id in alone for n in self._state.ranges[range_id].catching_up}
         awaited = [f"server {n}, which is being brought up to date" for n in
                    sorted(joining & living)]  # fmt: skip
         return " and ".join(awaited) or (

@@ -96,7 +96,7 @@ class Ownership:
                 old,
                 primary=node_id,
                 assignment_epoch=assignment_epoch,
-                tenure=assignment_epoch,
+                term=assignment_epoch,
                 initial_holders=(node_id,),
             )
         self._configurations.place_backups(placed)

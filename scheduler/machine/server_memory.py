@@ -102,7 +102,7 @@ def check_fits(state: ClusterState, name: str, needed: Mapping[RangeId, Needed])
     taken: Counter[str] = Counter()
     wanted: dict[str, Needed] = {}
     for each in state.ranges:
-        for holder in {each.primary, *each.backups, *each.joining}:
+        for holder in {each.primary, *each.backups, *each.catching_up}:
             found = None if holder is None else pools.get(holder)
             if found is not None:
                 taken[found] += state.range_memory_bytes.get(each.range_id, 0)

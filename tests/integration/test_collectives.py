@@ -235,11 +235,11 @@ def test_the_others_go_on_without_who_is_gone_and_its_successor_takes_part_when_
     second.close(leave=False)  # as a crash would
     assert first.all_reduce(10) == 10, "it was declared gone meanwhile"
     successor = ps.connect(small.address, rank=1, request_deadline_s=DEADLINE_S)
-    assert successor.is_successor
+    assert successor.is_replacement
     successor.barrier()  # before its first step: nobody else is in it
     refused = error_of(lambda: successor.all_reduce(1))
     assert "worker 1 joins others that train" in str(refused)
-    assert "if not client.is_newcomer" in str(refused)
+    assert "if not client.is_late_joiner" in str(refused)
     assert first.all_reduce(10) == 10, "nobody waits for it before it steps"
     at_each([first, successor], partial(step_to, clock=5))
     found = at_each([first, successor], lambda client: client.all_reduce(10 + client.rank))

@@ -100,7 +100,7 @@ class Running:
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
 def test_a_third_worker_joins_two_that_train(cluster: LaneCluster, consistency: str) -> None:
     clients = _first(cluster)
-    assert not any(client.is_newcomer for client in clients)
+    assert not any(client.is_late_joiner for client in clients)
     with ThreadPoolExecutor(FIRST + 1) as pool:
         running = Running(pool)
         handles = [table(client, consistency) for client in clients]
@@ -110,8 +110,8 @@ def test_a_third_worker_joins_two_that_train(cluster: LaneCluster, consistency: 
         late = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)
         clients.append(late)
         assert (late.rank, late.world_size) == (FIRST, FIRST + 1)
-        assert late.is_newcomer
-        assert not late.is_successor
+        assert late.is_late_joiner
+        assert not late.is_replacement
         assert clients[0].world_size == FIRST, "as it was when it connected"
         handle = table(late, consistency)
         at_start = np.asarray(late.pull(handle)).copy()
@@ -239,7 +239,7 @@ def test_it_leaves_and_another_gets_its_rank(cluster: LaneCluster) -> None:
         ends = []
         for _ in range(2):
             late = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)
-            assert (late.rank, late.world_size, late.is_newcomer) == (FIRST, FIRST + 1, True)
+            assert (late.rank, late.world_size, late.is_late_joiner) == (FIRST, FIRST + 1, True)
             handle = table(late, "bsp")
             late.pull(handle)
             for _ in range(3):
@@ -286,7 +286,7 @@ def test_one_that_is_killed_holds_nobody_up_for_long(cluster: LaneCluster, lane:
         first, second = running.end(max(clock, handles[0].clock) + STEPS)
         assert first == second
         again = ps.connect(cluster.address, request_deadline_s=DEADLINE_S)
-        assert (again.rank, again.is_newcomer) == (FIRST, True)
+        assert (again.rank, again.is_late_joiner) == (FIRST, True)
         again.close(leave=False)
 
 
@@ -307,7 +307,7 @@ def test_a_local_clusters_shape_says_how_many() -> None:
     with Launcher() as launcher:
         scheduler = start_scheduler(launcher, ClusterShape(1, 1, max_workers=2))
         clients = [ps.connect(scheduler.address) for _ in range(2)]
-        assert [client.is_newcomer for client in clients] == [False, True]
+        assert [client.is_late_joiner for client in clients] == [False, True]
         with pytest.raises(ps.InvalidConfig, match="beyond the 2 that the cluster takes"):
             ps.connect(scheduler.address)
         _close(clients)

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core.cluster_view import (
-    BackupWish,
+    BackupRequest,
     ClusterView,
     Node,
     NodeState,
@@ -316,13 +316,13 @@ def test_what_was_refused_for_its_epoch_is_sent_again_with_the_new_one() -> None
 
 def test_who_takes_a_range_over_asks_at_once_to_be_without_the_dead() -> None:
     """Nobody sees what it does before the scheduler has left them out."""
-    now_s, asked = 0.0, list[Sequence[BackupWish]]()
+    now_s, asked = 0.0, list[Sequence[BackupRequest]]()
     session = Session("cluster", b"t" * 16, TWO, Incarnation(2), Role.SERVER)
     placed = RangeAssignment(
         RANGE, key_ranges(1)[0], PLACED_EPOCH, ONE, (TWO,), (), initial_holders=(ONE, TWO)
     )
     epoch = AssignmentEpoch(PLACED_EPOCH + 1)
-    taken = replace(placed, assignment_epoch=epoch, primary=TWO, backups=(ONE,), tenure=epoch)
+    taken = replace(placed, assignment_epoch=epoch, primary=TWO, backups=(ONE,), term=epoch)
 
     def observe(number: int, assignment: RangeAssignment) -> None:
         at_once(ranges.observing(ClusterView(number, "cluster", 1, 2, (), (assignment,), ())))
@@ -350,7 +350,7 @@ def test_who_takes_a_range_over_asks_at_once_to_be_without_the_dead() -> None:
     now_s += 0.02
     ranges.keep_up()  # beats were said just now
     ranges.serve()
-    assert asked == [[BackupWish(RANGE, epoch, frozenset())]]
+    assert asked == [[BackupRequest(RANGE, epoch, frozenset())]]
     assert ranges.serves_within_s == math.inf
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ps_core import limits
-from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role
+from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, Role
 from ps_core.errors import (
     Fenced,
     ForeignCluster,
@@ -392,12 +392,14 @@ def test_backups_are_set_by_their_primary_and_what_came_too_late_is_named() -> N
             view = await primary.view_at_least(number, DEADLINE_S)
             mine = [r for r in view.ranges if r.primary == primary.session.node_id]
             assert {r.backups for r in mine} == {(backup.session.node_id,)}
-            wishes = [BackupWish(r.range_id, r.assignment_epoch, frozenset()) for r in mine]
-            first, *rest = wishes
+            backup_requests = [
+                BackupRequest(r.range_id, r.assignment_epoch, frozenset()) for r in mine
+            ]
+            first, *rest = backup_requests
             assert await primary.set_backups([first], DEADLINE_S) == []
             assert await primary.set_backups([first, *rest], DEADLINE_S) == [first.range_id]
             await primary.view_where(
-                lambda v: all(not v.ranges[w.range_id].backups for w in wishes),
+                lambda v: all(not v.ranges[w.range_id].backups for w in backup_requests),
                 "the ranges without backups",
                 DEADLINE_S,
             )

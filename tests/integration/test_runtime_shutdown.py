@@ -108,7 +108,7 @@ def test_a_role_whose_starter_is_already_gone_ends_at_once() -> None:
 
 
 def test_only_0_and_1_are_understood() -> None:
-    for wish in ({}, {"PUSHPULL_DIE_WITH_PARENT": "0"}, {"PUSHPULL_DIE_WITH_PARENT": ""}):
-        die_with_parent_if_asked(wish)
+    for wanted in ({}, {"PUSHPULL_DIE_WITH_PARENT": "0"}, {"PUSHPULL_DIE_WITH_PARENT": ""}):
+        die_with_parent_if_asked(wanted)
     with pytest.raises(InvalidConfig, match="PUSHPULL_DIE_WITH_PARENT is 'yes'; expected 0 or 1"):
         die_with_parent_if_asked({"PUSHPULL_DIE_WITH_PARENT": "yes"})

@@ -46,7 +46,7 @@ def _gone(client: ps.Client) -> bool:
 
 def _successor(cluster: LaneCluster, rank: int | None = None) -> ps.Client:
     client = ps.connect(cluster.address, rank=rank, request_deadline_s=DEADLINE_S)
-    assert client.is_successor
+    assert client.is_replacement
     return client
 
 
@@ -109,7 +109,7 @@ def take_steps_as(
     handle = table(client, consistency)
     client.pull(handle)
     begun = handle.clock
-    pipe.send((client.rank, client.is_successor, begun))
+    pipe.send((client.rank, client.is_replacement, begun))
     while True:
         client.push_pull(handle, gradient(client.rank))
         if handle.clock <= begun + STEPS:
@@ -132,8 +132,8 @@ def test_who_is_started_again_with_its_identity_waits_for_no_lease() -> None:
             assert dead.hear() == 1
             dead.signal(signal.SIGKILL)
         with comes(1) as again:
-            rank, is_successor, begun = again.hear()
-            assert (rank, is_successor) == (ranks[1], True)
+            rank, is_replacement, begun = again.hear()
+            assert (rank, is_replacement) == (ranks[1], True)
             assert begun >= 1, "it begins where the other is"
             steps = [again.hear() for _ in range(STEPS)]
             assert steps == list(range(begun + 1, begun + 1 + STEPS))

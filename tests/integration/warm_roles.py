@@ -120,8 +120,8 @@ class Forker:
             theirs.close()
         return self._pipe
 
-    def _adopt_orphans(self, wish: bool) -> None:
-        _prctl(_PR_SET_CHILD_SUBREAPER, int(wish))
+    def _adopt_orphans(self, wanted: bool) -> None:
+        _prctl(_PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
 def _prctl(what: int, value: int | bytes) -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ps_core.cluster_view import BackupWish, NodeState, RangeAssignment, Role, Session
+from ps_core.cluster_view import BackupRequest, NodeState, RangeAssignment, Role, Session
 from ps_core.errors import Fenced
 from ps_core.keys import AssignmentEpoch
 from ps_core.tables import TableSpec
@@ -76,19 +76,19 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
         self.harness.leave(choice.draw(st.sampled_from(self.servers)))
 
     @rule(choice=st.data(), lag=st.sampled_from([0, 0, 0, 1]))
-    def wish(self, choice: st.DataObject, lag: int) -> None:
+    def backup_request(self, choice: st.DataObject, lag: int) -> None:
         """A server wishes for some of those that it may have, of all ranges at once."""
         server = choice.draw(st.sampled_from(self.servers))
         before = self.harness.cluster.view.ranges
-        wishes = [self.drawn(choice, server, assignment, lag) for assignment in before]
+        backup_requests = [self.drawn(choice, server, assignment, lag) for assignment in before]
         try:
-            decision = self.harness.cluster.set_backups(server, wishes)
+            decision = self.harness.cluster.set_backups(server, backup_requests)
         except Fenced:
             return
         may = {r.range_id for r in before if r.primary == server.node_id and not lag}
         assert set(decision.reply) == {r.range_id for r in before} - may
         now = self.harness.cluster.view.ranges
-        for wanted in wishes:
+        for wanted in backup_requests:
             if wanted.range_id in may:
                 kept = wanted.backups & set(before[wanted.range_id].backups)
                 granted = frozenset(now[wanted.range_id].backups)
@@ -102,11 +102,11 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
     @staticmethod
     def drawn(
         choice: st.DataObject, server: Session, assignment: RangeAssignment, lag: int
-    ) -> BackupWish:
-        known = sorted({*assignment.backups, *assignment.joining} - {server.node_id})
+    ) -> BackupRequest:
+        known = sorted({*assignment.backups, *assignment.catching_up} - {server.node_id})
         wanted = [node_id for node_id in known if choice.draw(st.booleans())]
         at = AssignmentEpoch(assignment.assignment_epoch - lag)
-        return BackupWish(assignment.range_id, at, frozenset(wanted))
+        return BackupRequest(assignment.range_id, at, frozenset(wanted))
 
     @invariant()
     def look_at_what_changed(self) -> None:
@@ -120,10 +120,10 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
                 is_member = view.nodes_by_id[old.primary].state.is_member
                 assert set(new.backups) == others - (set() if is_member else {old.primary})
                 assert old.primary not in view.living_servers
-                assert new.tenure == new.assignment_epoch
+                assert new.term == new.assignment_epoch
             elif not was_placed:
-                assert new.tenure == old.tenure
-                assert set(new.backups) <= {*old.backups, *old.joining}
+                assert new.term == old.term
+                assert set(new.backups) <= {*old.backups, *old.catching_up}
             if not was_placed:
                 assert set(new.initial_holders) <= set(old.initial_holders)
             assert set(new.initial_holders) <= set(new.in_sync)
@@ -131,8 +131,8 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
                 assert (new.primary, new.backups) == (old.primary, old.backups)
             assert len(set(new.holders)) == len(new.holders) <= 2 * self.replica_count - 1
             if (new.primary, new.assignment_epoch) == (old.primary, old.assignment_epoch):
-                assert {n for n in old.joining if view.nodes_by_id[n].state.is_member} <= set(
-                    new.joining
+                assert {n for n in old.catching_up if view.nodes_by_id[n].state.is_member} <= set(
+                    new.catching_up
                 )
         self.before = view
 
@@ -146,7 +146,7 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
             if not living:
                 continue
             assert assignment.primary in living
-            living_joiners = view.living_servers & set(assignment.joining)
+            living_joiners = view.living_servers & set(assignment.catching_up)
             is_full = len(assignment.backups) + len(living_joiners) >= self.replica_count - 1
             has_room = len(assignment.holders) < 2 * self.replica_count - 1
             assert is_full or not has_room or view.living_servers <= set(assignment.holders)

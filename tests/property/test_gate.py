@@ -280,7 +280,7 @@ class Gate(RuleBasedStateMachine):
         reached = Twin(self.consistency, self.happened, clips=self.clips).reached
         self.table = replace(self.table, proposed=Change(self.changes, after_clock, parsed(text)))
         self.bench.observe(self.table)
-        held = self.bench.machine.state.schedule.hold_clock
+        held = self.bench.machine.state.schedule.hold_point
         assert held == max(after_clock, reached)
         self.happened.append(Held(held))
 
@@ -288,7 +288,7 @@ class Gate(RuleBasedStateMachine):
     @rule(further=st.integers(0, 2), commits=st.booleans())
     def settle(self, further: int, commits: bool) -> None:
         """Another range had got further, or a server did not promise."""
-        held, proposed = self.bench.machine.state.schedule.hold_clock, self.table.proposed
+        held, proposed = self.bench.machine.state.schedule.hold_point, self.table.proposed
         assert held is not None
         assert proposed is not None
         change = replace(proposed, after_clock=held + further) if commits else None

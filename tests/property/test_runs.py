@@ -12,7 +12,7 @@ from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig, PushpullError
-from scheduler.machine.changes import Wish
+from scheduler.machine.changes import ChangeRequest
 from scheduler.store import records
 from tests.examples import examples
 from tests.unit.cluster_harness import SPEC, Harness
@@ -58,8 +58,8 @@ class Place:
             elif what == "table":
                 cluster.create(worker, replace(SPEC, name=f"t{number % 3}"))
             elif what == "set":
-                wish = Wish(f"t{number % 3}", parsed("asp"), 0, cluster.now_s + 5)
-                cluster.cluster.set_consistency(worker, wish, cluster.now_s)
+                wanted = ChangeRequest(f"t{number % 3}", parsed("asp"), 0, cluster.now_s + 5)
+                cluster.cluster.set_consistency(worker, wanted, cluster.now_s)
             elif what == "promise":
                 self._promise()
         except PushpullError as error:

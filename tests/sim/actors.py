@@ -192,7 +192,7 @@ class SimWorker:
         self.world, self.cluster, self.layout = world, cluster, layout
         self.rank, self.incarnation = rank, incarnation
         self.origin = int(incarnation)
-        self.is_newcomer = False
+        self.is_late_joiner = False
         self.bad_share = 0.02
         """Of its blocks that are not finite."""
         self.joined_after: Callable[[], dict[TableId, int]] = dict

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from ps_core.change import Join
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
-from ps_core.collective import Host, Round, Share, host_of, is_newcomer, joined_after
+from ps_core.collective import Host, Round, Share, host_of, is_late_joiner, joined_after
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
@@ -122,8 +122,8 @@ class World:
         number = next(self._numbers)
         node = Node(NodeId(number), Incarnation(number), Role.WORKER, rank, "", NodeState.ALIVE)
         self._publish(nodes=(*self.view.nodes, node))
-        newcomer = is_newcomer(self.view, node)
-        worker = Worker(node, self.view, self._rounds(is_newcomer=newcomer))
+        newcomer = is_late_joiner(self.view, node)
+        worker = Worker(node, self.view, self._rounds(is_late_joiner=newcomer))
         if not newcomer:
             worker.joined = 0
         self.workers.append(worker)
@@ -220,7 +220,7 @@ class World:
         """Every server has confirmed the view in which a newcomer has joined (S6)."""
         node = worker.node
         return all(
-            not is_newcomer(server.view, node)
+            not is_late_joiner(server.view, node)
             or joined_after(server.view, node.incarnation) is not None
             for server in self.servers.values()
         )

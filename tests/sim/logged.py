@@ -53,7 +53,7 @@ class Frame(NamedTuple):
     kind: str
     segment: int
     range_id: RangeId
-    tenure: AssignmentEpoch
+    term: AssignmentEpoch
     assignment_epoch: AssignmentEpoch
     number: int
     what: object = None
@@ -83,10 +83,10 @@ class SimLog:
         return self.segments.lagging
 
     def begun(self, log: RangeLog) -> None:
-        self._append("begun", log.range_id, log.tenure, log.assignment_epoch, log.released)
+        self._append("begun", log.range_id, log.term, log.assignment_epoch, log.released)
 
     def taken_over(self, log: RangeLog) -> None:
-        self._append("taken over", log.range_id, log.tenure, log.assignment_epoch, log.released)
+        self._append("taken over", log.range_id, log.term, log.assignment_epoch, log.released)
 
     def basing(self, snapshot: Snapshot) -> Work[None]:
         yield
@@ -96,7 +96,7 @@ class SimLog:
         self.world.counts["bases"] += 1
         self._base_is_under_way()
         self._append(
-            "base", snapshot.range_id, snapshot.tenure, snapshot.assignment_epoch,
+            "base", snapshot.range_id, snapshot.term, snapshot.assignment_epoch,
             snapshot.number, what,
         )  # fmt: skip
 
@@ -105,7 +105,7 @@ class SimLog:
 
     def batch(self, batch: Batch) -> None:
         self._append(
-            "batch", batch.range_id, batch.tenure, batch.assignment_epoch, batch.number, batch
+            "batch", batch.range_id, batch.term, batch.assignment_epoch, batch.number, batch
         )
 
     def ended(self, range_id: RangeId) -> None:
@@ -116,14 +116,14 @@ class SimLog:
         self,
         kind: str,
         range_id: RangeId,
-        tenure: AssignmentEpoch,
+        term: AssignmentEpoch,
         assignment_epoch: AssignmentEpoch,
         number: int,
         what: object = None,
     ) -> None:
         self.segments.append(KINDS[kind], range_id, 1)
         newest = self.segments.newest
-        frame = Frame(kind, newest, range_id, tenure, assignment_epoch, number, what)
+        frame = Frame(kind, newest, range_id, term, assignment_epoch, number, what)
         self._pending.append(frame)
         writer = self.writer
         self.world.after(self._delay_s * self.world.draw.random(), lambda: self._write(writer))
@@ -182,16 +182,16 @@ class SimLog:
         """What is told to the scheduler."""
         return UpdateLogClaim(self.log_id, TIMELINE, tuple(sorted(self.begins())))
 
-    def has(self, range_id: RangeId, tenure: AssignmentEpoch, number: int) -> bool:
+    def has(self, range_id: RangeId, term: AssignmentEpoch, number: int) -> bool:
         """Whether all of a range up to that batch could be read from it."""
         return any(
-            frame.number >= number and frame.tenure == tenure for frame in self._readable(range_id)
+            frame.number >= number and frame.term == term for frame in self._readable(range_id)
         )
 
-    def goes_beyond(self, range_id: RangeId, tenure: int, number: int) -> bool:
-        """The same, where what it has of the range may be of a later tenure."""
+    def goes_beyond(self, range_id: RangeId, term: int, number: int) -> bool:
+        """The same, where what it has of the range may be of a later term."""
         return any(
-            (frame.tenure, frame.number) >= (tenure, number) for frame in self._readable(range_id)
+            (frame.term, frame.number) >= (term, number) for frame in self._readable(range_id)
         )
 
     def _readable(self, range_id: RangeId) -> list[Frame]:
@@ -246,13 +246,13 @@ class LoggedServer(ReplicatedServer):
             if frame.kind in ("begun", "taken over"):
                 assert replica is None or replica.number == frame.number, f"S13: {frame}"
                 replicas[frame.range_id] = Replica(
-                    frame.range_id, frame.assignment_epoch, LEASE_S, frame.tenure,
+                    frame.range_id, frame.assignment_epoch, LEASE_S, frame.term,
                     {} if replica is None else replica.copies, frame.number,
                 )  # fmt: skip
             elif isinstance(frame.what, Batch):
                 assert replica is not None
                 batch = frame.what
-                assert replica.follows(batch), f"S13: {frame} follows {replica.tenure}"
+                assert replica.follows(batch), f"S13: {frame} follows {replica.term}"
                 is_next = replica.take(batch, lambda b=batch: blocks(b.table_id, b.range_id))  # type: ignore[misc]
                 assert is_next, f"S13: {frame} follows {replica.number}"
                 at_once(self._making(batch))
@@ -261,7 +261,7 @@ class LoggedServer(ReplicatedServer):
                 copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
                 at_once(self._becoming(snapshot, values))
                 replicas[frame.range_id] = Replica(
-                    frame.range_id, frame.assignment_epoch, LEASE_S, frame.tenure, copies,
+                    frame.range_id, frame.assignment_epoch, LEASE_S, frame.term, copies,
                     frame.number,
                 )  # fmt: skip
         self.world.counts["ranges read from a log"] += len(replicas)
@@ -275,7 +275,7 @@ class LoggedServer(ReplicatedServer):
             return
         self.log.heard(frame)
         if frame.kind in ("batch", "base"):
-            self.logged.written({(frame.range_id, frame.tenure): frame.number})
+            self.logged.written({(frame.range_id, frame.term): frame.number})
             self._release([frame.range_id])
         self.works.begin(self._looking())
 
@@ -289,7 +289,7 @@ class LoggedServer(ReplicatedServer):
     def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
         for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
             log = self.replication.primaries[range_id].log
-            assert self.log.has(range_id, log.tenure, log.released), (
+            assert self.log.has(range_id, log.term, log.released), (
                 f"LOG-1: batch {log.released} of range {range_id} is seen, and is not in the log"
             )
         yield from super()._doing(deeds)

@@ -238,7 +238,7 @@ _ONE_TABLE = (
         "what is promised is not held",
         "S6",
         _SCHEDULE,
-        "return self.hold_clock is not None and clock > self.hold_clock",
+        "return self.hold_point is not None and clock > self.hold_point",
         "return False",
         ("changes",),
     ),

@@ -56,7 +56,8 @@ REPLACEMENT_MUTANTS = (
         "a goodbye is a step once a range has moved",
         "S10",
         _COPY,
-        "    part.goodbye_clock, part.is_first = facts.goodbye_clock, facts.predecessor is None\n",
+        "    part.final_seal_clock, part.is_first = facts.final_seal_clock, "
+        "facts.predecessor is None\n",
         "    part.is_first = facts.predecessor is None\n",
         ("replacements", "failover"),
     ),

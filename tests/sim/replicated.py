@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ps_core.change import Settled
-from ps_core.cluster_view import BackupWish, ClusterView, NodeState, Role
+from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, Role
 from ps_core.errors import NotOwner, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
@@ -82,7 +82,7 @@ class ReplicatedServer(SimServer):
         self._takes_s = 0.0
         self._is_at_work = False
         self.peers, self.watch, self._clock = place.peers, place.watch, place.clock
-        self.asked: list[BackupWish] = []
+        self.asked: list[BackupRequest] = []
         self._view: ClusterView | None = None
         self.known: tuple[Sequence[Table], int] = (), 0
         """Tables and how many ranges there are, before the first view."""
@@ -91,7 +91,7 @@ class ReplicatedServer(SimServer):
         self.queues: PeerQueues[object] = PeerQueues()
         self.links: dict[NodeId, SimLink] = {}
         self._waits_since_s: dict[RangeId, float] = {}
-        self._tenures: dict[RangeId, int] = {}  # in which it has begun to serve
+        self._terms: dict[RangeId, int] = {}  # in which it has begun to serve
         super().__init__(world, node_id, worker_count, settings)
         self._replicate(place.min_in_sync)
 
@@ -261,9 +261,9 @@ class ReplicatedServer(SimServer):
     def _begin(self, range_id: RangeId) -> None:
         """The first moment at which it could show something of the range."""
         log = self.replication.primaries[range_id].log
-        is_new = self._tenures.get(range_id) != log.tenure
-        if is_new and not log.heirs and log.may_serve(self.now_s):
-            self._tenures[range_id] = log.tenure
+        is_new = self._terms.get(range_id) != log.term
+        if is_new and not log.candidates and log.may_serve(self.now_s):
+            self._terms[range_id] = log.term
             self.world.counts["ranges taken over"] += self.world.now_s > 0
             self._check_stepped(range_id)
             self.watch.begins(self, range_id)
@@ -274,9 +274,11 @@ class ReplicatedServer(SimServer):
             joined = [worker.joined_clock for worker in part.state.workers.values()]
             stepped = max(self.settings.stepped[table_id], *joined, 0)
             if held_in == range_id:
-                goodbyes = [worker.goodbye_clock or 0 for worker in part.state.workers.values()]
-                is_ahead = max(goodbyes, default=0) > stepped
-                self.world.counts["goodbyes beyond all steps"] += is_ahead
+                final_seals = [
+                    worker.final_seal_clock or 0 for worker in part.state.workers.values()
+                ]
+                is_ahead = max(final_seals, default=0) > stepped
+                self.world.counts["final seals beyond all steps"] += is_ahead
             assert held_in != range_id or part.state.stepped_clock <= stepped, (
                 f"S10: {part.state.stepped_clock} in range {range_id} of table {table_id}: no "
                 f"worker has taken more than step {stepped}"
@@ -330,7 +332,7 @@ class ReplicatedServer(SimServer):
                     self.links[peer].send_first(beat)
             for peer in beats.useless:
                 self.links[peer].reset()
-            self.asked = list(beats.wishes)
+            self.asked = list(beats.backup_requests)
 
     def _ticking(self) -> Work[None]:
         self._tick_waits = False

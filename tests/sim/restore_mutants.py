@@ -53,7 +53,7 @@ RESTORE_MUTANTS = (
         "a range is restored that backups have something of",
         "S10",
         _RANGES,
-        "if replicas is not None and not replicas.is_deserted(key[1]):",
+        "if replicas is not None and not replicas.is_without_replicas(key[1]):",
         "if False:",
         _RESTORES,
     ),

@@ -15,7 +15,7 @@ from ps_core.cluster_view import Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables import Table
-from scheduler.machine.changes import Wish
+from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import (
     ChangeCommitted,
@@ -123,10 +123,10 @@ class ScheduledSimulation(Simulation):
         if setting.moves and draw.random() < 0.7:
             bound = draw.randint(setting.least, setting.most)
             moved = replace(setting, staleness=bound)
-            move = Wish(table.spec.name, moved, 0, self.world.now_s + 2.0, run=table.run)
+            move = ChangeRequest(table.spec.name, moved, 0, self.world.now_s + 2.0, run=table.run)
             self._publish(self.scheduler.move_bound(move, self.world.now_s).transitions)
             return
-        wish = Wish(
+        wanted = ChangeRequest(
             table.spec.name,
             drawn_consistency(draw),
             draw.choice((0, 0, 0, draw.randint(0, 14))),
@@ -134,7 +134,7 @@ class ScheduledSimulation(Simulation):
         )
         worker = draw.choice(self._askers(table))
         try:
-            decision = self.scheduler.set_consistency(worker, wish, self.world.now_s)
+            decision = self.scheduler.set_consistency(worker, wanted, self.world.now_s)
         except (Fenced, InvalidConfig) as error:
             self.world.say(f"no change: {error}")
         else:

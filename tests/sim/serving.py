@@ -52,21 +52,21 @@ class Watch:
         self._servers = servers
         self._view = view
         self._lease_s = lease_s
-        self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # tenure and server
-        self._seen: dict[RangeId, tuple[int, int]] = {}  # tenure and number
+        self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # term and server
+        self._seen: dict[RangeId, tuple[int, int]] = {}  # term and number
         self._without: set[tuple[NodeId, RangeId]] = set()
         self._lacks: dict[tuple[NodeId, NodeId, RangeId], tuple[int, float]] = {}
         self._looked_s: dict[NodeId, float] = {}
 
     def begins(self, server: ReplicatedServer, range_id: RangeId) -> None:
         """The server serves the range from now on."""
-        tenure = server.replication.primaries[range_id].log.tenure
+        term = server.replication.primaries[range_id].log.term
         before = self._newest.get(range_id, (0, server.node_id))
-        assert tenure > before[0], f"G2: tenure {tenure} of range {range_id} after {before}"
-        self._newest[range_id] = tenure, server.node_id
+        assert term > before[0], f"G2: term {term} of range {range_id} after {before}"
+        self._newest[range_id] = term, server.node_id
         for other in self._servers.values():
             primary = other.replication.primaries.get(range_id)
-            if other is server or primary is None or primary.log.heirs or other.is_dead:
+            if other is server or primary is None or primary.log.candidates or other.is_dead:
                 continue
             assert not primary.log.may_serve(other.now_s), (
                 f"G2: {server.node_id} begins to serve range {range_id} and {other.node_id} still "
@@ -75,35 +75,35 @@ class Watch:
 
     def seen(self, server: ReplicatedServer, range_id: RangeId, number: int) -> None:
         """Somebody sees of the range what the server decided, up to batch `number`."""
-        tenure = server.replication.primaries[range_id].log.tenure
+        term = server.replication.primaries[range_id].log.term
         newest = self._newest[range_id]
-        assert (tenure, server.node_id) == newest, (
-            f"G2: {server.node_id} serves range {range_id} under tenure {tenure} after {newest}"
+        assert (term, server.node_id) == newest, (
+            f"G2: {server.node_id} serves range {range_id} under term {term} after {newest}"
         )
-        self._seen[range_id] = tenure, number
+        self._seen[range_id] = term, number
         assignment = self._view().ranges[range_id]
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
             if self._is_without(node_id, range_id):
                 continue
             has = self._history(self._servers[node_id], range_id)
-            assert (tenure, number) <= has < (tenure + 1, 0), (
-                f"HELD: batch {number} of range {range_id} under tenure {tenure} is seen; "
+            assert (term, number) <= has < (term + 1, 0), (
+                f"HELD: batch {number} of range {range_id} under term {term} is seen; "
                 f"{node_id}, which could be its primary, has {has}"
             )
 
     def seen_of(self, range_id: RangeId) -> tuple[int, int] | None:
-        """What was seen of a range: under which tenure, and up to which batch; None: nothing."""
+        """What was seen of a range: under which term, and up to which batch; None: nothing."""
         return self._seen.get(range_id)
 
     @staticmethod
     def _history(server: ReplicatedServer, range_id: RangeId) -> tuple[int, int]:
-        """The newest batch of a range that the server has, unless it serves it: tenure, number."""
+        """The newest batch of a range that the server has, unless it serves it: term, number."""
         replica = server.replication.replicas.get(range_id)
         if replica is not None:
-            return replica.tenure, replica.number
+            return replica.term, replica.number
         suspended = server.replication.suspended.get(range_id)
-        return (0, 0) if suspended is None else (suspended.log.tenure, suspended.log.number)
+        return (0, 0) if suspended is None else (suspended.log.term, suspended.log.number)
 
     def lost(self, range_ids: Sequence[RangeId]) -> None:
         """The scheduler says that nobody has the values of these any more."""
@@ -112,7 +112,7 @@ class Watch:
                 primary = server.replication.primaries.get(range_id)
                 has = self._history(server, range_id)
                 if primary is not None:
-                    has = primary.log.tenure, primary.log.number
+                    has = primary.log.term, primary.log.number
                 assert server.is_dead or not (0, 0) < self._seen.get(range_id, (0, 0)) <= has, (
                     f"LOST: range {range_id} is lost, says the scheduler, though {server.node_id} "
                     f"lives and has {has} of it; {self._seen[range_id]} was seen"
@@ -131,7 +131,7 @@ class Watch:
             for peer in log.backups:
                 key, number = (server.node_id, peer, range_id), log.acked_by(peer)
                 before = self._lacks.pop(key, None)
-                is_behind = number < log.number and peer not in log.heirs
+                is_behind = number < log.number and peer not in log.candidates
                 if not is_behind or not self._may_hear(server, peer, range_id):
                     continue
                 since_s = now_s if before is None or before[0] != number else before[1]
@@ -175,7 +175,7 @@ class Watch:
                 )
                 assert facts is not None and facts.promised >= promise.number and is_known, (  # noqa: PT018
                     f"HELD: {promise} of range {range_id} is told and {node_id} does not have it: "
-                    f"{part.state.schedule.hold_clock}"
+                    f"{part.state.schedule.hold_point}"
                 )
 
     @staticmethod
@@ -247,4 +247,4 @@ def _knows(server: ReplicatedServer, place: Place, number: int, told: Settled) -
         return False
     if told.outcome is ChangeOutcome.TAKEN:
         return facts.taken[0] >= number
-    return facts.promised > number or (facts.promised == number and facts.hold_clock is None)
+    return facts.promised > number or (facts.promised == number and facts.hold_point is None)

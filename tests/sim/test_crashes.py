@@ -119,7 +119,7 @@ class CrashSimulation(ScheduledSimulation):
         decision = self.scheduler.register(asking, now_s)
         session = decision.reply
         worker = SimWorker(self.world, self.cluster, self.layout, session.rank, session.incarnation)
-        worker.is_newcomer = True
+        worker.is_late_joiner = True
         worker.joined_after = lambda: self._joined_after(session.incarnation)
         self.workers.append(worker)
         self.late[session.incarnation] = session

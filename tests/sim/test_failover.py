@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import pytest
 
-from ps_core.cluster_view import BackupWish, ClusterView, Role, Session
+from ps_core.cluster_view import BackupRequest, ClusterView, Role, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, NodeId, RangeId
 from ps_server.ranges.range_copy import PartCopy, WorkerFacts, copy_of
@@ -256,10 +256,10 @@ class FailoverSimulation(ScheduledSimulation):
         server.asked = []
         self.world.after(0.5, lambda: self._ask_for(session))
 
-    def _asking(self, session: Session, wish: BackupWish) -> Callable[[], None]:
+    def _asking(self, session: Session, backup_request: BackupRequest) -> Callable[[], None]:
         def arrive() -> None:
             with self._no_answer_for(session):
-                decision = self.scheduler.set_backups(session, [wish])
+                decision = self.scheduler.set_backups(session, [backup_request])
                 for range_id in decision.reply:
                     self.world.counts["void requests"] += 1
                     self.world.say(f"void: range {range_id}")
@@ -425,7 +425,7 @@ def _known(copy: PartCopy, gone: set[Incarnation], past: set[Incarnation]) -> ob
 def _decided(facts: WorkerFacts, gone: set[Incarnation]) -> WorkerFacts:
     facts = facts._replace(confirmed=0, predecessor=None)
     if facts.incarnation in gone:
-        return facts._replace(left_clock=None, goodbye_clock=None)
+        return facts._replace(left_clock=None, final_seal_clock=None)
     return facts
 
 

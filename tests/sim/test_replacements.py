@@ -77,7 +77,7 @@ class ReplacementSimulation(FailoverSimulation):
         "gone", "replacements", "joined", "slow worker", "came back", "fenced", "left",
         "failovers after a join", "started again at once",
         *(f"newcomers' steps under {mode}" for mode in ("bsp", "ssp", "asp")), "equal replicas",
-        "checkpoints", "seals of what was invalid elsewhere", "goodbyes beyond all steps",
+        "checkpoints", "seals of what was invalid elsewhere", "final seals beyond all steps",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({
         "newcomers' clipped steps under bsp", "replaced again", "steps that are passed",
@@ -312,7 +312,7 @@ class ReplacementSimulation(FailoverSimulation):
         worker = SimWorker(
             self.world, self.cluster, self.layout_in(session.run), session.rank, session.incarnation
         )
-        worker.is_newcomer = True
+        worker.is_late_joiner = True
         self._strike_at_its_moments(worker)
         worker.joined_after = lambda: self._joined_after(session.incarnation)
         self.workers.append(worker)

@@ -170,14 +170,14 @@ class AwaySimulation(FailoverSimulation):
         wanted = min(self.plan.replica_count, len(living))
         backup_count = max(wanted, self.plan.min_in_sync) - 1  # else nothing is committed again
         held = [r for r in view.ranges if r.primary is not None]
-        if any(len(r.backups) < backup_count or r.joining for r in held):
+        if any(len(r.backups) < backup_count or r.catching_up for r in held):
             return False
         if any(not {r.primary, *r.backups} <= living for r in held):
             return False
         if any(self._behind(server, view) for server in self.living):
             return False
         held_up = (s.replication for s in self.living)
-        if any(each.waits or each.has_heirs for each in held_up):  # it must hear the scheduler
+        if any(each.waits or each.has_candidates for each in held_up):  # it must hear the scheduler
             return False
         for worker in self.workers:
             if worker.layout.epoch != self.layout.epoch:

@@ -49,10 +49,10 @@ class Pairs(Calamities):
         """
         victim, draw, stage = self._victim(), self._world.draw, self._simulation
         mine = [r for r in stage.scheduler.view.ranges if victim and r.primary == victim.node_id]
-        heirs = [n for r in mine for n in r.backups if not stage.servers[n].is_dead]
-        if victim is None or not heirs:
+        candidates = [n for r in mine for n in r.backups if not stage.servers[n].is_dead]
+        if victim is None or not candidates:
             return False
-        heir, one = stage.servers[draw.choice(heirs)], victim.node_id
+        heir, one = stage.servers[draw.choice(candidates)], victim.node_id
         self.away[one] += 1
         may_go_too = stage.may_lose(heir, for_good=False)
         self.away.subtract([one])

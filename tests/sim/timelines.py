@@ -326,9 +326,9 @@ class TimelineServer(ReplicatedServer):
             if range_id in self.replication.primaries:
                 self.replication.primaries[range_id].close()
 
-    def is_deserted(self, range_id: RangeId) -> bool:
+    def is_without_replicas(self, range_id: RangeId) -> bool:
         primary = self.replication.primaries.get(range_id)
-        return primary is None or primary.is_deserted
+        return primary is None or primary.is_without_replicas
 
     def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
         if range_id in self.replication.primaries:

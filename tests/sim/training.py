@@ -23,9 +23,9 @@ _ALONE = 4
 def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     """For each table in turn push blocks, seal, wait, read, check."""
     clocks: dict[TableId, int] = {}
-    if worker.is_newcomer:
+    if worker.is_late_joiner:
         yield from _begin_where_the_others_are(worker, truth, clocks)
-    for table in worker.layout.tables if not worker.is_newcomer else ():
+    for table in worker.layout.tables if not worker.is_late_joiner else ():
         first = truth.restored.get(table.table_id)
         if worker.rank == 0 and first is None:
             yield from _step(worker, truth, table, 0)
@@ -226,7 +226,7 @@ def _step(
     assert ended.applied == (not is_out), (ended, is_out)
     if disputed and edit is not None:
         _check_refused(worker, edit, ended)
-    if worker.is_newcomer:
+    if worker.is_late_joiner:
         mode = layout.settings.at(table, clock).mode.value
         worker.world.counts[f"newcomers' {'clipped ' * clips}steps under {mode}"] += not is_out
     _note_lost(worker, truth, ended)

@@ -243,7 +243,7 @@ def replicated() -> scheduler_pb2.GetClusterStatusResponse:
     answer.replica_count, answer.min_in_sync = 2, 2
     for range_id in (3, 4):
         answer.view.ranges[range_id].backup_node_ids.append(1)
-    answer.view.ranges[0].joining_node_ids.append(2)
+    answer.view.ranges[0].catching_up_node_ids.append(2)
     return answer
 
 
@@ -252,7 +252,9 @@ def test_ranges_are_counted_by_their_living_replicas() -> None:
     assert (made["replica_count"], made["min_in_sync"]) == (2, 2)
     assert made["ranges_by_in_sync"] == {"1": 4, "2": 2}
     assert made["degraded_range_count"] == 4
-    assert [(s["range_count"], s["backup_count"], s["joining_count"]) for s in made["servers"]] == [
+    assert [
+        (s["range_count"], s["backup_count"], s["catching_up_count"]) for s in made["servers"]
+    ] == [
         (4, 2, 0),
         (2, 0, 1),
     ]

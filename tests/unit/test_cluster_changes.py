@@ -14,7 +14,7 @@ from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
-from scheduler.machine.changes import Outcome, Pending, Wish, Withdrawn
+from scheduler.machine.changes import ChangeRequest, Outcome, Pending, Withdrawn
 from scheduler.machine.cluster import Created
 from scheduler.machine.state import ChangeCommitted, ChangeDecided, ChangeProposed, ChangeWithdrawn
 from tests.unit.cluster_harness import SPEC, Harness, refused
@@ -31,12 +31,12 @@ class Changing(Harness):
         self.workers = [self.join(Role.WORKER) for _ in range(2)]
         assert isinstance(self.create(self.workers[0]), Created)
 
-    def wish(
+    def wanted(
         self, text: str = "ssp:2", *, by: Session | None = None, within_s: float = 10.0, **more: int
     ) -> Change | Pending:
         decision = self.cluster.set_consistency(
             by or self.workers[0],
-            Wish("model", parsed(text), more.get("after_clock", 0), self.now_s + within_s),
+            ChangeRequest("model", parsed(text), more.get("after_clock", 0), self.now_s + within_s),
             self.now_s,
         )
         self.transitions += decision.transitions
@@ -69,8 +69,8 @@ class Changing(Harness):
             self.promise(server, number, clock)
 
     def move(self, text: str, within_s: float = 10.0) -> None:
-        wish = Wish("model", parsed(text), 0, self.now_s + within_s, "they waited")
-        self.transitions += self.cluster.move_bound(wish, self.now_s).transitions
+        wanted = ChangeRequest("model", parsed(text), 0, self.now_s + within_s, "they waited")
+        self.transitions += self.cluster.move_bound(wanted, self.now_s).transitions
 
     def proposed(self) -> Change | None:
         return self.cluster.view.tables_by_name["model"].proposed
@@ -82,7 +82,7 @@ class Changing(Harness):
 
 def test_a_change_is_after_the_highest_clock_that_a_server_named() -> None:
     cluster = Changing()
-    pending = cluster.wish()
+    pending = cluster.wanted()
     assert isinstance(pending, Pending)
     assert (
         "the change to ssp:2 of table 'model' waits for the promise of server node 1"
@@ -104,7 +104,7 @@ def test_a_change_is_after_the_highest_clock_that_a_server_named() -> None:
 def test_what_is_decided_is_settled_by_the_first_range_alone() -> None:
     """It may be in force there: neither the deadline nor another promise says anything of it."""
     cluster = Changing()
-    pending = cluster.wish(within_s=5.0)
+    pending = cluster.wanted(within_s=5.0)
     assert isinstance(pending, Pending)
     cluster.decide(pending.number, 6)
     assert cluster.proposed() == Change(1, 6, parsed("ssp:2"), is_decided=True)
@@ -120,7 +120,7 @@ def test_what_is_decided_is_settled_by_the_first_range_alone() -> None:
 def test_what_servers_have_given_up_is_withdrawn_decided_or_not() -> None:
     cluster = Changing()
     for decides in (False, True):
-        pending = cluster.wish()
+        pending = cluster.wanted()
         assert isinstance(pending, Pending)
         if decides:
             cluster.decide(pending.number, 6)
@@ -134,7 +134,7 @@ def test_what_servers_have_given_up_is_withdrawn_decided_or_not() -> None:
 
 def test_what_is_not_decided_is_taken_by_nobody() -> None:
     cluster = Changing()
-    pending = cluster.wish()
+    pending = cluster.wanted()
     assert isinstance(pending, Pending)
     cluster.say(pending.number, ChangeOutcome.TAKEN)
     assert isinstance(cluster.outcome(pending.number), Pending)
@@ -142,13 +142,13 @@ def test_what_is_not_decided_is_taken_by_nobody() -> None:
 
 def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
     cluster = Changing()
-    first = cluster.wish()
+    first = cluster.wanted()
     assert isinstance(first, Pending)
     view = cluster.cluster.view
-    second = cluster.wish(by=cluster.workers[1])
+    second = cluster.wanted(by=cluster.workers[1])
     assert isinstance(second, Pending)
     assert second.number == first.number
-    other = cluster.wish("asp")
+    other = cluster.wanted("asp")
     assert isinstance(other, Pending)
     assert other.number == 0, "it waits for the first to be settled"
     assert cluster.cluster.view is view
@@ -156,19 +156,19 @@ def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
         cluster.promise(server, first.number, 3)
         cluster.promise(server, first.number, 3)
     view = cluster.cluster.view
-    assert cluster.wish() == Change(1, 3, parsed("ssp:2"))
+    assert cluster.wanted() == Change(1, 3, parsed("ssp:2"))
     assert cluster.cluster.view is view
-    assert isinstance(cluster.wish("asp"), Pending)
+    assert isinstance(cluster.wanted("asp"), Pending)
     assert cluster.outcome(first.number) == Change(1, 3, parsed("ssp:2")), "still its answer"
 
 
 def test_as_it_was_created_is_no_change() -> None:
-    assert Changing().wish("bsp") == Change(0, 0, Consistency())
+    assert Changing().wanted("bsp") == Change(0, 0, Consistency())
 
 
 def test_what_is_not_promised_in_time_is_withdrawn_and_its_promises_count_no_more() -> None:
     cluster = Changing()
-    pending = cluster.wish(within_s=2.0)
+    pending = cluster.wanted(within_s=2.0)
     assert isinstance(pending, Pending)
     cluster.promise(0, pending.number, 5)
     cluster.pass_time(2.5, *cluster.servers, *cluster.workers)
@@ -177,7 +177,7 @@ def test_what_is_not_promised_in_time_is_withdrawn_and_its_promises_count_no_mor
     assert "waits for the promise of server node 2" in withdrawn.reason
     assert any(isinstance(t, ChangeWithdrawn) for t in cluster.transitions)
     assert cluster.cluster.view.tables[0].proposed is None
-    again = cluster.wish()
+    again = cluster.wanted()
     assert isinstance(again, Pending)
     assert again.number == 2
     for server in (0, 1):
@@ -189,28 +189,28 @@ def test_what_is_not_promised_in_time_is_withdrawn_and_its_promises_count_no_mor
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("wanted", "words"),
     [
-        (Wish("model", parsed("bsp:backup=2"), 0, 1e9), ["2 backup workers of 2 workers"]),
-        (Wish("model", parsed("asp"), -1, 1e9), ["after_clock is -1; expected 0"]),
-        (Wish("sums", parsed("asp"), 0, 1e9), ["AGGREGATE needs BSP"]),
+        (ChangeRequest("model", parsed("bsp:backup=2"), 0, 1e9), ["2 backup workers of 2 workers"]),
+        (ChangeRequest("model", parsed("asp"), -1, 1e9), ["after_clock is -1; expected 0"]),
+        (ChangeRequest("sums", parsed("asp"), 0, 1e9), ["AGGREGATE needs BSP"]),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(wish: Wish, words: list[str]) -> None:
+def test_a_setting_that_cannot_be_is_refused(wanted: ChangeRequest, words: list[str]) -> None:
     cluster = Changing()
     sums = replace(SPEC, name="sums", optimizer=OptimizerSpec(OptimizerKind.AGGREGATE))
     cluster.create(cluster.workers[0], sums)
     refused(
         errors.InvalidConfig,
         *words,
-        by=lambda: cluster.cluster.set_consistency(cluster.workers[0], wish, cluster.now_s),
+        by=lambda: cluster.cluster.set_consistency(cluster.workers[0], wanted, cluster.now_s),
         of=cluster,
     )
 
 
 def test_promises_that_cannot_be_are_refused() -> None:
     cluster = Changing()
-    pending = cluster.wish(after_clock=4)
+    pending = cluster.wanted(after_clock=4)
     assert isinstance(pending, Pending)
     refused(
         errors.InvalidConfig,
@@ -234,7 +234,7 @@ def test_promises_that_cannot_be_are_refused() -> None:
         errors.TableNotFound,
         "there is no table 'other'",
         by=lambda: cluster.cluster.set_consistency(
-            cluster.workers[0], Wish("other", parsed("asp"), 0, 1e9), cluster.now_s
+            cluster.workers[0], ChangeRequest("other", parsed("asp"), 0, 1e9), cluster.now_s
         ),
         of=cluster,
     )
@@ -242,7 +242,7 @@ def test_promises_that_cannot_be_are_refused() -> None:
 
 def test_who_was_created_with_the_table_still_finds_it_after_a_change() -> None:
     cluster = Changing()
-    pending = cluster.wish()
+    pending = cluster.wanted()
     assert isinstance(pending, Pending)
     for server in (0, 1):
         cluster.promise(server, pending.number, 0)
@@ -251,22 +251,22 @@ def test_who_was_created_with_the_table_still_finds_it_after_a_change() -> None:
 
 def test_a_bound_that_moves_stays_between_its_bounds_whatever_is_wished() -> None:
     cluster = Changing()
-    pending = cluster.wish("ssp:2..8@7")
+    pending = cluster.wanted("ssp:2..8@7")
     assert isinstance(pending, Pending)
     cluster.settle(pending.number, 3)
     assert cluster.setting == parsed("ssp:2..8"), "it begins at its lowest"
     cluster.move("ssp:2..8@5")
     assert cluster.proposed() == Change(2, 3, parsed("ssp:2..8@5"))
-    same = cluster.wish("ssp:2..8")
+    same = cluster.wanted("ssp:2..8")
     assert same == Change(1, 3, parsed("ssp:2..8")), "it is so, and a move changes nothing of that"
-    assert isinstance(cluster.wish("ssp:2..9"), Pending)
+    assert isinstance(cluster.wanted("ssp:2..9"), Pending)
     cluster.settle(2, 9)
     assert cluster.setting == parsed("ssp:2..8@5")
     view = cluster.cluster.view
-    assert cluster.wish("ssp:2..8") == Change(2, 9, parsed("ssp:2..8@5"))
-    assert cluster.wish("ssp:2..8@3") == Change(2, 9, parsed("ssp:2..8@5"))
+    assert cluster.wanted("ssp:2..8") == Change(2, 9, parsed("ssp:2..8@5"))
+    assert cluster.wanted("ssp:2..8@3") == Change(2, 9, parsed("ssp:2..8@5"))
     assert cluster.cluster.view is view
-    other = cluster.wish("ssp:2..9")
+    other = cluster.wanted("ssp:2..9")
     assert isinstance(other, Pending)
     cluster.settle(other.number, 9)
     assert cluster.setting == parsed("ssp:2..9")
@@ -276,7 +276,7 @@ def test_a_move_gives_way() -> None:
     cluster = Changing()
     cluster.move("ssp:2..8@5")
     assert cluster.proposed() is None, "the table's bound does not move"
-    pending = cluster.wish("ssp:2..8")
+    pending = cluster.wanted("ssp:2..8")
     assert isinstance(pending, Pending)
     cluster.move("ssp:2..8@5")
     assert cluster.proposed() == Change(1, 0, parsed("ssp:2..8")), "not settled yet"
@@ -285,7 +285,7 @@ def test_a_move_gives_way() -> None:
     cluster.move("ssp:2..8")
     cluster.move("ssp:2..9@5")
     assert cluster.cluster.view is view, "it is there already; it has other bounds now"
-    other = cluster.wish("asp", within_s=1.0)
+    other = cluster.wanted("asp", within_s=1.0)
     assert isinstance(other, Pending)
     cluster.move("ssp:2..8@4")
     assert cluster.proposed() == Change(2, 0, parsed("asp")), "not settled yet"
@@ -300,7 +300,7 @@ def test_a_move_gives_way() -> None:
 
 def test_a_move_is_not_before_the_setting_that_it_belongs_to() -> None:
     cluster = Changing()
-    pending = cluster.wish("ssp:2..8", after_clock=20)
+    pending = cluster.wanted("ssp:2..8", after_clock=20)
     assert isinstance(pending, Pending)
     cluster.settle(pending.number, 20)
     cluster.move("ssp:2..8@5")
@@ -336,7 +336,7 @@ def test_the_bound_of_a_change_in_the_view_is_above_its_size() -> None:
 
 def test_a_successor_joins_each_table_and_changes_no_setting() -> None:
     cluster = Changing()
-    pending = cluster.wish(after_clock=50)
+    pending = cluster.wanted(after_clock=50)
     assert isinstance(pending, Pending)
     for server in (0, 1):
         cluster.promise(server, pending.number, 50)
@@ -376,8 +376,8 @@ def test_a_proposal_ends_when_a_range_has_another_primary_who_promised_nothing_f
     servers = [cluster.join(Role.SERVER) for _ in range(2)]
     worker = cluster.join(Role.WORKER)
     cluster.create(worker)
-    wish = Wish("model", parsed("ssp:2"), 0, cluster.now_s + 60.0)
-    pending = cluster.cluster.set_consistency(worker, wish, cluster.now_s).reply
+    wanted = ChangeRequest("model", parsed("ssp:2"), 0, cluster.now_s + 60.0)
+    pending = cluster.cluster.set_consistency(worker, wanted, cluster.now_s).reply
     assert isinstance(pending, Pending)
     cluster.cluster.promise_change(servers[0], MODEL, pending.number, 0)
     cluster.pass_time(4.0, servers[0], worker)  # before all had promised

@@ -17,7 +17,7 @@ from ps_core.manifest import PartReport, ReportedTable
 from ps_core.tables import Table
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
-from scheduler.machine.changes import Pending, Wish
+from scheduler.machine.changes import ChangeRequest, Pending
 from scheduler.machine.checkpoint_state import (
     CheckpointBegunAgain,
     CheckpointCut,
@@ -193,8 +193,8 @@ def test_who_wants_one_while_one_is_proposed_has_that_one_and_later_the_next() -
 
 def test_one_waits_until_a_change_is_settled() -> None:
     cluster = Saving()
-    wish = Wish("other", parsed("ssp:2"), 0, cluster.now_s + 5)
-    cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wish, cluster.now_s))
+    wanted = ChangeRequest("other", parsed("ssp:2"), 0, cluster.now_s + 5)
+    cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wanted, cluster.now_s))
     pending = cluster.begin()
     assert (pending.number, cluster.checkpoint) == (0, None)
     assert "a change of table 'other' is not settled" in pending.reason
@@ -206,8 +206,8 @@ def test_one_waits_until_a_change_is_settled() -> None:
 def test_a_change_and_a_join_wait_until_the_cut_is_settled() -> None:
     cluster = Saving(max_workers=3)
     cluster.begin()
-    wish = Wish("model", parsed("ssp:2"), 0, cluster.now_s + 90)
-    asked = cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wish, cluster.now_s))
+    wanted = ChangeRequest("model", parsed("ssp:2"), 0, cluster.now_s + 90)
+    asked = cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wanted, cluster.now_s))
     assert isinstance(asked, Pending)
     assert asked.number == 0
     assert "checkpoint 7 of table 'model'" in asked.reason
@@ -458,8 +458,8 @@ def test_who_joins_hears_whether_another_waits() -> None:
 def test_it_is_begun_again_when_a_change_is_settled() -> None:
     cluster = Saving()
     cluster.cut()
-    wish = Wish("other", parsed("ssp:2"), 0, cluster.now_s + 90)
-    cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wish, cluster.now_s))
+    wanted = ChangeRequest("other", parsed("ssp:2"), 0, cluster.now_s + 90)
+    cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wanted, cluster.now_s))
     for worker in (0, 1):
         cluster.stay(worker, 4, 4)
     assert not cluster.happened(CheckpointBegunAgain)

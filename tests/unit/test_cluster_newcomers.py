@@ -13,7 +13,7 @@ from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table
-from scheduler.machine.changes import Wish
+from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Created
 from scheduler.machine.state import ClusterFinished
 from tests.unit.cluster_harness import SPEC, Harness, refused
@@ -179,18 +179,18 @@ def test_the_run_does_not_end_before_the_first_have_come() -> None:
 
 def test_backup_workers_are_fewer_than_all_that_count() -> None:
     cluster = Growing()
-    wish = Wish("model", parsed("bsp:backup=2"), 0, cluster.now_s + 9)
+    wanted = ChangeRequest("model", parsed("bsp:backup=2"), 0, cluster.now_s + 9)
     refused(
         errors.InvalidConfig,
         "2 backup workers of 2 workers",
-        by=lambda: cluster.cluster.set_consistency(cluster.first[0], wish, cluster.now_s),
+        by=lambda: cluster.cluster.set_consistency(cluster.first[0], wanted, cluster.now_s),
         of=cluster,
     )
     third = cluster.join(Role.WORKER)
     cluster.promise(0)
-    cluster.cluster.set_consistency(third, wish, cluster.now_s)
+    cluster.cluster.set_consistency(third, wanted, cluster.now_s)
     assert cluster.table.proposed is not None
-    created = cluster.create(third, replace(SPEC, name="b", consistency=wish.consistency))
+    created = cluster.create(third, replace(SPEC, name="b", consistency=wanted.consistency))
     assert isinstance(created, Created)
 
 

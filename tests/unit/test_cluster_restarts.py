@@ -115,14 +115,14 @@ def test_who_waits_for_the_place_of_one_that_was_not_heard_is_told_to_wait() -> 
 
 def test_what_was_not_decided_is_withdrawn_and_its_number_is_not_given_again() -> None:
     cluster = Changing()
-    cluster.wish("ssp:2")
+    cluster.wanted("ssp:2")
     cluster.promise(0, 1, 5)
     cluster.start_again()
     assert cluster.proposed() is None
     assert isinstance(cluster.outcome(1), Withdrawn)
     cluster.promise(1, 1, 5)  # of before
     assert cluster.proposed() is None
-    cluster.wish("ssp:2")
+    cluster.wanted("ssp:2")
     cluster.settle(2, 6)
     assert cluster.setting.staleness == 2
 
@@ -130,7 +130,7 @@ def test_what_was_not_decided_is_withdrawn_and_its_number_is_not_given_again() -
 def test_what_was_decided_is_settled_by_the_first_range() -> None:
     for outcome in ChangeOutcome:
         cluster = Changing()
-        cluster.wish("ssp:2")
+        cluster.wanted("ssp:2")
         for server in cluster.servers:
             cluster.cluster.promise_change(server, MODEL, 1, 5)
         assert cluster.cluster.view.tables[0].proposed.is_decided  # type: ignore[union-attr]

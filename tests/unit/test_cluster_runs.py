@@ -20,7 +20,7 @@ from ps_core.runs import MAX_NAME_BYTES, Run, check_name, words
 from ps_runtime.cluster import wire
 from pushpull.v1 import types_pb2
 from scheduler.machine import view_size
-from scheduler.machine.changes import Wish
+from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Created
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
@@ -144,10 +144,10 @@ def test_a_setting_is_changed_in_the_callers_run_alone() -> None:
     a, b = cluster.worker("a"), cluster.worker("b")
     for worker in (a, b):
         cluster.table(worker)
-    wish = Wish("model", parsed("asp"), 0, cluster.now_s + 9)
-    cluster.cluster.set_consistency(b, wish, cluster.now_s)
+    wanted = ChangeRequest("model", parsed("asp"), 0, cluster.now_s + 9)
+    cluster.cluster.set_consistency(b, wanted, cluster.now_s)
     assert [t.proposed is None for t in cluster.cluster.view.tables] == [True, False]
-    other = replace(wish, table_name="absent")
+    other = replace(wanted, table_name="absent")
     refused(
         TableNotFound,
         "run 'b'",

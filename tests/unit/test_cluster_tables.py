@@ -346,6 +346,6 @@ def test_the_bound_of_a_view_without_tables_is_above_its_size() -> None:
     message = wire.view_to_proto(replace(empty, ranges=ranges, view_number=huge, finished=True))
     assert message.ByteSize() <= view_size.fixed_bytes("c" * 40, limits.RANGE_COUNT, 1)
     widest = NodeId(2**32 - 1)
-    backed = tuple(replace(r, backups=(widest,) * 200, joining=(widest,) * 100) for r in ranges)
+    backed = tuple(replace(r, backups=(widest,) * 200, catching_up=(widest,) * 100) for r in ranges)
     message = wire.view_to_proto(replace(empty, ranges=backed, view_number=huge, finished=True))
     assert message.ByteSize() <= view_size.fixed_bytes("c" * 40, limits.RANGE_COUNT, 301)

@@ -10,7 +10,7 @@ import pytest
 
 from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, Settled
 from ps_core.cluster_view import (
-    BackupWish,
+    BackupRequest,
     ClusterView,
     Node,
     NodeState,
@@ -142,12 +142,12 @@ def test_servers_and_readers_are_no_workers() -> None:
 
 
 def assignment(
-    primary: int | None, *backups: int, joining: tuple[int, ...] = ()
+    primary: int | None, *backups: int, catching_up: tuple[int, ...] = ()
 ) -> RangeAssignment:
     return RangeAssignment(
         RangeId(0), KeyRange(Slot(0), Slot(256)), AssignmentEpoch(1),
         None if primary is None else NodeId(primary),
-        tuple(map(NodeId, backups)), tuple(map(NodeId, joining)),
+        tuple(map(NodeId, backups)), tuple(map(NodeId, catching_up)),
     )  # fmt: skip
 
 
@@ -162,14 +162,14 @@ def test_living_servers_are_servers_and_alive() -> None:
 
 
 def test_who_joins_a_range_holds_it_and_is_not_in_sync() -> None:
-    served = assignment(1, 2, joining=(3,))
+    served = assignment(1, 2, catching_up=(3,))
     assert served.in_sync == (1, 2)
     assert served.holders == (1, 2, 3)
 
 
 def test_nobody_is_in_sync_with_a_range_that_nobody_serves() -> None:
     """What a backup holds of it may be behind: only a primary knows what is committed."""
-    lost = assignment(None, 2, joining=(3,))
+    lost = assignment(None, 2, catching_up=(3,))
     assert lost.in_sync == ()
     assert lost.holders == (3,)
 
@@ -280,8 +280,8 @@ def test_who_joins_before_anything_was_trained_begins_at_the_first_clock() -> No
 
 def test_nothing_is_lost_missing_decided_or_of_a_named_run_unless_it_is_said() -> None:
     placed = assignment(1)
-    assert (placed.is_lost, placed.tenure, placed.initial_holders) == (False, 0, ())
-    assert BackupWish(RangeId(0), AssignmentEpoch(1), frozenset()).is_missing is False
+    assert (placed.is_lost, placed.term, placed.initial_holders) == (False, 0, ())
+    assert BackupRequest(RangeId(0), AssignmentEpoch(1), frozenset()).is_missing is False
     assert (node(1, Role.WORKER).run, view_of().restored_from) == ("", "")
     assert Change(1, 0, Consistency()).is_decided is False
     assert Settled(ChangeOutcome.GIVEN_UP).after_clock == 0

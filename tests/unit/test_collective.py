@@ -13,7 +13,7 @@ from ps_core.collective import (
     Round,
     Share,
     host_of,
-    is_newcomer,
+    is_late_joiner,
     joined_after,
     workers_here,
 )
@@ -76,7 +76,7 @@ def test_the_workers_that_are_here_are_those_whose_membership_has_not_ended() ->
 
 def test_who_has_a_rank_beyond_the_first_is_a_newcomer() -> None:
     view = view_of(node(1, Role.WORKER, 1), node(2, Role.WORKER, 2))
-    assert [is_newcomer(view, worker) for worker in view.nodes] == [False, True]
+    assert [is_late_joiner(view, worker) for worker in view.nodes] == [False, True]
 
 
 def test_who_has_the_rank_of_one_that_has_ended_is_a_newcomer() -> None:
@@ -86,7 +86,11 @@ def test_who_has_the_rank_of_one_that_has_ended_is_a_newcomer() -> None:
         node(3, Role.WORKER, 1),
     )
     view = view_of(first, second, other)
-    assert [is_newcomer(view, worker) for worker in (first, second, other)] == [False, True, False]
+    assert [is_late_joiner(view, worker) for worker in (first, second, other)] == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_newcomer_is_as_far_as_the_table_where_it_joined_last() -> None:

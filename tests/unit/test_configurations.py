@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ps_core import errors
-from ps_core.cluster_view import BackupWish, NodeState, RangeAssignment, Role, Session
+from ps_core.cluster_view import BackupRequest, NodeState, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
 from ps_core.tables import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
@@ -46,18 +46,18 @@ class Replicated(Harness):
     def others(self, *sessions: Session) -> list[Session]:
         return [s for s in self.servers if s not in sessions]
 
-    def set_backups(self, session: Session, *wishes: BackupWish) -> tuple[RangeId, ...]:
-        decision = self.cluster.set_backups(session, wishes)
+    def set_backups(self, session: Session, *backup_requests: BackupRequest) -> tuple[RangeId, ...]:
+        decision = self.cluster.set_backups(session, backup_requests)
         self.transitions += decision.transitions
         return decision.reply
 
 
-def wish(assignment: RangeAssignment, *backups: int) -> BackupWish:
+def backup_request(assignment: RangeAssignment, *backups: int) -> BackupRequest:
     wanted = frozenset(map(NodeId, backups))
-    return BackupWish(assignment.range_id, assignment.assignment_epoch, wanted)
+    return BackupRequest(assignment.range_id, assignment.assignment_epoch, wanted)
 
 
-def old(one: BackupWish) -> BackupWish:
+def old(one: BackupRequest) -> BackupRequest:
     return replace(one, assignment_epoch=AssignmentEpoch(one.assignment_epoch - 1))
 
 
@@ -75,7 +75,11 @@ class TestWishes:
         foreign = cluster.of_primary(cluster.servers[1])[-1]
         number = cluster.cluster.view.view_number
         refused_ids = cluster.set_backups(
-            primary, wish(first), old(wish(second)), wish(foreign), wish(third)
+            primary,
+            backup_request(first),
+            old(backup_request(second)),
+            backup_request(foreign),
+            backup_request(third),
         )
         granted = {r.range_id for r in (first, third) if r.primary == primary.node_id}
         assert set(refused_ids) == {second.range_id, foreign.range_id, third.range_id} - granted
@@ -91,13 +95,16 @@ class TestWishes:
     def test_who_is_let_in_joins_no_more_and_is_told_by_server(self, cluster: Replicated) -> None:
         primary = cluster.servers[0]
         mine = cluster.of_primary(primary)
-        cluster.set_backups(primary, *(wish(r) for r in mine))
+        cluster.set_backups(primary, *(backup_request(r) for r in mine))
         cluster.pass_time(1, *cluster.servers)
         joining = cluster.of_primary(primary)
-        assert all(len(r.joining) == 1 for r in joining)
-        assert cluster.set_backups(primary, *(wish(r, *r.joining) for r in joining)) == ()
-        assert all(r.joining == () for r in cluster.of_primary(primary))
-        assert [r.backups for r in cluster.of_primary(primary)] == [r.joining for r in joining]
+        assert all(len(r.catching_up) == 1 for r in joining)
+        assert (
+            cluster.set_backups(primary, *(backup_request(r, *r.catching_up) for r in joining))
+            == ()
+        )
+        assert all(r.catching_up == () for r in cluster.of_primary(primary))
+        assert [r.backups for r in cluster.of_primary(primary)] == [r.catching_up for r in joining]
         left_out, named, let_in = cluster.transitions
         assert isinstance(left_out, BackupsSet)
         assert isinstance(named, JoinersNamed)
@@ -109,8 +116,8 @@ class TestWishes:
     def test_the_set_that_is_there_voids_what_was_asked_before(self, cluster: Replicated) -> None:
         primary = cluster.servers[0]
         mine = cluster.of_primary(primary)[0]
-        assert cluster.set_backups(primary, wish(mine, *mine.backups)) == ()
-        assert cluster.set_backups(primary, wish(mine)) == (mine.range_id,)
+        assert cluster.set_backups(primary, backup_request(mine, *mine.backups)) == ()
+        assert cluster.set_backups(primary, backup_request(mine)) == (mine.range_id,)
         now = cluster.ranges[mine.range_id]
         assert now == replace(mine, assignment_epoch=AssignmentEpoch(mine.assignment_epoch + 1))
 
@@ -120,7 +127,7 @@ class TestWishes:
         primary = cluster.servers[0]
         mine = cluster.of_primary(primary)[0]
         (stranger,) = [s.node_id for s in cluster.others(primary) if s.node_id not in mine.backups]
-        assert cluster.set_backups(primary, wish(mine, stranger)) == (mine.range_id,)
+        assert cluster.set_backups(primary, backup_request(mine, stranger)) == (mine.range_id,)
         assert cluster.transitions == []
 
     @pytest.mark.parametrize(
@@ -144,12 +151,17 @@ class TestWishes:
         primary = cluster.servers[0]
         assert primary.node_id == 1
         good = cluster.of_primary(primary)[-1]
-        bad = BackupWish(RangeId(range_id), AssignmentEpoch(2), frozenset(map(NodeId, backups)))
-        refused(kind, words, by=lambda: cluster.set_backups(primary, wish(good), bad), of=cluster)
+        bad = BackupRequest(RangeId(range_id), AssignmentEpoch(2), frozenset(map(NodeId, backups)))
+        refused(
+            kind,
+            words,
+            by=lambda: cluster.set_backups(primary, backup_request(good), bad),
+            of=cluster,
+        )
 
     def test_a_range_that_comes_twice_fails_the_call(self, cluster: Replicated) -> None:
         primary = cluster.servers[0]
-        mine = wish(cluster.of_primary(primary)[0])
+        mine = backup_request(cluster.of_primary(primary)[0])
         refused(
             errors.InvalidKeys,
             "comes twice",
@@ -158,7 +170,7 @@ class TestWishes:
         )
 
     def test_only_members_that_are_servers_wish(self, cluster: Replicated) -> None:
-        mine = wish(cluster.ranges[0])
+        mine = backup_request(cluster.ranges[0])
         refused(
             errors.NotPermitted,
             "SetBackups is for servers",
@@ -188,32 +200,32 @@ class TestFailover:
         for promoted in cluster.others(victim):
             mine = [r for r in cluster.of_primary(promoted) if r.range_id in lost]
             assert all(r.backups == (victim.node_id,) for r in mine)
-            assert cluster.set_backups(promoted, *(wish(r) for r in mine)) == ()
+            assert cluster.set_backups(promoted, *(backup_request(r) for r in mine)) == ()
         cluster.pass_time(1, *cluster.others(victim))
         named = [t for t in cluster.transitions if isinstance(t, JoinersNamed)]
         assert sum(count for each in named for _, count in each.named) == len(lost)
 
     def test_who_joins_and_falls_silent_has_another_beside_it(self, cluster: Replicated) -> None:
         primary = cluster.servers[0]
-        cluster.set_backups(primary, *(wish(r) for r in cluster.of_primary(primary)))
+        cluster.set_backups(primary, *(backup_request(r) for r in cluster.of_primary(primary)))
         cluster.pass_time(1, *cluster.servers)
         before = cluster.of_primary(primary)
-        victim = next(s for s in cluster.servers if s.node_id == before[0].joining[0])
+        victim = next(s for s in cluster.servers if s.node_id == before[0].catching_up[0])
         cluster.transitions.clear()
         cluster.pass_time(4, *cluster.others(victim))
         left = 6 - primary.node_id - victim.node_id
         for was in before:
             now = cluster.ranges[was.range_id]
-            more = (left,) if victim.node_id in was.joining else ()
-            assert now.joining == (*was.joining, *more), (
+            more = (left,) if victim.node_id in was.catching_up else ()
+            assert now.catching_up == (*was.catching_up, *more), (
                 "it gives up what it has if it is not named"
             )
             assert now.assignment_epoch == was.assignment_epoch
         cluster.transitions.clear()
         cluster.transitions += cluster.cluster.deregister(victim, "done", cluster.now_s).transitions
-        assert not any(victim.node_id in r.joining for r in cluster.of_primary(primary))
+        assert not any(victim.node_id in r.catching_up for r in cluster.of_primary(primary))
         (told,) = [t for t in cluster.transitions if isinstance(t, JoinersNamed)]
-        dropped_count = sum(victim.node_id in was.joining for was in before)
+        dropped_count = sum(victim.node_id in was.catching_up for was in before)
         assert dict(told.dropped)[victim.node_id] == dropped_count
 
     def test_a_promoted_backup_has_the_others_until_it_asks_and_they_join_anew(self) -> None:
@@ -226,11 +238,11 @@ class TestFailover:
         harness.pass_time(4, *[s for s in servers if s.node_id != first.primary])
         now = harness.cluster.view.ranges[0]
         assert now.primary in first.backups
-        assert (set(now.backups), now.joining) == (set(first.in_sync) - {now.primary}, ())
+        assert (set(now.backups), now.catching_up) == (set(first.in_sync) - {now.primary}, ())
         promoted = next(s for s in servers if s.node_id == now.primary)
-        harness.cluster.set_backups(promoted, [wish(now)])
+        harness.cluster.set_backups(promoted, [backup_request(now)])
         harness.pass_time(1, *[s for s in servers if s.node_id != first.primary])
-        assert set(harness.cluster.view.ranges[0].joining) == set(first.backups) - {now.primary}
+        assert set(harness.cluster.view.ranges[0].catching_up) == set(first.backups) - {now.primary}
 
     def test_who_has_nothing_of_a_range_passes_it_on_until_nobody_is_left(self) -> None:
         harness = Harness(server_count=3, replica_count=3, range_count=1)
@@ -244,7 +256,7 @@ class TestFailover:
             now = harness.cluster.view.ranges[0]
             assert now.primary is not None
             tried.append(now.primary)
-            missing = replace(wish(now), is_missing=True)
+            missing = replace(backup_request(now), is_missing=True)
             decision = harness.cluster.set_backups(servers[now.primary], [missing])
             harness.transitions += decision.transitions
             assert decision.reply == (() if has_next else (now.range_id,))
@@ -255,7 +267,7 @@ class TestFailover:
         assert tried[2:] == [tried[2]] * 2
         (told,) = [t for t in harness.transitions if isinstance(t, RangesLost)]
         assert (told.primary.node_id, told.range_ids) == (tried[2], (first.range_id,))
-        old_one = replace(wish(first), is_missing=True)
+        old_one = replace(backup_request(first), is_missing=True)
         assert harness.cluster.set_backups(servers[tried[0]], [old_one]).reply == (first.range_id,)
 
     def test_one_that_has_nothing_waits_for_the_others_that_may_have_it(self) -> None:
@@ -266,7 +278,7 @@ class TestFailover:
         alone = servers[first.backups[0]]
         harness.pass_time(4, alone)
         now = harness.cluster.view.ranges[0]
-        missing = replace(wish(now), is_missing=True)
+        missing = replace(backup_request(now), is_missing=True)
         assert harness.cluster.set_backups(alone, [missing]).reply == (first.range_id,)
         assert harness.cluster.view.ranges[0] == now
         assert not [t for t in harness.transitions if isinstance(t, RangesLost)]
@@ -279,11 +291,11 @@ class TestFailover:
             assert r.initial_holders == r.in_sync
         primary = cluster.servers[0]
         was, *_ = cluster.of_primary(primary)
-        cluster.set_backups(primary, wish(was))
+        cluster.set_backups(primary, backup_request(was))
         assert cluster.ranges[was.range_id].initial_holders == (primary.node_id,)
         cluster.pass_time(1, cluster.worker, *cluster.servers)
-        (joining,) = cluster.ranges[was.range_id].joining
-        cluster.set_backups(primary, wish(cluster.ranges[was.range_id], joining))
+        (joining,) = cluster.ranges[was.range_id].catching_up
+        cluster.set_backups(primary, backup_request(cluster.ranges[was.range_id], joining))
         now = cluster.ranges[was.range_id]
         assert (now.backups, now.initial_holders) == ((joining,), (primary.node_id,))
 
@@ -300,7 +312,7 @@ class TestFailover:
         ranges = harness.cluster.view.ranges
         assert {r.holders for r in ranges} == {(lone.node_id,)}
         harness.pass_time(1, worker, other, lone)
-        assert {r.joining for r in harness.cluster.view.ranges} == {(other.node_id,)}
+        assert {r.catching_up for r in harness.cluster.view.ranges} == {(other.node_id,)}
 
     def test_after_the_end_nothing_is_taken_over(self) -> None:
         harness = Harness(server_count=3, replica_count=2, worker_count=1, stop_when_done=True)
@@ -331,10 +343,12 @@ class TestServersThatDie:
         successor = cluster.join(Role.SERVER, address="h1:70")  # where the dead one was
         for other in cluster.others(victim):
             mine = cluster.of_primary(other)
-            cluster.set_backups(other, *(wish(r) for r in mine if victim.node_id in r.backups))
+            cluster.set_backups(
+                other, *(backup_request(r) for r in mine if victim.node_id in r.backups)
+            )
         cluster.pass_time(1, *cluster.others(victim), successor)
         assert all(len(r.holders) == 2 and victim.node_id not in r.holders for r in cluster.ranges)
-        assert any(successor.node_id in r.joining for r in cluster.ranges)
+        assert any(successor.node_id in r.catching_up for r in cluster.ranges)
 
     def test_a_table_may_lie_on_the_last_server_and_has_backups_when_another_comes(self) -> None:
         harness = Harness(replica_count=2, range_count=8)
@@ -346,7 +360,7 @@ class TestServersThatDie:
         assert {r.in_sync for r in harness.cluster.view.ranges} == {(first.node_id,)}
         third = harness.join(Role.SERVER)
         harness.pass_time(1, worker, first, third)
-        assert {r.joining for r in harness.cluster.view.ranges} == {(third.node_id,)}
+        assert {r.catching_up for r in harness.cluster.view.ranges} == {(third.node_id,)}
 
     def test_the_first_table_waits_for_all_servers_and_each_for_one(self) -> None:
         harness = Harness(replica_count=2)
@@ -380,7 +394,9 @@ class TestServersThatDie:
         cluster.pass_time(4, *cluster.others(victim))
         for other in cluster.others(victim):  # who notice in time that a backup is missing
             mine = cluster.of_primary(other)
-            cluster.set_backups(other, *(wish(r) for r in mine if victim.node_id in r.backups))
+            cluster.set_backups(
+                other, *(backup_request(r) for r in mine if victim.node_id in r.backups)
+            )
         cluster.pass_time(56, *cluster.others(victim))
         assert cluster.node(victim).state is NodeState.SILENT
         cluster.transitions.clear()
@@ -442,7 +458,7 @@ class TestServersThatDie:
         harness.pass_time(4, living, worker)
         for r in harness.cluster.view.ranges:
             if dead.node_id in r.backups:
-                harness.cluster.set_backups(living, [wish(r)])
+                harness.cluster.set_backups(living, [backup_request(r)])
         harness.leave(worker)
         assert harness.is_finished()
         assert not harness.servers_have_left()
@@ -514,22 +530,25 @@ def test_no_more_are_let_in_than_are_missing() -> None:
     harness.create(worker)
     (first,) = harness.cluster.view.ranges
     primary = next(s for s in servers if s.node_id == first.primary)
-    harness.cluster.set_backups(primary, [wish(first)])
+    harness.cluster.set_backups(primary, [backup_request(first)])
     harness.pass_time(1.0, *servers, worker)
-    (joining,) = harness.cluster.view.ranges[0].joining
+    (joining,) = harness.cluster.view.ranges[0].catching_up
     harness.pass_time(4.0, *[s for s in servers if s.node_id != joining], worker)
     (named,) = harness.cluster.view.ranges
-    assert len(named.joining) == 2
-    assert harness.cluster.set_backups(primary, [wish(named, *named.joining)]).reply == ()
+    assert len(named.catching_up) == 2
+    assert (
+        harness.cluster.set_backups(primary, [backup_request(named, *named.catching_up)]).reply
+        == ()
+    )
     (after,) = harness.cluster.view.ranges
-    assert (len(after.backups), after.joining) == (1, ())
+    assert (len(after.backups), after.catching_up) == (1, ())
 
 
 def drop_dead(cluster: Replicated, session: Session) -> None:
     """As a primary does that misses a backup: it asks to be without, and another one joins."""
     living = cluster.cluster.view.living_servers
     mine = cluster.of_primary(session)
-    cluster.set_backups(session, *(wish(r, *(set(r.backups) & living)) for r in mine))
+    cluster.set_backups(session, *(backup_request(r, *(set(r.backups) & living)) for r in mine))
     cluster.pass_time(0.5, session, cluster.worker)
 
 
@@ -569,10 +588,10 @@ class TestLeaving:
             check_kept(cluster, first)
         drop_dead(cluster, first)
         own = cluster.of_primary(first)
-        cluster.set_backups(first, *(wish(r, newcomer.node_id) for r in own[:-1]))
+        cluster.set_backups(first, *(backup_request(r, newcomer.node_id) for r in own[:-1]))
         with pytest.raises(errors.Recovering, match="the only copy of 1 ranges"):
             check_kept(cluster, first)
-        cluster.set_backups(first, wish(own[-1], newcomer.node_id))
+        cluster.set_backups(first, backup_request(own[-1], newcomer.node_id))
         let_go(cluster, first, newcomer)
 
     def test_a_silent_backup_has_nothing_to_rely_on(self, cluster: Replicated) -> None:
@@ -641,7 +660,7 @@ class TestLeaving:
         for session, backup in ((first, second), (second, first)):
             drop_dead(cluster, session)
             cluster.set_backups(
-                session, *(wish(r, backup.node_id) for r in cluster.of_primary(session))
+                session, *(backup_request(r, backup.node_id) for r in cluster.of_primary(session))
             )
         let_go(cluster, first, second)
         let_go(cluster, second, first)

@@ -97,7 +97,7 @@ class Server:
 
     def says(self, batch: Batch) -> list[object]:
         """The log has the batch; what is released."""
-        more = self.logged.written({(batch.range_id, batch.tenure): batch.number})
+        more = self.logged.written({(batch.range_id, batch.term): batch.number})
         return self.replication.release(0.0, more)
 
 
@@ -137,7 +137,7 @@ def test_the_word_of_another_tenure_says_nothing() -> None:
     server.see((OTHER, PLACED_EPOCH, (ME,)))
     server.see((ME, epoch(3), ()))
     batch = server.decide()
-    assert server.says(batch._replace(tenure=PLACED_EPOCH)) == []
+    assert server.says(batch._replace(term=PLACED_EPOCH)) == []
     assert server.says(batch) == ["done"]
 
 

@@ -62,7 +62,7 @@ class Growing(Bench):
         change = Change(self.change_number, 0, self.table.consistency, join)
         self.table = replace(self.table, proposed=change)
         self.observe(self.table)
-        held = self.machine.state.schedule.hold_clock
+        held = self.machine.state.schedule.hold_point
         assert held is not None
         join = replace(join, after_clock=max(held, reached_elsewhere))
         others = tuple(other for other in self.table.joins if other.rank != rank)

@@ -62,8 +62,8 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
     (batch,) = server.sent
     assert (batch.number, batch.delta.facts.promised) == (snapshot.number + 1, 1)
     server.replication.acked(TWO, Ack(RANGE, batch.number, EPOCH), 0.0)
-    (wish,) = server.replication.wishes(0.0)
-    assert wish.backups == {TWO}
+    (backup_request,) = server.replication.backup_requests(0.0)
+    assert backup_request.backups == {TWO}
     server.replication.granted(TWO, Grant(0.0, (RANGE,)), 0.0)
     server.see(view(3, (3, ONE, (TWO,), ())))
     server.output.release(0.0, [RANGE])
@@ -87,10 +87,10 @@ def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> N
     assert snapshot.number > server.sent[-1].number
     kept = Ack(RANGE, batch.number, AssignmentEpoch(3))  # of the copy that it had
     server.replication.acked(TWO, kept, 0.0)
-    assert not list(server.replication.wishes(0.0))
+    assert not list(server.replication.backup_requests(0.0))
     server.replication.acked(TWO, Ack(RANGE, snapshot.number, AssignmentEpoch(3)), 0.0)
-    (wish,) = server.replication.wishes(0.0)
-    assert wish.backups == {TWO}
+    (backup_request,) = server.replication.backup_requests(0.0)
+    assert backup_request.backups == {TWO}
 
 
 def test_what_takes_long_releases_nothing_when_the_lease_is_over() -> None:

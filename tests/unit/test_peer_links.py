@@ -46,7 +46,7 @@ def test_whose_view_is_newer(of_view: int | None, of_snapshot: int, *, knows: bo
     if of_view is not None:
         ((slots),) = key_ranges(1)
         epoch = AssignmentEpoch(of_view)
-        ranges = (RangeAssignment(RangeId(0), slots, epoch, NodeId(2), joining=(node_id,)),)
+        ranges = (RangeAssignment(RangeId(0), slots, epoch, NodeId(2), catching_up=(node_id,)),)
         replication.observe(ClusterView(1, "c", 1, 2, (), ranges, ()), 1.0)
     snapshot = Snapshot(RangeId(0), AssignmentEpoch(of_snapshot), AssignmentEpoch(1), 0, {})
     assert replication.knows(snapshot) == knows

@@ -47,12 +47,12 @@ class Changing(Bench):
         proposed = Change(number, after_clock, parsed(setting))
         self.table = replace(self.table, proposed=proposed)
         self.observe(self.table)
-        held = self.machine.state.schedule.hold_clock
+        held = self.machine.state.schedule.hold_point
         assert held is not None
         return held
 
     def settle(self, further: int = 0) -> int:
-        held, proposed = self.machine.state.schedule.hold_clock, self.table.proposed
+        held, proposed = self.machine.state.schedule.hold_point, self.table.proposed
         assert held is not None
         assert proposed is not None
         change = replace(proposed, after_clock=held + further)
@@ -194,7 +194,7 @@ class Replacing(Changing):
         proposed = Change(9, 0, self.table.consistency, Join(rank, Incarnation(2000 + rank)))
         self.table = replace(self.table, proposed=proposed)
         self.observe(self.table)
-        held = self.machine.state.schedule.hold_clock
+        held = self.machine.state.schedule.hold_point
         assert held is not None
         join = Join(rank, Incarnation(2000 + rank), held)
         self.table = replace(self.table, proposed=None, joins=(join,))

@@ -48,7 +48,7 @@ class Cutting(Bench):
         proposed = Change(change, 0, setting, checkpoint=number)
         self.table = replace(self.table, proposed=proposed)
         self.observe(self.table)
-        held = self.machine.state.schedule.hold_clock
+        held = self.machine.state.schedule.hold_point
         assert held is not None
         return held
 

@@ -100,8 +100,8 @@ def test_one_that_joins_counts_before_it_is_configured() -> None:
 # --- the backup
 
 
-def batch(number: int, epoch: int = EPOCH, tenure: int = EPOCH) -> Batch:
-    return Batch(RANGE, AssignmentEpoch(tenure), AssignmentEpoch(epoch), number, TABLE, delta(), ())
+def batch(number: int, epoch: int = EPOCH, term: int = EPOCH) -> Batch:
+    return Batch(RANGE, AssignmentEpoch(term), AssignmentEpoch(epoch), number, TABLE, delta(), ())
 
 
 def test_batches_are_taken_in_order_and_once() -> None:
@@ -126,7 +126,7 @@ def test_a_deposed_primary_is_not_followed() -> None:
     replica.follow(AssignmentEpoch(3))
     assert not replica.follows(batch(1))
     assert replica.follows(batch(1, epoch=3))
-    assert not replica.follows(batch(1, epoch=4, tenure=4)), "its numbers mean other batches"
+    assert not replica.follows(batch(1, epoch=4, term=4)), "its numbers mean other batches"
     replica.promote(AssignmentEpoch(4))
     assert not replica.follows(batch(1, epoch=4))
 

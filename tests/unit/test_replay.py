@@ -240,7 +240,7 @@ def test_a_log_goes_on_with_a_server_that_was_started_again(tmp_path: Path) -> N
     log.begun(owner)
     log.batch(owner.update(1))
     log.segment()
-    owner.tenure = 4
+    owner.term = 4
     log.taken_over(owner)
     log.batch(owner.update(2))
     again = replayed(tmp_path)
@@ -255,7 +255,7 @@ def test_a_range_goes_on_in_the_log_of_its_next_primary(tmp_path: Path) -> None:
     one.begun(owner)
     one.batch(owner.update(1, (0,), 1.0))
     next_owner = owner.twin()
-    next_owner.tenure = 5
+    next_owner.term = 5
     one.batch(owner.update(2, (0,), 9.0), 3000.0)  # its clock is ahead, too
     other.base(next_owner)
     other.batch(next_owner.update(2, (1,), 2.0))
@@ -276,7 +276,7 @@ def test_what_lies_between_two_logs_is_no_version(tmp_path: Path) -> None:
     one.batch(owner.update(1))
     for clock in (2, 3, 4):
         owner.update(clock)
-    owner.tenure = 5
+    owner.term = 5
     other.begun(right)
     for clock in (1, 2, 3, 4, 5):
         other.batch(right.update(clock))
@@ -336,7 +336,7 @@ def test_a_batch_that_was_torn_between_its_frames_is_dropped_by_the_next_segment
     log.batch(owner.update(1))
     log.torn_batch(owner.twin().update(2, (1,), 9.0))
     log.segment()
-    owner.tenure = 4
+    owner.term = 4
     log.taken_over(owner)
     log.batch(owner.update(2, (0,), 2.0))
     shards = Shards(SharedLanes(), {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ps_core.cluster_view import BackupWish, ClusterView, RangeAssignment, Role, Session
+from ps_core.cluster_view import BackupRequest, ClusterView, RangeAssignment, Role, Session
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Ending, ReplyKind
@@ -103,7 +103,7 @@ def test_a_holder_since_the_range_was_placed_begins_it_whichever_epoch_it_hears_
     two.observe(given(3, TWO), 0.0)
     assert two.serve(0.0).ranges[0].primary == TWO
     assert two.missing == ()
-    assert two.primaries[RANGE].log.tenure == AssignmentEpoch(3)
+    assert two.primaries[RANGE].log.term == AssignmentEpoch(3)
 
 
 def test_one_that_begins_a_range_late_has_the_others_as_heirs() -> None:
@@ -112,8 +112,8 @@ def test_one_that_begins_a_range_late_has_the_others_as_heirs() -> None:
     two.observe(given(3, TWO, THREE), 0.0)
     two.serve(0.0)
     log = two.primaries[RANGE].log
-    assert log.heirs == {THREE}
-    assert log.tenure == AssignmentEpoch(3)
+    assert log.candidates == {THREE}
+    assert log.term == AssignmentEpoch(3)
 
 
 def test_a_backup_that_hears_late_of_a_range_follows_it_from_its_first_batch() -> None:
@@ -132,10 +132,10 @@ def test_who_has_had_a_range_and_has_it_no_more_says_so() -> None:
     two.observe(given(3, TWO, THREE), 1.0)
     assert two.serve(100.0).ranges[0].primary is None
     assert two.missing == (RANGE,)
-    wish = BackupWish(RANGE, AssignmentEpoch(3), frozenset(), is_missing=True)
-    assert two.wishes(1.0) == [wish]
+    backup_request = BackupRequest(RANGE, AssignmentEpoch(3), frozenset(), is_missing=True)
+    assert two.backup_requests(1.0) == [backup_request]
     two.observe(given(4, THREE), 2.0)
-    assert two.wishes(2.0) == []
+    assert two.backup_requests(2.0) == []
 
 
 def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_left_out() -> None:
@@ -149,7 +149,7 @@ def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_
     two.granted(THREE, Grant(LEASE_S, (RANGE,)), LEASE_S)
     log.follow(["a read"])
     assert log.release(LEASE_S) == []
-    assert two.wishes(LEASE_S) == [BackupWish(RANGE, AssignmentEpoch(3), frozenset())]
+    assert two.backup_requests(LEASE_S) == [BackupRequest(RANGE, AssignmentEpoch(3), frozenset())]
     two.observe(view(3, (4, TWO, (), (THREE,))), LEASE_S)
     assert log.release(LEASE_S) == ["a read"]
 
@@ -191,22 +191,24 @@ def test_who_has_nothing_to_serve_does_not_serve() -> None:
 
 def test_a_silent_backup_is_asked_to_be_left_out() -> None:
     one = _primary(ONE, TWO)
-    assert one.wishes(LEASE_S / 2) == []
-    (request,) = one.wishes(LEASE_S)
+    assert one.backup_requests(LEASE_S / 2) == []
+    (request,) = one.backup_requests(LEASE_S)
     assert request.backups == frozenset()
     assert one.primaries[RANGE].log.backups == (TWO,), "its word counts until it has been left out"
     one.observe(view(2, (3, ONE, (), ())), LEASE_S)
     assert one.primaries[RANGE].log.backups == ()
-    assert one.wishes(LEASE_S) == []
+    assert one.backup_requests(LEASE_S) == []
 
 
 def test_a_primary_that_was_paused_listens_before_it_takes_backups_for_dead() -> None:
     """What they said lies unread; left out, they would have to join anew."""
     one = _primary(ONE, TWO)
-    assert one.wishes(0.1) == []
-    assert one.wishes(3 * LEASE_S) == []
-    assert one.wishes(3.5 * LEASE_S) == []
-    assert [wish.backups for wish in one.wishes(4 * LEASE_S)] == [frozenset()]
+    assert one.backup_requests(0.1) == []
+    assert one.backup_requests(3 * LEASE_S) == []
+    assert one.backup_requests(3.5 * LEASE_S) == []
+    assert [backup_request.backups for backup_request in one.backup_requests(4 * LEASE_S)] == [
+        frozenset()
+    ]
 
 
 def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
@@ -214,13 +216,13 @@ def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     ((peer, snapshot),) = one.snapshots(0.0)
     assert (peer, snapshot.number) == (THREE, 0)
-    assert one.wishes(0.0) == []
+    assert one.backup_requests(0.0) == []
     three = replication(THREE)
     three.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     ack = three.join(snapshot)
     assert ack == Ack(RANGE, 0, EPOCH)
     one.acked(THREE, ack, 0.1)
-    (request,) = one.wishes(0.1)
+    (request,) = one.backup_requests(0.1)
     assert request.backups == {THREE}
     assert one.primaries[RANGE].log.backups == (THREE,)
 
@@ -234,12 +236,12 @@ def test_one_that_joins_under_load_is_waited_for_before_it_is_asked_for() -> Non
     log.decide(TABLE, delta(), (), ["seen"])
     assert log.release(0.0) == ["seen"]
     one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.1)
-    assert one.wishes(0.1) == []
+    assert one.backup_requests(0.1) == []
     log.decide(TABLE, delta(), (), ["held"])
     one.granted(THREE, Grant(0.1, (RANGE,)), 0.1)
     assert log.release(0.1) == []
     one.acked(THREE, Ack(RANGE, 1, EPOCH), 0.2)
-    assert [wish.backups for wish in one.wishes(0.2)] == [{THREE}]
+    assert [backup_request.backups for backup_request in one.backup_requests(0.2)] == [{THREE}]
 
 
 def test_one_that_joins_and_does_not_get_on_is_waited_for_no_more() -> None:
@@ -250,9 +252,9 @@ def test_one_that_joins_and_does_not_get_on_is_waited_for_no_more() -> None:
     log.decide(TABLE, delta(), (), [])
     log.release(0.0)
     one.acked(THREE, Ack(RANGE, 0, EPOCH), 0.1)
-    one.wishes(0.1)
+    one.backup_requests(0.1)
     assert THREE in log.backups
-    one.wishes(0.1 + LEASE_S)
+    one.backup_requests(0.1 + LEASE_S)
     assert not log.backups
 
 
@@ -298,11 +300,11 @@ def test_who_was_asked_for_counts_until_the_epoch_ends() -> None:
     one.observe(view(2, (PLACED_EPOCH, ONE, (TWO,), (THREE,))), 0.0)
     ((_, snapshot),) = one.snapshots(0.0)
     one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
-    assert one.wishes(0.1)[0].backups == {TWO, THREE}
-    one.wishes(0.1 + LEASE_S / 2)
+    assert one.backup_requests(0.1)[0].backups == {TWO, THREE}
+    one.backup_requests(0.1 + LEASE_S / 2)
     one.acked(TWO, Ack(RANGE, 0, EPOCH), LEASE_S)
-    one.wishes(LEASE_S)
-    assert one.wishes(0.2 + LEASE_S)[0].backups == {TWO}, "the other has fallen silent"
+    one.backup_requests(LEASE_S)
+    assert one.backup_requests(0.2 + LEASE_S)[0].backups == {TWO}, "the other has fallen silent"
     one.lost(THREE)  # and its stream was opened again
     one.observe(view(3, (PLACED_EPOCH, ONE, (TWO,), ())), 4.0)
     log = one.primaries[RANGE].log
@@ -317,9 +319,9 @@ def test_what_one_that_joins_had_before_it_gave_all_up_does_not_count() -> None:
     one.observe(view(2, (3, ONE, (), (THREE,))), 0.0)
     ((_, snapshot),) = one.snapshots(0.0)
     one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
-    assert one.wishes(0.1) == []
+    assert one.backup_requests(0.1) == []
     one.acked(THREE, Ack(RANGE, snapshot.number, AssignmentEpoch(3)), 0.1)
-    assert [wish.backups for wish in one.wishes(0.1)] == [{THREE}]
+    assert [backup_request.backups for backup_request in one.backup_requests(0.1)] == [{THREE}]
 
 
 def test_a_backup_that_left_a_new_range_has_nothing_of_it() -> None:
@@ -359,12 +361,12 @@ def test_a_backup_that_does_not_get_on_with_what_it_lacks_is_asked_to_be_left_ou
     one = _primary(ONE, TWO)
     one.primaries[RANGE].log.decide(TABLE, delta(), (), [])
     at_s = 0.0
-    while not (wishes := one.wishes(at_s)) and at_s < 10 * LEASE_S:
+    while not (backup_requests := one.backup_requests(at_s)) and at_s < 10 * LEASE_S:
         at_s += LEASE_S / 4
         if at_s < 2 * LEASE_S:  # a copy of another range is before it
             one.sending({TWO}, at_s)
         one.granted(TWO, Grant(at_s, (RANGE,)), at_s)
-    assert [wish.backups for wish in wishes] == [frozenset()]
+    assert [backup_request.backups for backup_request in backup_requests] == [frozenset()]
     assert 7 * LEASE_S <= at_s + LEASE_S / 4 <= 7.5 * LEASE_S
 
 
@@ -382,7 +384,7 @@ def test_one_that_joins_does_not_count_before_its_copy_is_there() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
     list(one.snapshots(0.0))
-    one.wishes(0.0)
+    one.backup_requests(0.0)
     assert one.primaries[RANGE].log.backups == ()
 
 
@@ -447,17 +449,17 @@ def test_a_silent_primary_is_followed_by_its_backup_and_another_joins() -> None:
         if old.primary == victim:
             assert (new.primary,) == old.backups
             assert new.assignment_epoch == old.assignment_epoch + 1
-            assert new.tenure == new.assignment_epoch
-            assert (new.backups, new.joining) == ((victim,), ())  # it may live
+            assert new.term == new.assignment_epoch
+            assert (new.backups, new.catching_up) == ((victim,), ())  # it may live
         else:
             assert (new.primary, new.assignment_epoch) == (old.primary, old.assignment_epoch)
     (promoted, other) = [s for s in servers if s.node_id != victim]
     mine = [r for r in harness.cluster.view.ranges if r.primary == promoted.node_id]
-    alone = [BackupWish(r.range_id, r.assignment_epoch, frozenset()) for r in mine]
+    alone = [BackupRequest(r.range_id, r.assignment_epoch, frozenset()) for r in mine]
     assert harness.cluster.set_backups(promoted, alone).reply == ()
     harness.pass_time(1.0, promoted, other)
-    for wish in alone:
-        assert harness.cluster.view.ranges[wish.range_id].joining == (other.node_id,)
+    for backup_request in alone:
+        assert harness.cluster.view.ranges[backup_request.range_id].catching_up == (other.node_id,)
 
 
 def test_a_request_that_came_too_late_is_void() -> None:
@@ -466,13 +468,13 @@ def test_a_request_that_came_too_late_is_void() -> None:
     (primary,) = [s for s in servers if s.node_id == assignment.primary]
     epoch = assignment.assignment_epoch
     alone, as_it_was = frozenset[NodeId](), frozenset(assignment.backups)
-    granted = harness.cluster.set_backups(primary, [BackupWish(RANGE, epoch, alone)])
+    granted = harness.cluster.set_backups(primary, [BackupRequest(RANGE, epoch, alone)])
     assert granted.reply == ()
     before = harness.cluster.view
-    late = harness.cluster.set_backups(primary, [BackupWish(RANGE, epoch, as_it_was)])
+    late = harness.cluster.set_backups(primary, [BackupRequest(RANGE, epoch, as_it_was)])
     (other,) = [s for s in servers if s.node_id == assignment.backups[0]]
     next_epoch = AssignmentEpoch(epoch + 1)
-    foreign = harness.cluster.set_backups(other, [BackupWish(RANGE, next_epoch, alone)])
+    foreign = harness.cluster.set_backups(other, [BackupRequest(RANGE, next_epoch, alone)])
     assert (late.reply, foreign.reply) == ((RANGE,), (RANGE,))
     assert late.transitions == foreign.transitions == ()
     assert harness.cluster.view == before

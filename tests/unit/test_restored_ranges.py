@@ -37,13 +37,13 @@ class Server:
         self.number = 0
         self.see(PLACED_EPOCH, ME, *backups)
 
-    def see(self, epoch: int, primary: NodeId, *backups: NodeId, joining: NodeId = ME) -> None:
+    def see(self, epoch: int, primary: NodeId, *backups: NodeId, catching_up: NodeId = ME) -> None:
         """The scheduler says who has the range."""
         self.number += 1
         (slots,) = key_ranges(1)
         assignment = RangeAssignment(
             RANGE, slots, AssignmentEpoch(epoch), primary, backups,
-            () if joining == ME else (joining,), (primary, *backups),
+            () if catching_up == ME else (catching_up,), (primary, *backups),
         )  # fmt: skip
         view = ClusterView(self.number, "c", 1, 2, (), (assignment,), self.tables)
         self.replication.observe(view, 0.0)
@@ -53,8 +53,8 @@ class Server:
         for range_id in range_ids:
             self.replication.primaries[range_id].close()
 
-    def is_deserted(self, range_id: RangeId) -> bool:
-        return self.replication.primaries[range_id].is_deserted
+    def is_without_replicas(self, range_id: RangeId) -> bool:
+        return self.replication.primaries[range_id].is_without_replicas
 
     def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
         self.replication.primaries[range_id].replaced(is_last=is_last)
@@ -132,11 +132,13 @@ def test_what_waits_for_more_servers_does_not_keep_values_out() -> None:
     server.read(TWO)
     assert server.hand_over() == [TableId(1), TableId(2)]
     assert log.release(0.0) == []
-    server.see(3, ME, joining=OTHER)
+    server.see(3, ME, catching_up=OTHER)
     ((_, snapshot),) = server.replication.snapshots(0.0)
     assert snapshot.number == log.number > 1
     server.replication.acked(OTHER, Ack(RANGE, log.number, AssignmentEpoch(3)), 0.0)
-    assert [set(wish.backups) for wish in server.replication.wishes(0.0)] == [{OTHER}]
+    assert [
+        set(backup_request.backups) for backup_request in server.replication.backup_requests(0.0)
+    ] == [{OTHER}]
     server.see(4, ME, OTHER)
     server.replication.primaries[RANGE].granted(OTHER, 0.0, 0.0)
     assert log.release(0.0) == ["an answer"]

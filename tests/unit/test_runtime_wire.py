@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.cluster_view import (
-    BackupWish,
+    BackupRequest,
     ClusterView,
     Node,
     NodeState,
@@ -125,10 +125,10 @@ RANGES = st.builds(
     assignment_epoch=UINT64.map(AssignmentEpoch),
     primary=st.one_of(st.none(), NODE_IDS),
     backups=st.lists(NODE_IDS, max_size=3).map(tuple),
-    joining=st.lists(NODE_IDS, max_size=3).map(tuple),
+    catching_up=st.lists(NODE_IDS, max_size=3).map(tuple),
 )
 WISHES = st.builds(
-    BackupWish,
+    BackupRequest,
     range_id=UINT32.map(RangeId),
     assignment_epoch=UINT64.map(AssignmentEpoch),
     backups=st.frozensets(NODE_IDS, max_size=3),
@@ -169,15 +169,18 @@ def test_a_session_comes_back_as_it_was(session: Session) -> None:
 
 
 @given(WISHES)
-def test_a_wish_for_backups_comes_back_as_it_was(wish: BackupWish) -> None:
-    sent = wire.wish_to_proto(wish).SerializeToString()
-    assert wire.wish_from_proto(scheduler_pb2.BackupRequest.FromString(sent)) == wish
+def test_a_wish_for_backups_comes_back_as_it_was(backup_request: BackupRequest) -> None:
+    sent = wire.backup_request_to_proto(backup_request).SerializeToString()
+    assert (
+        wire.backup_request_from_proto(scheduler_pb2.BackupRequest.FromString(sent))
+        == backup_request
+    )
 
 
 def test_a_backup_that_is_wished_for_twice_is_named() -> None:
     twice = scheduler_pb2.BackupRequest(range_id=7, backup_node_ids=[3, 2, 3])
     with pytest.raises(InvalidConfig, match=r"of range 7 is \[3, 2, 3\]; expected each node once"):
-        wire.wish_from_proto(twice)
+        wire.backup_request_from_proto(twice)
 
 
 @pytest.mark.parametrize("codec", Codec)

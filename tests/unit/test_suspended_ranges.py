@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core.cluster_view import (
-    BackupWish,
+    BackupRequest,
     ClusterView,
     Node,
     NodeState,
@@ -92,7 +92,7 @@ class Server:
         assignment = RangeAssignment(
             RANGE, slots, AssignmentEpoch(epoch), primary, backups, (),
             (ME, *backups) if epoch == 2 else (),
-            tenure=before.log.tenure if is_same and before else AssignmentEpoch(epoch),
+            term=before.log.term if is_same and before else AssignmentEpoch(epoch),
         )  # fmt: skip
         table = Table(MODEL, 0, SPEC)
         view = ClusterView(self.number, "cluster", 2, 2, tuple(nodes), (assignment,), (table,))
@@ -109,8 +109,8 @@ class Server:
         push = PushEvent(place, sender, 1, 1, 0, part.byte_count, part)
         self.node.entries(stream, [push, SealEvent(place, sender, 2, SealTerms(1))])
 
-    def asks(self) -> list[BackupWish]:
-        return self.replication.wishes(5.0)
+    def asks(self) -> list[BackupRequest]:
+        return self.replication.backup_requests(5.0)
 
 
 def run(scenario: Callable[[Server], Awaitable[None]]) -> None:
@@ -143,7 +143,7 @@ def test_what_it_had_decided_is_committed_when_it_is_primary_again() -> None:
         server.see(4, ME, HEIR)
         server.node.tick()
         assert server.value == 0.0  # its heir may have it yet
-        assert server.asks() == [BackupWish(RANGE, AssignmentEpoch(4), frozenset())]
+        assert server.asks() == [BackupRequest(RANGE, AssignmentEpoch(4), frozenset())]
         server.see(5, ME)
         server.node.tick()
         assert server.value == -2.0
@@ -214,12 +214,12 @@ def test_one_that_never_heard_that_it_was_deposed_waits_for_its_heirs_too() -> N
         server.push(1, 2)
         assignment = server.replication._view.ranges[0]  # type: ignore[union-attr]
         fourth = AssignmentEpoch(4)
-        again = replace(assignment, assignment_epoch=fourth, tenure=fourth, initial_holders=())
+        again = replace(assignment, assignment_epoch=fourth, term=fourth, initial_holders=())
         primary = server.replication.primaries[RANGE]
         assert primary.observe(again)
         log = primary.log
-        assert (log.tenure, log.heirs) == (fourth, frozenset({HEIR}))
-        assert {batch.tenure for batch in log.after(0)} == {AssignmentEpoch(4)}
+        assert (log.term, log.candidates) == (fourth, frozenset({HEIR}))
+        assert {batch.term for batch in log.after(0)} == {AssignmentEpoch(4)}
         log.acked(HEIR, log.number)
         log.granted(HEIR, 5.0)
         assert log.release(5.0) == []
@@ -268,6 +268,6 @@ def test_a_backup_that_is_deposed_at_once_has_what_it_had(served: bool) -> None:
     assert two.primaries == {}
     assert see(5, HEIR, ME) == []
     two.serve(200.0)
-    assert two.primaries[RANGE].log.heirs == {ME}
-    assert two.primaries[RANGE].log.tenure == 5
+    assert two.primaries[RANGE].log.candidates == {ME}
+    assert two.primaries[RANGE].log.term == 5
     assert see(6, ME) == [RANGE]

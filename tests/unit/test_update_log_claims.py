@@ -100,7 +100,7 @@ def test_backups_of_the_dead_join_anew() -> None:
     for r in cluster.cluster.view.ranges:
         if r.range_id in had:
             assert (r.primary, r.backups) == (again.node_id, ())
-            assert r.joining == (cluster.second.node_id,)
+            assert r.catching_up == (cluster.second.node_id,)
 
 
 def test_its_address_is_free_at_once() -> None:

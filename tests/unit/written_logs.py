@@ -44,7 +44,7 @@ class Owner:
 
     range_id: RangeId
     of: Table = MODEL
-    tenure: int = 2
+    term: int = 2
     number: int = 0
     shards: Shards = field(default_factory=lambda: Shards(SharedLanes(), {}))
     held: tuple[Change, ...] = ()
@@ -56,7 +56,7 @@ class Owner:
 
     def twin(self) -> Owner:
         """Another server that has the same."""
-        found = Owner(self.range_id, self.of, self.tenure, self.number)
+        found = Owner(self.range_id, self.of, self.term, self.number)
         found.shards.stores[self.of.table_id, self.range_id].restore(self._store.snapshot())
         found.copy = self.copy.twin()
         return found
@@ -104,8 +104,8 @@ class Owner:
         """All of the range as it is now."""
         snapshot = Snapshot(
             self.range_id,
-            AssignmentEpoch(self.tenure),
-            AssignmentEpoch(self.tenure),
+            AssignmentEpoch(self.term),
+            AssignmentEpoch(self.term),
             self.number,
             {self.of.table_id: self.copy},
         )
@@ -152,7 +152,7 @@ class Owner:
         self.number += 1
         delta = Delta(facts, workers, endings, (record,) if is_counted else ())
         batch = Batch(
-            self.range_id, AssignmentEpoch(self.tenure), AssignmentEpoch(self.tenure),
+            self.range_id, AssignmentEpoch(self.term), AssignmentEpoch(self.term),
             self.number, self.of.table_id, delta, (change,),
         )  # fmt: skip
         assert self.shards.make(change) is None
@@ -233,7 +233,7 @@ class WrittenLog:
 
     def _mark(self, kind: FrameKind, owner: Owner) -> None:
         mark = update_log_pb2.UpdateLogRange(
-            range_id=owner.range_id, tenure=owner.tenure, assignment_epoch=owner.tenure,
+            range_id=owner.range_id, term=owner.term, assignment_epoch=owner.term,
             number=owner.number,
         )  # fmt: skip
         self._write(kind, [mark.SerializeToString()], owner.range_id, owner.number)

@@ -113,9 +113,9 @@ class ReplicatedBatch(_message.Message):
     def __init__(self, head: _Optional[_Union[BatchHead, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockElements, _Mapping]]] = ..., more_follow: _Optional[bool] = ...) -> None: ...
 
 class BatchHead(_message.Message):
-    __slots__ = ("range_id", "tenure", "assignment_epoch", "number", "table_id", "facts", "workers", "endings", "records", "counted", "changes")
+    __slots__ = ("range_id", "term", "assignment_epoch", "number", "table_id", "facts", "workers", "endings", "records", "counted", "changes")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
-    TENURE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -126,7 +126,7 @@ class BatchHead(_message.Message):
     COUNTED_FIELD_NUMBER: _ClassVar[int]
     CHANGES_FIELD_NUMBER: _ClassVar[int]
     range_id: int
-    tenure: int
+    term: int
     assignment_epoch: int
     number: int
     table_id: int
@@ -136,7 +136,7 @@ class BatchHead(_message.Message):
     records: _containers.RepeatedCompositeFieldContainer[DecisionRecord]
     counted: _containers.RepeatedScalarFieldContainer[int]
     changes: _containers.RepeatedCompositeFieldContainer[ValueChange]
-    def __init__(self, range_id: _Optional[int] = ..., tenure: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., number: _Optional[int] = ..., table_id: _Optional[int] = ..., facts: _Optional[_Union[PartFacts, _Mapping]] = ..., workers: _Optional[_Union[WorkersFacts, _Mapping]] = ..., endings: _Optional[_Union[EndedEntries, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DecisionRecord, _Mapping]]] = ..., counted: _Optional[_Iterable[int]] = ..., changes: _Optional[_Iterable[_Union[ValueChange, _Mapping]]] = ...) -> None: ...
+    def __init__(self, range_id: _Optional[int] = ..., term: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., number: _Optional[int] = ..., table_id: _Optional[int] = ..., facts: _Optional[_Union[PartFacts, _Mapping]] = ..., workers: _Optional[_Union[WorkersFacts, _Mapping]] = ..., endings: _Optional[_Union[EndedEntries, _Mapping]] = ..., records: _Optional[_Iterable[_Union[DecisionRecord, _Mapping]]] = ..., counted: _Optional[_Iterable[int]] = ..., changes: _Optional[_Iterable[_Union[ValueChange, _Mapping]]] = ...) -> None: ...
 
 class BlockElements(_message.Message):
     __slots__ = ("block", "presence", "padding", "payload")
@@ -151,7 +151,7 @@ class BlockElements(_message.Message):
     def __init__(self, block: _Optional[int] = ..., presence: _Optional[bytes] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PartFacts(_message.Message):
-    __slots__ = ("clock", "formed_clock", "changed_clock", "newest_join_clock", "update_count", "record_count", "initialized", "unscaled", "squares", "said", "settings", "change_number", "promised", "hold_clock", "failure", "minds_reads", "past_reached_clock", "past_stepped_clock", "taken", "taken_clock")
+    __slots__ = ("clock", "formed_clock", "changed_clock", "newest_join_clock", "update_count", "record_count", "initialized", "unscaled", "squares", "said", "settings", "change_number", "promised", "hold_point", "failure", "minds_reads", "past_reached_clock", "past_stepped_clock", "taken", "taken_clock")
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     FORMED_CLOCK_FIELD_NUMBER: _ClassVar[int]
     CHANGED_CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -165,7 +165,7 @@ class PartFacts(_message.Message):
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     CHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     PROMISED_FIELD_NUMBER: _ClassVar[int]
-    HOLD_CLOCK_FIELD_NUMBER: _ClassVar[int]
+    HOLD_POINT_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
     MINDS_READS_FIELD_NUMBER: _ClassVar[int]
     PAST_REACHED_CLOCK_FIELD_NUMBER: _ClassVar[int]
@@ -185,14 +185,14 @@ class PartFacts(_message.Message):
     settings: _containers.RepeatedCompositeFieldContainer[SettingFrom]
     change_number: int
     promised: int
-    hold_clock: int
+    hold_point: int
     failure: _types_pb2.Error
     minds_reads: bool
     past_reached_clock: int
     past_stepped_clock: int
     taken: int
     taken_clock: int
-    def __init__(self, clock: _Optional[int] = ..., formed_clock: _Optional[int] = ..., changed_clock: _Optional[int] = ..., newest_join_clock: _Optional[int] = ..., update_count: _Optional[int] = ..., record_count: _Optional[int] = ..., initialized: _Optional[bool] = ..., unscaled: _Optional[int] = ..., squares: _Optional[_Iterable[_Union[ClockSquares, _Mapping]]] = ..., said: _Optional[_Union[SaidScale, _Mapping]] = ..., settings: _Optional[_Iterable[_Union[SettingFrom, _Mapping]]] = ..., change_number: _Optional[int] = ..., promised: _Optional[int] = ..., hold_clock: _Optional[int] = ..., failure: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., minds_reads: _Optional[bool] = ..., past_reached_clock: _Optional[int] = ..., past_stepped_clock: _Optional[int] = ..., taken: _Optional[int] = ..., taken_clock: _Optional[int] = ...) -> None: ...
+    def __init__(self, clock: _Optional[int] = ..., formed_clock: _Optional[int] = ..., changed_clock: _Optional[int] = ..., newest_join_clock: _Optional[int] = ..., update_count: _Optional[int] = ..., record_count: _Optional[int] = ..., initialized: _Optional[bool] = ..., unscaled: _Optional[int] = ..., squares: _Optional[_Iterable[_Union[ClockSquares, _Mapping]]] = ..., said: _Optional[_Union[SaidScale, _Mapping]] = ..., settings: _Optional[_Iterable[_Union[SettingFrom, _Mapping]]] = ..., change_number: _Optional[int] = ..., promised: _Optional[int] = ..., hold_point: _Optional[int] = ..., failure: _Optional[_Union[_types_pb2.Error, _Mapping]] = ..., minds_reads: _Optional[bool] = ..., past_reached_clock: _Optional[int] = ..., past_stepped_clock: _Optional[int] = ..., taken: _Optional[int] = ..., taken_clock: _Optional[int] = ...) -> None: ...
 
 class ClockSquares(_message.Message):
     __slots__ = ("clock", "squares")
@@ -221,7 +221,7 @@ class SettingFrom(_message.Message):
     def __init__(self, after_clock: _Optional[int] = ..., consistency: _Optional[_Union[_types_pb2.Consistency, _Mapping]] = ...) -> None: ...
 
 class WorkersFacts(_message.Message):
-    __slots__ = ("incarnations", "ranks", "sealed_clocks", "done_clocks", "joined_clocks", "confirmed_sequences", "left", "left_clocks", "goodbyes", "goodbye_clocks", "successors", "predecessors")
+    __slots__ = ("incarnations", "ranks", "sealed_clocks", "done_clocks", "joined_clocks", "confirmed_sequences", "left", "left_clocks", "final_seals", "final_seal_clocks", "successors", "predecessors")
     INCARNATIONS_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     SEALED_CLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -230,8 +230,8 @@ class WorkersFacts(_message.Message):
     CONFIRMED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
     LEFT_CLOCKS_FIELD_NUMBER: _ClassVar[int]
-    GOODBYES_FIELD_NUMBER: _ClassVar[int]
-    GOODBYE_CLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_SEALS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_SEAL_CLOCKS_FIELD_NUMBER: _ClassVar[int]
     SUCCESSORS_FIELD_NUMBER: _ClassVar[int]
     PREDECESSORS_FIELD_NUMBER: _ClassVar[int]
     incarnations: _containers.RepeatedScalarFieldContainer[int]
@@ -242,11 +242,11 @@ class WorkersFacts(_message.Message):
     confirmed_sequences: _containers.RepeatedScalarFieldContainer[int]
     left: _containers.RepeatedScalarFieldContainer[int]
     left_clocks: _containers.RepeatedScalarFieldContainer[int]
-    goodbyes: _containers.RepeatedScalarFieldContainer[int]
-    goodbye_clocks: _containers.RepeatedScalarFieldContainer[int]
+    final_seals: _containers.RepeatedScalarFieldContainer[int]
+    final_seal_clocks: _containers.RepeatedScalarFieldContainer[int]
     successors: _containers.RepeatedScalarFieldContainer[int]
     predecessors: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnations: _Optional[_Iterable[int]] = ..., ranks: _Optional[_Iterable[int]] = ..., sealed_clocks: _Optional[_Iterable[int]] = ..., done_clocks: _Optional[_Iterable[int]] = ..., joined_clocks: _Optional[_Iterable[int]] = ..., confirmed_sequences: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[int]] = ..., left_clocks: _Optional[_Iterable[int]] = ..., goodbyes: _Optional[_Iterable[int]] = ..., goodbye_clocks: _Optional[_Iterable[int]] = ..., successors: _Optional[_Iterable[int]] = ..., predecessors: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, incarnations: _Optional[_Iterable[int]] = ..., ranks: _Optional[_Iterable[int]] = ..., sealed_clocks: _Optional[_Iterable[int]] = ..., done_clocks: _Optional[_Iterable[int]] = ..., joined_clocks: _Optional[_Iterable[int]] = ..., confirmed_sequences: _Optional[_Iterable[int]] = ..., left: _Optional[_Iterable[int]] = ..., left_clocks: _Optional[_Iterable[int]] = ..., final_seals: _Optional[_Iterable[int]] = ..., final_seal_clocks: _Optional[_Iterable[int]] = ..., successors: _Optional[_Iterable[int]] = ..., predecessors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class EndedEntries(_message.Message):
     __slots__ = ("incarnations", "sequences", "outcomes", "stalenesses", "details")
@@ -323,16 +323,16 @@ class ValueChange(_message.Message):
     def __init__(self, kind: _Optional[_Union[ValueChangeKind, str]] = ..., record: _Optional[int] = ..., block_count: _Optional[int] = ..., mean_count: _Optional[int] = ...) -> None: ...
 
 class RangeSnapshot(_message.Message):
-    __slots__ = ("range_id", "assignment_epoch", "tenure", "number")
+    __slots__ = ("range_id", "assignment_epoch", "term", "number")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    TENURE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     assignment_epoch: int
-    tenure: int
+    term: int
     number: int
-    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., tenure: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., term: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class SnapshotTable(_message.Message):
     __slots__ = ("table_id", "facts", "workers", "records", "blocks", "versions")

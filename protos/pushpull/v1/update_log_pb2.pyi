@@ -31,13 +31,13 @@ class UpdateLogHeader(_message.Message):
     def __init__(self, format_version: _Optional[int] = ..., log_id: _Optional[bytes] = ..., segment: _Optional[int] = ..., cluster_id: _Optional[str] = ..., timeline: _Optional[bytes] = ..., node_id: _Optional[int] = ..., incarnation: _Optional[int] = ..., range_count: _Optional[int] = ..., kernel_fingerprint: _Optional[str] = ..., boot_id: _Optional[str] = ..., is_synced: _Optional[bool] = ...) -> None: ...
 
 class UpdateLogRange(_message.Message):
-    __slots__ = ("range_id", "tenure", "assignment_epoch", "number")
+    __slots__ = ("range_id", "term", "assignment_epoch", "number")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
-    TENURE_FIELD_NUMBER: _ClassVar[int]
+    TERM_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     range_id: int
-    tenure: int
+    term: int
     assignment_epoch: int
     number: int
-    def __init__(self, range_id: _Optional[int] = ..., tenure: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
+    def __init__(self, range_id: _Optional[int] = ..., term: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...

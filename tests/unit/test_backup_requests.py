@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from ps_core.cluster_view import BackupWish
+from ps_core.cluster_view import BackupRequest
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
-from ps_server.service.backup_requests import BackupWishes
+from ps_server.service.backup_requests import BackupRequests
 
-WISHES = [BackupWish(RangeId(0), AssignmentEpoch(2), frozenset({NodeId(2)}))]
+WISHES = [BackupRequest(RangeId(0), AssignmentEpoch(2), frozenset({NodeId(2)}))]
 
 
 def test_a_scheduler_that_is_away_is_one_line_and_its_return_another(
@@ -22,18 +22,22 @@ def test_a_scheduler_that_is_away_is_one_line_and_its_return_another(
     answers = [False, False, False, True, True, False]
     is_away = iter([not answer for answer in answers])
 
-    async def ask(_: Sequence[BackupWish]) -> None:
+    async def ask(_: Sequence[BackupRequest]) -> None:
         if next(is_away):
             raise WaitExpired("scheduler 127.0.0.1:7070 last heard 9 s ago")
 
     async def stand_often() -> None:
-        wishes = BackupWishes(ask)
+        backup_requests = BackupRequests(ask)
         for _ in answers:
-            wishes.stand(WISHES)
-            assert wishes._asking is not None
-            await wishes._asking
+            backup_requests.stand(WISHES)
+            assert backup_requests._asking is not None
+            await backup_requests._asking
 
     with caplog.at_level(logging.INFO, "pushpull"):
         asyncio.run(stand_often())
     events = [record.getMessage().split()[0] for record in caplog.records]
-    assert events == ["event=wish_unheard", "event=wish_heard", "event=wish_unheard"], caplog.text
+    assert events == [
+        "event=backup_request_unheard",
+        "event=backup_request_heard",
+        "event=backup_request_unheard",
+    ], caplog.text
