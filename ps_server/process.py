@@ -51,12 +51,11 @@ from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.service import replication_service
 from ps_server.service import servicer as parameter_service
-from ps_server.service.backup_requests import BackupRequests
 from ps_server.service.change_doubts import ChangeDoubts
 from ps_server.service.departure import REASON, until_kept
 from ps_server.service.node import ParameterNode
-from ps_server.service.promises import Promises
 from ps_server.service.replication_service import ReplicationServicer
+from ps_server.service.scheduler_requests import BackupRequests, Promises
 from ps_server.service.servicer import FEATURES, ParameterServicer, ViewAtLeast
 from ps_server.update_log.recovery import KeptLog, open_log
 from ps_server.update_log.writer import LogSetting
@@ -264,7 +263,7 @@ async def _run(
 def _backup_requests(
     link: SchedulerLink, node: ParameterNode, stack: contextlib.AsyncExitStack
 ) -> BackupRequests:
-    """What the server wishes of its ranges' backups gets to the scheduler."""
+    """Carries the requests for its ranges' backups to the scheduler."""
     asked = BackupRequests(lambda requests: link.set_backups(requests, link.lease_s))
     stack.callback(asked.close)
     if node.replicas is not None:

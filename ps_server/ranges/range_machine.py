@@ -537,7 +537,7 @@ class RangeMachine:
 
 
 class EntryRules:
-    """What may be wrong with an entry apart from its payload: questions to a range's state. Each
+    """Questions to a range's state: is anything wrong with an entry, apart from its payload? Each
     returns the error that the entry ends with, or None.
     """
 

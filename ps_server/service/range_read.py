@@ -48,7 +48,7 @@ _FOR_STEPS = (WaitCause.OWN_STEP, WaitCause.WORKERS)
 
 
 class PullTerms(NamedTuple):
-    """What a pull asks of each of its ranges.
+    """The terms of a pull, the same for each of its ranges.
 
     Attributes:
         session: whose it is.
@@ -102,7 +102,7 @@ class RangeRead:
 
     @property
     def event(self) -> PullEvent:
-        """What the machine is told."""
+        """The event for the machine."""
         session, cut = self.terms.session, self.terms.cut
         return PullEvent(
             self.place,

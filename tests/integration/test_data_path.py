@@ -61,7 +61,7 @@ class Both:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[RunFiles]:
-    """What runs here: the thread of a process's clients lives as long as the process."""
+    """The files that run here: the thread of a process's clients lives as long as the process."""
     run = RunFiles()
     run.watch()
     yield run

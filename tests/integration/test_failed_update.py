@@ -86,7 +86,7 @@ def _spec(name: str, kind: OptimizerKind, consistency: Consistency, **more: Any)
 
 
 def answer_of(read: RangeRead) -> list[parameters_pb2.PullResponse]:
-    """What a read that waits no more is answered with."""
+    """The answer to a read that waits no more."""
     assert read.is_answered
     found = []
     while not read.is_done:

@@ -11,7 +11,7 @@ import pytest
 from ps_core.cluster_view import BackupRequest
 from ps_core.errors import WaitExpired
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
-from ps_server.service.backup_requests import BackupRequests
+from ps_server.service.scheduler_requests import BackupRequests
 
 WISHES = [BackupRequest(RangeId(0), AssignmentEpoch(2), frozenset({NodeId(2)}))]
 
