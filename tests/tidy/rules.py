@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from tests.tidy import conduct, layers, shape
+from tests.tidy import conduct, layers, prose, shape
 from tests.tidy.source import Finding, Source
 
 Rule = Callable[[Source], Iterator[Finding]]
@@ -20,6 +20,8 @@ RULES: dict[str, Rule] = {
         shape.check_names,
         shape.check_units,
         shape.check_marks,
+        prose.check_first_words,
+        prose.check_glossary,
         conduct.check_sleep,
         conduct.check_fixed_ports,
         conduct.check_hidden_tests,

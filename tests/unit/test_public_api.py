@@ -11,6 +11,7 @@ import pytest
 
 import ps_worker
 import pushpull as ps
+from docs.api import BELOW
 from ps_core import errors as core_errors
 from ps_core.errors import PushpullError
 from ps_worker.client.client import ConnectOptions
@@ -44,6 +45,22 @@ def test_each_name_is_the_workers_and_has_a_docstring() -> None:
     for name in types.__all__:
         assert inspect.isclass(getattr(types, name))
         assert inspect.getdoc(getattr(types, name))
+
+
+def test_each_member_of_a_public_class_has_a_docstring() -> None:
+    without = []
+    for cls in (getattr(ps, name) for name in ps.__all__):
+        if not isinstance(cls, type):
+            continue
+        for base in cls.__mro__:
+            if not base.__module__.startswith(("ps_", "pushpull")):
+                continue
+            for name, member in vars(base).items():
+                text = member.fget.__doc__ if isinstance(member, property) else member.__doc__
+                is_field = not (callable(member) or isinstance(member, property))
+                if not (name.startswith("_") or name in BELOW or is_field or text):
+                    without.append(f"{base.__qualname__}.{name}")
+    assert not without
 
 
 def test_what_the_worker_exports_is_public_somewhere() -> None:
