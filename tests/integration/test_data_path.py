@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,9 @@ from ps_runtime.launch.launcher import Launcher, RoleCommand, start_scheduler
 from tests.integration.counted_server import SOCKET, RunFiles
 
 DEADLINE_S = 60.0
-ROUNDS = 12
+ROUNDS, MORE_ROUNDS = 12, 120
+"""On a machine with much else to do a round may last so long that a timer is due in each."""
+
 BLOCK = limits.DEFAULT_BLOCK_ELEMENTS
 ROLES = ("ps_server/", "ps_worker/")
 MOST = {"shm": (37, 28), "grpc": (32, 26)}
@@ -39,24 +41,32 @@ class Both:
         self._worker = worker
         self._lines = server.makefile("rw")
 
-    def of(self, action: Callable[[], object]) -> list[str]:
-        """The files that run in each of some rounds."""
-        found: set[str] | None = None
-        for _ in range(ROUNDS):
-            self._ask("begin")
-            self._worker.begin()
-            action()
-            worker = self._worker.files
-            both = worker | set(self._ask("end"))
-            found = both if found is None else found & both
-        assert found
+    def of(self, action: Callable[[], object], most: int) -> list[str]:
+        """The files that run in each of some rounds; more rounds where they are above `most`."""
+        found = self._round(action)
+        for number in range(2, MORE_ROUNDS + 1):
+            found &= self._round(action)
+            if number >= ROUNDS and len(of_roles(found)) <= most:
+                break
         return sorted(found)
+
+    def _round(self, action: Callable[[], object]) -> set[str]:
+        self._ask("begin")
+        self._worker.begin()
+        action()
+        worker = self._worker.files
+        return worker | set(self._ask("end"))
 
     def _ask(self, order: str) -> list[str]:
         self._lines.write(f"{order}\n")
         self._lines.flush()
         files: list[str] = json.loads(self._lines.readline())
         return files
+
+
+def of_roles(files: Iterable[str]) -> list[str]:
+    """Those that are not of what all roles share."""
+    return [path for path in files if path.startswith(ROLES)]
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +111,17 @@ def test_a_block_passes_few_files(worker: RunFiles, tmp_path: Path, lane: str) -
         gradient = np.ones(BLOCK, np.float32)
         out = np.empty_like(gradient)
         client.push_pull(table, gradient, out=out)
-        found = {
-            "push": both.of(lambda: client.wait(client.push(table, gradient))),
-            "pull": both.of(lambda: client.pull(table, out=out)),
-        }
+        most_pushed, most_pulled = MOST[lane]
+        pushed = both.of(lambda: client.wait(client.push(table, gradient)), most_pushed)
+        pulled = both.of(lambda: client.pull(table, out=out), most_pulled)
     too_many = []
-    for (verb, files), most in zip(found.items(), MOST[lane], strict=True):
-        of_roles = [path for path in files if path.startswith(ROLES)]
+    for verb, files, most in (("push", pushed, most_pushed), ("pull", pulled, most_pulled)):
+        count = len(of_roles(files))
         said = (
-            f"lane {lane}: a {verb} runs through {len(of_roles)} files of the two roles, at most "
-            f"{most} expected, and {len(files) - len(of_roles)} of what all roles share:"
+            f"lane {lane}: a {verb} runs through {count} files of the two roles, at most {most} "
+            f"expected, and {len(files) - count} of what all roles share:"
         )
         print(said, *files, sep="\n  ")
-        if len(of_roles) > most:
+        if count > most:
             too_many.append("\n  ".join((said, *files)))
     assert not too_many, "\n".join(too_many)
