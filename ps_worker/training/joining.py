@@ -13,20 +13,25 @@ what they load before their first step has one meaning if all load the same (SEM
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from functools import partial
 
 from ps_core.cluster_view import ClusterView
-from ps_core.collective import is_late_joiner, workers_here
 from ps_core.errors import InvalidConfig, WaitExpired
-from ps_core.keys import Incarnation, TableId
+from ps_core.keys import TableId
 from ps_runtime.observe import logs
+from ps_runtime.system.clock import now_s
 from ps_worker.client.client import Client
+from ps_worker.spec.late_joiners import (
+    ALL_HERE_WITHIN_S,
+    LateJoiner,
+    all_have_joined,
+    clocks_behind,
+    joined_tables,
+    may_load,
+)
 from ps_worker.steps.steps import passed
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.tables.trained_table import TrainedTable
-
-ALL_HERE_WITHIN_S = 30.0
-"""How long a worker that brings something waits for the others that the cluster was started for."""
 
 
 def check_may_join(is_aggregate: bool) -> None:
@@ -62,79 +67,44 @@ def begin_where_the_others_are(
         table.finish()
 
 
-def joins_nobody(client: Client, tables: Sequence[TrainedTable]) -> bool:
+def joins_nobody(
+    client: Client, tables: Sequence[TrainedTable], joined_s: float, *, is_at_start: bool
+) -> bool:
     """Whether all workers that are there are new, and none has trained without this one, which has
-    joined these tables.
+    joined these tables at that time; or whether nobody had taken a step by then.
 
-    Blocking: where that is so, until all that the cluster was started for have joined, at most
-        `ALL_HERE_WITHIN_S`.
+    Blocking: until that is known, at most `ALL_HERE_WITHIN_S` from when it joined.
     """
-    engine, own, joined_ids = client.engine, client.session.incarnation, _joined_ids(client, tables)
-    if _trains_without(engine.view, own, joined_ids):
-        return False
-    if not _all_have_joined(engine.view, joined_ids):
-        logs.info("waits_for_other_new_workers", at_most_s=ALL_HERE_WITHIN_S)
+    engine, waited_s = client.engine, now_s() - joined_s
+    own, joined_ids = client.session.incarnation, _joined_ids(client, tables)
+    late_joiner = LateJoiner(own, joined_ids, is_at_start, engine.scheduler.lease_s)
+    if may_load(engine.view, late_joiner, waited_s) is None:
+        logs.info("waits_for_other_new_workers", at_most_s=round(ALL_HERE_WITHIN_S - waited_s, 1))
+    while (may := may_load(engine.view, late_joiner, waited_s)) is None:
+        limit_s = next(each for each in late_joiner.limits_s if waited_s < each)
+        known = partial(_is_known, late_joiner=late_joiner, waited_s=waited_s)
         try:
-            client.tables.await_view(
-                lambda view: (
-                    _trains_without(view, own, joined_ids) or _all_have_joined(view, joined_ids)
-                ),
-                "the other workers to join",
-                ALL_HERE_WITHIN_S,
-            )
+            client.tables.await_view(known, "the other workers to join", limit_s - waited_s)
+            waited_s = max(waited_s, now_s() - joined_s)
         except WaitExpired:
-            logs.warning("other_workers_did_not_come", waited_s=ALL_HERE_WITHIN_S)
-    return not _trains_without(engine.view, own, joined_ids)
+            waited_s = limit_s
+    if may and not all_have_joined(engine.view, joined_ids):
+        logs.warning("other_workers_did_not_come", waited_s=round(waited_s, 1))
+    return may
 
 
-def clocks_behind(client: Client, tables: Sequence[TrainedTable]) -> int:
-    """How many clocks lie between where this worker is and where the last of those that are there
-    has joined.
-    """
-    view, joined_ids = client.engine.view, _joined_ids(client, tables)
-    here = {worker.incarnation for worker in workers_here(view).values()}
-    return max(
-        (
-            join.after_clock - table.handle.clock
-            for table in tables
-            if table.handle.table.table_id in joined_ids and not table.is_asleep
-            for join in view.tables_by_id[table.handle.table.table_id].joins
-            if join.incarnation in here and join.after_clock > table.handle.clock
-        ),
-        default=0,
-    )
+def _is_known(view: ClusterView, late_joiner: LateJoiner, waited_s: float) -> bool:
+    return may_load(view, late_joiner, waited_s) is not None
 
 
-def _joined_ids(client: Client, tables: Sequence[TrainedTable]) -> set[TableId]:
-    """Those that were there before this worker; others have it from the start."""
-    own, table_ids = client.session.incarnation, {t.handle.table.table_id for t in tables}
-    return {
-        table.table_id
-        for table in client.engine.view.tables
-        if table.table_id in table_ids and own in {join.incarnation for join in table.joins}
-    }
+def clocks_to_pass(client: Client, tables: Sequence[TrainedTable]) -> int:
+    """How many clocks this worker passes before it loads, with others that are new as it is."""
+    joined_ids = _joined_ids(client, tables)
+    awake = [table.handle for table in tables if not table.is_asleep]
+    clocks = {h.table.table_id: h.clock for h in awake if h.table.table_id in joined_ids}
+    return clocks_behind(client.engine.view, clocks)
 
 
-def _trains_without(view: ClusterView, own: Incarnation, joined_ids: set[TableId]) -> bool:
-    """Whether a worker is there that is not new, or took more than a step before another came: one
-    that has read a table, and waits, is joined by the next a clock later.
-    """
-    workers = workers_here(view).values()
-    if not all(is_late_joiner(view, worker) for worker in workers):
-        return True
-    here = {worker.incarnation for worker in workers}
-    for table_id in joined_ids:
-        joins = view.tables_by_id[table_id].joins
-        clocks = sorted({join.after_clock for join in joins if join.incarnation in here | {own}})
-        if any(later > earlier + 1 for earlier, later in pairwise(clocks)):
-            return True
-    return False
-
-
-def _all_have_joined(view: ClusterView, joined_ids: set[TableId]) -> bool:
-    """Whether as many workers are there as the cluster was started for, and all have joined."""
-    here = {worker.incarnation for worker in workers_here(view).values()}
-    return len(here) >= view.worker_count and all(
-        here <= {join.incarnation for join in view.tables_by_id[table_id].joins}
-        for table_id in joined_ids
-    )
+def _joined_ids(client: Client, tables: Sequence[TrainedTable]) -> frozenset[TableId]:
+    table_ids = {table.handle.table.table_id for table in tables}
+    return joined_tables(client.engine.view, client.session.incarnation, table_ids)

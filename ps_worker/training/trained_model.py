@@ -35,13 +35,14 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.tables import VALUES_ARRAY, Hyperparameters
+from ps_runtime.system.clock import now_s
 from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, numbers_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult
 from ps_worker.training.clipping import UpdateScaling, clip_of, clip_reduced, multiply_gradients
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
-from ps_worker.training.joining import clocks_behind, joins_nobody
+from ps_worker.training.joining import clocks_to_pass, joins_nobody
 from ps_worker.training.local_optimizer import StateBefore
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import (
@@ -141,7 +142,9 @@ class TrainedModel:
         self._loaded: LoadedState | None = None
         self._given = (-1, b"")  # names the state that `gave_state` was told of, and when
         self._edits = PlannedEdits()
-        self._joined_at = -1  # its clock when it joined others that had taken steps
+        self._joined_at = -1  # its clock when it joined others
+        self._joined_s = 0.0  # when that was
+        self._is_at_start = True  # whether nobody had taken a step by then
         self._brought: Edited | None = None  # what it had changed at its first backward pass
         self._times: StepTimes  # from `begin` on
 
@@ -166,8 +169,9 @@ class TrainedModel:
         """This worker joins others that train: the model is theirs, and what is changed before the
         first backward pass would be refused to all of them (SEMANTICS S16).
         """
-        if any(t.handle.clock > (t.handle.table.restored_clock or 0) for t in self.tables):
-            self._joined_at = self._clock
+        clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self.tables]
+        self._is_at_start = all(clock <= first for clock, first in clocks)
+        self._joined_at, self._joined_s = self._clock, now_s()
 
     # --- between two steps
 
@@ -457,7 +461,8 @@ class TrainedModel:
             )
 
     def _joins_nobody(self) -> bool:
-        return joins_nobody(self._client, self.tables)
+        at_start = self._is_at_start
+        return joins_nobody(self._client, self.tables, self._joined_s, is_at_start=at_start)
 
     def _brings_nothing(self) -> str:
         return (
@@ -485,7 +490,7 @@ class TrainedModel:
         if why:
             raise EditRefused(load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
-        passed_count = clocks_behind(self._client, self.tables) if self._is_new else 0
+        passed_count = clocks_to_pass(self._client, self.tables) if self._is_new else 0
         self._edits.plan(edited, self._loaded, problem, passed_count)
 
     def why_no_edit(self) -> str:

@@ -8,6 +8,8 @@ _FORMING = "ps_server/ranges/forming.py"
 _GATE = "ps_server/ranges/update_gate.py"
 _ARRAYS = "ps_server/values/optimizer_arrays.py"
 _STEPS = ("steps",)
+_LOADS = ("loads",)
+_LATE_JOINERS = "ps_worker/spec/late_joiners.py"
 
 EDIT_MUTANTS = (
     Mutant(
@@ -113,5 +115,63 @@ EDIT_MUTANTS = (
         "    contributions.copy_present(part, beside)\n",
         "    contributions.copy_present(part, beside)\n    _put_in_place(state, own)\n",
         _STEPS,
+    ),
+    Mutant(
+        "who says an edit with nothing in it has no say",
+        "S16",
+        _FORMING,
+        "        if step.skip:\n            return\n",
+        "        if step.skip or (step.edit and not step.pushes):\n            return\n",
+        _LOADS,
+    ),
+    Mutant(
+        "who loads passes no clocks",
+        "S16",
+        _LATE_JOINERS,
+        "if join.incarnation in here and join.after_clock > clock\n",
+        "if False\n",
+        _LOADS,
+    ),
+    Mutant(
+        "who loads waits for nobody",
+        "S16",
+        _LATE_JOINERS,
+        "    if not before and all_have_joined(view, late_joiner.joined_ids):\n",
+        "    if not before:\n",
+        _LOADS,
+    ),
+    Mutant(
+        "who joins others that have trained may load",
+        "S16",
+        _LATE_JOINERS,
+        "    return any(later > earlier + 1 for earlier, later in pairwise(steps))\n",
+        "    return any(later < earlier for earlier, later in pairwise(steps))\n",
+        _LOADS,
+    ),
+    Mutant(
+        "a clock that is ended with nothing is a step",
+        "S16",
+        _LATE_JOINERS,
+        "    steps = sorted(max(taken) for",
+        "    steps = sorted(sum(taken) for",
+        _LOADS,
+    ),
+    Mutant(
+        "who joins before anybody's first step waits for nobody",
+        "S16",
+        _LATE_JOINERS,
+        "    silent_s, limit_s = late_joiner.limits_s\n",
+        "    silent_s, limit_s = late_joiner.limits_s\n"
+        "    if late_joiner.is_at_start:\n        return True\n",
+        _LOADS,
+    ),
+    Mutant(
+        "who may be dead is taken for one that trains",
+        "S16",
+        _LATE_JOINERS,
+        "        return None if waited_s < silent_s else late_joiner.is_at_start\n",
+        "        return late_joiner.is_at_start\n",
+        _LOADS,
+        first_seed=260,
     ),
 )

@@ -85,9 +85,14 @@ class Edit:
         revision = EDIT + (rank == self.other) + 2 * self.array + 10 * self.number
         return Grad(self.clock, rank, block, revision, self.table.table_id, incarnation)
 
-    def item(self, block: int) -> Grad:
-        """What is in the block then."""
-        return item_of(self.grad(0, block, 0))
+    def item(self, block: int, rank: int = 0) -> Grad:
+        """What is in the block then; by what that rank means."""
+        return item_of(self.grad(rank, block, 0))
+
+
+def arrays_of(table: Table) -> tuple[int, ...]:
+    """What an edit of the table may be of."""
+    return tuple(_ARRAYS[table.spec.optimizer.kind])
 
 
 def item_of(grad: Grad) -> Grad:

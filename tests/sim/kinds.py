@@ -16,6 +16,7 @@ from tests.sim.test_effects import EffectSimulation
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_lanes import LaneSimulation
 from tests.sim.test_late_tables import LateTableSimulation
+from tests.sim.test_loads import LoadSimulation
 from tests.sim.test_logs import LogSimulation
 from tests.sim.test_loops import LoopSimulation
 from tests.sim.test_newcomers import NewcomerSimulation
@@ -46,6 +47,7 @@ KINDS: dict[str, type[Simulation]] = {
     "effects": EffectSimulation,
     "pairs": TwoLostSimulation,
     "replacements": ReplacementSimulation,
+    "loads": LoadSimulation,
     "runs": RunSimulation,
     "runs-away": RunAwaySimulation,
     "runs-logs": RunLogSimulation,
@@ -76,6 +78,7 @@ SHARES = {
     "effects": 5,
     "pairs": 5,
     "replacements": 4,
+    "loads": 5,
     "runs": 4,
     "runs-away": 4,
     "runs-logs": 10,

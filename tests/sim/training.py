@@ -24,13 +24,9 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     """For each table in turn push blocks, seal, wait, read, check."""
     clocks: dict[TableId, int] = {}
     if worker.is_late_joiner:
-        yield from _begin_where_the_others_are(worker, truth, clocks)
-    for table in worker.layout.tables if not worker.is_late_joiner else ():
-        first = truth.restored.get(table.table_id)
-        if worker.rank == 0 and first is None:
-            yield from _step(worker, truth, table, 0)
-        clocks[table.table_id] = first or 0
-        yield from _read_and_check(worker, truth, table, first or 0)
+        yield from begin_where_the_others_are(worker, truth, clocks)
+    else:
+        yield from begin_anew(worker, truth, clocks)
     leaves_by_its_step = worker.world.draw.random() < 0.3  # else by one of its own
     stays = [] if leaves_by_its_step else list(worker.layout.tables)
     for number in range(steps):
@@ -47,7 +43,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
                 yield from _edit(worker, truth, edit)
             if number == steps - 1 and leaves_by_its_step:
                 stays.append(table)
-            yield from _read_and_check(worker, truth, table, clock)
+            yield from read_and_check(worker, truth, table, clock)
             answers = worker.reads.answers.values()  # with backup workers, others go on without it
             clocks[table.table_id] = clock
             newest[table.table_id] = max(clock, min(answer.clock for answer in answers))
@@ -61,6 +57,21 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
         truth.left.add((table.table_id, worker.incarnation))
         worker.says_goodbye()
         yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
+
+
+def begin_anew(
+    worker: SimWorker, truth: Truth, clocks: dict[TableId, int], *, reads: bool = True
+) -> Waits:
+    """Rank 0 gives initial values where a checkpoint has none, and each worker reads them, unless
+    it dies before that.
+    """
+    for table in worker.layout.tables:
+        first = truth.restored.get(table.table_id)
+        if worker.rank == 0 and first is None:
+            yield from _step(worker, truth, table, 0)
+        clocks[table.table_id] = first or 0
+        if reads:
+            yield from read_and_check(worker, truth, table, first or 0)
 
 
 def _leave_out(
@@ -77,7 +88,7 @@ def _leave_out(
     assert len(taken) == 1, f"S7: worker {worker.rank} is at {clocks}, from {truth.restored}"
 
 
-def _begin_where_the_others_are(
+def begin_where_the_others_are(
     worker: SimWorker, truth: Truth, clocks: dict[TableId, int]
 ) -> Waits:
     """As `ps_worker.training.joining`: it joins each table, and puts them at one step, as they are
@@ -104,7 +115,7 @@ def _begin_where_the_others_are(
         _check_first(worker, truth, table, joined[table.table_id])
         for clock in range(joined[table.table_id] + 1, newest + 1):
             yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
-        yield from _read_and_check(worker, truth, table, newest)
+        yield from read_and_check(worker, truth, table, newest)
 
 
 def _edit(worker: SimWorker, truth: Truth, edit: Edit) -> Waits:
@@ -211,7 +222,7 @@ def _step(
     worker.world.counts["eager steps"] += eager
     ranges = list(table.blocks_by_range(layout.range_count))
     is_eager = eager and any(body.problem is None for body in final.values())
-    terms = _terms(worker, table, clock, skip=skip, last=last, eager=is_eager)
+    terms = terms_of(worker, table, clock, skip=skip, last=last, eager=is_eager)
     worker.window.seal(table.table_id, clock, ranges, terms)
     truth.sealed[table.table_id, worker.incarnation] = clock
     if last:
@@ -240,7 +251,7 @@ def _note_lost(worker: SimWorker, truth: Truth, ended: StepEnded) -> None:
         assert set(ended.rejected) == {g.block for t, g in worker.lost if (t, g.clock) == step}
 
 
-def _terms(
+def terms_of(
     worker: SimWorker, table: Table, clock: int, *, skip: bool, last: bool, eager: bool
 ) -> SealTerms:
     """What a worker says of its step; what it said is written down."""
@@ -256,7 +267,7 @@ def _terms(
     return SealTerms(numbers, scale, skip, last, CLIP_SCALE if clips else None)
 
 
-def _read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
+def read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:
     if worker.read_early:
         worker.read_early = False
     else:
