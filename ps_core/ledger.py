@@ -126,11 +126,6 @@ class Ledger:
         """The outcomes that are kept for a resend, by sequence."""
         return MappingProxyType(self._endings)
 
-    @property
-    def kept_count(self) -> int:
-        """Endings that are still kept for a resend."""
-        return len(self._endings)
-
     def has_ended(self, sequence: int) -> bool:
         """Whether `sequence` has ended; 0 and below are no sequences."""
         return 0 < sequence <= self._low_water or sequence in self._endings

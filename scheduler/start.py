@@ -2,8 +2,8 @@
 
 Rules:
     - A journal that has a cluster is gone on with, whatever `resume` says: that is for the first
-      start. What nodes were told of the cluster has to be what the settings say; what only the
-      scheduler goes by (`_FREE`) may be another from this start on.
+      start. What nodes were told of the cluster (`_TOLD`) has to be what the settings say; what
+      only the scheduler goes by, such as `stop_when_done`, may be another from this start on.
     - A journal that is not gone on with stays as it is.
 """
 
@@ -29,7 +29,6 @@ from scheduler.store import records
 _INCARNATION_BITS = 40
 """Of 53 that the contract allows: room for as many nodes as any cluster will see."""
 
-_FREE = ("stop_when_done", "worker_timeout_s", "adaptation_interval_s", "checkpoint_full_every")
 _TOLD = {
     "worker_count": "workers",
     "server_count": "servers",

@@ -24,7 +24,7 @@ from ps_core.errors import InvalidKeys, UpdateFailed
 from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Ledger
 from ps_core.tables import InitializerKind, Table
-from ps_core.work import Work, at_once
+from ps_core.work import Work
 from ps_server.ranges.events import Effect, Record, ReplyTo
 from ps_server.ranges.range_state import RangeState, Said, WorkerPart
 from ps_server.ranges.schedule import Promises, Schedule
@@ -247,11 +247,6 @@ def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Rec
     )
     workers = tuple(_worker_facts(state))
     return Delta(facts_of(state), workers, endings, tuple(counted))
-
-
-def copy_of(state: RangeState) -> PartCopy:
-    """`copying`, at once."""
-    return at_once(copying(state))
 
 
 def copying(state: RangeState) -> Work[PartCopy]:

@@ -284,10 +284,6 @@ class ShardStore:
                 part = self._compensated(total, compensation, part)
             total.add(part, self._pool)
 
-    def reduce(self, clock: int, contributor_count: int) -> tuple[float, ...]:
-        """`reducing`, at once."""
-        return at_once(self.reducing(clock, contributor_count))
-
     def reducing(self, clock: int, contributor_count: int) -> Work[tuple[float, ...]]:
         """Form the reduced gradient of `clock` from what was folded; `apply` then only scales it.
 

@@ -52,7 +52,6 @@ Pieces = Sequence[bytes | memoryview]
 """A serialized message, one piece behind the other."""
 
 SERVICE = "pushpull.v1.ReplicationService"
-METHOD = f"/{SERVICE}/Replicate"
 
 SMALL_BYTES = 64 * 1024
 """A message up to it is parsed whole: a copy of its payload costs less than to go around it."""

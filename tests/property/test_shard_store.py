@@ -25,6 +25,7 @@ from ps_core.tables import (
     OptimizerSpec,
     Reduction,
 )
+from ps_core.work import at_once
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.shard_store import ShardStore
 from tests.examples import examples
@@ -64,7 +65,7 @@ def test_a_store_does_what_its_dumb_twin_does(data: st.DataObject) -> None:
             scale = 1.0
             if data.draw(st.booleans()):  # its norm is asked for first
                 scale = data.draw(st.sampled_from([1.0, 0.0, 0.375, 1 / 3]))
-                squares = store.reduce(clock + 1, count)
+                squares = at_once(store.reducing(clock + 1, count))
                 np.testing.assert_allclose(squares, twin.squares(count), rtol=1e-13)
             touched = store.apply(clock + 1, (), count, scale)
             clock += 1
@@ -166,7 +167,7 @@ def test_squares_of_a_float32_do_not_overflow() -> None:
     store = ShardStore(subject, [0])
     largest = raw.encode(np.full(64, 3e38), Codec.FP32)
     store.fold(1, [(0, store.decode(0, Codec.FP32, largest, b""))], 1.0)
-    (square,) = store.reduce(1, 1)
+    (square,) = at_once(store.reducing(1, 1))
     assert square == pytest.approx(64 * 3e38**2)
 
 

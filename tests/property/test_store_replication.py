@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import Incarnation
 from ps_core.tables import Codec, OptimizerKind, OptimizerSpec
+from ps_core.work import at_once
 from ps_server.ranges.events import Compensation
 from ps_server.values.mutations import Dropped, Elements, Kept, Put, SentTotal
 from ps_server.values.shard_store import ShardStore
@@ -43,7 +44,7 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
         is_kept = data.draw(st.booleans())
         if is_kept:
             scale = data.draw(st.sampled_from([1.0, 0.0, 0.375, 1 / 3]))
-            primary.reduce(clock, count)
+            at_once(primary.reducing(clock, count))
             kept = Kept(record_of(clock, blocks, count), primary.kept_total(clock))
             told(backup, over_the_wire(kept, small_bytes))
         if data.draw(st.integers(0, 4)) == 0:
@@ -137,7 +138,7 @@ def test_a_store_that_was_restored_goes_on_bit_for_bit(data: st.DataObject) -> N
     is_waiting = data.draw(st.booleans())
     fold(data, first, clock)
     if is_waiting:
-        first.reduce(clock, 2)
+        at_once(first.reducing(clock, 2))
     copy = first.snapshot()
     if not is_waiting:
         first.drop(clock)

@@ -14,7 +14,8 @@ import pytest
 from ps_core.cluster_view import BackupRequest, ClusterView, Role, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, NodeId, RangeId
-from ps_server.ranges.range_copy import PartCopy, WorkerFacts, copy_of
+from ps_core.work import at_once
+from ps_server.ranges.range_copy import PartCopy, WorkerFacts, copying
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import (
     BackupsSet,
@@ -398,7 +399,7 @@ class FailoverSimulation(ScheduledSimulation):
                 assert bits[0] == bits[1], f"EQUAL: bits of range {range_id}: {bits}"
             copy = backup.replication.replicas[range_id].copies.get(table.table_id)
             if part is not None and copy is not None:
-                mine, gone = copy_of(part.state), self.truth.gone
+                mine, gone = at_once(copying(part.state)), self.truth.gone
                 past = set(copy.workers) - set(mine.workers)  # the backup may not be told yet
                 assert past <= gone
                 ours, theirs = (_known(c, gone, past) for c in (mine, copy))

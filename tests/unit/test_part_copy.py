@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from ps_core.ledger import Outcome
+from ps_core.work import at_once
 from ps_server.ranges.events import Apply, Effect
-from ps_server.ranges.range_copy import Delta, copy_of, delta_of, facts_of, fresh_copy, restore
+from ps_server.ranges.range_copy import Delta, copying, delta_of, facts_of, fresh_copy, restore
 from tests.unit.machine_harness import Bench, make_table, outcomes
 
 
 def moved(at: Bench) -> Bench:
     """The same range at another server, as its copy has it."""
     other = Bench(at.table, workers=at.workers)
-    restore(copy_of(at.machine.state), other.machine.state, at.now_s)
+    restore(at_once(copying(at.machine.state)), other.machine.state, at.now_s)
     return other
 
 
@@ -90,7 +91,7 @@ def test_a_copy_is_what_the_state_is() -> None:
     for rank, sequence, clock in ((0, 1, 1), (1, 1, 1), (1, 3, 2), (0, 3, 2)):
         for effects in (at.push(rank, sequence, clock), at.seal(rank, sequence + 1, clock)):
             told.take(_delta(at, effects))
-    whole = copy_of(at.machine.state)
+    whole = at_once(copying(at.machine.state))
     assert told.facts == whole.facts == facts_of(at.machine.state)
     assert told.versions == whole.versions
     for incarnation, worker in whole.workers.items():

@@ -11,8 +11,9 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import Fenced, InvalidTensor
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome
+from ps_core.work import at_once
 from ps_server.ranges.events import Apply, Effect, PushEvent, Record, SealEvent, SealTerms, Sender
-from ps_server.ranges.range_copy import PartCopy, copy_of, delta_of, fresh_copy, restore
+from ps_server.ranges.range_copy import PartCopy, copying, delta_of, fresh_copy, restore
 from ps_server.ranges.schedule import copies_cut
 from tests.unit.machine_harness import PLACE, Bench, make_table, outcomes, problem
 
@@ -34,7 +35,7 @@ def join(at: Bench, incarnation: Incarnation, after_clock: int) -> None:
 def moved(at: Bench, *gone: Incarnation, state: NodeState = NodeState.GONE) -> Bench:
     """The range at its next primary, which has the same view."""
     other = Bench(at.table, workers=at.workers)
-    restore(copy_of(at.machine.state), other.machine.state, at.now_s)
+    restore(at_once(copying(at.machine.state)), other.machine.state, at.now_s)
     for incarnation in gone:
         other.gone(ended(incarnation, state))
     other.observe(at.table)
@@ -75,19 +76,19 @@ def test_what_it_sealed_is_waited_for_at_no_next_primary() -> None:
 
 def test_a_backup_knows_when_it_left_as_far_as_that_is_decided() -> None:
     at = held()
-    assert copy_of(at.machine.state).workers[FIRST].facts.left_clock == 0
+    assert at_once(copying(at.machine.state)).workers[FIRST].facts.left_clock == 0
     step(at, at.sender(1), 1, 1)
     at = Bench(make_table(), workers=2)
     for rank in range(2):
         step(at, at.sender(rank), 1, 1)
     at.gone(ended(FIRST))
-    assert copy_of(at.machine.state).workers[FIRST].facts.left_clock == 1
+    assert at_once(copying(at.machine.state)).workers[FIRST].facts.left_clock == 1
 
 
 def test_a_copy_of_before_its_end_is_enough() -> None:
     """The next primary was told that it had been replaced, and not when it left."""
     at = held()
-    copy = copy_of(at.machine.state)
+    copy = at_once(copying(at.machine.state))
     copy.workers[FIRST].facts = copy.workers[FIRST].facts._replace(left_clock=1)
     other = Bench(at.table, workers=2)
     restore(copy, other.machine.state, at.now_s)
@@ -120,7 +121,7 @@ def test_a_goodbye_is_no_step_at_the_next_primary_either() -> None:
 
 def test_it_is_forgotten_once_all_of_it_is_decided() -> None:
     at = held()
-    backup = copy_of(at.machine.state)
+    backup = at_once(copying(at.machine.state))
     assert set(at.machine.state.workers) == {FIRST, SECOND}
     backup.take(delta_of(at.machine.state, (), ()))
     assert set(backup.workers) == {FIRST, SECOND}  # its step may still be decided
@@ -169,10 +170,10 @@ def test_one_between_two_is_forgotten_alone() -> None:
     at.gone(ended(SECOND))
     join(at, THIRD, 2)
     assert set(at.machine.state.workers) == {FIRST, THIRD}
-    backup = copy_of(at.machine.state)
+    backup = at_once(copying(at.machine.state))
     backup.workers[SECOND] = backup.workers[FIRST]
     backup.workers[SECOND].facts = backup.workers[SECOND].facts._replace(incarnation=SECOND)
-    backup.workers[FIRST] = copy_of(at.machine.state).workers[FIRST]
+    backup.workers[FIRST] = at_once(copying(at.machine.state)).workers[FIRST]
     backup.take(delta_of(at.machine.state, (), ()))
     assert set(backup.workers) == {FIRST, THIRD}
     effects = step(at, at.sender(1), 1, 1)

@@ -31,7 +31,6 @@ def test_blocks_with_a_tensor_unused_leave_at_the_end_with_presence_bits() -> No
         0: (True, False),
         1: (False, True),
     }
-    assert list(loop.staging.present_names()) == ["p0", "p2"]
 
 
 def test_no_gradient_at_all_leaves_nothing() -> None:

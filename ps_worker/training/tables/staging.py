@@ -478,12 +478,6 @@ class GradientStaging:
         present = tuple(self._places[tensor].is_present for tensor in block.tensors)
         return BlockPart(number, payload, pack_presence(present))
 
-    def present_names(self) -> Iterator[str]:
-        """The parameters that have a gradient in the step that `take` ended."""
-        for entry, place in zip(self.layout.placed, self._places, strict=True):
-            if place.is_present:
-                yield entry.name
-
 
 def is_finite(values: torch.Tensor) -> bool:
     """Whether there is neither an infinity nor a NaN."""
