@@ -1,6 +1,6 @@
 # One image for every role: `pushpull scheduler`, `pushpull server`, `pushpull worker SCRIPT`.
 # `--target scheduler` has what a scheduler and the command line need, and no torch.
-# Your own script: FROM pushpull:0.1.0, COPY train.py ./ (docs/KUBERNETES.md).
+# Your own script: FROM pushpull:0.1.0, COPY train.py ./ (docs/guides/KUBERNETES.md).
 # To pin the base for good, name it by digest: --build-arg PYTHON_IMAGE=python@sha256:...
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 

@@ -64,7 +64,7 @@ protos: $(READY) ## Generate the stubs from protos/ again
 protos-check: $(READY) ## Fail if the committed stubs are not what the protos give
 	$(BIN)/python -m pytest -q tests/tidy/test_stubs.py
 
-reference: $(READY) ## Write docs/REFERENCE.md and docs/API.md from the code again
+reference: $(READY) ## Write docs/reference/REFERENCE.md and docs/reference/API.md from the code again
 	PYTHONPATH=.:protos $(BIN)/python -m docs.reference
 	PYTHONPATH=.:protos $(BIN)/python -m docs.api
 

@@ -1,4 +1,4 @@
-"""Makes docs/API.md from the signatures and docstrings of `pushpull`.
+"""Makes docs/reference/API.md from the signatures and docstrings of `pushpull`.
 
 `make reference`, or `python -m docs.api` in the repository root, writes it; a tidy test fails when
 it is not what this script would write.
@@ -18,7 +18,7 @@ import pushpull
 from docs.reference import table
 from pushpull import errors, types
 
-PAGE = Path(__file__).resolve().parent / "API.md"
+PAGE = Path(__file__).resolve().parent / "reference/API.md"
 
 GROUPS = {
     "Joining a cluster": ("connect", "Client", "local_cluster", "ray_cluster"),

@@ -1,4 +1,4 @@
-"""Makes docs/protocol_vectors.json and the worked messages inside docs/PROTOCOL.md from the code.
+"""Makes protocol_vectors.json and the worked messages inside PROTOCOL.md from the code.
 
 `python -m docs.protocol_vectors`, run in the repository root, writes both;
 tests/unit/test_protocol_vectors.py fails when either is not what this script would write.
@@ -41,7 +41,7 @@ from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution, added, averaged, padded
 from ps_server.values.optimizers import BlockState, Optimizer, padded_length
 
-DOCS = Path(__file__).resolve().parent
+DOCS = Path(__file__).resolve().parent / "reference"
 PAGE = DOCS / "PROTOCOL.md"
 VECTORS = DOCS / "protocol_vectors.json"
 
@@ -283,9 +283,9 @@ def reduced(ranks: Sequence[Sequence[float]]) -> Contribution:
 
 
 def vectors() -> dict[str, Any]:
-    """Everything in docs/protocol_vectors.json."""
+    """Everything in docs/reference/protocol_vectors.json."""
     return {
-        "about": "Made by docs/protocol_vectors.py; docs/PROTOCOL.md explains each part.",
+        "about": "Made by docs/protocol_vectors.py; docs/reference/PROTOCOL.md explains each part.",
         "slots": slot_vectors(),
         "ranges": range_vectors(),
         "layouts": layout_vectors(),
@@ -300,7 +300,7 @@ def vectors() -> dict[str, Any]:
 
 
 def vectors_text() -> str:
-    """The text of docs/protocol_vectors.json: one vector a line."""
+    """The text of docs/reference/protocol_vectors.json: one vector a line."""
     parts = []
     for key, value in vectors().items():
         if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Makes docs/REFERENCE.md from the code: settings, variables, commands, errors, metrics, limits.
+"""Makes REFERENCE.md from the code: settings, variables, commands, errors, metrics, limits.
 
 `make reference`, or `python -m docs.reference` in the repository root, writes it; a tidy test fails
 when it is not what this script would write.
@@ -29,7 +29,7 @@ from ps_worker.transport.config import ProcessConfig, WorkerConfig
 from pushpull.v1 import parameters_pb2, replication_pb2, scheduler_pb2
 from scheduler.config import SchedulerConfig
 
-PAGE = Path(__file__).resolve().parent / "REFERENCE.md"
+PAGE = Path(__file__).resolve().parent / "reference/REFERENCE.md"
 
 ROLES = {
     "`pushpull scheduler`": SchedulerConfig,

@@ -1,4 +1,4 @@
-"""Spells out the bytes of a serialized protobuf message, field by field, for docs/PROTOCOL.md."""
+"""Spells out the bytes of a serialized protobuf message, field by field, for PROTOCOL.md."""
 
 from __future__ import annotations
 

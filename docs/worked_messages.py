@@ -1,4 +1,4 @@
-"""The messages of the worked example in docs/PROTOCOL.md: one worker, one server, one step."""
+"""The messages of the worked example in PROTOCOL.md: one worker, one server, one step."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def tables_set(
 
     Every server changes at the same clock, which is printed. Out of ssp or asp into bsp, workers
     that are ahead wait there for the others. A server that does not answer in time is named, and
-    then nothing has changed. docs/CONSISTENCY.md says what each setting promises.
+    then nothing has changed. docs/explanation/CONSISTENCY.md says what each setting promises.
 
     Example: `pushpull tables set 'model*' ssp:4 --scheduler 127.0.0.1:7000`
     """
@@ -246,7 +246,7 @@ def replay(options: ReplayOptions) -> None:
 
     Under BSP a version is a clock. Else versions are counted in the order in which workers' steps
     were done; each is what the servers had at that moment. The run may still be going on. Norms are
-    of the values, and of what a step gave the optimizer. docs/UPDATE_LOG.md has the rest.
+    of the values, and of what a step gave the optimizer. docs/reference/UPDATE_LOG.md has the rest.
 
     Exit code: 0; 1 when the log is damaged, or differs from the checkpoint of --against.
 
@@ -263,7 +263,7 @@ def replay(options: ReplayOptions) -> None:
 def bench(options: BenchOptions) -> None:
     """Measure this machine: pushpull beside memcpy, TCP, raw gRPC and torch RPC in the same run.
 
-    docs/PERFORMANCE.md says what each figure means.
+    docs/explanation/PERFORMANCE.md says what each figure means.
     """
     # Here, so that the other commands start without numpy and what the benchmarks need.
     from ps_cli.bench.catalogue import bench as run_bench

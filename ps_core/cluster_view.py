@@ -61,7 +61,7 @@ class Session:
     run: str = ""
 
     def signed(self, token_key: bytes) -> bytes:
-        """The token that proves this identity: HMAC-SHA256 over its fields (docs/PROTOCOL.md)."""
+        """The token that proves this identity: HMAC-SHA256 over its fields (PROTOCOL.md)."""
         fields = (
             self.cluster_id,
             self.timeline.hex(),

@@ -15,7 +15,7 @@ Rules of the proof with which a process joins: it knows the join secret, and doe
 What it deliberately does not do: draw challenges, or find secrets
 (`ps_runtime.cluster.join_secret`).
 
-docs/REFERENCE.md has the table, and a test calls every method with a session of every role.
+REFERENCE.md has the table, and a test calls every method with a session of every role.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Joiner:
     identity: str = ""
 
     def proof(self, secret: bytes, challenge: bytes) -> bytes:
-        """HMAC-SHA256 over the challenge and these fields (docs/PROTOCOL.md)."""
+        """HMAC-SHA256 over the challenge and these fields (docs/reference/PROTOCOL.md)."""
         fields = (
             challenge.hex(),
             self.registration_id.hex(),

@@ -1,1 +1,1 @@
-"""The parameter server: `pushpull server` runs it; docs/ARCHITECTURE.md has the tour."""
+"""The parameter server: `pushpull server` runs it; ARCHITECTURE.md has the tour."""

@@ -68,7 +68,7 @@ def runs_list(
 ) -> None:
     """List the runs of a cluster: how each stands, its workers and its tables.
 
-    A worker says with --run (PUSHPULL_RUN) of which run it is. docs/RUNS.md has the rest.
+    A worker says with --run (PUSHPULL_RUN) of which run it is. docs/guides/RUNS.md has the rest.
     """
 
     def show(output: Output) -> int:

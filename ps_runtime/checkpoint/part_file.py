@@ -1,7 +1,7 @@
 """A part of a checkpoint as a file: its header is read and checked before anything else of it.
 
 A part is a safetensors file: eight bytes of little-endian length, a JSON header of that length,
-data. docs/CHECKPOINTS.md says what is in its metadata.
+data. docs/guides/CHECKPOINTS.md says what is in its metadata.
 
 Rules:
     - Nothing is believed: each number is checked before memory is taken for it.

@@ -1,6 +1,6 @@
 """gRPC channels and event loops, tuned once for every role.
 
-The sizes were measured (docs/ARCHITECTURE.md): with gRPC's default frame, write-buffer and
+The sizes were measured (ARCHITECTURE.md): with gRPC's default frame, write-buffer and
 look-ahead sizes a stream of 1 MiB messages runs at 1.0-1.4 GB/s on one machine, with these at
 1.8-2.2.
 """

@@ -27,7 +27,7 @@ _WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 """What waits for the socket before those that write wait too."""
 
 _SAME_HOST_SEND_BYTES = 512 * 1024
-"""What the kernel keeps of a connection within one machine; measured in docs/PERFORMANCE.md."""
+"""What the kernel keeps of a connection within one machine; measured in PERFORMANCE.md."""
 
 _ANSWER_S = 20.0
 """How long a peer may take for a sign of life: its loop may be held up, unlike gRPC's threads."""

@@ -1,4 +1,4 @@
-"""The versions of tables, from what an update log says was decided (docs/UPDATE_LOG.md).
+"""The versions of tables, from what an update log says was decided (docs/reference/UPDATE_LOG.md).
 
     changes, in the order of the log --grouped: what one decision did--> versions
 

@@ -1,4 +1,4 @@
-"""The format of an update log's segments: frames, one after the other (docs/UPDATE_LOG.md).
+"""The format of an update log's segments: frames, one after the other (UPDATE_LOG.md).
 
     segment = magic of 16 bytes, frames
     frame   = head of 32 bytes, payload, zeros up to the next multiple of 16 bytes

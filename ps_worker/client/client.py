@@ -78,7 +78,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         world_size (int, 0): the workers that the job has: a cluster that is for another number
             refuses this one at once. 0: the job's if the rank is the job's, else it is not known.
         run (str, ''): the name of the run that this is of, with ranks and tables of its own
-            (docs/RUNS.md); empty: the run without a name.
+            (docs/guides/RUNS.md); empty: the run without a name.
         identity (str, ''): who this worker is, whichever process it runs in: with the same one it
             has its rank back at once when it is started again; "hostname": this host's name. Of
             several workers of one process the first has it. Empty: nobody in particular.

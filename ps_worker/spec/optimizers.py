@@ -315,7 +315,7 @@ class Add(ServerOptimizer):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Custom(ServerOptimizer):
-    """An update of the servers' own, by the name of its entry point (docs/CUSTOM_UPDATES.md).
+    """An update of the servers' own, by the name of its entry point (CUSTOM_UPDATES.md).
 
         ps.Custom("lion", lr=1e-4, weight_decay=0.1)
 

@@ -53,7 +53,7 @@ def SSP(staleness: int, *, most: int | None = None) -> Consistency:  # noqa: N80
     Args:
         staleness: the bound.
         most: the bound moves between `staleness`, where it begins, and this, by how long workers
-            wait and by the loss that they report (docs/CONSISTENCY.md has the rule); None (default)
+            wait and by the loss that they report (CONSISTENCY.md has the rule); None (default)
             means that it is fixed.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: faults on a real cluster under load; see docs/FAULTS.md."""
+"""`python -m tests.chaos`: faults on a real cluster under load; see docs/explanation/FAULTS.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/FRAMEWORKS.md: what it shows is in the examples, which run, learn, and go on from their own
+"""FRAMEWORKS.md: what it shows is in the examples, which run, learn, and go on from their own
 files.
 """
 
@@ -60,7 +60,7 @@ def test_an_example_trains_and_goes_on(example: str, tmp_path: Path, forker: For
 
 
 def test_the_page_shows_what_the_examples_do() -> None:
-    page = PageFolder("FRAMEWORKS.md", Path())
+    page = PageFolder("guides/FRAMEWORKS.md", Path())
     for example, block in zip(EXAMPLES, page.blocks("python"), strict=True):
         script = (ROOT / "examples" / example).read_text(encoding="utf-8")
         lines = iter(re.sub(r"(?<=\S)  #.*", "", line).strip() for line in script.splitlines())

@@ -1,4 +1,4 @@
-"""docs/EVALUATION.md and docs/GPU.md: their scripts run, and print what the pages promise."""
+"""EVALUATION.md and GPU.md: their scripts run, and print what the pages promise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 def test_the_reader_the_worker_and_the_checkpoint_agree_in_the_end(tmp_path: Path) -> None:
-    page = PageFolder("EVALUATION.md", tmp_path)
+    page = PageFolder("guides/EVALUATION.md", tmp_path)
     page.save("task.py", "train.py", "evaluate.py", "judge.py")
     train, evaluate, *later = page.commands()
     with page.start(train) as tool:
@@ -38,7 +38,7 @@ def test_the_reader_the_worker_and_the_checkpoint_agree_in_the_end(tmp_path: Pat
 
 
 def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
-    page = PageFolder("GPU.md", tmp_path)
+    page = PageFolder("guides/GPU.md", tmp_path)
     page.save("train.py")
     (train,) = page.commands()
     loss = re.search(r"on cpu: loss (\d+\.\d+)", page.type(train))

@@ -1,4 +1,4 @@
-"""docs/MIGRATION.md: the loops of DDP and torch RPC and ours run, and give the same parameters."""
+"""MIGRATION.md: the loops of DDP and torch RPC and ours run, and give the same parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(150)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where every loop of the page has run: theirs beside ours."""
     made = tmp_path_factory.mktemp("migration")
-    page = PageFolder("MIGRATION.md", made)
+    page = PageFolder("guides/MIGRATION.md", made)
     page.save("task.py", "train.py", "ddp.py", "rpc_trainer.py")
     ours, ddp, rpc, asynchronous = page.commands()
     with ThreadPoolExecutor(2) as threads:

@@ -1,4 +1,4 @@
-"""docs/MONITORING.md: its configurations are read, and a cluster shows its metrics, also broken."""
+"""MONITORING.md: its configurations are read, and a cluster shows its metrics, also broken."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, s
 from tests.integration.lane_cluster import until
 from tests.tidy.source import ROOT
 
-PAGE = (ROOT / "docs/MONITORING.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/MONITORING.md").read_text(encoding="utf-8")
 METRIC = re.compile(r"\bpushpull_[a-z_]*[a-z]\b")
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 

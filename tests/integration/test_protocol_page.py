@@ -1,4 +1,4 @@
-"""docs/PROTOCOL.md against real processes: its worked example, byte for byte, and its claims.
+"""PROTOCOL.md against real processes: its worked example, byte for byte, and its claims.
 
 One cluster of one server and one worker serves all tests. Each but the worked example itself has a
 table of its own, and the example's messages with that table's place in them.

@@ -1,5 +1,5 @@
 """Every method of every service, called without a session and with one of every role, beside the
-table of docs/REFERENCE.md.
+table of docs/reference/REFERENCE.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ METHODS: list[MethodDescriptor] = [
 
 def table() -> dict[str, frozenset[str]]:
     """What the page says: of each method, the roles that may call it."""
-    page = (Path(ROOT) / "docs" / "REFERENCE.md").read_text(encoding="utf-8")
+    page = (Path(ROOT) / "docs/reference/REFERENCE.md").read_text(encoding="utf-8")
     (head,) = re.findall(r"^\| method \| (.*) \|$", page, re.MULTILINE)
     roles = [name.removesuffix("s") for name in head.split(" | ")]
     found = {}

@@ -1,4 +1,4 @@
-"""The script on docs/TRAINING.md runs, and ends as the page says."""
+"""The script on docs/guides/TRAINING.md runs, and ends as the page says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tests.integration.command_line import ROOT, run_warm
 
-PAGE = (ROOT / "docs/TRAINING.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/TRAINING.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.timeout(120)

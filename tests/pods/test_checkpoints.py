@@ -1,5 +1,5 @@
 """A checkpoint of one cluster of pods is what another one starts from: another name prefix, another
-number of servers, as docs/KUBERNETES.md has it.
+number of servers, as docs/guides/KUBERNETES.md has it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S + TIMEOUT_S)
 
-PAGE = (ROOT / "docs/KUBERNETES.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/KUBERNETES.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture

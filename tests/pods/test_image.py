@@ -1,4 +1,4 @@
-"""docs/CONTAINERS.md: how large the images are, and how little of them a change of code is."""
+"""CONTAINERS.md: how large the images are, and how little of them a change of code is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.timeout(2 * BUILD_TIMEOUT_S)
 
-PAGE = (ROOT / "docs/CONTAINERS.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/CONTAINERS.md").read_text(encoding="utf-8")
 SMALL, LARGE = "ps_core", "ps_server"
 PIECE = 1 << 20
 NEAR = 0.2

@@ -17,7 +17,7 @@ from tests.tidy.source import ROOT
 
 pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S + TIMEOUT_S)
 
-PAGE = (ROOT / "docs/KUBERNETES.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/KUBERNETES.md").read_text(encoding="utf-8")
 KILLS = 5
 
 

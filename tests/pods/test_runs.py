@@ -1,4 +1,4 @@
-"""Two Jobs beside each other on one set of servers, each a run of its own: docs/RUNS.md."""
+"""Two Jobs beside each other on one set of servers, each a run of its own: docs/guides/RUNS.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tidy.source import ROOT
 pytestmark = pytest.mark.timeout(BUILD_TIMEOUT_S + TIMEOUT_S)
 
 VARIABLES, ANOTHER_JOB = re.findall(
-    r"```yaml\n(.*?)```", (ROOT / "docs/RUNS.md").read_text(encoding="utf-8"), re.DOTALL
+    r"```yaml\n(.*?)```", (ROOT / "docs/guides/RUNS.md").read_text(encoding="utf-8"), re.DOTALL
 )
 PATCH = """\
   - target: {kind: Job}

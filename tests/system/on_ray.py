@@ -28,7 +28,7 @@ from pushpull.types import RayCluster
 STORE_BYTES = 100_000_000
 PLACED_WITHIN_S = 120.0
 PROGRAM_WITHIN_S = 240.0
-PAGE = Path(__file__).parents[2] / "docs/SEVERAL_MACHINES.md"
+PAGE = Path(__file__).parents[2] / "docs/guides/SEVERAL_MACHINES.md"
 QUICK = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 500,
          "health_check_failure_threshold": 3}  # fmt: skip
 

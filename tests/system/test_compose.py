@@ -29,7 +29,7 @@ MAX_OWN_MB, MAX_SCHEDULER_OWN_MB = 860, 110
 """Above the base, which has 130 MB on Docker Hub: the images have less than 1 GB and 250 MB. Most
 of it is torch's CPU build; CUDA's would be several times that."""
 
-RUNS_PAGE = (ROOT / "docs/RUNS.md").read_text(encoding="utf-8")
+RUNS_PAGE = (ROOT / "docs/guides/RUNS.md").read_text(encoding="utf-8")
 SCRIPT = "examples/digits_cnn.py --epochs 60"
 """Long enough for all that is done to it meanwhile."""
 
@@ -65,7 +65,7 @@ def test_a_script_of_ones_own_is_three_lines_of_dockerfile(
     compose: Compose, tmp_path: Path
 ) -> None:
     """The page's, with the image under the name that it has here."""
-    page = (ROOT / "docs/CONTAINERS.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/guides/CONTAINERS.md").read_text(encoding="utf-8")
     (dockerfile,) = re.findall(r"```dockerfile\n(.*?)```", page, re.DOTALL)
     assert dockerfile.count("\n") == 3
     first = f"FROM {IMAGE}\n"
@@ -86,7 +86,7 @@ def test_a_cluster_of_any_size_trains_to_its_end_whichever_container_is_killed(
     compose: Compose,
 ) -> None:
     """Once each, in the middle; the engine starts them again, and the run ends as any other. One of
-    another name trains beside it, as docs/RUNS.md has it.
+    another name trains beside it, as docs/guides/RUNS.md has it.
     """
     begun = compose(
         "up", "--no-build", "--detach",

@@ -1,4 +1,4 @@
-"""docs/KUBERNETES.md: its overlay is rendered and checked, and kubectl reads its commands.
+"""docs/guides/KUBERNETES.md: its overlay is rendered and checked, and kubectl reads its commands.
 
 There is no cluster. A command is right if kubectl has understood it and then finds nobody at the
 address that it is given.
@@ -24,8 +24,8 @@ from ps_cli.__main__ import app
 from tests.system.manifests import VERSIONS, Manifest, rendered
 from tests.tidy.source import ROOT
 
-PAGE = (ROOT / "docs/KUBERNETES.md").read_text(encoding="utf-8")
-RUNS_PAGE = (ROOT / "docs/RUNS.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/KUBERNETES.md").read_text(encoding="utf-8")
+RUNS_PAGE = (ROOT / "docs/guides/RUNS.md").read_text(encoding="utf-8")
 OVERLAY, ANOTHER = "deploy/my-run", "deploy/another"
 ELSEWHERE, NIGHTLY = "deploy/second", "deploy/nightly"
 
@@ -192,7 +192,7 @@ def test_the_other_cluster_starts_from_the_first_one_s_claim(
 
 
 def test_another_job_is_the_job_alone(folder: Path, overlaid: dict[str, Manifest]) -> None:
-    """docs/RUNS.md; with the variables of the page it is a run of its own."""
+    """docs/guides/RUNS.md; with the variables of the page it is a run of its own."""
     (job,) = rendered(folder / NIGHTLY)
     kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
     assert job["metadata"]["name"] == "pushpull-worker-nightly"

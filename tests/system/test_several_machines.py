@@ -1,4 +1,4 @@
-"""docs/SEVERAL_MACHINES.md, typed on three machines: network namespaces with a firewall each.
+"""SEVERAL_MACHINES.md, typed on three machines: network namespaces with a firewall each.
 
 A namespace has its own addresses, ports, firewall and abstract sockets, as a machine has; the
 folders that a machine would have of its own are its home and its working folder. In the place of
@@ -21,7 +21,7 @@ from tests.integration.command_line import environment
 from tests.system.terminal import ENDED_WITHIN_S, Terminal
 from tests.tidy.source import ROOT
 
-PAGE = (ROOT / "docs/SEVERAL_MACHINES.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/SEVERAL_MACHINES.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 TRAINED_WITHIN_S = 200.0

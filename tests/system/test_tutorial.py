@@ -1,4 +1,4 @@
-"""docs/TUTORIAL.md, typed by somebody who has an empty folder, a clone beside it and two terminals.
+"""TUTORIAL.md, typed by somebody who has an empty folder, a clone beside it and two terminals.
 
 The page's environment borrows the packages of this one, so that pip loads nothing; its python3 is
 the one of this environment. Its pkill sees the first terminal's processes alone.
@@ -24,7 +24,7 @@ from tests.integration.page_folder import differences
 from tests.system.terminal import ENDED_WITHIN_S, STARTED_WITHIN_S, Terminal
 from tests.tidy.source import ROOT
 
-PAGE = (ROOT / "docs/TUTORIAL.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/tutorial/TUTORIAL.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 SHOWN_ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
 

@@ -37,7 +37,7 @@ FILE = re.compile(
     r"tests/[\w/]+\.py)\b"
 )
 
-SHOWN = re.compile(r"README\.md|docs/[A-Z_]+\.md|examples/|clients/.*\.md")
+SHOWN = re.compile(r"README\.md|docs/\w+/[A-Z_]+\.md|examples/|clients/.*\.md")
 """What a user reads."""
 
 MADE_UP = re.compile(r"tests/(unit|tidy|integration)/|clients/")
@@ -80,7 +80,7 @@ def test_the_api_page_is_what_the_code_says() -> None:
 def test_pages_and_examples_use_the_public_api() -> None:
     public = {*pushpull.__all__, "errors", "types", "__version__"}
     shown = {path: text for path, text in texts().items() if SHOWN.match(path)}
-    assert {"README.md", "examples/digits_cnn.py", "docs/CUSTOM_UPDATES.md"} <= shown.keys()
+    assert {"README.md", "examples/digits_cnn.py", "docs/guides/CUSTOM_UPDATES.md"} <= shown.keys()
     behind = [path for path, text in shown.items() if "import ps_worker" in text]
     unknown = {
         (path, name)

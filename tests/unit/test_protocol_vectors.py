@@ -1,4 +1,4 @@
-"""docs/PROTOCOL.md and docs/protocol_vectors.json say what the code does.
+"""docs/reference/PROTOCOL.md and docs/reference/protocol_vectors.json say what the code does.
 
 The vectors are checked twice: against the script that makes them, so that they are never stale, and
 against the formulas of the page, written out here once more, so that the page itself is enough.
@@ -23,7 +23,7 @@ from ps_server.service import servicer
 from ps_worker.transport import engine
 from pushpull.v1 import parameters_pb2, scheduler_pb2, types_pb2
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs/reference"
 VECTORS: dict[str, Any] = json.loads((DOCS / "protocol_vectors.json").read_text())
 PAGE = (DOCS / "PROTOCOL.md").read_text()
 FORMATS = {"fp32": "<f", "fp16": "<e", "fp64": "<d"}

@@ -1,4 +1,4 @@
-"""Slots, ranges, segments, presence, codecs and tokens are those that docs/protocol_vectors.json
+"""Slots, ranges, segments, presence, codecs and tokens are those that protocol_vectors.json
 publishes: a client in another language was written from that file.
 """
 
@@ -35,7 +35,7 @@ from ps_core.tables import (
 )
 
 VECTORS: dict[str, Any] = json.loads(
-    (Path(__file__).resolve().parents[2] / "docs" / "protocol_vectors.json").read_text()
+    (Path(__file__).resolve().parents[2] / "docs/reference/protocol_vectors.json").read_text()
 )
 
 

@@ -1,4 +1,4 @@
-"""docs/RUNBOOK.md names events, codes, variables, metrics and commands that there are."""
+"""docs/guides/RUNBOOK.md names events, codes, variables, metrics and commands that there are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ps_core import errors
 from ps_runtime.settings.environment import VARIABLES
 from tests.tidy.source import ROOT
 
-PAGE = (ROOT / "docs/RUNBOOK.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/RUNBOOK.md").read_text(encoding="utf-8")
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
     for package in ("ps_cli", "ps_runtime", "ps_server", "ps_worker", "scheduler")

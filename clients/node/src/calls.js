@@ -1,4 +1,4 @@
-/** Calls with deadlines and retries (docs/PROTOCOL.md, "Conventions"). */
+/** Calls with deadlines and retries (docs/reference/PROTOCOL.md, "Conventions"). */
 
 import { setTimeout as sleep } from 'node:timers/promises';
 

@@ -1,4 +1,4 @@
-/** Payloads: raw little-endian arrays (docs/PROTOCOL.md, "Payloads"). */
+/** Payloads: raw little-endian arrays (docs/reference/PROTOCOL.md, "Payloads"). */
 
 import { PushpullError } from './errors.js';
 

@@ -1,4 +1,4 @@
-/** Errors: one class, told apart by the code of the catalogue (docs/PROTOCOL.md, "Errors"). */
+/** Errors: one class, told apart by the code of the catalogue (docs/reference/PROTOCOL.md, "Errors"). */
 
 import grpc from '@grpc/grpc-js';
 

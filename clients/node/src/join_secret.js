@@ -1,4 +1,4 @@
-/** The join secret: where it is, and the proof of it (docs/PROTOCOL.md, "The join secret"). */
+/** The join secret: where it is, and the proof of it (docs/reference/PROTOCOL.md, "The join secret"). */
 
 import { createHmac } from 'node:crypto';
 import { readFileSync } from 'node:fs';

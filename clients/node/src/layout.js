@@ -1,4 +1,4 @@
-/** Where the blocks of a table live, and which tensors lie in them (docs/PROTOCOL.md). */
+/** Where the blocks of a table live, and which tensors lie in them (docs/reference/PROTOCOL.md). */
 
 const SLOT_COUNT = 65536;
 const GOLDEN = 40503;

@@ -1,5 +1,5 @@
 /**
- * The push window: what to send, send again and hold back (docs/PROTOCOL.md, "Pushing").
+ * The push window: what to send, send again and hold back (docs/reference/PROTOCOL.md, "Pushing").
  *
  * A pure machine: it knows no gRPC and no clock. Steps, views, connections and replies come in;
  * what may be sent now comes out of `take`. An entry moves like this:

@@ -1,4 +1,4 @@
-/** Tables as their creators describe them (docs/PROTOCOL.md, "Tables"). */
+/** Tables as their creators describe them (docs/reference/PROTOCOL.md, "Tables"). */
 
 import { encode, nativeCodec } from './codecs.js';
 import { PushpullError } from './errors.js';

@@ -203,7 +203,7 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def CreateCheckpoint(self, request, context):
-        """Makes a checkpoint (docs/CHECKPOINTS.md), and answers when it is complete. Joins one that is being
+        """Makes a checkpoint (docs/guides/CHECKPOINTS.md), and answers when it is complete. Joins one that is being
         made and not yet cut. FAILED_PRECONDITION if the cluster has nowhere to put it; WAIT_EXPIRED names
         who is missing, and then there is none.
         """
@@ -244,7 +244,7 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportKeptValues(self, request, context):
-        """A server that keeps the values of a cluster that was here before (docs/CHECKPOINTS.md, "When the
+        """A server that keeps the values of a cluster that was here before (docs/guides/CHECKPOINTS.md, "When the
         scheduler is gone") says so, with an operator's session, since it is no node. Shown in the status, and
         forgotten when it is not said again within three leases. Idempotent.
         """
@@ -253,7 +253,7 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def EndRun(self, request, context):
-        """Operators only: ends a run that has a name (docs/RUNS.md). The memberships of its workers end, and nobody joins it
+        """Operators only: ends a run that has a name (docs/guides/RUNS.md). The memberships of its workers end, and nobody joins it
         any more; its tables stay, to be read. Idempotent. INVALID_ARGUMENT where there is no such run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
