@@ -383,13 +383,6 @@ class Replication:
         for primary in self.primaries.values():
             yield from primary.resends(peers)
 
-    def snapshots(
-        self, now_s: float, has_room: Callable[[NodeId], bool] = lambda _: True
-    ) -> Iterator[tuple[NodeId, Snapshot]]:
-        """`copies`, each at once."""
-        for node_id, work in self.copies(now_s, has_room):
-            yield node_id, at_once(work)
-
     def copies(
         self, now_s: float, has_room: Callable[[NodeId], bool]
     ) -> Iterator[tuple[NodeId, Work[Snapshot]]]:

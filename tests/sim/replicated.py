@@ -663,7 +663,8 @@ class ReplicatedServer(SimServer):
         return tuple(self.sums.pop(_key_of(record), ()))
 
     def _giving_snapshots(self) -> Work[None]:
-        for peer, snapshot in self.output.snapshots(self.now_s, self._has_room):
+        for peer, copying in self.output.copies(self.now_s, self._has_room):
+            snapshot = at_once(copying)
             self.world.counts["snapshots"] += 1
             yield
             whole = snapshot, self._values_of(snapshot.range_id)

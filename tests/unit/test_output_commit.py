@@ -16,6 +16,7 @@ from ps_server.replication.messages import Ack, Batch, Grant
 from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import Replication
 from tests.unit.machine_harness import make_table
+from tests.unit.snapshots import snapshots_of
 from tests.unit.test_replication import EPOCH, LEASE_S, ONE, RANGE, TWO, view
 
 TABLE = make_table()
@@ -55,7 +56,7 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
     server.see(view(1, (2, ONE, (), ())))
     server.see(view(2, (2, ONE, (), (TWO,))))
     assert not list(server.output.promises)
-    ((_, snapshot),) = server.output.snapshots(0.0)
+    ((_, snapshot),) = snapshots_of(server.output, 0.0)
     place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
     effects = server.machine.entry(WithdrawEvent(place, sender, 1), 0.0)
     server.output.decide(effects, 0.0)
@@ -82,7 +83,7 @@ def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> N
     server.see(view(2, (3, ONE, (), (TWO,))), change_number=2)
     server.output.release(0.0, [RANGE])
     assert list(server.output.promises) == [Promise(TABLE.table_id, 2, 0)]
-    ((_, snapshot),) = server.output.snapshots(0.0)
+    ((_, snapshot),) = snapshots_of(server.output, 0.0)
     assert snapshot.copies[TABLE.table_id].facts.promised == 2
     assert snapshot.number > server.sent[-1].number
     kept = Ack(RANGE, batch.number, AssignmentEpoch(3))  # of the copy that it had

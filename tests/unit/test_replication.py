@@ -19,6 +19,7 @@ from ps_server.values.mutations import Put
 from ps_worker.window.push_window import BlockPlace, EntryState, PushWindow, Reply, SealTerms
 from tests.unit.cluster_harness import Harness
 from tests.unit.machine_harness import make_table
+from tests.unit.snapshots import snapshots_of
 
 LEASE_S = 3.0
 RANGE = RangeId(0)
@@ -214,7 +215,7 @@ def test_a_primary_that_was_paused_listens_before_it_takes_backups_for_dead() ->
 def test_one_that_has_caught_up_is_asked_to_be_let_in() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    ((peer, snapshot),) = one.snapshots(0.0)
+    ((peer, snapshot),) = snapshots_of(one, 0.0)
     assert (peer, snapshot.number) == (THREE, 0)
     assert one.backup_requests(0.0) == []
     three = replication(THREE)
@@ -231,7 +232,7 @@ def test_one_that_joins_under_load_is_waited_for_before_it_is_asked_for() -> Non
     """What was seen already it must have, or a failover to it would take that back."""
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    list(one.snapshots(0.0))
+    list(snapshots_of(one, 0.0))
     log = one.primaries[RANGE].log
     log.decide(TABLE, delta(), (), ["seen"])
     assert log.release(0.0) == ["seen"]
@@ -247,7 +248,7 @@ def test_one_that_joins_under_load_is_waited_for_before_it_is_asked_for() -> Non
 def test_one_that_joins_and_does_not_get_on_is_waited_for_no_more() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    list(one.snapshots(0.0))
+    list(snapshots_of(one, 0.0))
     log = one.primaries[RANGE].log
     log.decide(TABLE, delta(), (), [])
     log.release(0.0)
@@ -261,12 +262,12 @@ def test_one_that_joins_and_does_not_get_on_is_waited_for_no_more() -> None:
 def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    list(one.snapshots(0.0))
+    list(snapshots_of(one, 0.0))
     log = one.primaries[RANGE].log
     log.decide(TABLE, delta(), (), [])
     log.release(0.0)
-    assert list(one.snapshots(0.1)) == []
-    ((_, snapshot),) = one.snapshots(5 * LEASE_S)
+    assert list(snapshots_of(one, 0.1)) == []
+    ((_, snapshot),) = snapshots_of(one, 5 * LEASE_S)
     assert snapshot.number == 1
 
 
@@ -276,7 +277,7 @@ def test_what_was_decided_alone_has_a_number_of_its_own() -> None:
     log = one.primaries[RANGE].log
     assert one.decides_alone(RANGE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    ((_, snapshot),) = one.snapshots(0.0)
+    ((_, snapshot),) = snapshots_of(one, 0.0)
     assert snapshot.number == log.number == 1
     assert not one.decides_alone(RANGE)  # somebody is listening now
     log.decide(TABLE, delta(), (), [])
@@ -290,7 +291,7 @@ def test_who_joins_has_to_make_what_is_held() -> None:
     put = Put(record, "total")
     one.primaries[RANGE].log.decide(TABLE, delta(), (Put(record, None),), [put, "an answer"])
     one.observe(view(2, (PLACED_EPOCH, ONE, (TWO,), (THREE,))), 0.0)
-    ((_, snapshot),) = one.snapshots(0.0)
+    ((_, snapshot),) = snapshots_of(one, 0.0)
     assert (snapshot.number, snapshot.held) == (1, (put,))
 
 
@@ -298,7 +299,7 @@ def test_who_was_asked_for_counts_until_the_epoch_ends() -> None:
     """The request with it may be granted after the one without it was made (union)."""
     one = _primary(ONE, TWO)
     one.observe(view(2, (PLACED_EPOCH, ONE, (TWO,), (THREE,))), 0.0)
-    ((_, snapshot),) = one.snapshots(0.0)
+    ((_, snapshot),) = snapshots_of(one, 0.0)
     one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
     assert one.backup_requests(0.1)[0].backups == {TWO, THREE}
     one.backup_requests(0.1 + LEASE_S / 2)
@@ -317,7 +318,7 @@ def test_what_one_that_joins_had_before_it_gave_all_up_does_not_count() -> None:
     """An acknowledgement may come late: it was left out, and is to join, since it said that."""
     one = _primary(ONE, THREE)
     one.observe(view(2, (3, ONE, (), (THREE,))), 0.0)
-    ((_, snapshot),) = one.snapshots(0.0)
+    ((_, snapshot),) = snapshots_of(one, 0.0)
     one.acked(THREE, Ack(RANGE, snapshot.number, EPOCH), 0.1)
     assert one.backup_requests(0.1) == []
     one.acked(THREE, Ack(RANGE, snapshot.number, AssignmentEpoch(3)), 0.1)
@@ -373,17 +374,17 @@ def test_a_backup_that_does_not_get_on_with_what_it_lacks_is_asked_to_be_left_ou
 def test_a_copy_that_is_on_its_way_is_not_begun_again() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    assert len(list(one.snapshots(0.0))) == 1
+    assert len(list(snapshots_of(one, 0.0))) == 1
     one.sending({THREE}, 4 * LEASE_S)
-    assert list(one.snapshots(8 * LEASE_S)) == []
-    assert len(list(one.snapshots(9 * LEASE_S))) == 1
+    assert list(snapshots_of(one, 8 * LEASE_S)) == []
+    assert len(list(snapshots_of(one, 9 * LEASE_S))) == 1
 
 
 def test_one_that_joins_does_not_count_before_its_copy_is_there() -> None:
     """Steps would wait for all of it."""
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    list(one.snapshots(0.0))
+    list(snapshots_of(one, 0.0))
     one.backup_requests(0.0)
     assert one.primaries[RANGE].log.backups == ()
 
@@ -391,7 +392,7 @@ def test_one_that_joins_does_not_count_before_its_copy_is_there() -> None:
 def test_a_server_without_room_is_given_nothing() -> None:
     one = _primary(ONE)
     one.observe(view(2, (PLACED_EPOCH, ONE, (), (THREE,))), 0.0)
-    assert list(one.snapshots(0.0, lambda node_id: node_id != THREE)) == []
+    assert list(snapshots_of(one, 0.0, lambda node_id: node_id != THREE)) == []
 
 
 def test_who_reads_from_a_deposed_primary_is_refused_whatever_was_held() -> None:

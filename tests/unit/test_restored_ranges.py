@@ -14,6 +14,7 @@ from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.messages import Ack
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from tests.unit.machine_harness import make_table
+from tests.unit.snapshots import snapshots_of
 
 ME, OTHER = NodeId(1), NodeId(2)
 RANGE = RangeId(0)
@@ -133,7 +134,7 @@ def test_what_waits_for_more_servers_does_not_keep_values_out() -> None:
     assert server.hand_over() == [TableId(1), TableId(2)]
     assert log.release(0.0) == []
     server.see(3, ME, catching_up=OTHER)
-    ((_, snapshot),) = server.replication.snapshots(0.0)
+    ((_, snapshot),) = snapshots_of(server.replication, 0.0)
     assert snapshot.number == log.number > 1
     server.replication.acked(OTHER, Ack(RANGE, log.number, AssignmentEpoch(3)), 0.0)
     assert [
