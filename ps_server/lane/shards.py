@@ -2,7 +2,7 @@
 them.
 
 Invariants:
-    SH-1  What is folded or assigned has its payload.
+    SH-1  What is accumulated or assigned has its payload.
     SH-2  A block that is lent changes only while its stamp says so.
     SH-3  A range has one store of a table, from when it is added until it is removed.
 
@@ -28,7 +28,7 @@ from ps_core.work import Work, at_once, pieces_of
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.segments import LentValues, ValueHomes, held_ranges
-from ps_server.ranges.events import Assign, Fold, Forget, Place, Record, Sender
+from ps_server.ranges.events import Accumulate, Assign, Forget, Place, Record, Sender
 from ps_server.ranges.server_machine import PartAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.values import contributions
@@ -43,12 +43,12 @@ from ps_server.values.mutations import (
     Dropped,
     Kept,
     Put,
-    SentTotal,
+    SentAccumulator,
     fixed_elements,
 )
 from ps_server.values.optimizer_arrays import check_array
 from ps_server.values.shard_store import Changes, ShardStore, nobody
-from ps_server.values.update_arithmetic import Total
+from ps_server.values.update_arithmetic import Accumulator
 from pushpull.v1 import parameters_pb2
 
 _Key = tuple[TableId, RangeId]
@@ -253,16 +253,16 @@ class Shards:
 
     # --- what the machines decided
 
-    def fold(self, effect: Fold) -> None:
+    def accumulate(self, effect: Accumulate) -> None:
         """One worker's step goes into the sum of its clock."""
         store = self.stores[effect.table_id, effect.range_id]
         parts = _contributions(effect.parts)
-        store.fold(effect.clock, parts, effect.scale, effect.compensation)
+        store.accumulate(effect.clock, parts, effect.scale, effect.compensation)
 
-    def folding(self, effect: Fold) -> Work[None]:
-        """`fold`, a few blocks at a time."""
+    def accumulating(self, effect: Accumulate) -> Work[None]:
+        """`accumulate`, a few blocks at a time."""
         for some in effect.pieces:
-            self.fold(some)
+            self.accumulate(some)
             yield
 
     def reducing(self, record: Record) -> Work[tuple[float, ...]]:
@@ -274,36 +274,40 @@ class Shards:
         store = self.stores[record.table_id, record.range_id]
         return store.reducing(record.clock, record.contributor_count)
 
-    def take(self, record: Record) -> Total:
-        """The sum of the record's clock, for `apply`: what is folded for it later is another."""
+    def take(self, record: Record) -> Accumulator:
+        """The sum of the record's clock, for `apply`: what is accumulated for it later is
+        another.
+        """
         return self.stores[record.table_id, record.range_id].take(record.clock)
 
-    def kept(self, record: Record) -> Total:
+    def kept(self, record: Record) -> Accumulator:
         """The sum that the record's clock was reduced to; it stays where it is."""
-        return self.stores[record.table_id, record.range_id].kept_total(record.clock)
+        return self.stores[record.table_id, record.range_id].kept_accumulator(record.clock)
 
-    def apply(self, record: Record, total: Total | None = None) -> UpdateFailed | None:
+    def apply(self, record: Record, accumulator: Accumulator | None = None) -> UpdateFailed | None:
         """`applying`, at once."""
-        return at_once(self.applying(record, total))
+        return at_once(self.applying(record, accumulator))
 
-    def applying(self, record: Record, total: Total | None = None) -> Work[UpdateFailed | None]:
+    def applying(
+        self, record: Record, accumulator: Accumulator | None = None
+    ) -> Work[UpdateFailed | None]:
         """Why the update could not be computed, if so; then nothing has changed.
 
         Args:
             record: the decision.
-            total: the sum, which is used up; None means what was folded for its clock.
+            accumulator: the sum, which is used up; None means what was accumulated for its clock.
         """
-        if total is None and self.is_brief(record):
+        if accumulator is None and self.is_brief(record):
             self.apply_brief(record)
             return None
         key = record.table_id, record.range_id
         store = self.stores[key]
-        if total is None:
-            total = store.take(record.clock)
+        if accumulator is None:
+            accumulator = store.take(record.clock)
         try:
             yield from store.applying(
                 record.clock,
-                total,
+                accumulator,
                 record.hyperparameters,
                 record.contributor_count,
                 record.update_scale,
@@ -321,9 +325,9 @@ class Shards:
         """As `applying`, where the update `is_brief`."""
         key = record.table_id, record.range_id
         store = self.stores[key]
-        total = store.take(record.clock)
+        accumulator = store.take(record.clock)
         terms = record.hyperparameters, record.contributor_count, record.update_scale
-        store.apply_brief(total, *terms, self._changes(key))
+        store.apply_brief(accumulator, *terms, self._changes(key))
 
     def assign(self, effect: Assign) -> None:
         """`assigning`, at once."""
@@ -399,20 +403,20 @@ class Shards:
         store = self._store(record.table_id, record.range_id)
         match change:
             case Put():
-                if change.total is None:
+                if change.accumulator is None:
                     return (yield from self.applying(record))
-                total = yield from _receiving(store, record, change.total)
+                accumulator = yield from _receiving(store, record, change.accumulator)
                 store.drop(record.clock)  # a primary that took over sends what it was told was kept
-                return (yield from self.applying(record, total))
+                return (yield from self.applying(record, accumulator))
             case Kept():
-                sent = change.total._replace(is_reduced=True)
-                store.put_total(record.clock, (yield from _receiving(store, record, sent)))
+                sent = change.accumulator._replace(is_reduced=True)
+                store.put_accumulator(record.clock, (yield from _receiving(store, record, sent)))
             case Dropped():
                 store.drop(record.clock)
             case Assigned():
                 if record.array:
                     check_array(store.table, record.array)
-                values = yield from _receiving(store, record, SentTotal(change.parts))
+                values = yield from _receiving(store, record, SentAccumulator(change.parts))
                 yield from self.assigning(Assign(record, tuple(values.parts.items())))
         return None
 
@@ -471,18 +475,20 @@ def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contr
     found = []
     for block, payload in parts:
         if not isinstance(payload, Contribution):
-            raise InvariantViolation("SH-1", f"block {block} was folded without its payload")
+            raise InvariantViolation("SH-1", f"block {block} was accumulated without its payload")
         found.append((block, payload))
     return found
 
 
 def for_backup(change: Change) -> Change:
-    """The change as backups are told it: with views of what its total, or its values, are now."""
+    """The change as backups are told it: with views of what its accumulator, or its values, are
+    now.
+    """
     match change:
-        case Put(record, Total() as total):
-            return Put(record, total.sent())
-        case Kept(record, Total() as total):
-            return Kept(record, total.sent())
+        case Put(record, Accumulator() as accumulator):
+            return Put(record, accumulator.sent())
+        case Kept(record, Accumulator() as accumulator):
+            return Kept(record, accumulator.sent())
         case Assigned(record, parts):
             values = _contributions(parts)
             return Assigned(record, tuple(contributions.elements(part) for _, part in values))
@@ -492,22 +498,22 @@ def for_backup(change: Change) -> Change:
 def fixed_for_backup(change: Change) -> Change:
     """As `for_backup`, in memory that does not change."""
     change = for_backup(change)
-    if isinstance(change, Put | Kept) and change.total is not None:
-        return change._replace(total=change.total.fixed())
+    if isinstance(change, Put | Kept) and change.accumulator is not None:
+        return change._replace(accumulator=change.accumulator.fixed())
     if isinstance(change, Assigned):
         return change._replace(parts=fixed_elements(change.parts))
     return change
 
 
-def _receiving(store: ShardStore, record: Record, sent: SentTotal) -> Work[Total]:
-    total = yield from store.receiving(sent)
-    beyond = total.parts.keys() - set(record.blocks)  # means are of some of these
+def _receiving(store: ShardStore, record: Record, sent: SentAccumulator) -> Work[Accumulator]:
+    accumulator = yield from store.receiving(sent)
+    beyond = accumulator.parts.keys() - set(record.blocks)  # means are of some of these
     if beyond:
         raise InvalidKeys(
             f"a change of range {record.range_id} has blocks {sorted(beyond)}; expected some of "
             f"{list(record.blocks)}, its record's"
         )
-    return total
+    return accumulator
 
 
 def _living(held: Sequence[ref[HeldAnswer]]) -> list[ref[HeldAnswer]]:

@@ -154,7 +154,7 @@ class Compensation(NamedTuple):
     adaptive: bool
 
 
-class Fold(NamedTuple):
+class Accumulate(NamedTuple):
     """Add one worker's step into the accumulator of `clock`; its payloads are staged no more."""
 
     table_id: TableId
@@ -166,7 +166,7 @@ class Fold(NamedTuple):
     compensation: Compensation | None = None
 
     @property
-    def pieces(self) -> Iterator[Fold]:
+    def pieces(self) -> Iterator[Accumulate]:
         """The same, of a few blocks at a time."""
         if len(self.parts) <= PIECE_COUNT:
             yield self
@@ -274,4 +274,4 @@ class RefusePull(NamedTuple):
     error: PushpullError
 
 
-Effect = ReplyTo | Fold | Apply | Reduce | Drop | Assign | AnswerPull | Forget | RefusePull
+Effect = ReplyTo | Accumulate | Apply | Reduce | Drop | Assign | AnswerPull | Forget | RefusePull

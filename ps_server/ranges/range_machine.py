@@ -1,7 +1,7 @@
 """The range machine: one table in one range, from an entry's arrival to its outcome (SEMANTICS
 S2-S6).
 
-    arrive -> [INVALID | REFUSED | held] -> sealed -> in effect -> folded -> recorded -> committed
+    arrive -> [INVALID | REFUSED | held] -> sealed -> in effect -> accumulated -> recorded -> ended
 
 This file takes entries in and gives them back, and says what may be wrong with them; `update_gate`
 has what follows from a seal, `read_gate` the reads, `range_state` what is known.
@@ -749,7 +749,7 @@ class EntryRules:
             step = other.steps.get(terms.clock)
             if other is worker or step is None or step.seal is None or step.seal.terms.skip:
                 continue
-            if step.seal.terms.edit:  # `Forming` has the last word on these
+            if step.seal.terms.edit:  # `Aggregation` has the last word on these
                 continue
             theirs = step.numbers
             if (step.seal.terms.clip_scale is None) != (terms.clip_scale is None):

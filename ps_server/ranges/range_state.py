@@ -43,7 +43,7 @@ class Room(Protocol):
 
 @dataclass(slots=True, eq=False)
 class HeldPush:
-    """A push that is held: `payload` is None once it is folded or dropped."""
+    """A push that is held: `payload` is None once it is accumulated or dropped."""
 
     sender: Sender
     sequence: int
@@ -363,7 +363,7 @@ class RangeState:
         ]
 
     def drop_push(self, step: StepPart, worker: WorkerPart, sequence: int) -> None:
-        """Forget a held push that has not been folded."""
+        """Forget a held push that has not been accumulated."""
         push = step.pushes.pop(sequence, None)
         if push is None:
             return

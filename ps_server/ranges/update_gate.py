@@ -1,10 +1,10 @@
 """Seals take effect, updates form (SEMANTICS S1, S4, S6).
 
     mode              an update is                        it forms when
-    BSP               clock c of every member, folded     the seal of clock c of every member is
+    BSP               clock c of every member, summed     the seal of clock c of every member is
                       in rank order as turns come         in effect
     BSP, b backups    clock c of those that are in,       those of all members but b are, and the
-                      folded as they come                 grace time has passed or all are in
+                      summed as they come                 grace time has passed or all are in
     BSP, clipped      that sum, times its scale           a worker says the scale (`update_scales`)
     SSP, ASP          one worker's step, without what     its seal takes effect
                       is too stale, scaled by how
@@ -22,7 +22,7 @@ Invariants:
     RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
 
 What it deliberately does not do: take entries in (`range_machine` does), form updates of BSP
-(`forming` does), or say what an update does to those who took part (`Records` does).
+(`aggregation` does), or say what an update does to those who took part (`Records` does).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from collections.abc import Collection, Sequence
 
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError
 from ps_core.ledger import Ending, Outcome
+from ps_server.ranges.aggregation import APPLIED, Aggregation, Records
 from ps_server.ranges.events import (
+    Accumulate,
     Apply,
     Contributor,
     Effect,
-    Fold,
     Forget,
     Record,
     ScaleEvent,
     SealEvent,
 )
-from ps_server.ranges.forming import APPLIED, Forming, Records
 from ps_server.ranges.range_state import HeldPush, RangeState, StepPart, WorkerPart
 from ps_server.ranges.read_gate import ReadGate
 from ps_server.ranges.update_scales import UpdateScales
@@ -58,7 +58,7 @@ class UpdateGate:
         self._records = Records(state)
         self._reads = reads
         self._scales = UpdateScales(state)
-        self._forming = Forming(state, self._records, self._scales)
+        self._aggregation = Aggregation(state, self._records, self._scales)
 
     def advance(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
         """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
@@ -133,7 +133,7 @@ class UpdateGate:
             if step.skip and self._state.schedule.is_bsp(step.clock):
                 self._depart(worker, step, out)
         if self._is_late(worker, step) and step.clock in worker.steps:
-            self._forming.discard(worker, step, out)
+            self._aggregation.discard(worker, step, out)
         return True
 
     def _step_problem(
@@ -224,7 +224,7 @@ class UpdateGate:
         self.leave_unsealed(worker, out)
         if not self._state.initialized:
             return
-        if self._forming.drop_orphan(out):
+        if self._aggregation.drop_orphan(out):
             self._go_on(self._state.clock, now_s, out)
         self._decide((), now_s, out)
         self._forget(worker, out)
@@ -280,7 +280,7 @@ class UpdateGate:
             for worker in moved:
                 self._record_sealed(worker, out)
             if state.schedule.is_bsp(clock + 1):
-                if not self._forming.form(now_s, out):
+                if not self._aggregation.form(now_s, out):
                     return
             else:
                 state.clock = state.slowest_clock()
@@ -345,12 +345,16 @@ class UpdateGate:
             return
         if not step.skip:
             self._records.reject_stale(worker, step, out)
-        folds = self._records.scaled_folds(worker, step) if step.pushes and not step.skip else []
-        blocks = tuple(sorted(block for fold in folds for block, _ in fold.parts))
+        accumulations = (
+            self._records.scaled_accumulations(worker, step)
+            if step.pushes and not step.skip
+            else []
+        )
+        blocks = tuple(sorted(block for each in accumulations for block, _ in each.parts))
         contributor = self._records.contributor(worker, step)
         record = self._records.record(step.clock, [contributor], step.numbers, blocks)
-        if folds:
-            out += folds
+        if accumulations:
+            out += accumulations
             out.append(Apply(record))
         self._records.commit(record, out)
 
@@ -390,7 +394,7 @@ class UpdateGate:
         contributor = Contributor(worker.rank, worker.incarnation, (push.sequence,), False)
         record = self._records.record(step.clock, [contributor], numbers, (push.block,))
         out.append(
-            Fold(
+            Accumulate(
                 self._state.table.table_id,
                 self._state.range_id,
                 step.clock,
@@ -407,7 +411,7 @@ class UpdateGate:
     @property
     def wake_s(self) -> float | None:
         """When an update may form by time alone; None: time alone does not."""
-        return self._forming.wake_s
+        return self._aggregation.wake_s
 
     def tick(self, now_s: float, out: list[Effect]) -> None:
         """Time passed: an update that gave others time may form."""
@@ -431,7 +435,7 @@ class UpdateGate:
         for worker in self._state.workers.values():
             step = worker.steps.get(record.clock)
             if step is not None and record.clock <= worker.sealed_clock:
-                self._forming.discard(worker, step, out)
+                self._aggregation.discard(worker, step, out)
 
     def scale(self, event: ScaleEvent, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
         """A worker says what an update is multiplied by; the first that does lets it go."""
@@ -445,7 +449,7 @@ class UpdateGate:
         if record.blocks:
             out.append(Apply(record))
         self._records.count(record)
-        self._forming.pass_clock(record.clock)
+        self._aggregation.pass_clock(record.clock)
         self._go_on(record.clock, now_s, out)
 
     def _go_on(self, clock: int, now_s: float, out: list[Effect]) -> None:

@@ -48,7 +48,7 @@ from ps_server.values import contributions
 from ps_server.values.block_values import arithmetic_dtype
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
-from ps_server.values.mutations import Assigned, Dropped, Elements, Kept, Put, SentTotal
+from ps_server.values.mutations import Assigned, Dropped, Elements, Kept, Put, SentAccumulator
 from ps_server.values.store_copy import SavedBlock, StoreCopy
 from ps_server.wire.replication_reader import Came, ReplicationReader
 
@@ -297,30 +297,30 @@ class Replay:
         for each in batch.changes:
             key = change.place, each.record.clock
             match each:
-                case Put(record, total):
+                case Put(record, accumulator):
                     squares = self._watched.get(next(decided).step)
                     if squares is None:
                         self._kept.pop(key, None)
-                    elif total is None:
+                    elif accumulator is None:
                         squares.total += self._kept.pop(key, 0.0) * record.update_scale**2
                     else:
-                        scale = self._scale(change, total, record.contributor_count)
-                        found = self._square_sum(change.place, total)
+                        scale = self._scale(change, accumulator, record.contributor_count)
+                        found = self._square_sum(change.place, accumulator)
                         squares.total += found * (scale * record.update_scale) ** 2
-                case Kept(_, total):
-                    self._kept[key] = self._square_sum(change.place, total)
+                case Kept(_, accumulator):
+                    self._kept[key] = self._square_sum(change.place, accumulator)
                 case Dropped():
                     self._kept.pop(key, None)
                 case Assigned():
                     next(decided)
 
-    def _scale(self, change: Change, total: SentTotal, contributor_count: int) -> float:
+    def _scale(self, change: Change, accumulator: SentAccumulator, contributor_count: int) -> float:
         spec = self._tables[change.place[0]].spec
-        is_mean = spec.reduction is Reduction.MEAN and not total.is_reduced
+        is_mean = spec.reduction is Reduction.MEAN and not accumulator.is_reduced
         return 1.0 / contributor_count if is_mean and contributor_count else 1.0
 
-    def _square_sum(self, place: Place, total: SentTotal) -> float:
-        received = self._shards.stores[place].received(total)
+    def _square_sum(self, place: Place, accumulator: SentAccumulator) -> float:
+        received = self._shards.stores[place].received(accumulator)
         return sum(contributions.square_sum(part, self._pool) for part in received.parts.values())
 
 
@@ -333,7 +333,7 @@ class _Padded(NamedTuple):
 
 def _comparable(copy: StoreCopy) -> _Padded:
     sums = sorted(copy.sums, key=lambda each: (each.clock, each.waits))
-    return _Padded(copy.blocks, [(s.clock, s.waits, _elements(s.total.blocks)) for s in sums])
+    return _Padded(copy.blocks, [(s.clock, s.waits, _elements(s.accumulator.blocks)) for s in sums])
 
 
 def _elements(blocks: Iterable[Elements]) -> list[tuple[int, bytes, bytes]]:

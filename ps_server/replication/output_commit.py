@@ -27,11 +27,11 @@ from ps_core.change import Settled
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.work import Work, at_once
 from ps_server.ranges.events import (
+    Accumulate,
     Apply,
     Assign,
     Drop,
     Effect,
-    Fold,
     Forget,
     Record,
     Reduce,
@@ -52,17 +52,17 @@ Deed = Effect | Change
 class Sums(Protocol):
     """Whoever makes the sums."""
 
-    def fold(self, effect: Fold) -> None:
+    def accumulate(self, effect: Accumulate) -> None:
         """One worker's step goes into the sum of its clock."""
 
     def reducing(self, record: Record) -> Work[tuple[float, ...]]:
         """The sum of the record's clock is whole: reduce it; the squares of its blocks."""
 
     def kept(self, record: Record) -> object:
-        """The total of a sum that was reduced; it stays where it is."""
+        """The accumulator of a sum that was reduced; it stays where it is."""
 
     def take(self, record: Record) -> object:
-        """Detach the total of the record's sum."""
+        """Detach the accumulator of the record's sum."""
 
     def drop(self, record: Record) -> None:
         """Forget the record's sum."""
@@ -149,9 +149,9 @@ class OutputCommit:
             place = _place_of(effect)
             if self._replication.decides_alone(place[1]):
                 deeds.append(effect)
-            elif isinstance(effect, Fold):
+            elif isinstance(effect, Accumulate):
                 for some in effect.pieces:
-                    self._sums.fold(some)
+                    self._sums.accumulate(some)
                     yield
             elif isinstance(effect, Forget) or (
                 isinstance(effect, ReplyTo) and effect.ending is None
@@ -176,12 +176,12 @@ class OutputCommit:
                 work += self._machine.reduced(record, squares)
                 return
             case Apply(record):
-                total = self._sums.take(record)
+                accumulator = self._sums.take(record)
                 into.counted.append(record)
-                into.held.append(Put(record, total))
+                into.held.append(Put(record, accumulator))
                 is_kept = _key_of(record) in self._kept
                 self._kept.discard(_key_of(record))
-                into.changes.append(Put(record, None if is_kept else total))
+                into.changes.append(Put(record, None if is_kept else accumulator))
                 return
             case Assign(record, parts):
                 change = Assigned(record, parts)

@@ -38,13 +38,13 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicatedRanges, ReplicationSetting
 from ps_server.ranges.events import (
+    Accumulate,
     AnswerPull,
     Apply,
     Assign,
     Drop,
     Effect,
     EntryEvent,
-    Fold,
     Forget,
     Place,
     PullEvent,
@@ -64,7 +64,7 @@ from ps_server.service.sessions import Sessions
 from ps_server.service.works import Works
 from ps_server.update_log.writer import UpdateLog
 from ps_server.values.mutations import Assigned, Dropped, Kept, Put
-from ps_server.values.update_arithmetic import Total
+from ps_server.values.update_arithmetic import Accumulator
 
 _DRAIN_RETRY_MS = 500
 
@@ -536,11 +536,11 @@ class ParameterNode:
             match deed:
                 case ReplyTo():
                     replies.append(deed)
-                case Fold() if len(deed.parts) <= PIECE_COUNT:
-                    self.shards.fold(deed)
+                case Accumulate() if len(deed.parts) <= PIECE_COUNT:
+                    self.shards.accumulate(deed)
                     piece_count += len(deed.parts)
-                case Fold():
-                    yield from self.shards.folding(deed)
+                case Accumulate():
+                    yield from self.shards.accumulating(deed)
                 case Apply() if self.shards.is_brief(deed.record):
                     self._apply_brief(deed.record)
                     piece_count += len(deed.record.blocks)
@@ -551,7 +551,7 @@ class ParameterNode:
                         yield from self._carrying_out(self._failed(deed.record, failure, rest))
                         return
                 case Put():
-                    failure = yield from self._applying(deed.record, deed.total)
+                    failure = yield from self._applying(deed.record, deed.accumulator)
                     if failure is not None:
                         raise InvariantViolation("ND-1", f"a replicated update: {failure.message}")
                 case Reduce():
@@ -631,10 +631,12 @@ class ParameterNode:
             if other.origin != effect.sender.origin:
                 other.settle((effect.table_id, effect.range_id, effect.sequence))
 
-    def _applying(self, record: Record, total: Total | None = None) -> Work[UpdateFailed | None]:
+    def _applying(
+        self, record: Record, accumulator: Accumulator | None = None
+    ) -> Work[UpdateFailed | None]:
         """Why the update could not be computed, if so; then nothing has changed."""
         begun_s = self.now()
-        failure = yield from self.shards.applying(record, total)
+        failure = yield from self.shards.applying(record, accumulator)
         self._count_update(record, begun_s, is_applied=failure is None)
         return failure
 

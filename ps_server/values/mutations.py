@@ -5,9 +5,9 @@
     Dropped    nothing comes of a sum that was kept, or is in the making
     Assigned   initial values, or an edit's: values, or what it lays beside for optimizer state
 
-A total is what was summed for an update, detached from the sums in the making, and opaque here. On
-its way to a backup it is a `SentTotal`: before it is averaged (after it, where it was kept), in the
-table's own arithmetic. Both ends run the same arithmetic on the same numbers.
+An accumulator is what was summed for an update, detached from the sums in the making, and opaque
+here. On its way to a backup it is a `SentAccumulator`: before it is averaged (after it, where it
+was kept), in the table's own arithmetic. Both ends run the same arithmetic on the same numbers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def fixed_elements(blocks: tuple[Elements, ...]) -> tuple[Elements, ...]:
     return tuple([each._replace(payload=bytes(each.payload)) for each in blocks])
 
 
-class SentTotal(NamedTuple):
-    """A total on its way to a backup, block by block.
+class SentAccumulator(NamedTuple):
+    """An accumulator on its way to a backup, block by block.
 
     Attributes:
         blocks: the sums.
@@ -50,23 +50,25 @@ class SentTotal(NamedTuple):
     is_reduced: bool = False
     means: tuple[Elements, ...] = ()
 
-    def fixed(self) -> SentTotal:
+    def fixed(self) -> SentAccumulator:
         """The same, in memory that does not change."""
         return self._replace(blocks=fixed_elements(self.blocks), means=fixed_elements(self.means))
 
 
 class Put(NamedTuple):
-    """A sum becomes values. `total` is None where it was `Kept` before: who has that, has it."""
+    """A sum becomes values. `accumulator` is None where it was `Kept` before: who has that, has
+    it.
+    """
 
     record: Record
-    total: Any
+    accumulator: Any
 
 
 class Kept(NamedTuple):
     """A sum was reduced, and waits for its scale."""
 
     record: Record
-    total: Any
+    accumulator: Any
 
 
 class Dropped(NamedTuple):

@@ -16,15 +16,15 @@ Rules:
       reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0
       is the initial value.
     - Delay compensation: what a worker was given last is kept, block by block, until it goes. The
-      running mean of the adaptive form is of the steps that were folded, in their order; it goes
-      with the sum, and is the block's once the update is: what is summed and comes to nothing is in
-      no mean that is copied, saved or sent.
+      running mean of the adaptive form is of the steps that were accumulated, in their order; it
+      goes with the sum, and is the block's once the update is: what is summed and comes to nothing
+      is in no mean that is copied, saved or sent.
     - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
       to them.
     - What an edit gives replaces values, or goes to optimizer state (`optimizer_arrays`).
 
 Invariants:
-    STO-1  A contribution is folded at most once: its memory becomes the accumulator's.
+    STO-1  A contribution is accumulated at most once: its memory becomes the accumulator's.
     STO-2  The result depends on the parts, their order and their scales only, not on the block size
            or the other blocks (with OPT-1: DESIGN's G4).
 
@@ -69,7 +69,7 @@ from ps_server.values.block_values import (
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import TORCH_DTYPE, Contribution
 from ps_server.values.custom_updates import CheckedUpdate
-from ps_server.values.mutations import SentTotal
+from ps_server.values.mutations import SentAccumulator
 from ps_server.values.optimizer_arrays import assign_array, check_array, read_array
 from ps_server.values.optimizers import BlockState
 from ps_server.values.store_copy import (
@@ -83,7 +83,7 @@ from ps_server.values.store_copy import (
     saved_block,
     set_steps,
 )
-from ps_server.values.update_arithmetic import KeptSums, Total, UpdateArithmetic
+from ps_server.values.update_arithmetic import Accumulator, KeptSums, UpdateArithmetic
 
 
 class Changes(NamedTuple):
@@ -143,7 +143,7 @@ class ShardStore:
         self._block_bytes = self._bytes_of(self._states)  # counted on: a store may have thousands
         self.lineage = object()
         self._kept = delay.KeptValues(self._pool)
-        self._forming: dict[int, Total] = {}
+        self._accumulators: dict[int, Accumulator] = {}
         self._means_ahead: dict[int, Contribution] = {}  # the newest, of sums not applied yet
         self._sums = KeptSums(self._name, self._pool)
         self._arithmetic = UpdateArithmetic(table, self._pool, update)
@@ -222,7 +222,7 @@ class ShardStore:
         self._kept.forget(reader)
 
     def _compensated(
-        self, total: Total, compensation: Compensation, part: Contribution
+        self, accumulator: Accumulator, compensation: Compensation, part: Contribution
     ) -> Contribution:
         """A gradient as it would be at the present values, to first order (DC-ASGD); itself if the
         reader was never given the block.
@@ -232,24 +232,24 @@ class ShardStore:
             return part
         state = self._states[part.block]
         part = contributions.owned(part, self._pool)
-        mean = self._mean_after(total, part) if compensation.adaptive else None
+        mean = self._mean_after(accumulator, part) if compensation.adaptive else None
         scratch = self._pool.take(state.values.numel(), self._dtype)
         delay.compensate(part, state, kept, compensation.strength, mean, scratch)
         self._pool.give_back(scratch)
         return part
 
-    def _mean_after(self, total: Total, part: Contribution) -> Contribution:
-        """The block's running mean with the gradient in it, which goes with the total."""
+    def _mean_after(self, accumulator: Accumulator, part: Contribution) -> Contribution:
+        """The block's running mean with the gradient in it, which goes with the accumulator."""
         ahead = self._means_ahead.get(part.block)
         slot = self._states[part.block].slots.get(delay.MEAN_SQUARE)
         mean = delay.mean_after(part, slot if ahead is None else ahead.values, self._pool)
-        replaced = total.means.get(part.block)
+        replaced = accumulator.means.get(part.block)
         if replaced is not None:
             contributions.release(replaced, self._pool)
-        total.means[part.block] = self._means_ahead[part.block] = mean
+        accumulator.means[part.block] = self._means_ahead[part.block] = mean
         return mean
 
-    def fold(
+    def accumulate(
         self,
         clock: int,
         parts: Sequence[tuple[int, Contribution]],
@@ -274,18 +274,19 @@ class ShardStore:
         if not 0.0 < scale < math.inf:
             raise InvalidConfig(f"contribution scale is {scale}; expected finite and above 0")
         self._check_parts(parts)
-        total = self._forming_total(clock)
+        accumulator = self._accumulator(clock)
         for _, part in parts:
             if part.present is not None and not part.present.any():
                 contributions.release(part, self._pool)
                 continue
             part = contributions.scaled(part, scale, self._pool)
             if compensation is not None:
-                part = self._compensated(total, compensation, part)
-            total.add(part, self._pool)
+                part = self._compensated(accumulator, compensation, part)
+            accumulator.add(part, self._pool)
 
     def reducing(self, clock: int, contributor_count: int) -> Work[tuple[float, ...]]:
-        """Form the reduced gradient of `clock` from what was folded; `apply` then only scales it.
+        """Form the reduced gradient of `clock` from what was accumulated; `apply` then only scales
+        it.
 
         Args:
             clock: the update.
@@ -295,9 +296,9 @@ class ShardStore:
             Of each block of the range, ascending, the sum of the squares of its reduced gradient,
             in float64; absent tensors count as zeros.
         """
-        total = self._forming_total(clock)
-        yield from self._arithmetic.reducing(total, contributor_count)
-        return (yield from total.squaring(self._states, self._pool))
+        accumulator = self._accumulator(clock)
+        yield from self._arithmetic.reducing(accumulator, contributor_count)
+        return (yield from accumulator.squaring(self._states, self._pool))
 
     def apply(
         self,
@@ -306,30 +307,32 @@ class ShardStore:
         contributor_count: int,
         update_scale: float = 1.0,
     ) -> tuple[int, ...]:
-        """Form update `clock` from what was folded and apply it: `take` and `applying` in one.
+        """Form update `clock` from what was accumulated and apply it: `take` and `applying` in one.
 
-        Args, Raises: as `applying`; what was folded is still there after an InvalidConfig.
+        Args, Raises: as `applying`; what was accumulated is still there after an InvalidConfig.
         """
         self._arithmetic.numbers(hyperparameters)
-        total = self.take(clock)
-        return self.apply_total(clock, total, hyperparameters, contributor_count, update_scale)
+        accumulator = self.take(clock)
+        return self.apply_accumulator(
+            clock, accumulator, hyperparameters, contributor_count, update_scale
+        )
 
-    def apply_total(
+    def apply_accumulator(
         self,
         clock: int,
-        total: Total,
+        accumulator: Accumulator,
         hyperparameters: Hyperparameters,
         contributor_count: int,
         update_scale: float = 1.0,
     ) -> tuple[int, ...]:
         """`applying`, at once."""
         terms = hyperparameters, contributor_count, update_scale
-        return at_once(self.applying(clock, total, *terms))
+        return at_once(self.applying(clock, accumulator, *terms))
 
     def applying(
         self,
         clock: int,
-        total: Total,
+        accumulator: Accumulator,
         hyperparameters: Hyperparameters,
         contributor_count: int,
         update_scale: float = 1.0,
@@ -339,7 +342,7 @@ class ShardStore:
 
         Args:
             clock: the update.
-            total: its sum, which is used up.
+            accumulator: its sum, which is used up.
             hyperparameters: put over the table's own; empty means those.
             contributor_count: the workers that took part, with or without gradients.
             update_scale: what the reduced gradient is multiplied by.
@@ -354,9 +357,9 @@ class ShardStore:
         """
         arithmetic = self._arithmetic
         numbers = arithmetic.numbers(hyperparameters)
-        blocks = tuple(sorted(total.parts))
-        terms = total, numbers, contributor_count, update_scale
-        means, total.means = total.means, {}
+        blocks = tuple(sorted(accumulator.parts))
+        terms = accumulator, numbers, contributor_count, update_scale
+        means, accumulator.means = accumulator.means, {}
         if arithmetic.is_aggregate:  # the sums before it change place, whatever its blocks are
             for some in pieces_of(tuple(self._states)):
                 changes.begin(some)
@@ -371,9 +374,9 @@ class ShardStore:
                 change = partial(arithmetic.apply, self._states, some, *terms)
                 self._change(some, changes, change, means)
                 yield
-        total.is_reduced = True
+        accumulator.is_reduced = True
         if arithmetic.is_aggregate:
-            self._sums.keep(clock, total)
+            self._sums.keep(clock, accumulator)
         return blocks
 
     def is_brief(self, block_count: int) -> bool:
@@ -382,20 +385,20 @@ class ShardStore:
 
     def apply_brief(
         self,
-        total: Total,
+        accumulator: Accumulator,
         hyperparameters: Hyperparameters,
         contributor_count: int,
         update_scale: float,
         changes: Changes,
     ) -> None:
         """As `applying`, where the update `is_brief`: most are, and steps cost more than these."""
-        blocks = tuple(sorted(total.parts))
+        blocks = tuple(sorted(accumulator.parts))
         numbers = self._arithmetic.numbers(hyperparameters)
-        means, total.means = total.means, {}
-        terms = total, numbers, contributor_count, update_scale
+        means, accumulator.means = accumulator.means, {}
+        terms = accumulator, numbers, contributor_count, update_scale
         change = partial(self._arithmetic.apply, self._states, blocks, *terms)
         self._change(blocks, changes, change, means)
-        total.is_reduced = True
+        accumulator.is_reduced = True
 
     def _change(
         self,
@@ -439,31 +442,33 @@ class ShardStore:
         if self._means_ahead.get(mean.block) is mean:
             del self._means_ahead[mean.block]
 
-    def take(self, clock: int) -> Total:
-        """What was folded for `clock`, for `apply_total`: the caller's from now on. What is folded
-        for the same clock later is another sum.
+    def take(self, clock: int) -> Accumulator:
+        """What was accumulated for `clock`, for `apply_accumulator`: the caller's from now on. What
+        is accumulated for the same clock later is another sum.
         """
-        return self._forming.pop(clock, None) or Total()
+        return self._accumulators.pop(clock, None) or Accumulator()
 
-    def kept_total(self, clock: int) -> Total:
+    def kept_accumulator(self, clock: int) -> Accumulator:
         """The sum of `clock` as `reduce` left it, which stays here: to be read, not changed."""
-        return self._forming_total(clock)
+        return self._accumulator(clock)
 
-    def put_total(self, clock: int, total: Total) -> None:
-        """The sum of `clock` as another server has it. Replaces what was folded for it here."""
+    def put_accumulator(self, clock: int, accumulator: Accumulator) -> None:
+        """The sum of `clock` as another server has it. Replaces what was accumulated for it
+        here.
+        """
         self.drop(clock)
-        self._forming[clock] = total
+        self._accumulators[clock] = accumulator
 
-    def received(self, sent: SentTotal) -> Total:
+    def received(self, sent: SentAccumulator) -> Accumulator:
         """`receiving`, at once."""
         return at_once(self.receiving(sent))
 
-    def receiving(self, sent: SentTotal) -> Work[Total]:
+    def receiving(self, sent: SentAccumulator) -> Work[Accumulator]:
         """A sum that came from another server, checked. Changes nothing.
 
         Shapes:
-            sent: as `Total.sent` gives it. Payloads are not copied but kept alive by the result;
-                they must not change any more.
+            sent: as `Accumulator.sent` gives it. Payloads are not copied but kept alive by the
+                result; they must not change any more.
 
         Raises:
             InvalidKeys: a block is not here, or comes twice, or its presence bitmap has the wrong
@@ -484,15 +489,15 @@ class ShardStore:
                 f"a sum of table '{self._name}' has running means of blocks {sorted(means)}; "
                 f"expected whole ones, of some of its blocks, {sorted(parts)}"
             )
-        return Total(parts, sent.is_reduced, means)
+        return Accumulator(parts, sent.is_reduced, means)
 
     def drop(self, clock: int) -> None:
         """Forget the sums of `clock` that are in the making."""
-        total = self._forming.pop(clock, None)
-        if total is not None:
-            for mean in total.means.values():
+        accumulator = self._accumulators.pop(clock, None)
+        if accumulator is not None:
+            for mean in accumulator.means.values():
                 self._forget_ahead(mean)
-            total.release(self._pool)
+            accumulator.release(self._pool)
 
     def snapshot(self) -> StoreCopy:
         """`copying`, at once."""
@@ -507,9 +512,9 @@ class ShardStore:
             blocks.append(copy_of_block(block, self._versions[block], state))
             yield
         sums = [SumCopy(clock, False, each.copied()) for clock, each in self._sums.all.items()]
-        for clock, total in self._forming.items():
-            if total.is_reduced:
-                sums.append(SumCopy(clock, True, total.copied()))
+        for clock, accumulator in self._accumulators.items():
+            if accumulator.is_reduced:
+                sums.append(SumCopy(clock, True, accumulator.copied()))
         return StoreCopy(tuple(blocks), tuple(sums))
 
     def saved(self, block: int) -> SavedBlock:
@@ -552,7 +557,7 @@ class ShardStore:
             check_block(f"block {each.block} of '{self._name}'", each, self._states[each.block])
             yield
         for kept in copy.sums:
-            yield from self.receiving(kept.total)
+            yield from self.receiving(kept.accumulator)
 
     def restore(self, copy: StoreCopy) -> None:
         """`restoring`, at once."""
@@ -574,17 +579,21 @@ class ShardStore:
             self._versions[block.block] = block.version
             changes.end((block.block,))
             yield
-        sums: list[tuple[SumCopy, Total]] = []
+        sums: list[tuple[SumCopy, Accumulator]] = []
         for kept in copy.sums:
-            total = yield from self.receiving(kept.total)
-            sums.append((kept, total))
+            accumulator = yield from self.receiving(kept.accumulator)
+            sums.append((kept, accumulator))
         self._block_bytes = self._bytes_of(self._states)
-        self._sums.restore({each.clock: total for each, total in sums if not each.waits})
-        self._forming.update((each.clock, total) for each, total in sums if each.waits)
+        self._sums.restore(
+            {each.clock: accumulator for each, accumulator in sums if not each.waits}
+        )
+        self._accumulators.update(
+            (each.clock, accumulator) for each, accumulator in sums if each.waits
+        )
 
     def abandon(self) -> None:
         """Nothing more comes of what is in the making, nor of what readers were given."""
-        for clock in list(self._forming):
+        for clock in list(self._accumulators):
             self.drop(clock)
         self._means_ahead.clear()
         self._kept.clear()
@@ -712,8 +721,8 @@ class ShardStore:
             if part.block != block:
                 raise InvariantViolation("STO-1", f"block {part.block} given as block {block}")
 
-    def _forming_total(self, clock: int) -> Total:
-        total = self._forming.get(clock)
-        if total is None:
-            total = self._forming[clock] = Total()
-        return total
+    def _accumulator(self, clock: int) -> Accumulator:
+        accumulator = self._accumulators.get(clock)
+        if accumulator is None:
+            accumulator = self._accumulators[clock] = Accumulator()
+        return accumulator

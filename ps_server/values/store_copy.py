@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidTensor
-from ps_server.values.mutations import SentTotal
+from ps_server.values.mutations import SentAccumulator
 from ps_server.values.optimizer_arrays import is_laid_beside
 from ps_server.values.optimizers import BlockState
 
@@ -46,7 +46,7 @@ class SumCopy(NamedTuple):
 
     clock: int
     waits: bool
-    total: SentTotal
+    accumulator: SentAccumulator
 
 
 class StoreCopy(NamedTuple):

@@ -1,11 +1,11 @@
-"""From what was folded to an update: summed, averaged, scaled, and through the optimizer.
+"""From what was accumulated to an update: summed, averaged, scaled, and through the optimizer.
 
 Invariants:
-    SUM-1  A total is of one update: once it was applied or released it is nobody's.
-    STO-3  An update that something was folded for has contributors.
+    SUM-1  An accumulator is of one update: once it was applied or released it is nobody's.
+    STO-3  An update that something was accumulated for has contributors.
     STO-5  A table has a custom update exactly if it names one.
 
-What it deliberately does not do: decide what takes part (`ps_server.ranges.forming`), or hold
+What it deliberately does not do: decide what takes part (`ps_server.ranges.aggregation`), or hold
 blocks (`ps_server.values.shard_store`).
 """
 
@@ -32,7 +32,7 @@ from ps_server.values.block_values import encoded
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution
 from ps_server.values.custom_updates import CheckedUpdate, CustomOptimizer
-from ps_server.values.mutations import SentTotal
+from ps_server.values.mutations import SentAccumulator
 from ps_server.values.optimizers import BlockState, Optimizer
 
 _KEPT_SUM_COUNT = 2
@@ -48,8 +48,8 @@ _WITHOUT_ARITHMETIC = (
 
 
 @dataclass(slots=True, eq=False)
-class Total:
-    """What was folded for one update, block by block.
+class Accumulator:
+    """What was accumulated for one update, block by block.
 
     Attributes:
         parts: the sums.
@@ -91,7 +91,7 @@ class Total:
         self.parts.clear()
         self.means.clear()
 
-    def sent(self) -> SentTotal:
+    def sent(self) -> SentAccumulator:
         """The sums as they go to another server, blocks ascending.
 
         Shapes:
@@ -99,9 +99,9 @@ class Total:
         """
         blocks = [contributions.elements(self.parts[block]) for block in sorted(self.parts)]
         means = [contributions.elements(self.means[block]) for block in sorted(self.means)]
-        return SentTotal(tuple(blocks), self.is_reduced, tuple(means))
+        return SentAccumulator(tuple(blocks), self.is_reduced, tuple(means))
 
-    def copied(self) -> SentTotal:
+    def copied(self) -> SentAccumulator:
         """As `sent`, sharing nothing."""
         return self.sent().fixed()
 
@@ -119,28 +119,28 @@ class KeptSums:
     def __init__(self, table: str, pool: BufferPool) -> None:
         self._table = table
         self._pool = pool
-        self._sums: dict[int, Total] = {}
+        self._sums: dict[int, Accumulator] = {}
 
     @property
     def byte_count(self) -> int:
         """Bytes of the sums."""
         return sum(part.byte_count for kept in self._sums.values() for part in kept.parts.values())
 
-    def keep(self, clock: int, total: Total) -> None:
+    def keep(self, clock: int, accumulator: Accumulator) -> None:
         """The sum of `clock` is the newest: the one before it stays, older ones go."""
-        self._sums[clock] = total
+        self._sums[clock] = accumulator
         for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:
             self._sums.pop(old).release(self._pool)
 
     @property
-    def all(self) -> Mapping[int, Total]:
+    def all(self) -> Mapping[int, Accumulator]:
         """Those that are kept, by clock."""
         return MappingProxyType(self._sums)
 
-    def restore(self, sums: Mapping[int, Total]) -> None:
+    def restore(self, sums: Mapping[int, Accumulator]) -> None:
         """Keep these instead."""
-        for total in self._sums.values():
-            total.release(self._pool)
+        for accumulator in self._sums.values():
+            accumulator.release(self._pool)
         self._sums = dict(sums)
 
     def read(
@@ -205,12 +205,14 @@ class UpdateArithmetic:
         """
         return dict(self._table.numbers.merged(hyperparameters))
 
-    def reducing(self, total: Total, contributor_count: int) -> Work[None]:
+    def reducing(self, accumulator: Accumulator, contributor_count: int) -> Work[None]:
         """Make of the sums what is only to be scaled."""
-        check(contributor_count >= 1 or not total.parts, "STO-3", "a sum without contributors")
+        check(
+            contributor_count >= 1 or not accumulator.parts, "STO-3", "a sum without contributors"
+        )
         if self._is_mean:
-            yield from total.averaging(contributor_count, self._pool)
-        total.is_reduced = True
+            yield from accumulator.averaging(contributor_count, self._pool)
+        accumulator.is_reduced = True
 
     @property
     def is_whole(self) -> bool:
@@ -221,16 +223,16 @@ class UpdateArithmetic:
         self,
         states: Mapping[int, BlockState],
         blocks: Sequence[int],
-        total: Total,
+        accumulator: Accumulator,
         numbers: dict[str, float],
         contributor_count: int,
         update_scale: float,
     ) -> None:
-        """Update some of the total's blocks, and use up their sums."""
-        parts = total.parts
+        """Update some of the accumulator's blocks, and use up their sums."""
+        parts = accumulator.parts
         check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
         for block in blocks:
-            part = self._scaled(parts[block], total, contributor_count, update_scale)
+            part = self._scaled(parts[block], accumulator, contributor_count, update_scale)
             if self.is_aggregate:
                 parts[block] = part
             else:
@@ -241,32 +243,38 @@ class UpdateArithmetic:
         self,
         states: Mapping[int, BlockState],
         clock: int,
-        total: Total,
+        accumulator: Accumulator,
         numbers: dict[str, float],
         contributor_count: int,
         update_scale: float,
     ) -> None:
-        """Update all of the total's blocks, where `is_whole`, and use it up.
+        """Update all of the accumulator's blocks, where `is_whole`, and use it up.
 
         Raises:
             UpdateFailed: the custom update failed; values and state are as they were.
         """
-        parts = total.parts
+        parts = accumulator.parts
         check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
         blocks = sorted(parts)
         try:
             for block in blocks:
-                parts[block] = self._scaled(parts[block], total, contributor_count, update_scale)
+                parts[block] = self._scaled(
+                    parts[block], accumulator, contributor_count, update_scale
+                )
             if self._custom is not None:
                 changed = [(states[block], parts[block]) for block in blocks]
                 self._custom.apply(clock, changed, numbers)
         finally:
-            total.release(self._pool)
+            accumulator.release(self._pool)
 
     def _scaled(
-        self, part: Contribution, total: Total, contributor_count: int, update_scale: float
+        self,
+        part: Contribution,
+        accumulator: Accumulator,
+        contributor_count: int,
+        update_scale: float,
     ) -> Contribution:
-        if self._is_mean and not total.is_reduced:
+        if self._is_mean and not accumulator.is_reduced:
             part = contributions.averaged(part, contributor_count, self._pool)
         return contributions.scaled(part, update_scale, self._pool)
 

@@ -10,7 +10,7 @@ Rules:
 
 Invariants:
     RW-1  A batch and its decisions are of one range and table.
-    RW-2  What is sent of values is `SentTotal` and `Elements`.
+    RW-2  What is sent of values is `SentAccumulator` and `Elements`.
 
 What it deliberately does not do: know stores; a sum is bytes here.
 """
@@ -32,7 +32,15 @@ from ps_core.work import Work, at_once, pieces_of
 from ps_server.ranges.events import Record
 from ps_server.ranges.range_copy import Delta
 from ps_server.replication.messages import Ack, Batch, Beat, Grant
-from ps_server.values.mutations import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
+from ps_server.values.mutations import (
+    Assigned,
+    Change,
+    Dropped,
+    Elements,
+    Kept,
+    Put,
+    SentAccumulator,
+)
 from ps_server.wire.decision_wire import (
     RecordTable,
     at,
@@ -84,13 +92,13 @@ def change_to_proto(
     blocks: tuple[Elements, ...] = ()
     means: tuple[Elements, ...] = ()
     match change:
-        case Put(total=None):
+        case Put(accumulator=None):
             kind = _PUT_KEPT
-        case Put(total=SentTotal() as total):
-            kind, blocks = _PUT_REDUCED if total.is_reduced else _PUT, total.blocks
-            means = total.means
-        case Kept(total=SentTotal() as total):
-            kind, blocks = _KEPT, total.blocks
+        case Put(accumulator=SentAccumulator() as accumulator):
+            kind, blocks = _PUT_REDUCED if accumulator.is_reduced else _PUT, accumulator.blocks
+            means = accumulator.means
+        case Kept(accumulator=SentAccumulator() as accumulator):
+            kind, blocks = _KEPT, accumulator.blocks
         case Dropped():
             kind = _DROPPED
         case Assigned(parts=parts):
@@ -119,14 +127,14 @@ def change_from_proto(
         found, expected = len(own) + len(means), count + mean_count
         raise InvalidConfig(f"a change of values has {found} blocks; expected {expected}")
     if kind in (_PUT, _PUT_REDUCED):
-        return Put(record, SentTotal(own, kind == _PUT_REDUCED, means))
+        return Put(record, SentAccumulator(own, kind == _PUT_REDUCED, means))
     if means:
         raise InvalidConfig(
             f"a change of values is of kind {kind} with {mean_count} running means; "
             f"expected them with {_PUT} and {_PUT_REDUCED} only"
         )
     if kind == _KEPT:
-        return Kept(record, SentTotal(own, is_reduced=True))
+        return Kept(record, SentAccumulator(own, is_reduced=True))
     if kind == _ASSIGNED:
         return Assigned(record, own)
     if count or kind not in (_PUT_KEPT, _DROPPED):

@@ -20,7 +20,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation, TableId
 from ps_core.ledger import Ending, Ledger
 from ps_server.ranges.range_copy import PartCopy, WorkerCopy, WorkerFacts
 from ps_server.replication.messages import RangeCopy, Snapshot
-from ps_server.values.mutations import Change, Elements, SentTotal
+from ps_server.values.mutations import Change, Elements, SentAccumulator
 from ps_server.values.store_copy import BlockCopy, StoreCopy, SumCopy
 from ps_server.wire.decision_wire import (
     RecordTable,
@@ -134,14 +134,14 @@ def _store_messages(table_id: TableId, store: StoreCopy) -> Iterator[bytes]:
         for payload in (block.values, *(slot for _, slot in block.slots)):
             yield elements_message(Elements(block.block, b"", payload))
     for kept in store.sums:
-        total = replication_pb2.SnapshotSum(
+        accumulator = replication_pb2.SnapshotSum(
             table_id=table_id,
             clock=kept.clock,
             waits=kept.waits,
-            block_count=len(kept.total.blocks),
+            block_count=len(kept.accumulator.blocks),
         )
-        yield ReplicateRequest(snapshot_sum=total).SerializeToString()
-        yield from map(elements_message, kept.total.blocks)
+        yield ReplicateRequest(snapshot_sum=accumulator).SerializeToString()
+        yield from map(elements_message, kept.accumulator.blocks)
 
 
 def _change_messages(change: Change) -> Iterator[bytes]:
@@ -314,8 +314,8 @@ class SnapshotReader:
         table = self._of(message.table_id)
 
         def take(elements: tuple[Elements, ...]) -> None:
-            total = SentTotal(elements, is_reduced=True)
-            table.sums.append(SumCopy(message.clock, message.waits, total))
+            accumulator = SentAccumulator(elements, is_reduced=True)
+            table.sums.append(SumCopy(message.clock, message.waits, accumulator))
 
         self._expect(message.block_count, take)
 

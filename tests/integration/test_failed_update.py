@@ -463,15 +463,15 @@ async def test_nothing_is_kept_for_updates_that_never_come(stages: Stages) -> No
         answer_of(stage.read(rank, 0))
     assert any(shard._kept for shard in shards)
     stage.take(1, stage.push(1, 1, 1, 13.0), stage.seal(1, 1, 2))
-    assert not any(shard._kept or shard._forming for shard in shards)
+    assert not any(shard._kept or shard._accumulators for shard in shards)
 
     stage = stages(BSP)
     shards = [stage.node.shards.stores[stage.place(FAILING, block)[:2]] for block in APART]
     stage.take(0, stage.push(0, 1, 1, 1.0, block=1), stage.seal(0, 1, 2, block=1))
-    assert any(shard._forming for shard in shards)  # rank 0's turn has come there
+    assert any(shard._accumulators for shard in shards)  # rank 0's turn has come there
     stage.take(0, stage.push(0, 1, 1, 13.0), stage.seal(0, 1, 2))
     stage.take(1, stage.push(1, 1, 1, 13.0), stage.seal(1, 1, 2))
-    assert not any(shard._forming for shard in shards)
+    assert not any(shard._accumulators for shard in shards)
 
 
 @on_a_loop

@@ -44,7 +44,7 @@ from ps_server.replication.messages import Ack, Batch, Beat, RangeCopy, Snapshot
 from ps_server.replication.range_roles import PLACED_EPOCH
 from ps_server.service.node import ParameterNode
 from ps_server.service.replication_service import ReplicationServicer, add_to_server
-from ps_server.values.mutations import Change, Elements, Put, SentTotal
+from ps_server.values.mutations import Change, Elements, Put, SentAccumulator
 from ps_server.wire.replication_reader import ReplicationReader
 from ps_server.wire.replication_wire import SERVICE, answers_message, greeting_from
 from pushpull.v1 import replication_pb2
@@ -56,7 +56,7 @@ RANGE = RangeId(0)
 WORKER = Incarnation(11)
 MODEL: Table = table([128])
 BLOCKS = (0, 1)
-SUM = SentTotal((Elements(0, b"", np.ones(64, np.float32).tobytes()),))
+SUM = SentAccumulator((Elements(0, b"", np.ones(64, np.float32).tobytes()),))
 
 
 @dataclass

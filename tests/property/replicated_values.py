@@ -15,7 +15,15 @@ from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import Delta, Facts, PartCopy, WorkerCopy, WorkerFacts
 from ps_server.ranges.range_state import Said
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy, Snapshot
-from ps_server.values.mutations import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
+from ps_server.values.mutations import (
+    Assigned,
+    Change,
+    Dropped,
+    Elements,
+    Kept,
+    Put,
+    SentAccumulator,
+)
 from ps_server.values.store_copy import BlockCopy, StoreCopy, SumCopy
 
 COUNTS = st.one_of(st.integers(0, 200), st.integers(0, 2**63))
@@ -64,7 +72,9 @@ CONTRIBUTORS = st.lists(
     max_size=4,
 ).map(tuple)
 ELEMENTS = st.builds(Elements, COUNTS, st.binary(max_size=3), PAYLOADS)
-TOTALS = st.builds(SentTotal, st.lists(ELEMENTS, max_size=3).map(tuple), st.booleans(), st.just(()))
+TOTALS = st.builds(
+    SentAccumulator, st.lists(ELEMENTS, max_size=3).map(tuple), st.booleans(), st.just(())
+)
 """Without running means, which only what is put has."""
 MEANS = st.one_of(st.just(()), st.lists(ELEMENTS, max_size=3).map(tuple))
 
@@ -90,13 +100,13 @@ def records(draw: st.DrawFn, table_id: TableId, range_id: RangeId) -> Record:
 
 @st.composite
 def changes(draw: st.DrawFn, record: Record) -> Change:
-    total, means = draw(TOTALS), draw(MEANS)
+    accumulator, means = draw(TOTALS), draw(MEANS)
     kinds: list[Callable[[], Change]] = [
         lambda: Put(record, None),
-        lambda: Put(record, total._replace(means=means)),
-        lambda: Kept(record, total._replace(is_reduced=True)),
+        lambda: Put(record, accumulator._replace(means=means)),
+        lambda: Kept(record, accumulator._replace(is_reduced=True)),
         lambda: Dropped(record),
-        lambda: Assigned(record, total.blocks),
+        lambda: Assigned(record, accumulator.blocks),
     ]
     kind: Callable[[], Change] = draw(st.sampled_from(kinds))
     return kind()

@@ -118,7 +118,7 @@ class Twin:
             block[segment.begin : segment.end] = is_here
         return mask
 
-    def fold(self, parts: Sequence[Part], scale: float) -> None:
+    def accumulate(self, parts: Sequence[Part], scale: float) -> None:
         for part in parts:
             whole = np.zeros_like(self.total)
             whole[self.span(part.block)] = raw.decode(part.payload, part.codec)

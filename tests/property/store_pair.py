@@ -102,11 +102,11 @@ def told(store: ShardStore, change: Change) -> None:
     """What a backup makes of a change, as `ps_server.lane.shards` does."""
     record = change.record
     if isinstance(change, Kept):
-        store.put_total(record.clock, store.received(change.total))
+        store.put_accumulator(record.clock, store.received(change.accumulator))
     elif isinstance(change, Put):
-        total = change.total
-        taken = store.take(record.clock) if total is None else store.received(total)
-        store.apply_total(
+        accumulator = change.accumulator
+        taken = store.take(record.clock) if accumulator is None else store.received(accumulator)
+        store.apply_accumulator(
             record.clock, taken, record.hyperparameters, record.contributor_count,
             record.update_scale,
         )  # fmt: skip

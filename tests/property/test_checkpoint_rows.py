@@ -76,7 +76,7 @@ class Row:
             part = (block, store.decode(block, Codec.FP32, values, b""))
             match doing.kind:
                 case "update":
-                    store.fold(self.clock, [part], 1.0)
+                    store.accumulate(self.clock, [part], 1.0)
                     store.apply(self.clock, (), 1)
                 case "assign":
                     store.assign([part])

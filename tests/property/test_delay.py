@@ -86,7 +86,7 @@ def test_it_is_the_papers_formula(
         bits = b"" if all(present) else bytes([present[0] + 2 * present[1]])
         payload = gradient.tobytes()
         part = store.decode(0, Codec.FP64, payload, bits)
-        store.fold(clock, [(0, part)], 1.0, Compensation(who, strength, adaptive))
+        store.accumulate(clock, [(0, part)], 1.0, Compensation(who, strength, adaptive))
         store.apply(clock, (), 1)
         assert payload == gradient.tobytes(), "the payload is the sender's"
         twin.step(who, gradient.tolist(), present)
@@ -99,7 +99,7 @@ def test_without_a_pull_between_nothing_is_compensated(adaptive: bool) -> None:
     store = _store()
     store.keep(ONE, 0)
     payload = np.full(64, 0.25).tobytes()
-    store.fold(
+    store.accumulate(
         1, [(0, store.decode(0, Codec.FP64, payload, b""))], 1.0, Compensation(ONE, 1.0, adaptive)
     )
     store.apply(1, (), 1)
@@ -125,6 +125,6 @@ def test_the_scale_of_a_seal_comes_first() -> None:
         for clock, who in ((1, TWO), (2, ONE)):
             payload = np.full(64, 0.25 * factor).tobytes()
             part = store.decode(0, Codec.FP64, payload, b"")
-            store.fold(clock, [(0, part)], 1 / factor, Compensation(who, 1.0, False))
+            store.accumulate(clock, [(0, part)], 1 / factor, Compensation(who, 1.0, False))
             store.apply(clock, (), 1)
     assert bytes(scaled.read(0, None, None)[0]) == bytes(plain.read(0, None, None)[0])

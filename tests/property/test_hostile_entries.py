@@ -19,10 +19,10 @@ from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Outcome
 from ps_core.tables import Table
 from ps_server.ranges.events import (
+    Accumulate,
     Apply,
     Assign,
     Effect,
-    Fold,
     Place,
     PushEvent,
     ReplyTo,
@@ -102,9 +102,9 @@ def _send(machine: RangeMachine, event: Entry) -> list[Effect]:
 
 
 def _check_parts(effects: list[Effect]) -> None:
-    """What is folded or assigned has its payload (NODE-1)."""
+    """What is accumulated or assigned has its payload (NODE-1)."""
     for effect in effects:
-        if isinstance(effect, Fold | Assign):
+        if isinstance(effect, Accumulate | Assign):
             assert all(payload is not None for _, payload in effect.parts)
 
 

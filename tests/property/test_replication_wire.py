@@ -22,9 +22,9 @@ from ps_core.ledger import Ending, Ledger, Outcome
 from ps_core.tables import Table
 from ps_server.ranges.range_copy import Delta, PartCopy, WorkerCopy, WorkerFacts, fresh_copy
 from ps_server.replication.messages import Batch, Beat, RangeCopy, Snapshot
-from ps_server.values.mutations import Elements, Kept, Put, SentTotal
+from ps_server.values.mutations import Elements, Kept, Put, SentAccumulator
 from ps_server.values.store_copy import BlockCopy, StoreCopy
-from ps_server.values.update_arithmetic import Total
+from ps_server.values.update_arithmetic import Accumulator
 from ps_server.wire.replication_reader import Came, ReplicationReader
 from ps_server.wire.replication_wire import (
     SMALL_BYTES,
@@ -118,14 +118,14 @@ def test_a_payload_is_read_where_it_lies() -> None:
         Elements(block, b"\1" * block, payload.data.cast("B")[: 300_000 + 4 * block])
         for block in range(3)
     )
-    batch = batch_of(Put(record_of(1, range(3), 1), SentTotal(blocks)))
+    batch = batch_of(Put(record_of(1, range(3), 1), SentAccumulator(blocks)))
     (message,) = batch_messages(batch)
     whole = np.frombuffer(message, np.uint8)
     found = read_all([message])
     assert isinstance(found, Batch)
     (put,) = found.changes
     assert isinstance(put, Put)
-    for came, sent in zip(put.total.blocks, blocks, strict=True):
+    for came, sent in zip(put.accumulator.blocks, blocks, strict=True):
         assert came.payload == sent.payload
         address = np.frombuffer(came.payload, np.uint8).ctypes.data
         assert 0 < address - whole.ctypes.data < whole.nbytes
@@ -146,7 +146,7 @@ def test_a_batch_that_is_too_long_comes_in_several_messages(
     lengths: list[int], counts: list[int]
 ) -> None:
     blocks = tuple(Elements(n, b"", bytes([n]) * length) for n, length in enumerate(lengths))
-    batch = batch_of(Put(record_of(1, range(8), 1), SentTotal(blocks)))
+    batch = batch_of(Put(record_of(1, range(8), 1), SentAccumulator(blocks)))
     messages = batch_messages(batch)
     parsed = [ReplicateRequest.FromString(message).batch for message in messages]
     assert [len(each.blocks) for each in parsed] == counts
@@ -161,7 +161,7 @@ def test_a_head_that_fills_a_message_goes_alone() -> None:
         replace_sequences(record.contributors[0], range(rank, rank + 20_000)) for rank in range(20)
     )
     blocks = (Elements(0, b"", bytes(1 << 22)),)
-    batch = batch_of(Put(record._replace(contributors=crowd), SentTotal(blocks)))
+    batch = batch_of(Put(record._replace(contributors=crowd), SentAccumulator(blocks)))
     messages = batch_messages(batch)
     assert [len(m) <= limits.MAX_MESSAGE_BYTES for m in messages] == [True, True]
     assert plain(read_all(messages)) == plain(batch)
@@ -232,7 +232,7 @@ def test_a_snapshot_that_is_given_up_ends_with_the_next() -> None:
 
 def test_what_is_not_what_goes_over_the_wire_is_a_bug() -> None:
     record = record_of(1, range(1), 1)
-    for change in (Put(record, Total()), Kept(record, None), "nothing"):
+    for change in (Put(record, Accumulator()), Kept(record, None), "nothing"):
         with pytest.raises(InvariantViolation, match="RW-2"):
             batch_messages(batch_of(change))
     with pytest.raises(InvariantViolation, match="RW-1"):

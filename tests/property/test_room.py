@@ -64,7 +64,7 @@ class Rooms(RuleBasedStateMachine):
             self.room.release(step, size)
 
     @rule(draw=st.data())
-    def fold(self, draw: st.DataObject) -> None:
+    def accumulate(self, draw: st.DataObject) -> None:
         """A payload becomes more of a sum, or is added to what is there."""
         if self.staged:
             step, size = self.staged.pop(draw.draw(st.integers(0, len(self.staged) - 1)))

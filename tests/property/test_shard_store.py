@@ -55,8 +55,8 @@ def test_a_store_does_what_its_dumb_twin_does(data: st.DataObject) -> None:
         kept = [[decoded(store, part) for part in parts] for parts, _ in steps]
         before = [[part.payload[:] for part in parts] for parts, _ in steps]
         for (parts, scale), contributions in zip(steps, kept, strict=True):
-            store.fold(clock + 1, contributions, scale)
-            twin.fold(parts, scale)
+            store.accumulate(clock + 1, contributions, scale)
+            twin.accumulate(parts, scale)
         if data.draw(st.integers(0, 4)) == 0:
             store.drop(clock + 1)
             twin.drop()
@@ -84,7 +84,7 @@ def test_assigned_values_are_what_is_read_until_the_first_update(data: st.DataOb
     store, twin = ShardStore(subject, range(subject.block_count)), Twin(subject)
     parts, _ = data.draw(worker_steps(subject))
     store.assign([decoded(store, part) for part in parts])
-    twin.fold(parts, 1.0)
+    twin.accumulate(parts, 1.0)
     twin.values[twin.mask] = twin.total[twin.mask]
     for block in range(subject.block_count):
         payload, presence = store.read(block, Codec.FP32, 0)
@@ -144,7 +144,7 @@ def test_a_bad_payload_is_refused_and_changes_nothing(
 ) -> None:
     pool = PoisonedPool()
     store = ShardStore(table([10, 140]), [0, 2], pool)
-    store.fold(1, [(0, store.decode(0, Codec.FP32, ones(64), b""))], 1.0)
+    store.accumulate(1, [(0, store.decode(0, Codec.FP32, ones(64), b""))], 1.0)
     before = [store.read(block, None, None) for block in (0, 2)], store.state_bytes
     with pytest.raises(error, match=text):
         store.decode(*arguments)
@@ -157,7 +157,7 @@ def test_a_bad_payload_is_refused_and_changes_nothing(
 
 def test_non_finite_values_pass_where_the_table_allows_them() -> None:
     store = ShardStore(table([150], allow_non_finite=True), range(3))
-    store.fold(1, [(0, store.decode(0, Codec.FP32, broken(math.inf), b""))], 1.0)
+    store.accumulate(1, [(0, store.decode(0, Codec.FP32, broken(math.inf), b""))], 1.0)
     store.apply(1, (), 1)
     assert raw.decode(store.read(0, None, None)[0], Codec.FP32)[20] == -math.inf
 
@@ -166,7 +166,7 @@ def test_squares_of_a_float32_do_not_overflow() -> None:
     subject = table([64], reduction=Reduction.SUM)
     store = ShardStore(subject, [0])
     largest = raw.encode(np.full(64, 3e38), Codec.FP32)
-    store.fold(1, [(0, store.decode(0, Codec.FP32, largest, b""))], 1.0)
+    store.accumulate(1, [(0, store.decode(0, Codec.FP32, largest, b""))], 1.0)
     (square,) = at_once(store.reducing(1, 1))
     assert square == pytest.approx(64 * 3e38**2)
 
@@ -182,7 +182,7 @@ def test_a_bad_scale_is_refused_and_changes_nothing(scale: float) -> None:
     store = ShardStore(table([64]), range(1))
     part = store.decode(0, Codec.FP32, ones(64), b"")
     with pytest.raises(InvalidConfig, match="scale"):
-        store.fold(1, [(0, part)], scale)
+        store.accumulate(1, [(0, part)], scale)
     assert store.apply(1, (), 1) == ()
 
 
@@ -202,12 +202,12 @@ def test_bad_hyperparameters_are_refused_and_change_nothing(
     kind: OptimizerKind, given_numbers: tuple[tuple[str, float], ...]
 ) -> None:
     store = ShardStore(table([64], optimizer=OptimizerSpec(kind)), range(1))
-    store.fold(1, [(0, store.decode(0, Codec.FP32, ones(64), b""))], 1.0)
+    store.accumulate(1, [(0, store.decode(0, Codec.FP32, ones(64), b""))], 1.0)
     before = store.read(0, None, None), store.state_bytes
     with pytest.raises(InvalidConfig, match=given_numbers[0][0]):
         store.apply(1, given_numbers, 1)
     assert (store.read(0, None, None), store.state_bytes) == before
-    assert store.apply(1, (), 1) == (0,)  # what was folded is still there
+    assert store.apply(1, (), 1) == (0,)  # what was accumulated is still there
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_contribution_given_as_another_block_is_a_bug() -> None:
     store = ShardStore(table([128]), range(2))
     part = store.decode(0, Codec.FP32, ones(64), b"")
     with pytest.raises(InvariantViolation, match="STO-1"):
-        store.fold(1, [(1, part)], 1.0)
+        store.accumulate(1, [(1, part)], 1.0)
 
 
 def test_a_payload_of_the_tables_dtype_is_read_where_it_lies() -> None:
@@ -245,8 +245,8 @@ def test_memory_that_may_change_is_copied_and_odd_addresses_are_read() -> None:
     lent = store.decode(0, Codec.FP32, memoryview(memory), b"")
     memory[:] = bytes(len(memory))
     odd = store.decode(0, Codec.FP32, memoryview(b"x" + ones(64))[1:], b"")
-    store.fold(1, [(0, lent)], 1.0)
-    store.fold(1, [(0, odd)], 1.0)
+    store.accumulate(1, [(0, lent)], 1.0)
+    store.accumulate(1, [(0, odd)], 1.0)
     store.apply(1, (), 2)
     assert store.read(0, None, None)[0] == (-np.ones(64, np.float32)).tobytes()
 
@@ -279,7 +279,7 @@ def test_shared_memory_is_copied_before_it_is_checked(codec: Codec, offset_bytes
     with pytest.raises(InvalidTensor, match="non-finite"):
         store.decode(0, codec, payload, b"", is_shared=True)
     assert len(pool.out) == 1
-    store.fold(1, [(0, part)], 1.0)
+    store.accumulate(1, [(0, part)], 1.0)
     store.apply(1, (), 1)
     assert store.read(0, None, None)[0] == (-np.ones(64, np.float32)).tobytes()
     assert not pool.out
@@ -309,7 +309,7 @@ def test_no_optimizer_writes_into_a_payload(kind: OptimizerKind, kernels: Kernel
     before = bytearray(payload)
     for clock in (1, 2):
         for block in (0, 1):
-            store.fold(clock, [(block, store.decode(block, Codec.FP32, payload, b""))], 1.0)
+            store.accumulate(clock, [(block, store.decode(block, Codec.FP32, payload, b""))], 1.0)
         store.apply(clock, (("weight_decay", 0.1),) if kind in WITH_DECAY else (), 1)
     assert payload == before
     assert not pool.out

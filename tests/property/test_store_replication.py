@@ -15,10 +15,10 @@ from ps_core.keys import Incarnation
 from ps_core.tables import Codec, OptimizerKind, OptimizerSpec
 from ps_core.work import at_once
 from ps_server.ranges.events import Compensation
-from ps_server.values.mutations import Dropped, Elements, Kept, Put, SentTotal
+from ps_server.values.mutations import Dropped, Elements, Kept, Put, SentAccumulator
 from ps_server.values.shard_store import ShardStore
 from ps_server.values.store_copy import StoreCopy, SumCopy
-from ps_server.values.update_arithmetic import Total
+from ps_server.values.update_arithmetic import Accumulator
 from ps_server.wire.replication_wire import SMALL_BYTES
 from tests.examples import examples
 from tests.property.shard_twin import PoisonedPool, decoded, table, worker_steps
@@ -33,32 +33,32 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
     blocks = range(subject.block_count)
     pools = PoisonedPool(), PoisonedPool()
     primary, backup = (ShardStore(subject, blocks, pool) for pool in pools)
-    waiting: list[tuple[Put, Total]] = []
+    waiting: list[tuple[Put, Accumulator]] = []
     small_bytes = data.draw(st.sampled_from([0, SMALL_BYTES]))
     for clock in range(1, data.draw(st.integers(1, 5)) + 1):
         steps = data.draw(st.lists(worker_steps(subject), max_size=3))
         for parts, scale in steps:
-            primary.fold(clock, [decoded(primary, part) for part in parts], scale)
+            primary.accumulate(clock, [decoded(primary, part) for part in parts], scale)
         count = max(len(steps), 1) + data.draw(st.integers(0, 1))
         scale = 1.0
         is_kept = data.draw(st.booleans())
         if is_kept:
             scale = data.draw(st.sampled_from([1.0, 0.0, 0.375, 1 / 3]))
             at_once(primary.reducing(clock, count))
-            kept = Kept(record_of(clock, blocks, count), primary.kept_total(clock))
+            kept = Kept(record_of(clock, blocks, count), primary.kept_accumulator(clock))
             told(backup, over_the_wire(kept, small_bytes))
         if data.draw(st.integers(0, 4)) == 0:
             primary.drop(clock)
             told(backup, Dropped(record_of(clock, blocks, count)))
             continue
-        total = primary.take(clock)
-        put = Put(record_of(clock, blocks, count, scale), None if is_kept else total)
+        accumulator = primary.take(clock)
+        put = Put(record_of(clock, blocks, count, scale), None if is_kept else accumulator)
         told(backup, over_the_wire(put, small_bytes))
-        waiting.append((put, total))
+        waiting.append((put, accumulator))
         for _ in range(data.draw(st.integers(0, len(waiting)))):
             apply(primary, *waiting.pop(0))
-    for put, total in waiting:
-        apply(primary, put, total)
+    for put, accumulator in waiting:
+        apply(primary, put, accumulator)
     check_equal(primary, backup)
     if subject.spec.optimizer.kind is not OptimizerKind.AGGREGATE:
         assert not pools[0].out
@@ -71,14 +71,14 @@ READERS = Incarnation(7), Incarnation(8)
 @settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_a_backup_has_the_running_mean_of_its_primary(data: st.DataObject) -> None:
-    """Steps are folded, updates applied, backups told and joiners given a copy in any order: who
-    was told the same has the same, and goes on alike. What comes to nothing is in no mean.
+    """Steps are accumulated, updates applied, backups told and joiners given a copy in any order:
+    who was told the same has the same, and goes on alike. What comes to nothing is in no mean.
     """
     subject = data.draw(any_tables())
     blocks = range(subject.block_count)
     pools = PoisonedPool(), PoisonedPool()
     primary, backup = (ShardStore(subject, blocks, pool) for pool in pools)
-    waiting: list[tuple[Put, Total]] = []
+    waiting: list[tuple[Put, Accumulator]] = []
     clock = 0
     for verb in data.draw(st.lists(st.sampled_from(["give", "step", "step", "apply"]), max_size=9)):
         reader = data.draw(st.sampled_from(READERS))
@@ -90,16 +90,16 @@ def test_a_backup_has_the_running_mean_of_its_primary(data: st.DataObject) -> No
         elif verb == "step":
             clock += 1
             compensated(data, primary, clock, reader)
-            total = primary.take(clock)
-            put = Put(record_of(clock, blocks, 1), total)
+            accumulator = primary.take(clock)
+            put = Put(record_of(clock, blocks, 1), accumulator)
             told(backup, over_the_wire(put, data.draw(st.sampled_from([0, SMALL_BYTES]))))
-            waiting.append((put, total))
+            waiting.append((put, accumulator))
     compensated(data, primary, clock + 1, READERS[0])  # comes to nothing: its primary is lost
     joiner = ShardStore(subject, blocks, PoisonedPool())
     joiner.restore(primary.snapshot())
-    for put, total in waiting:
+    for put, accumulator in waiting:
         told(joiner, over_the_wire(put, SMALL_BYTES))
-        apply(primary, put, total)
+        apply(primary, put, accumulator)
     primary.abandon()
     for store in (primary, joiner):
         check_equal(store, backup)
@@ -109,7 +109,7 @@ def test_a_backup_has_the_running_mean_of_its_primary(data: st.DataObject) -> No
 def compensated(data: st.DataObject, store: ShardStore, clock: int, reader: Incarnation) -> None:
     parts, _ = data.draw(worker_steps(store._table))
     decoded_parts = [decoded(store, part) for part in parts]
-    store.fold(clock, decoded_parts, 1.0, Compensation(reader, 0.5, adaptive=True))
+    store.accumulate(clock, decoded_parts, 1.0, Compensation(reader, 0.5, adaptive=True))
 
 
 def check_goes_on_alike(data: st.DataObject, clock: int, *stores: ShardStore) -> None:
@@ -120,7 +120,7 @@ def check_goes_on_alike(data: st.DataObject, clock: int, *stores: ShardStore) ->
             store.keep(READERS[1], block)
         for now, who in ((clock + 1, READERS[0]), (clock + 2, READERS[1])):
             decoded_parts = [decoded(store, part) for part in parts]
-            store.fold(now, decoded_parts, 1.0, Compensation(who, 0.5, adaptive=True))
+            store.accumulate(now, decoded_parts, 1.0, Compensation(who, 0.5, adaptive=True))
             store.apply(now, (), 1)
         check_equal(store, stores[0])
 
@@ -136,7 +136,7 @@ def test_a_store_that_was_restored_goes_on_bit_for_bit(data: st.DataObject) -> N
     clock = train(data, first, 1, data.draw(st.integers(0, 4)))
     train(data, other, 1, data.draw(st.integers(0, 3)))
     is_waiting = data.draw(st.booleans())
-    fold(data, first, clock)
+    accumulate(data, first, clock)
     if is_waiting:
         at_once(first.reducing(clock, 2))
     copy = first.snapshot()
@@ -159,18 +159,18 @@ def train_a_copy(
             assert store.snapshot() == copy
         store.apply(clock, (), 2, scale)
         for later, (parts, _) in enumerate(steps, clock + 1):
-            store.fold(later, [decoded(store, part) for part in parts], 1.0)
+            store.accumulate(later, [decoded(store, part) for part in parts], 1.0)
             store.apply(later, (), 1)
 
 
-def fold(data: st.DataObject, store: ShardStore, clock: int) -> None:
+def accumulate(data: st.DataObject, store: ShardStore, clock: int) -> None:
     parts, scale = data.draw(worker_steps(store._table))
-    store.fold(clock, [decoded(store, part) for part in parts], scale)
+    store.accumulate(clock, [decoded(store, part) for part in parts], scale)
 
 
 def train(data: st.DataObject, store: ShardStore, clock: int, count: int) -> int:
     for now in range(clock, clock + count):
-        fold(data, store, now)
+        accumulate(data, store, now)
         store.apply(now, (), 1)
     return clock + count
 
@@ -193,7 +193,7 @@ def spoiled(copy: StoreCopy, **changes: Any) -> StoreCopy:
         (lambda c: spoiled(c, steps=(1, 2**64)), InvalidTensor, "2 counts of steps"),
         (
             lambda c: c._replace(
-                sums=(SumCopy(1, True, SentTotal((Elements(9, b"", bytes(256)),))),)
+                sums=(SumCopy(1, True, SentAccumulator((Elements(9, b"", bytes(256)),))),)
             ),
             InvalidKeys,
             "block 9",
@@ -205,7 +205,7 @@ def test_a_copy_of_another_store_is_refused_and_changes_nothing(
 ) -> None:
     adam = OptimizerSpec(OptimizerKind.ADAM)
     store = ShardStore(table([20, 108], optimizer=adam), range(2))
-    store.fold(1, [(0, store.decode(0, Codec.FP32, b"\0\0\x80\x3f" * 64, b""))], 1.0)
+    store.accumulate(1, [(0, store.decode(0, Codec.FP32, b"\0\0\x80\x3f" * 64, b""))], 1.0)
     store.apply(1, (), 1)
     before = store.snapshot()
     other = ShardStore(table([20, 108], optimizer=adam), range(2)).snapshot()
@@ -222,20 +222,20 @@ def test_what_is_restored_is_not_what_was_kept_for_readers() -> None:
     assert not store._kept
 
 
-def apply(store: ShardStore, put: Put, total: Total) -> None:
+def apply(store: ShardStore, put: Put, accumulator: Accumulator) -> None:
     record = put.record
-    store.apply_total(
-        record.clock, total, (), record.contributor_count, record.update_scale
+    store.apply_accumulator(
+        record.clock, accumulator, (), record.contributor_count, record.update_scale
     )  # fmt: skip
 
 
 def test_what_is_folded_after_a_sum_was_taken_is_another_sum() -> None:
     store = ShardStore(table([64]), range(1))
     one = b"\0\0\x80\x3f" * 64
-    store.fold(1, [(0, store.decode(0, Codec.FP32, one, b""))], 1.0)
+    store.accumulate(1, [(0, store.decode(0, Codec.FP32, one, b""))], 1.0)
     first = store.take(1)
-    store.fold(1, [(0, store.decode(0, Codec.FP32, one, b""))], 3.0)
-    store.apply_total(1, first, (), 1)
+    store.accumulate(1, [(0, store.decode(0, Codec.FP32, one, b""))], 3.0)
+    store.apply_accumulator(1, first, (), 1)
     assert store.read(0, None, None)[0] == b"\0\0\x80\xbf" * 64
     store.apply(1, (), 1)
     assert store.read(0, None, None)[0] == b"\0\0\x80\xc0" * 64
@@ -256,13 +256,13 @@ def test_a_sum_that_is_none_is_refused(
     elements: tuple[Elements, ...], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        ShardStore(table([64, 64]), [0]).received(SentTotal(elements))
+        ShardStore(table([64, 64]), [0]).received(SentAccumulator(elements))
 
 
 def test_a_received_sum_is_read_where_it_lies() -> None:
     store = ShardStore(table([64]), range(1))
     payload = bytes(256)
-    part = store.received(SentTotal((Elements(0, b"", payload),))).parts[0]
+    part = store.received(SentAccumulator((Elements(0, b"", payload),))).parts[0]
     assert not part.is_owned
 
     assert part.values.data_ptr() == np.frombuffer(payload, np.uint8).ctypes.data

@@ -43,12 +43,12 @@ from ps_core.tables import (
 from ps_core.work import Work, at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
-from ps_server.ranges.events import Assign, Fold, Forget, Record
+from ps_server.ranges.events import Accumulate, Assign, Forget, Record
 from ps_server.ranges.server_machine import PartAdded
 from ps_server.values.contributions import Contribution, elements
-from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put, SentTotal
+from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put, SentAccumulator
 from ps_server.values.store_copy import StoreCopy
-from ps_server.values.update_arithmetic import Total
+from ps_server.values.update_arithmetic import Accumulator
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Arrived, Grad
 
 if TYPE_CHECKING:
@@ -154,8 +154,8 @@ class Sum(NamedTuple):
     """What was summed for an update: the identities, and the numbers here and as they are sent."""
 
     grads: tuple[Grad, ...]
-    total: Total | None
-    sent: SentTotal
+    accumulator: Accumulator | None
+    sent: SentAccumulator
 
 
 class Numbers:
@@ -188,10 +188,10 @@ class Numbers:
         store = self.shards.stores[table.table_id, range_id]
         return store.decode(grad.block, Codec.FP32, *_payload(table, grad))
 
-    def fold(self, effect: Fold) -> None:
+    def accumulate(self, effect: Accumulate) -> None:
         """One worker's step goes into the sum of its clock."""
         parts = tuple((block, grad.part) for block, grad in effect.parts)  # type: ignore[attr-defined]
-        self.shards.fold(effect._replace(parts=parts))
+        self.shards.accumulate(effect._replace(parts=parts))
 
     def give(self, key: tuple[TableId, RangeId], reader: Incarnation, block: int) -> None:
         """A reader is given the block as it is now, which is remembered."""
@@ -208,16 +208,16 @@ class Numbers:
 
     def taken(self, record: Record, grads: Sequence[Grad]) -> Sum:
         """The sum of the record's clock, detached."""
-        total = self.shards.take(record)
-        return Sum(tuple(grads), total, total.copied())
+        accumulator = self.shards.take(record)
+        return Sum(tuple(grads), accumulator, accumulator.copied())
 
     def kept(self, record: Record, grads: Sequence[Grad]) -> Sum:
         """The sum that was reduced; it stays."""
         return Sum(tuple(grads), None, self.shards.kept(record).copied())
 
-    def putting(self, record: Record, total: Sum) -> Work[None]:
+    def putting(self, record: Record, accumulator: Sum) -> Work[None]:
         """A sum of this server's own becomes values."""
-        assert (yield from self.shards.applying(record, total.total)) is None
+        assert (yield from self.shards.applying(record, accumulator.accumulator)) is None
 
     def make(self, table: Table, change: Change) -> None:
         """`making`, at once."""
@@ -226,8 +226,8 @@ class Numbers:
     def making(self, table: Table, change: Change) -> Work[None]:
         """As a backup does what its primary decided."""
         match change:
-            case Put(record, Sum() as total) | Kept(record, Sum() as total):
-                change = change._replace(total=total.sent)
+            case Put(record, Sum() as accumulator) | Kept(record, Sum() as accumulator):
+                change = change._replace(accumulator=accumulator.sent)
             case Assigned(record, parts):
                 found = [self._decoded(table, record.range_id, grad) for _, grad in parts]
                 change = Assigned(record, tuple(map(elements, found)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.sim.mutation import Mutant
 
-_FORMING = "ps_server/ranges/forming.py"
+_AGGREGATION = "ps_server/ranges/aggregation.py"
 _GATE = "ps_server/ranges/update_gate.py"
 _ARRAYS = "ps_server/values/optimizer_arrays.py"
 _STEPS = ("steps",)
@@ -15,7 +15,7 @@ EDIT_MUTANTS = (
     Mutant(
         "workers that disagree about an edit make one",
         "S16",
-        _FORMING,
+        _AGGREGATION,
         "        if edits[0] == edits[1] and arrays[0] == arrays[1]:",
         "        if True:",
         _STEPS,
@@ -23,7 +23,7 @@ EDIT_MUTANTS = (
     Mutant(
         "who changed nothing goes along with an edit",
         "S16",
-        _FORMING,
+        _AGGREGATION,
         "        if edits[0] == edits[1] and arrays[0] == arrays[1]:",
         "        if (edits[0] == edits[1] and arrays[0] == arrays[1]) or not all(edits):",
         _STEPS,
@@ -47,7 +47,7 @@ EDIT_MUTANTS = (
     Mutant(
         "what a disputed update had summed stays",
         "S16",
-        _FORMING,
+        _AGGREGATION,
         "                out.append(Drop(record))\n            self._records.commit(record, out)",
         "                pass\n            self._records.commit(record, out)",
         _STEPS,
@@ -63,7 +63,7 @@ EDIT_MUTANTS = (
     Mutant(
         "workers that name different arrays of state make one edit",
         "S16",
-        _FORMING,
+        _AGGREGATION,
         "        if edits[0] == edits[1] and arrays[0] == arrays[1]:",
         "        if edits[0] == edits[1]:",
         _STEPS,
@@ -71,7 +71,7 @@ EDIT_MUTANTS = (
     Mutant(
         "optimizer state that was loaded becomes values",
         "S16",
-        _FORMING,
+        _AGGREGATION,
         "self._values, out, of=self._of)",
         "self._values, out)",
         _STEPS,
@@ -119,7 +119,7 @@ EDIT_MUTANTS = (
     Mutant(
         "who says an edit with nothing in it has no say",
         "S16",
-        _FORMING,
+        _AGGREGATION,
         "        if step.skip:\n            return\n",
         "        if step.skip or (step.edit and not step.pushes):\n            return\n",
         _LOADS,

@@ -43,7 +43,7 @@ _ONE_TABLE = (
     Mutant(
         "a worker's own scale is lost",
         "S1",
-        "ps_server/ranges/forming.py",
+        "ps_server/ranges/aggregation.py",
         "step.clock, terms.contribution_scale",
         "step.clock, 1.0",
         _STEPS,
@@ -91,7 +91,7 @@ _ONE_TABLE = (
     Mutant(
         "an empty sum is none",
         "S12",
-        "ps_server/ranges/forming.py",
+        "ps_server/ranges/aggregation.py",
         "if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:",
         "if record.blocks:",
         _STEPS,
@@ -365,7 +365,7 @@ _ONE_TABLE = (
     Mutant(
         "who was too late is told that it took part",
         "S7",
-        "ps_server/ranges/forming.py",
+        "ps_server/ranges/aggregation.py",
         "Ending(Outcome.DISCARDED, past, squares",
         "Ending(Outcome.APPLIED, past, squares",
         _STEPS,
@@ -373,7 +373,7 @@ _ONE_TABLE = (
     Mutant(
         "one more is left behind than may be",
         "S7",
-        "ps_server/ranges/forming.py",
+        "ps_server/ranges/aggregation.py",
         "ready_count < len(members) - setting.backup_workers:",
         "ready_count < len(members) - setting.backup_workers - 1:",
         _STEPS,

@@ -14,11 +14,11 @@ from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
 from ps_core.work import Work, at_once
 from ps_server.ranges.events import (
+    Accumulate,
     AnswerPull,
     Apply,
     Effect,
     EntryEvent,
-    Fold,
     PullEvent,
     Record,
     RefusePull,
@@ -457,10 +457,10 @@ class ReplicatedServer(SimServer):
 
     def _putting(self, change: Put) -> Work[None]:
         record = change.record
-        assert isinstance(change.total, Sum)
+        assert isinstance(change.accumulator, Sum)
         numbers = self.held((record.table_id, record.range_id))
-        yield from numbers.putting(record, change.total)
-        yield from self._landing(record, change.total.grads)
+        yield from numbers.putting(record, change.accumulator)
+        yield from self._landing(record, change.accumulator.grads)
 
     def table(self, table_id: TableId) -> Table:
         """One that the newest view has."""
@@ -481,7 +481,7 @@ class ReplicatedServer(SimServer):
 
     # --- its sums
 
-    def fold(self, effect: Fold) -> None:
+    def accumulate(self, effect: Accumulate) -> None:
         """See `Sums`, as all of these."""
         self._fold(effect)
 
@@ -648,13 +648,13 @@ class ReplicatedServer(SimServer):
             return
         kept = () if isinstance(change, Kept) else self._forget_sum(record)
         match change:
-            case Put(_, total):
-                assert total is None or isinstance(total, Sum)
-                yield from self._landing(record, kept if total is None else total.grads)
-            case Kept(_, total):
-                assert isinstance(total, Sum)
+            case Put(_, accumulator):
+                assert accumulator is None or isinstance(accumulator, Sum)
+                yield from self._landing(record, kept if accumulator is None else accumulator.grads)
+            case Kept(_, accumulator):
+                assert isinstance(accumulator, Sum)
                 self.reduced[_key_of(record)] = record
-                self.sums[_key_of(record)] = list(total.grads)
+                self.sums[_key_of(record)] = list(accumulator.grads)
         numbers = self.held((record.table_id, record.range_id))
         yield from numbers.making(self.table(record.table_id), change)
 

@@ -15,13 +15,13 @@ from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import OptimizerKind, Table
 from ps_core.work import Work
 from ps_server.ranges.events import (
+    Accumulate,
     AnswerPull,
     Apply,
     Assign,
     Drop,
     Effect,
     EntryEvent,
-    Fold,
     Forget,
     PullEvent,
     PushEvent,
@@ -237,7 +237,7 @@ class SimServer:
             match deed:
                 case ReplyTo():
                     replies.append(deed)
-                case Fold():
+                case Accumulate():
                     self._fold(deed)
                     yield
                 case Apply():
@@ -276,14 +276,14 @@ class SimServer:
         if on_answer is not None:
             on_answer(effect)
 
-    def _fold(self, effect: Fold) -> None:
+    def _fold(self, effect: Accumulate) -> None:
         key = (effect.table_id, effect.range_id, effect.clock)
         for _, payload in effect.parts:
             assert isinstance(payload, Grad)
             self.sums[key].append(payload)
             self._check_staleness(effect, payload)
             self._note_delay(effect, payload)
-        self.held(key[:2]).fold(effect)
+        self.held(key[:2]).accumulate(effect)
 
     def _applying(self, record: Record) -> Work[None]:
         key = (record.table_id, record.range_id, record.clock)
@@ -333,13 +333,13 @@ class SimServer:
             self.numbers.hold(self.table(key[0]), key[1], self.machine.parts[key].state.blocks)
         return self.numbers
 
-    def _note_delay(self, fold: Fold, grad: Grad) -> None:
+    def _note_delay(self, effect: Accumulate, grad: Grad) -> None:
         """What it is corrected for, if so."""
-        if fold.compensation is not None:
-            given = self.given.get((fold.table_id, grad.block, fold.compensation.reader))
+        if effect.compensation is not None:
+            given = self.given.get((effect.table_id, grad.block, effect.compensation.reader))
             if given is not None:
                 assert isinstance(grad, Arrived)
-                grad.delay = given, len(self.values[fold.table_id, grad.block])
+                grad.delay = given, len(self.values[effect.table_id, grad.block])
                 self.world.counts["corrected"] += grad.delay[0] != grad.delay[1]
 
     def _forget_given(self, effect: Forget) -> None:
@@ -413,17 +413,17 @@ class SimServer:
         number, after_clock = schedule.taken
         return clock > after_clock and number > self.settings.number_of(place[0])
 
-    def _check_staleness(self, fold: Fold, grad: Grad) -> None:
+    def _check_staleness(self, effect: Accumulate, grad: Grad) -> None:
         """What is applied is not too stale, and is scaled as its staleness says (S1)."""
-        if self._takes_unseen((fold.table_id, fold.range_id), fold.clock):
+        if self._takes_unseen((effect.table_id, effect.range_id), effect.clock):
             return
-        table = self.machine.table(fold.table_id)
-        consistency = self.settings.at(table, fold.clock)
-        updates = self.updates[fold.table_id, grad.block]
+        table = self.machine.table(effect.table_id)
+        consistency = self.settings.at(table, effect.clock)
+        updates = self.updates[effect.table_id, grad.block]
         others = sum(1 for workers in updates if grad.incarnation not in workers)
         tau = 0 if grad.pulled is None else max(0, others - grad.pulled)
-        scale = self.settings.contribution_scale(table, grad.incarnation, fold.clock)
-        scale *= self.settings.clip_scale(table, fold.clock)
+        scale = self.settings.contribution_scale(table, grad.incarnation, effect.clock)
+        scale *= self.settings.clip_scale(table, effect.clock)
         match consistency.policy:
             case StalePolicy.REJECT:
                 assert tau <= consistency.bound, f"{grad} is {tau} stale under {consistency}"
@@ -431,8 +431,8 @@ class SimServer:
                 scale *= 1 / (1 + consistency.alpha * tau)
             case StalePolicy.DIVIDE:
                 scale *= 1 / tau if tau else 1.0
-        assert fold.scale == scale, (fold.scale, tau, consistency)
-        self.world.counts["scaled"] += fold.scale != 1.0
+        assert effect.scale == scale, (effect.scale, tau, consistency)
+        self.world.counts["scaled"] += effect.scale != 1.0
 
     def _check_rejected(self, reply: ReplyTo) -> None:
         ending = reply.ending

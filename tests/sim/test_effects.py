@@ -14,7 +14,7 @@ from ps_core.errors import Draining
 from ps_core.keys import NodeId, RangeId
 from ps_core.work import Work
 from ps_server.fail_stop import FailStop, carries_out, decides
-from ps_server.ranges.events import AnswerPull, EntryEvent, Fold, PullEvent, RefusePull
+from ps_server.ranges.events import Accumulate, AnswerPull, EntryEvent, PullEvent, RefusePull
 from ps_server.replication.messages import Ack, Batch
 from ps_server.replication.output_commit import Deed
 from scheduler.machine.state import RangesFailedOver, Transition
@@ -118,12 +118,12 @@ class MortalServer(ReplicatedServer):
             raise BrokenEffect
         yield from super()._doing(deeds)
 
-    def fold(self, effect: Fold) -> None:
+    def accumulate(self, effect: Accumulate) -> None:
         """See `Sums`."""
         if self._breaks_now(1):
             self.world.counts["fault: sum failed"] += 1
             raise BrokenEffect
-        super().fold(effect)
+        super().accumulate(effect)
 
     def _making(self, batch: Batch) -> Work[None]:
         if self.loses_next and self.may_lose(batch.range_id):

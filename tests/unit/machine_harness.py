@@ -20,11 +20,11 @@ from ps_core.tables import (
     TableSpec,
 )
 from ps_server.ranges.events import (
+    Accumulate,
     AnswerPull,
     Apply,
     Assign,
     Effect,
-    Fold,
     Place,
     PullEvent,
     PushEvent,
@@ -118,7 +118,7 @@ class Bench:
     def _squares(self, clock: int) -> tuple[float, ...]:
         found = dict.fromkeys(range(self.table.block_count), 0.0)
         for effect in self.effects:
-            if isinstance(effect, Fold) and effect.clock == clock:
+            if isinstance(effect, Accumulate) and effect.clock == clock:
                 for block, payload in effect.parts:
                     found[block] += payload[1]  # type: ignore[index]
         return tuple(found.values())
@@ -224,7 +224,7 @@ def applied(effects: list[Effect]) -> list[tuple[int, list[object]]]:
     sums: list[object] = []
     found: list[tuple[int, list[object]]] = []
     for effect in effects:
-        if isinstance(effect, Fold):
+        if isinstance(effect, Accumulate):
             sums += [payload for _, payload in effect.parts]
         elif isinstance(effect, Apply):
             found.append((effect.record.clock, sums))

@@ -12,7 +12,7 @@ from ps_core.consistency import Mode, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, WaitExpired
 from ps_core.ledger import Outcome
 from ps_core.tables import OptimizerKind
-from ps_server.ranges.events import Apply, Effect, Fold, RefusePull, ReplyTo
+from ps_server.ranges.events import Accumulate, Apply, Effect, RefusePull, ReplyTo
 from ps_server.ranges.read_gate import WaitCause
 from ps_worker.spec.settings import SSP
 from tests.unit.machine_harness import Bench, answers, applied, make_table, outcomes, problem
@@ -40,7 +40,7 @@ class Steps:
 
 
 def _scales(effects: list[Effect]) -> list[float]:
-    return [effect.scale for effect in effects if isinstance(effect, Fold)]
+    return [effect.scale for effect in effects if isinstance(effect, Accumulate)]
 
 
 def _endings(effects: list[Effect]) -> list[tuple[int, Outcome, int]]:
@@ -190,8 +190,10 @@ def test_blocks_of_one_step_are_scaled_each_by_its_own_staleness() -> None:
     bench.push(0, 1, 1, block=0, pulled_peer_version=0)
     bench.push(0, 2, 1, block=1, pulled_peer_version=0)
     effects = bench.seal(0, 3, 1)
-    folds = [(f.scale, [b for b, _ in f.parts]) for f in effects if isinstance(f, Fold)]
-    assert folds == [(1.0, [1]), (0.5, [0])]
+    accumulations = [
+        (f.scale, [b for b, _ in f.parts]) for f in effects if isinstance(f, Accumulate)
+    ]
+    assert accumulations == [(1.0, [1]), (0.5, [0])]
     assert len(applied(effects)) == 1
 
 

@@ -80,7 +80,7 @@ class Shard:
             payload = cut.numpy().tobytes()
             part = self.store.decode(block, self.codec, payload, pack_presence(here))
             parts.append((block, part))
-        self.store.fold(self.clock, parts, 1.0)
+        self.store.accumulate(self.clock, parts, 1.0)
         self.store.apply(self.clock, tuple(sorted(numbers.items())), 1)
 
     @property
@@ -256,7 +256,7 @@ def test_payloads_are_only_read_and_memory_goes_back_to_the_pool() -> None:
         before = bytes(bytearray(own))
         for block, (codec, payload) in enumerate([(Codec.FP32, own), (Codec.FP16, narrow)]):
             part = shard.store.decode(block, codec, payload, b"")
-            shard.store.fold(1, [(block, part)], 1.0)
+            shard.store.accumulate(1, [(block, part)], 1.0)
         with contextlib.suppress(UpdateFailed):
             shard.store.apply(1, (), 1)
         assert own == before

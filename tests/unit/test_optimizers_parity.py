@@ -204,7 +204,7 @@ class Shards:
             )
             presence = pack_presence(present)
             decoded = store.decode(block, self.codec, part.numpy().tobytes(), presence)
-            store.fold(clock, [(block, decoded)], 1.0)
+            store.accumulate(clock, [(block, decoded)], 1.0)
         for store in self.stores:
             store.apply(clock, step.numbers, 1)
 

@@ -154,8 +154,8 @@ def test_an_edit_and_a_gradient_come_to_nothing(
     assert f"worker {editor} changed" in said
     assert f"worker {1 - editor} did not" in said
     assert not [e for e in bsp.effects if isinstance(e, Assign | Apply)]
-    folded = editor == 1  # the gradient of rank 0 had its turn
-    assert any(isinstance(e, Drop) for e in bsp.effects) == folded
+    accumulated = editor == 1  # the gradient of rank 0 had its turn
+    assert any(isinstance(e, Drop) for e in bsp.effects) == accumulated
     assert bsp.room.staged_bytes == bsp.room.summed_bytes == 0
     assert bsp.machine.state.clock == 1
     for rank in (0, 1):

@@ -14,11 +14,19 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.tables import Codec
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards, for_backup
-from ps_server.ranges.events import Contributor, Fold, Place, Record
+from ps_server.ranges.events import Accumulate, Contributor, Place, Record
 from ps_server.ranges.range_copy import fresh_copy
 from ps_server.ranges.server_machine import PartAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
-from ps_server.values.mutations import Assigned, Change, Dropped, Elements, Kept, Put, SentTotal
+from ps_server.values.mutations import (
+    Assigned,
+    Change,
+    Dropped,
+    Elements,
+    Kept,
+    Put,
+    SentAccumulator,
+)
 from tests.property.shard_twin import table
 
 TABLE = TableId(1)
@@ -27,8 +35,8 @@ MODEL = table([384])
 PARTS = [PartAdded(MODEL, LEFT, (0, 1)), PartAdded(MODEL, RIGHT, (2, 3))]
 WORKER = Session("cluster", b"t" * 16, NodeId(2), Incarnation(11), Role.WORKER)
 ONE = np.ones(64, np.float32).tobytes()
-SUM = SentTotal((Elements(0, b"", ONE),))
-ELSEWHERE = SentTotal((Elements(1, b"", ONE),))
+SUM = SentAccumulator((Elements(0, b"", ONE),))
+ELSEWHERE = SentAccumulator((Elements(1, b"", ONE),))
 TWO = np.full(64, 2, np.float32).tobytes()
 
 
@@ -86,7 +94,7 @@ def test_a_primary_applies_what_it_took(shards: Shards) -> None:
     place = Place(TABLE, LEFT, 1)  # type: ignore[arg-type]
     for _ in range(2):
         part = shards.decode(place, 0, Codec.FP32, memoryview(ONE), b"")
-        shards.fold(Fold(TABLE, LEFT, 1, 0, ((0, part),), 1.0))
+        shards.accumulate(Accumulate(TABLE, LEFT, 1, 0, ((0, part),), 1.0))
     total = shards.take(record())
     assert bytes(total.sent().blocks[0].payload) == TWO
     assert shards.apply(record(), total) is None
@@ -107,8 +115,11 @@ def test_initial_values_are_told_as_they_are(shards: Shards) -> None:
             Put(record(), ELSEWHERE),
             r"blocks \[1\]; expected some of \[0\]",
         ),
-        (Put(record()._replace(range_id=RangeId(9)), SentTotal(())), "range 9 holds no block"),
-        (Kept(record()._replace(table_id=TableId(9)), SentTotal(())), "table 9"),
+        (
+            Put(record()._replace(range_id=RangeId(9)), SentAccumulator(())),
+            "range 9 holds no block",
+        ),
+        (Kept(record()._replace(table_id=TableId(9)), SentAccumulator(())), "table 9"),
     ],
 )
 def test_a_change_of_what_is_not_here_is_refused(
@@ -179,7 +190,7 @@ def test_a_range_that_is_copied_goes_on_elsewhere(
     shards.make(Kept(record(2), SUM))
     held = Put(record(2, 0.5), shards.take(record(2)))
     copy = shards.copy(snapshot(held))
-    shards.apply(held.record, held.total)
+    shards.apply(held.record, held.accumulator)
     shards.make(Put(record(3), SUM))
     assert value(shards) == -2.5
     other.restore(copy)

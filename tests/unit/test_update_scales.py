@@ -15,10 +15,10 @@ from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.tables import OptimizerKind
 from ps_server.ranges.events import (
+    Accumulate,
     Apply,
     Drop,
     Effect,
-    Fold,
     Reduce,
     RefusePull,
     ReplyTo,
@@ -134,7 +134,7 @@ def test_the_next_update_waits_for_this_one() -> None:
     step(at, 0, 1, 1)
     at.push(0, 4, 2)
     at.seal(0, 5, 2, clip_scale=0.5)  # its scale of clock 1 is number 3, and on its way
-    assert not [e for e in at.effects if isinstance(e, Fold) and e.clock == 2]
+    assert not [e for e in at.effects if isinstance(e, Accumulate) and e.clock == 2]
     at.scale(0, 3, 1, 0.5)
     assert told(at.effects, 0)[2] == (4.0, 0.0, 0.0, 0.0)
     assert at.machine.state.clock == 1
@@ -143,8 +143,8 @@ def test_the_next_update_waits_for_this_one() -> None:
 def test_own_steps_are_clipped_where_each_is_an_update() -> None:
     at = bench("ssp:2")
     step(at, 0, 1, 1, contribution_scale=0.5)
-    (fold,) = [effect for effect in at.effects if isinstance(effect, Fold)]
-    assert fold.scale == 0.25
+    (found,) = [effect for effect in at.effects if isinstance(effect, Accumulate)]
+    assert found.scale == 0.25
     assert len(applied(at.effects)) == 1
     assert told(at.effects, 0) == {}
 
@@ -323,7 +323,7 @@ def test_scales_beyond_what_a_sum_can_have_are_refused_where_they_come_in(
     said = at.seal(0, 2, 1, contribution_scale=contribution_scale, clip_scale=clip_scale)
     assert outcomes(said)[0, 2] is Outcome.INVALID
     assert "scale" in problem(said).message
-    assert not [effect for effect in at.effects if isinstance(effect, Fold | Apply)]
+    assert not [effect for effect in at.effects if isinstance(effect, Accumulate | Apply)]
 
 
 def test_who_is_late_for_an_update_of_nothing_clipped_is_told_that_it_adds_nothing() -> None:

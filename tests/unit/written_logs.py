@@ -21,7 +21,7 @@ from ps_server.ranges.server_machine import PartAdded
 from ps_server.replication.messages import Batch, Snapshot
 from ps_server.update_log.format import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log.reader import FORMAT_VERSION
-from ps_server.values.mutations import Assigned, Change, Elements, Kept, Put, SentTotal
+from ps_server.values.mutations import Assigned, Change, Elements, Kept, Put, SentAccumulator
 from ps_server.wire.replication_wire import batch_messages
 from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import replication_pb2, update_log_pb2
@@ -119,9 +119,9 @@ class Owner:
             tuple(sorted(parts)), (), BLOCKS[self.range_id],
         )  # fmt: skip
 
-    def _total(self, value: float) -> SentTotal:
+    def _total(self, value: float) -> SentAccumulator:
         rng = np.random.default_rng(int(value * 1000) + self.range_id)
-        return SentTotal(
+        return SentAccumulator(
             tuple(
                 Elements(b, b"", rng.normal(value, 1.0, 64).astype("<f4").tobytes())
                 for b in BLOCKS[self.range_id]
@@ -223,7 +223,7 @@ class WrittenLog:
         request.batch.more_follow = True
         (change,) = batch.changes
         assert isinstance(change, Put)
-        block = change.total.blocks[0]
+        block = change.accumulator.blocks[0]
         request.batch.blocks.add(block=block.block, payload=bytes(block.payload))
         raw = request.SerializeToString()
         self._write(FrameKind.BATCH, [raw], batch.range_id, batch.number, is_torn=True)

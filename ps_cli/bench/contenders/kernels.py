@@ -38,7 +38,9 @@ UPDATE_COUNT = 2
 
 
 def _store_update_s(name: str, kernels: Kernels, element_count: int) -> float:
-    """Seconds to check, fold and apply a whole gradient, block after block, as a server does."""
+    """Seconds to check, accumulate and apply a whole gradient, block after block, as a server
+    does.
+    """
     spec = table_spec("bench", element_count, OPTIMIZERS[name][0].spec(kernels), {})
     table = Table(TableId(1), 0, spec)
     store = ShardStore(table, range(table.block_count))
@@ -52,7 +54,7 @@ def _store_update_s(name: str, kernels: Kernels, element_count: int) -> float:
         began_s = time.perf_counter()
         for block, payload in enumerate(payloads):
             part = store.decode(block, codec, payload, b"")
-            store.fold(clock, [(block, part)], 1.0)
+            store.accumulate(clock, [(block, part)], 1.0)
             store.apply(clock, (), 1)
     return time.perf_counter() - began_s
 

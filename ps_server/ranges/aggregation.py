@@ -1,6 +1,6 @@
 """From steps in effect to records, and from records to outcomes (SEMANTICS S1, S2, S7).
 
-    step in effect --its turn--> folded --all are in--> recorded --> committed: outcomes
+    step in effect --its turn--> accumulated --all are in--> recorded --> committed: outcomes
 
 Rules:
     - A decision is a Record; outcomes are given when it commits (`ps_server.replication` holds them
@@ -13,7 +13,7 @@ Rules:
 Invariants:
     RM-2  Update c is applied after update c - 1 and holds each member's step once, in rank order
           (with backup workers: each contributor's, in the record's order).
-    RM-3  Nothing is folded before the range has its initial values.
+    RM-3  Nothing is accumulated before the range has its initial values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from ps_core.consistency import StalePolicy
 from ps_core.errors import AlreadyPast, EditRefused, check
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Hyperparameters, OptimizerKind
-from ps_server.ranges.events import Apply, Assign, Contributor, Drop, Effect, Fold, Record, Reduce
+from ps_server.ranges.events import (
+    Accumulate,
+    Apply,
+    Assign,
+    Contributor,
+    Drop,
+    Effect,
+    Record,
+    Reduce,
+)
 from ps_server.ranges.range_state import HeldPush, RangeState, StepPart, WorkerPart
 from ps_server.ranges.update_scales import UpdateScales
 
@@ -45,17 +54,17 @@ class Records:
         self._state.unstage_step(step, worker)
         return parts
 
-    def fold(self, worker: WorkerPart, step: StepPart) -> Fold:
+    def accumulate(self, worker: WorkerPart, step: StepPart) -> Accumulate:
         """The step, to be added to the sum of its clock."""
         state = self._state
-        check(state.initialized, "RM-3", "fold before the initial values")
+        check(state.initialized, "RM-3", "accumulate before the initial values")
         parts = self.take_parts(worker, step)
         terms = step.sealed_by.terms
         table_id, clock, scale = state.table.table_id, step.clock, terms.contribution_scale
         if terms.clip_scale is not None and not state.schedule.is_bsp(clock):
             scale *= terms.clip_scale
         compensation = state.compensation(worker.incarnation, clock)
-        return Fold(table_id, state.range_id, clock, worker.rank, parts, scale, compensation)
+        return Accumulate(table_id, state.range_id, clock, worker.rank, parts, scale, compensation)
 
     def contributor(self, worker: WorkerPart, step: StepPart) -> Contributor:
         """The worker's part in an update."""
@@ -203,15 +212,15 @@ class Records:
         ending = Ending(Outcome.REJECTED, staleness=tau)
         self._state.end(worker, push.sender, push.sequence, ending, out)
 
-    def scaled_folds(self, worker: WorkerPart, step: StepPart) -> list[Fold]:
+    def scaled_accumulations(self, worker: WorkerPart, step: StepPart) -> list[Accumulate]:
         """The step's parts, together where what their staleness makes of them is the same."""
         setting = self._state.schedule.at(step.clock)
         if setting.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
-            return [self.fold(worker, step)]
+            return [self.accumulate(worker, step)]
         factors = {
             push.block: setting.scale(self.staleness(worker, push)) for push in step.pushes.values()
         }
-        whole = self.fold(worker, step)
+        whole = self.accumulate(worker, step)
         return [
             whole._replace(
                 parts=tuple(part for part in whole.parts if factors[part[0]] == factor),
@@ -221,7 +230,7 @@ class Records:
         ]
 
 
-class Forming:
+class Aggregation:
     """The update in the making of one table in one range.
 
     Attributes:
@@ -233,16 +242,16 @@ class Forming:
         self._records = records
         self._scales = scales
         self.wake_s: float | None = None
-        self._folded: list[int] = []  # backup workers: who is in it
-        self._next_rank = 0  # ranks below it that belong to it are folded
+        self._accumulated: list[int] = []  # backup workers: who is in it
+        self._next_rank = 0  # ranks below it that belong to it are accumulated
         self._first: WorkerPart | None = None  # whose step says first whether it is an edit
         self._values: tuple[tuple[int, object], ...] = ()  # of the edit, as the first gave them
         self._of = "", b""  # what they are of
         self._dispute: EditRefused | None = None
-        self._is_folded = False
+        self._is_accumulated = False
 
     def form(self, now_s: float, out: list[Effect]) -> bool:
-        """Fold what has its turn; form update `clock + 1` once every member is in (RM-2)."""
+        """Accumulate what has its turn; form update `clock + 1` once every member is in (RM-2)."""
         state = self._state
         clock = state.clock + 1
         if state.unscaled is not None:
@@ -278,9 +287,9 @@ class Forming:
             self._values, self._of = self._records.take_parts(worker, step), step.of
             state.add_to_sum(step)
         elif step.pushes:
-            out.append(self._records.fold(worker, step))
+            out.append(self._records.accumulate(worker, step))
             state.add_to_sum(step)
-            self._is_folded = True
+            self._is_accumulated = True
 
     def _disagreement(
         self, first: WorkerPart, worker: WorkerPart, clock: int
@@ -313,7 +322,7 @@ class Forming:
         state.clock = state.formed_clock = clock
         state.end_sum()
         self._next_rank = 0
-        self._first, self._values, self._dispute, self._is_folded = None, (), None, False
+        self._first, self._values, self._dispute, self._is_accumulated = None, (), None, False
         for worker in state.workers.values():
             worker.done_clock = max(worker.done_clock, clock)
 
@@ -321,21 +330,22 @@ class Forming:
         """BSP with backup workers: form the update once enough members are in, and those that come
         within the grace time.
 
-        A step is folded as soon as it is in, whatever its rank: nobody knows which others will
-        come, and what waits unfolded takes the room that they need. The record has the order.
+        A step is accumulated as soon as it is in, whatever its rank: nobody knows which others will
+        come, and a step that waits takes the staging memory that they need. The record has the
+        order.
         """
         state, setting = self._state, self._state.schedule.at(clock)
         members = [rank for rank in state.ranks if state.is_member(rank, clock)]
         for rank in members:
             worker = state.worker_at(rank, clock)
-            if worker is None or worker.sealed_clock < clock or rank in self._folded:
+            if worker is None or worker.sealed_clock < clock or rank in self._accumulated:
                 continue
-            self._folded.append(rank)
+            self._accumulated.append(rank)
             step = worker.steps[clock]
             if not step.skip and step.pushes:
-                out.append(self._records.fold(worker, step))
+                out.append(self._records.accumulate(worker, step))
                 state.add_to_sum(step)
-        ready_count = len(self._folded)
+        ready_count = len(self._accumulated)
         if not ready_count or ready_count < len(members) - setting.backup_workers:
             return False
         if ready_count < len(members) and setting.grace_ms:
@@ -344,7 +354,7 @@ class Forming:
             if now_s < self.wake_s:
                 return False
         self.wake_s = None
-        contributors, self._folded = self._folded, []
+        contributors, self._accumulated = self._accumulated, []
         return self._form_record(clock, contributors, out)
 
     def _form_record(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> bool:
@@ -392,7 +402,7 @@ class Forming:
             self._records.assign(clock, contributors, self._values, out, of=self._of)
         else:
             record = self._records.record(clock, contributors, (), ())
-            if self._is_folded:
+            if self._is_accumulated:
                 out.append(Drop(record))
             self._records.commit(record, out)
         self.pass_clock(clock)
