@@ -128,7 +128,7 @@ class CheckpointParts:
         name may have a table of the same name, which is in no checkpoint.
         """
         planned: dict[TableId, _Planned] = {}
-        for (table_id, _), part in self._node.machine.parts.items():
+        for (table_id, _), part in self._node.machine.shards.items():
             table = part.state.table
             if table.run:
                 continue
@@ -266,7 +266,7 @@ class _Part:
             return
         self._progress_s = self._loop.time()
         self._node.shards.captures = self._captures
-        for key in list(self._node.machine.parts):
+        for key in list(self._node.machine.shards):
             yield
             if self._has_ended():  # meanwhile
                 return
@@ -293,7 +293,7 @@ class _Part:
             self._room.captured(key, 0)
             self._problem = self._problem or effect.error.message
             return
-        blocks = self._node.machine.parts[key].state.blocks
+        blocks = self._node.machine.shards[key].state.blocks
         store = self._node.shards.stores[key]
         same = self._base.unchanged(key[0], store, blocks)
         self._referred |= same

@@ -59,7 +59,7 @@ class RestoredValues:
     def __init__(self, node: ParameterNode) -> None:
         self._node = node
         self._url = ""
-        self._ranges = RestoredRanges(node.machine.parts, node.replicas)
+        self._ranges = RestoredRanges(node.machine.shards, node.replicas)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def observe(self, view: ClusterView) -> None:

@@ -40,7 +40,7 @@ from ps_runtime.system.shared_memory import Segment
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import AnswerPull
-from ps_server.ranges.server_machine import PartAdded
+from ps_server.ranges.server_machine import ShardAdded
 from ps_server.values.block_values import arithmetic_dtype
 from ps_server.values.optimizers import padded_length
 from pushpull.v1 import parameters_pb2
@@ -272,7 +272,7 @@ class ValueHomes:
 
     # --- ranges that come and go
 
-    def add(self, parts: Sequence[PartAdded]) -> dict[RangeId, LentValues | None]:
+    def add(self, parts: Sequence[ShardAdded]) -> dict[RangeId, LentValues | None]:
         """The memory of parts of one table that come together; None: nothing is lent."""
         table = parts[0].table
         self._codecs[table.table_id] = NATIVE_CODEC[table.spec.dtype]
@@ -295,7 +295,7 @@ class ValueHomes:
                 self._lent[table.table_id, range_id] = home.lent
         return {range_id: home.lent for range_id, home in homes.items()}
 
-    def _lent_now(self, parts: Sequence[PartAdded]) -> LentValues | None:
+    def _lent_now(self, parts: Sequence[ShardAdded]) -> LentValues | None:
         if not self._lanes.is_open:
             return None
         blocks = [block for part in parts for block in part.blocks]

@@ -29,7 +29,7 @@ from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.segments import LentValues, ValueHomes, held_ranges
 from ps_server.ranges.events import Accumulate, Assign, Forget, Place, Record, Sender
-from ps_server.ranges.server_machine import PartAdded
+from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.values import contributions
 from ps_server.values.block_values import ReadyBlock, ready_block
@@ -113,7 +113,7 @@ class Shards:
         """Bytes of parameters and optimizer state."""
         return sum(store.state_bytes for store in self.stores.values())
 
-    def add(self, parts: Sequence[PartAdded]) -> None:
+    def add(self, parts: Sequence[ShardAdded]) -> None:
         """Make room for parts of one table: where they can be lent, if this server lends. Those
         that are here stay as they are (SH-3).
         """
@@ -146,7 +146,7 @@ class Shards:
         view: ClusterView,
         node_id: NodeId,
         turns: Turns,
-        on_ready: Callable[[PartAdded], None],
+        on_ready: Callable[[ShardAdded], None],
     ) -> None:
         """Have ready what `add` will need when a view is observed that is about to be: a table of
         many blocks takes seconds, in which others have their turns. `on_ready` is called with each
@@ -174,7 +174,7 @@ class Shards:
             self._ready[key] = _Ready(lent, self._store_of(part.table, part.blocks, lent, made))
             on_ready(part)
 
-    async def _lacking(self, view: ClusterView, node_id: NodeId, turns: Turns) -> list[PartAdded]:
+    async def _lacking(self, view: ClusterView, node_id: NodeId, turns: Turns) -> list[ShardAdded]:
         """What the server holds by a view and has not made."""
         held, range_count = held_ranges(view, node_id), len(view.ranges)
         found = []
@@ -183,7 +183,7 @@ class Shards:
                 await asyncio.to_thread(table.blocks_by_range, range_count)
             for range_id, blocks in table.blocks_by_range(range_count).items():
                 if range_id in held and (table.table_id, range_id) not in self.stores:
-                    found.append(PartAdded(table, range_id, blocks))
+                    found.append(ShardAdded(table, range_id, blocks))
             await turns.breathe()
         return found
 

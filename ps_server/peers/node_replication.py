@@ -28,8 +28,8 @@ from ps_server.fail_stop import FailStop, decides
 from ps_server.lane.shards import Shards, fixed_for_backup, for_backup
 from ps_server.peers.peer_links import PeerLinks
 from ps_server.ranges.events import Effect
-from ps_server.ranges.range_copy import PartCopy, fresh_copy
-from ps_server.ranges.server_machine import PartAdded, Promise, ServerMachine
+from ps_server.ranges.range_copy import ShardCopy, fresh_copy
+from ps_server.ranges.server_machine import Promise, ServerMachine, ShardAdded
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy, Snapshot
 from ps_server.replication.output_commit import Deed, OutputCommit
@@ -181,7 +181,7 @@ class ReplicatedRanges:
         for table in view.tables if held else ():
             yield
             parts = [
-                PartAdded(table, range_id, blocks)
+                ShardAdded(table, range_id, blocks)
                 for range_id, blocks in table.blocks_by_range(len(view.ranges)).items()
                 if range_id in held
             ]
@@ -472,7 +472,7 @@ class ReplicatedRanges:
         if self._view is not None:
             at_once(self._making_room(self._view))
 
-    def _fresh(self, batch: Batch) -> PartCopy | None:
+    def _fresh(self, batch: Batch) -> ShardCopy | None:
         blocks = self._blocks.get((batch.table_id, batch.range_id))
         return None if blocks is None else fresh_copy(self._tables[batch.table_id], blocks)
 

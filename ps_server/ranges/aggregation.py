@@ -34,7 +34,7 @@ from ps_server.ranges.events import (
     Record,
     Reduce,
 )
-from ps_server.ranges.range_state import HeldPush, RangeState, StepPart, WorkerPart
+from ps_server.ranges.range_state import HeldPush, PendingStep, RangeState, RangeWorker
 from ps_server.ranges.update_scales import UpdateScales
 
 APPLIED = Ending(Outcome.APPLIED)
@@ -47,14 +47,14 @@ class Records:
     def __init__(self, state: RangeState) -> None:
         self._state = state
 
-    def take_parts(self, worker: WorkerPart, step: StepPart) -> tuple[tuple[int, object], ...]:
+    def take_parts(self, worker: RangeWorker, step: PendingStep) -> tuple[tuple[int, object], ...]:
         """The staged payloads of a step by block; they are staged no more."""
         pushes = sorted(step.pushes.values(), key=lambda push: push.block)
         parts = tuple([(push.block, push.payload) for push in pushes])
         self._state.unstage_step(step, worker)
         return parts
 
-    def accumulate(self, worker: WorkerPart, step: StepPart) -> Accumulate:
+    def accumulate(self, worker: RangeWorker, step: PendingStep) -> Accumulate:
         """The step, to be added to the sum of its clock."""
         state = self._state
         check(state.initialized, "RM-3", "accumulate before the initial values")
@@ -66,7 +66,7 @@ class Records:
         compensation = state.compensation(worker.incarnation, clock)
         return Accumulate(table_id, state.range_id, clock, worker.rank, parts, scale, compensation)
 
-    def contributor(self, worker: WorkerPart, step: StepPart) -> Contributor:
+    def contributor(self, worker: RangeWorker, step: PendingStep) -> Contributor:
         """The worker's part in an update."""
         sequences = (*sorted(step.pushes), step.sealed_by.sequence)
         return Contributor(worker.rank, worker.incarnation, sequences, step.skip)
@@ -188,7 +188,7 @@ class Records:
             self._state.end(worker, step.sealed_by.sender, seal, ending, out)
             del worker.steps[record.clock]
 
-    def staleness(self, worker: WorkerPart, push: HeldPush) -> int:
+    def staleness(self, worker: RangeWorker, push: HeldPush) -> int:
         """Updates of the block by others since the worker pulled it; 0 if it does not say."""
         if push.pulled_peer_version is None:
             return 0
@@ -196,7 +196,7 @@ class Records:
             0, self._state.peer_version(worker.incarnation, push.block) - push.pulled_peer_version
         )
 
-    def reject_stale(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+    def reject_stale(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         """What is too stale takes no part in the step."""
         setting = self._state.schedule.at(step.clock)
         if setting.policy is not StalePolicy.REJECT:
@@ -207,12 +207,12 @@ class Records:
                 self._state.drop_push(step, worker, push.sequence)
                 self.reject(worker, push, tau, out)
 
-    def reject(self, worker: WorkerPart, push: HeldPush, tau: int, out: list[Effect]) -> None:
+    def reject(self, worker: RangeWorker, push: HeldPush, tau: int, out: list[Effect]) -> None:
         """The push ends as too stale."""
         ending = Ending(Outcome.REJECTED, staleness=tau)
         self._state.end(worker, push.sender, push.sequence, ending, out)
 
-    def scaled_accumulations(self, worker: WorkerPart, step: StepPart) -> list[Accumulate]:
+    def scaled_accumulations(self, worker: RangeWorker, step: PendingStep) -> list[Accumulate]:
         """The step's parts, together where what their staleness makes of them is the same."""
         setting = self._state.schedule.at(step.clock)
         if setting.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
@@ -244,7 +244,7 @@ class Aggregation:
         self.wake_s: float | None = None
         self._accumulated: list[int] = []  # backup workers: who is in it
         self._next_rank = 0  # ranks below it that belong to it are accumulated
-        self._first: WorkerPart | None = None  # whose step says first whether it is an edit
+        self._first: RangeWorker | None = None  # whose step says first whether it is an edit
         self._values: tuple[tuple[int, object], ...] = ()  # of the edit, as the first gave them
         self._of = "", b""  # what they are of
         self._dispute: EditRefused | None = None
@@ -272,7 +272,7 @@ class Aggregation:
         members = [rank for rank in state.ranks if state.is_member(rank, clock)]
         return self._form_record(clock, members, out)
 
-    def _take(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+    def _take(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         """The step has its turn in the update."""
         state = self._state
         if step.skip:
@@ -292,7 +292,7 @@ class Aggregation:
             self._is_accumulated = True
 
     def _disagreement(
-        self, first: WorkerPart, worker: WorkerPart, clock: int
+        self, first: RangeWorker, worker: RangeWorker, clock: int
     ) -> EditRefused | None:
         steps = first.steps[clock], worker.steps[clock]
         edits = steps[0].edit, steps[1].edit
@@ -416,7 +416,7 @@ class Aggregation:
         self.pass_clock(orphan.clock)
         return True
 
-    def discard(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+    def discard(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         """The update has formed without this step; its worker goes on from the newest clock."""
         state = self._state
         newest = max(state.clock, worker.done_clock, step.clock)

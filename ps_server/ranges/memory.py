@@ -149,7 +149,7 @@ class TableRoom:
 
     def __init__(self, table: Table) -> None:
         self._table = table
-        self._parts: list[RangeMachine] = []
+        self._shards: list[RangeMachine] = []
         self._senders: dict[int, Sender] = {}
         self._step_bytes = 0
         self._room = GateRoom(0, 0)
@@ -159,18 +159,18 @@ class TableRoom:
         """Bytes of what is staged, and of sums, in all ranges."""
         return self._room.held_bytes
 
-    def add(self, part: RangeMachine) -> None:
+    def add(self, shard: RangeMachine) -> None:
         """A range joins; the room grows with the step."""
-        self._parts.append(part)
-        self._step_bytes += self._bytes_of(part)
+        self._shards.append(shard)
+        self._step_bytes += self._bytes_of(shard)
         self._resize()
 
-    def _bytes_of(self, part: RangeMachine) -> int:
-        """Of one step on the part."""
+    def _bytes_of(self, shard: RangeMachine) -> int:
+        """Of one step on the shard."""
         element_bytes = max(self._table.spec.accumulator_element_bytes, 4)
         # A converted payload is staged in a buffer of aligned length.
         unit = limits.BLOCK_ALIGNMENT_ELEMENTS
-        blocks, last = part.state.blocks, self._table.block_count - 1
+        blocks, last = shard.state.blocks, self._table.block_count - 1
         count = len(blocks) * self._table.spec.block_elements
         if blocks and blocks[-1] == last:  # all others are whole
             missing = self._table.spec.block_elements - self._table.block_length(last)
@@ -183,19 +183,19 @@ class TableRoom:
         )
         self._room.resize(bound, self._step_bytes)
 
-    def remove(self, part: RangeMachine) -> None:
+    def remove(self, shard: RangeMachine) -> None:
         """The range is not here any more, nor what it held."""
-        part.state.unstage_all()
-        self._parts.remove(part)
-        self._step_bytes -= self._bytes_of(part)
+        shard.state.unstage_all()
+        self._shards.remove(shard)
+        self._step_bytes -= self._bytes_of(shard)
         self._resize()
 
     def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:
         """See `range_state.Room`."""
         admission = self._room.admit(step, byte_count)
         for given in admission.given_back:
-            for part in self._parts:
-                part.give_back(given, effects)
+            for shard in self._shards:
+                shard.give_back(given, effects)
             if given.rank not in self._senders:  # gone: it waits for no turn
                 self._room.forget(given.rank)
         return admission.admitted

@@ -1,13 +1,13 @@
 """What a backup knows of one table in one range, and what it is told of each change (SEMANTICS S8).
 
-    RangeState --facts--> Delta --batch--> PartCopy --restored--> RangeState of the new primary
+    RangeState --facts--> Delta --batch--> ShardCopy --restored--> RangeState of the new primary
 
 A backup decides nothing. It keeps what the primary decided: clocks, ledgers, counts. What is
 volatile at the primary is not here: steps that wait at the gate, seals that formed nothing yet,
 reads. Whoever sent them sends them again.
 
 Invariants:
-    PC-1  A part that is restored from its copy answers every entry that the primary has answered
+    PC-1  A shard that is restored from its copy answers every entry that the primary has answered
           for good as the primary did, and decides every other one as the primary might have.
 
 What it deliberately does not do: hold values (`shard_store` does, in the same order).
@@ -26,12 +26,12 @@ from ps_core.ledger import Ending, Ledger
 from ps_core.tables import InitializerKind, Table
 from ps_core.work import Work
 from ps_server.ranges.events import Effect, Record, ReplyTo
-from ps_server.ranges.range_state import RangeState, Said, WorkerPart
+from ps_server.ranges.range_state import RangeState, RangeWorker, Said
 from ps_server.ranges.schedule import Promises, Schedule
 
 
 class Facts(NamedTuple):
-    """The state of a part that is no worker's, as of the newest decision; see `RangeState` and
+    """The state of a shard that is no worker's, as of the newest decision; see `RangeState` and
     `Schedule`.
     """
 
@@ -57,7 +57,7 @@ class Facts(NamedTuple):
 
 
 class WorkerFacts(NamedTuple):
-    """A worker in a part. `sealed_clock` is its newest seal that is decided (what is sealed beyond
+    """A worker in a shard. `sealed_clock` is its newest seal that is decided (what is sealed beyond
     comes again), `left_clock` its last if that is, `confirmed` up to where it has seen outcomes.
     `predecessor`: who had its rank before it and is not forgotten; 0: there was one, who is; None:
     nobody that is known of.
@@ -75,7 +75,7 @@ class WorkerFacts(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What an event changed of a part: all facts as they are now, what ended, what was counted."""
+    """What an event changed of a shard: all facts as they are now, what ended, what was counted."""
 
     facts: Facts
     workers: tuple[WorkerFacts, ...]
@@ -93,20 +93,20 @@ class WorkerCopy:
 
 
 @dataclass(slots=True)
-class PartCopy:
+class ShardCopy:
     """One table in one range, at a backup."""
 
     facts: Facts
     versions: dict[int, int]
     workers: dict[Incarnation, WorkerCopy] = field(default_factory=dict)
 
-    def twin(self) -> PartCopy:
+    def twin(self) -> ShardCopy:
         """The same, sharing nothing."""
         workers = {
             incarnation: WorkerCopy(w.facts, w.ledger.copy(), dict(w.own_updates))
             for incarnation, w in self.workers.items()
         }
-        return PartCopy(self.facts, dict(self.versions), workers)
+        return ShardCopy(self.facts, dict(self.versions), workers)
 
     def take(self, delta: Delta) -> None:
         """One change more.
@@ -165,8 +165,8 @@ class PartCopy:
                     own_updates[block] = own_updates.get(block, 0) + 1
 
 
-def fresh_copy(table: Table, blocks: Sequence[int]) -> PartCopy:
-    """Of a part of which nothing has been decided."""
+def fresh_copy(table: Table, blocks: Sequence[int]) -> ShardCopy:
+    """Of a shard of which nothing has been decided."""
     schedule = Schedule(table)
     is_restored, first = table.restored_clock is not None, table.restored_clock or 0
     kind = table.spec.initializer.kind
@@ -175,11 +175,11 @@ def fresh_copy(table: Table, blocks: Sequence[int]) -> PartCopy:
         first, first, first, 0, 0, 0, initialized, None, (), None, schedule.settings,
         schedule.number, 0, None, True, None,
     )  # fmt: skip
-    return PartCopy(facts, dict.fromkeys(blocks, 0))
+    return ShardCopy(facts, dict.fromkeys(blocks, 0))
 
 
 def facts_of(state: RangeState) -> Facts:
-    """The part's own facts."""
+    """The shard's own facts."""
     schedule = state.schedule
     return Facts(
         state.clock,
@@ -204,7 +204,7 @@ def facts_of(state: RangeState) -> Facts:
     )
 
 
-def worker_facts(worker: WorkerPart, *, has_ended: bool) -> WorkerFacts:
+def worker_facts(worker: RangeWorker, *, has_ended: bool) -> WorkerFacts:
     """The worker's facts that are decided. Whose membership `has_ended` sends nothing again: as
     far as others know, it left after its newest seal that is decided.
     """
@@ -226,7 +226,7 @@ def worker_facts(worker: WorkerPart, *, has_ended: bool) -> WorkerFacts:
     )
 
 
-def _predecessor_of(worker: WorkerPart) -> Incarnation | None:
+def _predecessor_of(worker: RangeWorker) -> Incarnation | None:
     if worker.is_first:
         return None
     return Incarnation(0) if worker.predecessor is None else worker.predecessor.incarnation
@@ -249,17 +249,17 @@ def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Rec
     return Delta(facts_of(state), workers, endings, tuple(counted))
 
 
-def copying(state: RangeState) -> Work[PartCopy]:
-    """All that a new backup has to know of a part; nothing of it is shared with the part."""
+def copying(state: RangeState) -> Work[ShardCopy]:
+    """All that a new backup has to know of a shard; nothing of it is shared with the shard."""
     workers = {}
     for facts, worker in zip(_worker_facts(state), state.workers.values(), strict=True):
         copy = WorkerCopy(facts, worker.ledger.copy(), dict(worker.own_updates))
         workers[facts.incarnation] = copy
         yield
-    return PartCopy(facts_of(state), dict(state.versions), workers)
+    return ShardCopy(facts_of(state), dict(state.versions), workers)
 
 
-def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
+def restore(copy: ShardCopy, state: RangeState, now_s: float) -> None:
     """Make a fresh state what the copy says; the copy is used up."""
     facts = copy.facts
     state.clock, state.formed_clock = facts.clock, facts.formed_clock
@@ -290,14 +290,14 @@ def restore(copy: PartCopy, state: RangeState, now_s: float) -> None:
 
 def _restore_worker(copy: WorkerCopy, state: RangeState, now_s: float) -> None:
     facts = copy.facts
-    part = WorkerPart(facts.rank, facts.incarnation, facts.sealed_clock, facts.done_clock, now_s)
-    part.ledger, part.own_updates = copy.ledger, copy.own_updates
-    part.left_clock, part.joined_clock = facts.left_clock, facts.joined_clock
-    part.final_seal_clock, part.is_first = facts.final_seal_clock, facts.predecessor is None
+    worker = RangeWorker(facts.rank, facts.incarnation, facts.sealed_clock, facts.done_clock, now_s)
+    worker.ledger, worker.own_updates = copy.ledger, copy.own_updates
+    worker.left_clock, worker.joined_clock = facts.left_clock, facts.joined_clock
+    worker.final_seal_clock, worker.is_first = facts.final_seal_clock, facts.predecessor is None
     before = state.by_rank.get(facts.rank)
     if before is not None:
-        part.is_first, state.replaced[before.incarnation] = False, before
-        part.predecessor = before if facts.joined_clock else None
-    state.workers[facts.incarnation] = part
-    state.by_rank[facts.rank] = part
+        worker.is_first, state.replaced[before.incarnation] = False, before
+        worker.predecessor = before if facts.joined_clock else None
+    state.workers[facts.incarnation] = worker
+    state.by_rank[facts.rank] = worker
     state.ranks = tuple(sorted({*state.ranks, facts.rank}))

@@ -49,7 +49,7 @@ from ps_server.ranges.events import (
     Step,
     WithdrawEvent,
 )
-from ps_server.ranges.range_state import HeldPush, RangeState, Room, StepPart, WorkerPart
+from ps_server.ranges.range_state import HeldPush, PendingStep, RangeState, RangeWorker, Room
 from ps_server.ranges.read_gate import ReadGate
 from ps_server.ranges.schedule import CutId
 from ps_server.ranges.update_gate import UpdateGate
@@ -73,7 +73,7 @@ class RangeMachine:
         room: Room,
         versions: dict[int, int] | None = None,
     ) -> None:
-        """A fresh range part. `versions`: 0 for each block, if that has been made before."""
+        """A fresh shard. `versions`: 0 for each block, if that has been made before."""
         self.resent_count = 0  # entries that were answered from the ledger
         self.state = RangeState(table, range_id, blocks, worker_count, room, versions)
         self.reads = ReadGate(self.state)
@@ -91,7 +91,7 @@ class RangeMachine:
     def scale(self, event: ScaleEvent, now_s: float) -> list[Effect]:
         """What an update is multiplied by arrived."""
 
-        def take(event: ScaleEvent, worker: WorkerPart, out: list[Effect]) -> None:
+        def take(event: ScaleEvent, worker: RangeWorker, out: list[Effect]) -> None:
             self._gate.scale(event, worker, now_s, out)
 
         return self._entry(event, event.confirmed, now_s, take)
@@ -116,7 +116,7 @@ class RangeMachine:
         event: _Entry,
         confirmed: int,
         now_s: float,
-        take: Callable[[_Entry, WorkerPart, list[Effect]], None],
+        take: Callable[[_Entry, RangeWorker, list[Effect]], None],
     ) -> list[Effect]:
         out: list[Effect] = []
         try:
@@ -343,7 +343,7 @@ class RangeMachine:
         self._go_on(now_s, out)
         return out
 
-    def _worker(self, sender: Sender, now_s: float) -> WorkerPart:
+    def _worker(self, sender: Sender, now_s: float) -> RangeWorker:
         worker = self.state.workers.get(sender.incarnation)
         if worker is None:
             holder = self.state.by_rank.get(sender.rank)
@@ -362,17 +362,17 @@ class RangeMachine:
         worker.last_heard_s = now_s
         return worker
 
-    def _new_worker(self, rank: int, incarnation: Incarnation, now_s: float) -> WorkerPart:
+    def _new_worker(self, rank: int, incarnation: Incarnation, now_s: float) -> RangeWorker:
         start = -1 if rank == 0 and self.state.awaits_rank_zero else self.state.first_clock
         done_clock = max(start, self.state.formed_clock)
-        worker = WorkerPart(rank, incarnation, start, done_clock, now_s)
+        worker = RangeWorker(rank, incarnation, start, done_clock, now_s)
         worker.joined_clock = self.state.first_clock
         self.state.workers[incarnation] = worker
         self.state.by_rank[rank] = worker
         return worker
 
     def _answer_again(
-        self, event: PushEvent | SealEvent, worker: WorkerPart, out: list[Effect]
+        self, event: PushEvent | SealEvent, worker: RangeWorker, out: list[Effect]
     ) -> None:
         """A held entry came again: all that is said of it from now on goes to the stream that it
         came by last, since the one before may have broken.
@@ -385,7 +385,7 @@ class RangeMachine:
             step.seal = step.seal._replace(sender=event.sender)
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
-    def _take_push(self, event: PushEvent, worker: WorkerPart, out: list[Effect]) -> None:
+    def _take_push(self, event: PushEvent, worker: RangeWorker, out: list[Effect]) -> None:
         step = worker.steps.get(event.clock)
         if event.sequence in worker.held:
             self._answer_again(event, worker, out)
@@ -406,17 +406,17 @@ class RangeMachine:
             self._take_invalid(event, worker, problem, out)
             return
         if step is None:
-            step = worker.steps[event.clock] = StepPart(event.clock)
+            step = worker.steps[event.clock] = PendingStep(event.clock)
         worker.arrived(event.sequence)
         self._hold(event, worker, step, out)
 
     def _take_invalid(
-        self, event: PushEvent, worker: WorkerPart, problem: PushpullError, out: list[Effect]
+        self, event: PushEvent, worker: RangeWorker, problem: PushpullError, out: list[Effect]
     ) -> None:
         """The number is consumed; the step that it belonged to, if it is still open, knows."""
         step = worker.steps.get(event.clock)
         if worker.sealed_clock < event.clock <= worker.sealed_clock + limits.MAX_CLOCK_LEAD_COUNT:
-            step = step or worker.steps.setdefault(event.clock, StepPart(event.clock))
+            step = step or worker.steps.setdefault(event.clock, PendingStep(event.clock))
             if len(step.invalid) >= limits.MAX_LEDGER_GAP_COUNT:
                 raise InvalidKeys(
                     f"clock {event.clock} of table '{self.state.name}' has {len(step.invalid)} "
@@ -429,7 +429,7 @@ class RangeMachine:
         self.state.end(worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out)
 
     def _hold(
-        self, event: PushEvent, worker: WorkerPart, step: StepPart, out: list[Effect]
+        self, event: PushEvent, worker: RangeWorker, step: PendingStep, out: list[Effect]
     ) -> None:
         push = HeldPush(
             event.sender,
@@ -452,7 +452,7 @@ class RangeMachine:
             return
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
-    def _replace(self, event: PushEvent, worker: WorkerPart, out: list[Effect]) -> None:
+    def _replace(self, event: PushEvent, worker: RangeWorker, out: list[Effect]) -> None:
         self._rules.check_replacement(event, worker)
         step = worker.steps.get(event.clock)
         if worker.ledger.has_ended(event.replaces):
@@ -464,7 +464,7 @@ class RangeMachine:
             self.state.drop_push(step, worker, event.replaces)
         self.state.end(worker, event.sender, event.replaces, Ending(Outcome.REPLACED), out)
 
-    def _take_seal(self, event: SealEvent, worker: WorkerPart, out: list[Effect]) -> None:
+    def _take_seal(self, event: SealEvent, worker: RangeWorker, out: list[Effect]) -> None:
         clock = event.terms.clock
         if event.sequence in worker.held:
             # Asked again: an answer was lost. What was given back may be what was lost.
@@ -474,7 +474,7 @@ class RangeMachine:
                 self.state.reply(out, event.sender, ReplyKind.GIVEN_BACK, sequence, error=full)
             self._answer_again(event, worker, out)
             return
-        step = worker.steps.get(clock) or StepPart(clock)
+        step = worker.steps.get(clock) or PendingStep(clock)
         problem = self._rules.seal_problem(event, worker, step)
         if problem is None:
             problem = self._rules.disagreement(event.terms, worker)
@@ -494,7 +494,9 @@ class RangeMachine:
         worker.held[event.sequence] = clock
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
-    def _take_withdrawal(self, event: WithdrawEvent, worker: WorkerPart, out: list[Effect]) -> None:
+    def _take_withdrawal(
+        self, event: WithdrawEvent, worker: RangeWorker, out: list[Effect]
+    ) -> None:
         clock = worker.held.get(event.sequence)
         if clock is not None:
             step = worker.steps[clock]
@@ -547,7 +549,7 @@ class EntryRules:
         self._most_scale = limits.MAX_SCALE[state.table.spec.accumulator_element_bytes]
 
     def push_problem(
-        self, event: PushEvent, worker: WorkerPart, step: StepPart | None
+        self, event: PushEvent, worker: RangeWorker, step: PendingStep | None
     ) -> PushpullError | None:
         """What is wrong with a push apart from its payload."""
         if self._state.failure is not None:
@@ -602,7 +604,7 @@ class EntryRules:
             return None
         return InvalidConfig("an ASSIGN is eager; expected one that waits for its seal")
 
-    def _clock_problem(self, clock: int, worker: WorkerPart) -> PushpullError | None:
+    def _clock_problem(self, clock: int, worker: RangeWorker) -> PushpullError | None:
         first = max(worker.sealed_clock, 0) + 1
         newest = max(worker.sealed_clock, self._state.clock)  # where who was left behind may go
         last = newest + limits.MAX_CLOCK_LEAD_COUNT
@@ -619,7 +621,7 @@ class EntryRules:
             )
         return None
 
-    def check_replacement(self, event: PushEvent, worker: WorkerPart) -> None:
+    def check_replacement(self, event: PushEvent, worker: RangeWorker) -> None:
         """Refuse to replace anything but a lower push of the same step, not yet sealed.
 
         Raises:
@@ -642,7 +644,7 @@ class EntryRules:
             raise InvalidKeys(f"{named}: clock {event.clock} was sealed as {step.seal.sequence}")
 
     def seal_problem(
-        self, event: SealEvent, worker: WorkerPart, step: StepPart
+        self, event: SealEvent, worker: RangeWorker, step: PendingStep
     ) -> PushpullError | None:
         """What is wrong with a seal in itself; `disagreement` is about the other workers'."""
         if self._state.failure is not None:
@@ -702,7 +704,7 @@ class EntryRules:
             )
         return None
 
-    def _clip_problem(self, terms: SealTerms, step: StepPart) -> PushpullError | None:
+    def _clip_problem(self, terms: SealTerms, step: PendingStep) -> PushpullError | None:
         if terms.clip_scale is None:
             return None
         name, optimizer = self._state.name, self._state.table.spec.optimizer.kind
@@ -734,7 +736,7 @@ class EntryRules:
             )
         return self._kind_problem()
 
-    def disagreement(self, terms: SealTerms, worker: WorkerPart) -> PushpullError | None:
+    def disagreement(self, terms: SealTerms, worker: RangeWorker) -> PushpullError | None:
         """BSP: all seals of a clock carry the same numbers (skipped ones have no say).
 
         With backup workers a worker that was left behind leaves out clocks, so that its schedules

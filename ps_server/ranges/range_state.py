@@ -56,7 +56,7 @@ class HeldPush:
 
 
 @dataclass(slots=True, eq=False)
-class StepPart:
+class PendingStep:
     """One worker's step on its way."""
 
     clock: int
@@ -93,7 +93,7 @@ class StepPart:
 
 
 @dataclass(slots=True, eq=False)
-class WorkerPart:
+class RangeWorker:
     """A worker in this range: `sealed_clock` is its newest seal in effect; up to `done_clock` all
     is decided for it (its steps are recorded, or updates formed without them); `held` has the clock
     of each held sequence, `own_updates` how many updates of a block it had a part in; `left_clock`
@@ -106,7 +106,7 @@ class WorkerPart:
     done_clock: int
     last_heard_s: float
     ledger: Ledger = field(default_factory=Ledger)
-    steps: dict[int, StepPart] = field(default_factory=dict)
+    steps: dict[int, PendingStep] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
@@ -114,7 +114,7 @@ class WorkerPart:
     """Of the seal by which it left, if that ended no step."""
     joined_clock: int = 0
     """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
-    predecessor: WorkerPart | None = None
+    predecessor: RangeWorker | None = None
     """Whose rank it has, if it was another's: whose steps up to that clock still count."""
     is_first: bool = True
     """Whether nobody had its rank before it."""
@@ -197,7 +197,7 @@ class RangeState:
         room: Room,
         versions: dict[int, int] | None = None,
     ) -> None:
-        """A fresh part: clock 0, initialised unless rank 0 is to do it. One that is restored is at
+        """A fresh shard: clock 0, initialised unless rank 0 is to do it. One that is restored is at
         its clock, and initialised when it has been loaded.
         """
         self.table = table
@@ -221,9 +221,11 @@ class RangeState:
         self.worker_count = worker_count
         self.ranks: Sequence[int] = range(worker_count)  # and those that joined beyond these
         self.room = room
-        self.workers: dict[Incarnation, WorkerPart] = {}
-        self.by_rank: dict[int, WorkerPart] = {}
-        self.replaced: dict[Incarnation, WorkerPart] = {}  # workers that are not `by_rank` any more
+        self.workers: dict[Incarnation, RangeWorker] = {}
+        self.by_rank: dict[int, RangeWorker] = {}
+        self.replaced: dict[
+            Incarnation, RangeWorker
+        ] = {}  # workers that are not `by_rank` any more
         self.past_reached_clock = self.past_stepped_clock = 0  # by workers that were forgotten
         self.ended: dict[int, Node] = {}  # by rank: who left unsaid, or is gone, and not replaced
         self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
@@ -299,7 +301,7 @@ class RangeState:
         holder = self.by_rank.get(rank)
         return rank >= self.worker_count if holder is None else holder.incarnation < incarnation
 
-    def worker_at(self, rank: int, clock: int) -> WorkerPart | None:
+    def worker_at(self, rank: int, clock: int) -> RangeWorker | None:
         """Who has or had the rank at a clock; None if nobody was ever heard of."""
         worker = self.by_rank.get(rank)
         while worker is not None and clock <= worker.joined_clock and worker.predecessor:
@@ -326,7 +328,7 @@ class RangeState:
                 if other.predecessor is worker:
                     other.predecessor = worker.predecessor
 
-    def has_ended(self, worker: WorkerPart) -> bool:
+    def has_ended(self, worker: RangeWorker) -> bool:
         """Whether the worker's membership has ended, its rank given anew since or not."""
         return worker.rank in self.ended or worker is not self.by_rank.get(worker.rank)
 
@@ -362,7 +364,7 @@ class RangeState:
             if words
         ]
 
-    def drop_push(self, step: StepPart, worker: WorkerPart, sequence: int) -> None:
+    def drop_push(self, step: PendingStep, worker: RangeWorker, sequence: int) -> None:
         """Forget a held push that has not been accumulated."""
         push = step.pushes.pop(sequence, None)
         if push is None:
@@ -372,13 +374,13 @@ class RangeState:
             del step.blocks[push.block]
         worker.held.pop(sequence, None)
 
-    def unstage(self, step: StepPart, worker: WorkerPart, push: HeldPush) -> None:
+    def unstage(self, step: PendingStep, worker: RangeWorker, push: HeldPush) -> None:
         """The payload is held no more; its room is free."""
         if push.payload is not None:
             push.payload = None
             self.room.release(Step(step.clock, worker.rank), push.byte_count)
 
-    def unstage_step(self, step: StepPart, worker: WorkerPart) -> None:
+    def unstage_step(self, step: PendingStep, worker: RangeWorker) -> None:
         """No payload of the step is held any more."""
         byte_count = 0
         for push in step.pushes.values():
@@ -387,7 +389,7 @@ class RangeState:
                 byte_count += push.byte_count
         self.room.release(Step(step.clock, worker.rank), byte_count)
 
-    def add_to_sum(self, step: StepPart) -> None:
+    def add_to_sum(self, step: PendingStep) -> None:
         """BSP: what was staged of the step is in the sum of its clock now."""
         summed = self._summed
         more = {p.block: p.byte_count for p in step.pushes.values() if p.block not in summed}
@@ -414,7 +416,7 @@ class RangeState:
                     self.unstage(step, worker, push)
 
     def end(
-        self, worker: WorkerPart, sender: Sender, sequence: int, ending: Ending, out: list[Effect]
+        self, worker: RangeWorker, sender: Sender, sequence: int, ending: Ending, out: list[Effect]
     ) -> None:
         """The sequence ends: ledger and sender are told."""
         worker.held.pop(sequence, None)
@@ -423,7 +425,7 @@ class RangeState:
         self.reply(out, sender, ReplyKind.COMMITTED, sequence, ending=ending)
 
     def end_pushes(
-        self, worker: WorkerPart, pushes: Sequence[HeldPush], ending: Ending, out: list[Effect]
+        self, worker: RangeWorker, pushes: Sequence[HeldPush], ending: Ending, out: list[Effect]
     ) -> None:
         """`end` for each, in this order; a step has thousands."""
         held, table_id, range_id = worker.held, self.table.table_id, self.range_id

@@ -4,14 +4,14 @@ It routes every event to its range machine after the checks that do not consume 
 (table, ownership, epoch), and shares each table's gate memory among the table's ranges.
 
 Invariants:
-    SM-1  A range part exists exactly for the (range, table) pairs that the view gives this server
+    SM-1  A shard exists exactly for the (range, table) pairs that the view gives this server
           and that hold blocks.
     SM-2  An event of another assignment_epoch than the range's never reaches its machine.
     SM-3  Nothing of a worker whose membership has ended does, from then on, whatever it is.
     SM-4  Of a table that has failed nothing is summed, applied or answered, in any range here.
-    SM-5  Nothing happens to a part that is suspended.
-    SM-6  A part hears of nobody who is of another run than its table.
-    SM-7  Nothing is left of a table that was removed: no part, no gate memory, no read that waits.
+    SM-5  Nothing happens to a shard that is suspended.
+    SM-6  A shard hears of nobody who is of another run than its table.
+    SM-7  Nothing is left of a table that was removed: no shard, no gate memory, no read that waits.
 
 What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
 does).
@@ -56,14 +56,14 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.failed_update import instead, lost_records
 from ps_server.ranges.memory import TableRoom
-from ps_server.ranges.range_copy import PartCopy, restore
+from ps_server.ranges.range_copy import ShardCopy, restore
 from ps_server.ranges.range_machine import RangeMachine
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import CutId, copies_cut
 
 
 @dataclass(frozen=True, slots=True)
-class PartAdded:
+class ShardAdded:
     """This server now serves these blocks of the table."""
 
     table: Table
@@ -92,7 +92,7 @@ class Doubt(NamedTuple):
 
 
 class ServerMachine:
-    """All range parts of one server."""
+    """All shards of one server."""
 
     def __init__(self, node_id: NodeId, worker_count: int) -> None:
         self._node_id = node_id
@@ -103,30 +103,30 @@ class ServerMachine:
         self._tables: dict[TableId, Table] = {}
         self._is_open = False  # whether the view has anything that is proposed
         self._rooms: dict[TableId, TableRoom] = {}
-        self._parts: dict[tuple[TableId, RangeId], RangeMachine] = {}
+        self._shards: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._suspended: dict[tuple[TableId, RangeId], RangeMachine] = {}
-        self._adopted: dict[tuple[TableId, RangeId], tuple[PartCopy, float]] = {}
+        self._adopted: dict[tuple[TableId, RangeId], tuple[ShardCopy, float]] = {}
         self._waiting: dict[int, RangeMachine] = {}
         self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
         self._ended: dict[Incarnation, Node] = {}
         self._ready: dict[tuple[TableId, RangeId], dict[int, int]] = {}
-        self._new_parts: list[RangeMachine] = []  # they have not been told who these are
-        self._past_resent_count = 0  # of parts that are not here any more
+        self._new_shards: list[RangeMachine] = []  # they have not been told who these are
+        self._past_resent_count = 0  # of shards that are not here any more
         self.view_number = 0
         self.total_range_count = 0
 
     # --- what the scheduler says
 
-    def prepare(self, part: PartAdded) -> None:
-        """The view that is observed next may add this part: have ready what would take long."""
-        self._ready[part.table.table_id, part.range_id] = dict.fromkeys(part.blocks, 0)
+    def prepare(self, shard: ShardAdded) -> None:
+        """The view that is observed next may add this shard: have ready what would take long."""
+        self._ready[shard.table.table_id, shard.range_id] = dict.fromkeys(shard.blocks, 0)
 
-    def observe(self, view: ClusterView) -> list[PartAdded]:
+    def observe(self, view: ClusterView) -> list[ShardAdded]:
         """`observing`, at once."""
         return at_once(self.observing(view))
 
-    def observing(self, view: ClusterView) -> Work[list[PartAdded]]:
-        """A new view: returns the parts that this server serves from now on."""
+    def observing(self, view: ClusterView) -> Work[list[ShardAdded]]:
+        """A new view: returns the shards that this server serves from now on."""
         if view.view_number < self.view_number:
             return []
         self.view_number = view.view_number
@@ -138,12 +138,12 @@ class ServerMachine:
         self._tables = view.tables_by_id
         self._worker_counts = {run.name: run.worker_count for run in view.runs}
         self._is_open = any(table.proposed is not None for table in view.tables)
-        added: list[PartAdded] = []
+        added: list[ShardAdded] = []
         for table in view.tables:
             yield
             for range_id, blocks in table.blocks_by_range(len(view.ranges)).items():
-                if range_id in self._epochs and (table.table_id, range_id) not in self._parts:
-                    added.append(self._add_part(table, range_id, blocks))
+                if range_id in self._epochs and (table.table_id, range_id) not in self._shards:
+                    added.append(self._add_shard(table, range_id, blocks))
         self._ready.clear()
         return added
 
@@ -156,30 +156,30 @@ class ServerMachine:
         them are refused.
         """
         effects: list[Effect] = []
-        gone = {**self._parts, **self._suspended}
-        gone = {place: part for place, part in gone.items() if place[0] in table_ids}
-        places = {part: place for place, part in gone.items()}
-        for waiter in [waiter for waiter, part in self._waiting.items() if part in places]:
-            part = self._waiting.pop(waiter)
-            table_id, range_id = places[part]
-            part.cancel(waiter)
-            error = TableNotFound(f"table '{part.state.table.spec.name}' was removed")
+        gone = {**self._shards, **self._suspended}
+        gone = {place: shard for place, shard in gone.items() if place[0] in table_ids}
+        places = {shard: place for place, shard in gone.items()}
+        for waiter in [waiter for waiter, shard in self._waiting.items() if shard in places]:
+            shard = self._waiting.pop(waiter)
+            table_id, range_id = places[shard]
+            shard.cancel(waiter)
+            error = TableNotFound(f"table '{shard.state.table.spec.name}' was removed")
             effects.append(RefusePull(waiter, table_id, range_id, error))
-        for place, part in gone.items():
-            self._past_resent_count += part.resent_count
-            self._timed.pop(part, None)
-            self._parts.pop(place, None)
+        for place, shard in gone.items():
+            self._past_resent_count += shard.resent_count
+            self._timed.pop(shard, None)
+            self._shards.pop(place, None)
             self._suspended.pop(place, None)
             yield
-        self._new_parts = [part for part in self._new_parts if part not in places]
+        self._new_shards = [shard for shard in self._new_shards if shard not in places]
         self._adopted = {p: copy for p, copy in self._adopted.items() if p[0] not in table_ids}
         for table_id in table_ids:
             self._rooms.pop(table_id, None)
         return effects
 
-    def adopt(self, range_id: RangeId, copies: Mapping[TableId, PartCopy], now_s: float) -> None:
+    def adopt(self, range_id: RangeId, copies: Mapping[TableId, ShardCopy], now_s: float) -> None:
         """This server has been a backup of the range, and the next view that is observed makes it
-        the primary: its parts go on as these say.
+        the primary: its shards go on as these say.
         """
         for table_id, copy in copies.items():
             self._adopted[table_id, range_id] = copy, now_s
@@ -194,52 +194,52 @@ class ServerMachine:
         """
         effects = yield from self.suspending(range_ids)
         for place in [place for place in self._suspended if place[1] in range_ids]:
-            part = self._suspended.pop(place)
-            self._past_resent_count += part.resent_count
-            self._rooms[place[0]].remove(part)
+            shard = self._suspended.pop(place)
+            self._past_resent_count += shard.resent_count
+            self._rooms[place[0]].remove(shard)
             yield
         return effects
 
     def suspending(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
-        """Another is primary of these ranges, and this server may be again: their parts are kept as
-        they are, and nothing happens to them. Their reads are refused.
+        """Another is primary of these ranges, and this server may be again: their shards are kept
+        as they are, and nothing happens to them. Their reads are refused.
         """
         effects: list[Effect] = []
         places: dict[RangeMachine, tuple[TableId, RangeId]] = {}
-        for place in [place for place in self._parts if place[1] in range_ids]:
-            part = self._suspended[place] = self._parts.pop(place)
-            places[part] = place
-            self._timed.pop(part, None)
+        for place in [place for place in self._shards if place[1] in range_ids]:
+            shard = self._suspended[place] = self._shards.pop(place)
+            places[shard] = place
+            self._timed.pop(shard, None)
             yield
-        for waiter in [waiter for waiter, part in self._waiting.items() if part in places]:
-            part = self._waiting.pop(waiter)
-            table_id, range_id = places[part]
-            part.cancel(waiter)
+        for waiter in [waiter for waiter, shard in self._waiting.items() if shard in places]:
+            shard = self._waiting.pop(waiter)
+            table_id, range_id = places[shard]
+            shard.cancel(waiter)
             error = NotOwner(f"server {self._node_id} is not primary of range {range_id} now")
             effects.append(RefusePull(waiter, table_id, range_id, error))
         return effects
 
     def resume(self, range_id: RangeId) -> None:
         """The next view that is observed makes this server primary again of a range that is
-        suspended: its parts go on, and are told who has ended meanwhile.
+        suspended: its shards go on, and are told who has ended meanwhile.
         """
         for place in [place for place in self._suspended if place[1] == range_id]:
-            part = self._parts[place] = self._suspended.pop(place)
-            self._new_parts.append(part)
-            self._timed[part] = None
+            shard = self._shards[place] = self._suspended.pop(place)
+            self._new_shards.append(shard)
+            self._timed[shard] = None
 
-    def _add_part(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> PartAdded:
+    def _add_shard(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> ShardAdded:
         room = self._rooms.setdefault(table.table_id, TableRoom(table))
         versions = self._ready.pop((table.table_id, range_id), None)
         worker_count = self._worker_counts.get(table.run, self._worker_count)
-        part = RangeMachine(table, range_id, blocks, worker_count, room, versions)
+        shard = RangeMachine(table, range_id, blocks, worker_count, room, versions)
         adopted = self._adopted.pop((table.table_id, range_id), None)
         if adopted is not None:
-            restore(adopted[0], part.state, adopted[1])
-        room.add(part)
-        self._parts[table.table_id, range_id] = part
-        self._new_parts.append(part)
-        return PartAdded(table, range_id, blocks)
+            restore(adopted[0], shard.state, adopted[1])
+        room.add(shard)
+        self._shards[table.table_id, range_id] = shard
+        self._new_shards.append(shard)
+        return ShardAdded(table, range_id, blocks)
 
     def ended(self, workers: Sequence[Node], now_s: float) -> list[Effect]:
         """`ending`, at once."""
@@ -247,23 +247,23 @@ class ServerMachine:
 
     def ending(self, workers: Sequence[Node], now_s: float) -> Work[list[Effect]]:
         """The membership of these workers has ended, by the view that was observed last: they have
-        left, or were declared gone. To be said after each view: a part that was added since learns
+        left, or were declared gone. To be said after each view: a shard that was added since learns
         of all of them, the others of those who are new.
         """
         effects: list[Effect] = []
-        added, self._new_parts = self._new_parts, []
-        for part in added:
+        added, self._new_shards = self._new_shards, []
+        for shard in added:
             for node in self._ended.values():
-                if node.run == part.state.table.run:  # SM-6
-                    effects += part.ended(node, now_s)
+                if node.run == shard.state.table.run:  # SM-6
+                    effects += shard.ended(node, now_s)
                 yield
         for node in workers:
             if node.incarnation in self._ended:
                 continue
             self._ended[node.incarnation] = node
-            for part in self._parts.values():
-                if node.run == part.state.table.run:  # SM-6
-                    effects += part.ended(node, now_s)
+            for shard in self._shards.values():
+                if node.run == shard.state.table.run:  # SM-6
+                    effects += shard.ended(node, now_s)
                 yield
             for table_id, room in self._rooms.items():
                 if node.run == self._tables[table_id].run:  # SM-6
@@ -279,17 +279,17 @@ class ServerMachine:
 
     def settling(self, now_s: float) -> Work[list[Effect]]:
         """Changes of tables' consistency that were proposed, withdrawn or committed by the view
-        that was observed last; to be said again when parts were added.
+        that was observed last; to be said again when shards were added.
         """
         effects: list[Effect] = []
-        for (table_id, range_id), part in self._parts.items():
+        for (table_id, range_id), shard in self._shards.items():
             table = self._tables[table_id]
             decides = range_id == table.deciding_range(self.total_range_count)
-            effects += part.observe(table, now_s, decides=decides)
+            effects += shard.observe(table, now_s, decides=decides)
             yield
             for join in table.joins:
                 if join.incarnation in self._ended:  # who joined may have gone already
-                    effects += part.ended(self._ended[join.incarnation], now_s)
+                    effects += shard.ended(self._ended[join.incarnation], now_s)
         for room in self._rooms.values():
             room.credits(effects)
             yield
@@ -302,8 +302,8 @@ class ServerMachine:
         if not self._is_open:
             return ()
         held: dict[TableId, int] = {}
-        for (table_id, _), part in self._parts.items():
-            clock = part.state.schedule.hold_point
+        for (table_id, _), shard in self._shards.items():
+            clock = shard.state.schedule.hold_point
             if clock is not None:
                 held[table_id] = max(clock, held.get(table_id, 0))
         outcomes = self._outcomes()
@@ -317,21 +317,21 @@ class ServerMachine:
     # --- changes that are settled without the scheduler, or before it knows
 
     def _deciding(self, table_id: TableId) -> RangeMachine | None:
-        """The part that decides what becomes of the table's changes, if it is here."""
+        """The shard that decides what becomes of the table's changes, if it is here."""
         range_id = self._tables[table_id].deciding_range(self.total_range_count)
-        return self._parts.get((table_id, range_id))
+        return self._shards.get((table_id, range_id))
 
     def _outcomes(self) -> dict[TableId, Promise]:
-        """What parts that are here have decided, and the newest view has as proposed."""
+        """What shards that are here have decided, and the newest view has as proposed."""
         found: dict[TableId, Promise] = {}
         for table_id, table in self._tables.items():
             if table.proposed is None:
                 continue
-            part, number = self._deciding(table_id), table.proposed.number
+            shard, number = self._deciding(table_id), table.proposed.number
             if table.proposed.checkpoint:  # any range may give up a cut
-                here = (p for (owner, _), p in self._parts.items() if owner == table_id)
-                part = next((p for p in here if p.state.schedule.settled(number)), None)
-            settled = None if part is None else part.state.schedule.settled(number)
+                here = (p for (owner, _), p in self._shards.items() if owner == table_id)
+                shard = next((p for p in here if p.state.schedule.settled(number)), None)
+            settled = None if shard is None else shard.state.schedule.settled(number)
             if settled is not None:
                 clock = max(settled.after_clock, table.proposed.after_clock)
                 found[table_id] = Promise(table_id, number, clock, settled.outcome)
@@ -340,21 +340,21 @@ class ServerMachine:
     def go_on_alone(self, now_s: float) -> list[Effect]:
         """The scheduler is not heard: what was proposed and is not decided here will not be."""
         effects: list[Effect] = []
-        for (table_id, range_id), part in self._parts.items():
-            schedule, table = part.state.schedule, self._tables[table_id]
+        for (table_id, range_id), shard in self._shards.items():
+            schedule, table = shard.state.schedule, self._tables[table_id]
             is_freed = schedule.give_up_cut()
             if schedule.held_for and range_id == table.deciding_range(self.total_range_count):
-                is_freed = part.give_up(schedule.held_for) or is_freed
+                is_freed = shard.give_up(schedule.held_for) or is_freed
             if is_freed:
-                effects += part.resume(now_s)
+                effects += shard.resume(now_s)
         return self._credited(effects)
 
     @property
     def doubts(self) -> tuple[Doubt, ...]:
         """What is held for here, and may be settled elsewhere."""
         found: dict[TableId, Doubt] = {}
-        for (table_id, _), part in self._parts.items():
-            number = part.state.schedule.held_for
+        for (table_id, _), shard in self._shards.items():
+            number = shard.state.schedule.held_for
             decided_by = self._primaries.get(
                 self._tables[table_id].deciding_range(self.total_range_count)
             )
@@ -369,22 +369,22 @@ class ServerMachine:
         Raises:
             TableNotFound, NotOwner: the range that decides is not here.
         """
-        part = self.decider(table_id)
-        return self._credited(part.resume(now_s) if part.give_up(number) else [])
+        shard = self.decider(table_id)
+        return self._credited(shard.resume(now_s) if shard.give_up(number) else [])
 
     def decider(self, table_id: TableId) -> RangeMachine:
-        """The part that decides what becomes of the table's changes.
+        """The shard that decides what becomes of the table's changes.
 
         Raises:
             TableNotFound, NotOwner: it is not here.
         """
         self.table(table_id)
-        part = self._deciding(table_id)
-        if part is None:
+        shard = self._deciding(table_id)
+        if shard is None:
             raise NotOwner(
                 f"server {self._node_id} is not primary of table {table_id}'s first range"
             )
-        return part
+        return shard
 
     def outcome(self, table_id: TableId, number: int) -> Settled | None:
         """What became of a change, by the range that decides; None: it is open.
@@ -398,16 +398,16 @@ class ServerMachine:
         """The range that decides has told what became of the change."""
         effects: list[Effect] = []
         change = self._tables[doubt.table_id].proposed
-        for (table_id, _), part in self._parts.items():
-            is_held = table_id == doubt.table_id and part.state.schedule.held_for == doubt.number
+        for (table_id, _), shard in self._shards.items():
+            is_held = table_id == doubt.table_id and shard.state.schedule.held_for == doubt.number
             if is_held and change is not None and change.number == doubt.number:
-                effects += part.settled(change, settled, now_s)
+                effects += shard.settled(change, settled, now_s)
         return self._credited(effects)
 
     def _credited(self, effects: list[Effect]) -> list[Effect]:
         for room in self._rooms.values():
             room.credits(effects)
-        self._note_times(self._parts.values())
+        self._note_times(self._shards.values())
         return effects
 
     def _check_not_ended(self, incarnation: Incarnation | None) -> None:
@@ -442,7 +442,7 @@ class ServerMachine:
             raise TableNotFound(f"there is no table {table_id} (view {self.view_number})")
         return found
 
-    def part(self, place: Place) -> RangeMachine:
+    def shard(self, place: Place) -> RangeMachine:
         """The machine that `place` means (SM-2).
 
         Raises:
@@ -461,10 +461,10 @@ class ServerMachine:
                 f"range {place.range_id} is at assignment_epoch {assignment_epoch}; "
                 f"got {place.assignment_epoch}"
             )
-        part = self._parts.get((place.table_id, place.range_id))
-        if part is None:
+        shard = self._shards.get((place.table_id, place.range_id))
+        if shard is None:
             raise InvalidKeys(f"range {place.range_id} holds no block of table '{table.spec.name}'")
-        return part
+        return shard
 
     def _check_exists(self, range_id: RangeId) -> None:
         if range_id >= self.total_range_count:
@@ -477,7 +477,7 @@ class ServerMachine:
         try:
             self._check_not_ended(event.sender.incarnation)
             self.check_run(event.place.table_id, event.sender.run)
-            part = self.part(event.place)
+            shard = self.shard(event.place)
         except PushpullError as error:
             return [self._refusal(event, error)]
         room = self._rooms[event.place.table_id]
@@ -485,16 +485,16 @@ class ServerMachine:
         if isinstance(event, PushEvent | SealEvent) and isinstance(event.problem, Recovering):
             return [self._refusal(event, event.problem)]  # the payload is lost, not wrong
         if isinstance(event, PushEvent):
-            effects = part.push(event, now_s)
+            effects = shard.push(event, now_s)
         elif isinstance(event, SealEvent):
-            effects = part.seal(event, now_s)
+            effects = shard.seal(event, now_s)
         elif isinstance(event, ScaleEvent):
-            effects = part.scale(event, now_s)
+            effects = shard.scale(event, now_s)
         else:
-            effects = part.withdraw(event, now_s)
+            effects = shard.withdraw(event, now_s)
         room.credits(effects)
-        if part.wake_s is not None:
-            self._timed[part] = None
+        if shard.wake_s is not None:
+            self._timed[shard] = None
         return effects
 
     @staticmethod
@@ -510,7 +510,7 @@ class ServerMachine:
 
     def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
         """See `RangeMachine.reduced`."""
-        return self._parts[record.table_id, record.range_id].reduced(record, squares)
+        return self._shards[record.table_id, record.range_id].reduced(record, squares)
 
     def failed(self, record: Record, error: UpdateFailed, rest: Sequence[Effect]) -> list[Effect]:
         """The update of `record` could not be computed, so its table has failed here (SM-4).
@@ -526,10 +526,10 @@ class ServerMachine:
         table_id = record.table_id
         lost = lost_records(record, rest)
         for each in lost:
-            self._parts[table_id, each.range_id].overturn(each, error)
+            self._shards[table_id, each.range_id].overturn(each, error)
         out = list(instead(rest, lost, error))
-        for part in self._parts_of(table_id):
-            out += part.fail(error)
+        for shard in self._shards_of(table_id):
+            out += shard.fail(error)
         self._rooms[table_id].credits(out)
         return out
 
@@ -537,9 +537,9 @@ class ServerMachine:
         self, place: tuple[TableId, RangeId], versions: Mapping[int, int], now_s: float
     ) -> list[Effect]:
         """See `RangeMachine.loaded`."""
-        effects = self._parts[place].loaded(versions, now_s)
+        effects = self._shards[place].loaded(versions, now_s)
         self._rooms[place[0]].credits(effects)
-        self._note_times([self._parts[place]])
+        self._note_times([self._shards[place]])
         return effects
 
     def refuse_table(self, table_id: TableId, error: UpdateFailed) -> list[Effect]:
@@ -548,14 +548,14 @@ class ServerMachine:
         Raises:
             TableNotFound, NotOwner: nothing of it is here.
         """
-        return [effect for part in self._parts_of(table_id) for effect in part.fail(error)]
+        return [effect for shard in self._shards_of(table_id) for effect in shard.fail(error)]
 
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
         """A read of one range arrived."""
         try:
             self._check_not_ended(event.incarnation)
             self.check_run(event.place.table_id, event.run)
-            part = self.part(event.place)
+            shard = self.shard(event.place)
             if len(self._waiting) >= limits.MAX_WAITER_COUNT:
                 raise Overloaded(
                     f"{limits.MAX_WAITER_COUNT} reads wait already", retry_after_ms=500
@@ -563,9 +563,9 @@ class ServerMachine:
         except PushpullError as error:
             place = event.place
             return [RefusePull(event.waiter, place.table_id, place.range_id, error)]
-        effects = part.pull(event, now_s)
-        if part.reads.waits_for(event.waiter):
-            self._waiting[event.waiter] = part
+        effects = shard.pull(event, now_s)
+        if shard.reads.waits_for(event.waiter):
+            self._waiting[event.waiter] = shard
         self._rooms[event.place.table_id].credits(effects)
         return effects
 
@@ -579,9 +579,9 @@ class ServerMachine:
             Overloaded: too many cuts are held.
             UpdateFailed: the table has failed here.
         """
-        parts = self._parts_of(table_id)
-        self._timed |= dict.fromkeys(parts)
-        return max(part.begin_cut(cut_id, deadline_s) for part in parts)
+        shards = self._shards_of(table_id)
+        self._timed |= dict.fromkeys(shards)
+        return max(shard.begin_cut(cut_id, deadline_s) for shard in shards)
 
     def end_cut(self, table_id: TableId, cut_id: CutId, now_s: float) -> list[Effect]:
         """The cut's reader is done with it.
@@ -590,8 +590,8 @@ class ServerMachine:
             TableNotFound, NotOwner: as `begin_cut`.
         """
         effects: list[Effect] = []
-        for part in self._parts_of(table_id):
-            effects += part.end_cut(cut_id, now_s)
+        for shard in self._shards_of(table_id):
+            effects += shard.end_cut(cut_id, now_s)
         self._rooms[table_id].credits(effects)
         return effects
 
@@ -599,76 +599,78 @@ class ServerMachine:
         self, key: tuple[TableId, RangeId], number: int, clock: int, deadline_s: float
     ) -> None:
         """Nothing beyond `clock` changes in a range until it is `copied` for a checkpoint."""
-        part = self._parts[key]
-        part.hold(copies_cut(number), clock, deadline_s)
-        self._timed[part] = None
+        shard = self._shards[key]
+        shard.hold(copies_cut(number), clock, deadline_s)
+        self._timed[shard] = None
 
     def copied(self, key: tuple[TableId, RangeId], number: int, now_s: float) -> list[Effect]:
         """What was held for a checkpoint's copies goes on; nothing, where the range is no more."""
-        part = self._parts.get(key)
-        if part is None:
+        shard = self._shards.get(key)
+        if shard is None:
             if key in self._suspended:  # it goes on when the range does
                 self._suspended[key].state.schedule.end_cut(copies_cut(number))
             return []
-        effects = part.end_cut(copies_cut(number), now_s)
+        effects = shard.end_cut(copies_cut(number), now_s)
         self._rooms[key[0]].credits(effects)
         return effects
 
-    def _parts_of(self, table_id: TableId) -> list[RangeMachine]:
+    def _shards_of(self, table_id: TableId) -> list[RangeMachine]:
         table = self.table(table_id)
-        parts = [part for (owner, _), part in self._parts.items() if owner == table_id]
-        if not parts:
+        shards = [shard for (owner, _), shard in self._shards.items() if owner == table_id]
+        if not shards:
             raise NotOwner(f"server {self._node_id} serves nothing of table '{table.spec.name}'")
-        return parts
+        return shards
 
     def answered(self, waiter: int) -> None:
         """The read has been answered, refused or cancelled: nothing waits for it."""
-        part = self._waiting.pop(waiter, None)
-        if part is not None:
-            part.cancel(waiter)
-            if part.wake_s is not None:
-                self._timed[part] = None
+        shard = self._waiting.pop(waiter, None)
+        if shard is not None:
+            shard.cancel(waiter)
+            if shard.wake_s is not None:
+                self._timed[shard] = None
 
     def wait_cause(self, waiter: int) -> WaitCause | None:
         """What a read waits for; None if it does not wait."""
-        part = self._waiting.get(waiter)
-        return None if part is None else part.reads.cause(waiter)
+        shard = self._waiting.get(waiter)
+        return None if shard is None else shard.reads.cause(waiter)
 
     def tick(self, now_s: float) -> list[Effect]:
         """Time passed: reads expire, and updates form that gave slow workers time."""
-        parts = dict.fromkeys([*self._waiting.values(), *self._timed])
-        effects = [effect for part in parts for effect in part.tick(now_s)]
-        for table_id in dict.fromkeys(part.state.table.table_id for part in parts):
+        shards = dict.fromkeys([*self._waiting.values(), *self._timed])
+        effects = [effect for shard in shards for effect in shard.tick(now_s)]
+        for table_id in dict.fromkeys(shard.state.table.table_id for shard in shards):
             self._rooms[table_id].credits(effects)
         timed, self._timed = self._timed, {}
         self._note_times(timed)
         return effects
 
     def _noting_times(self) -> Work[None]:
-        """`_note_times`, of all parts."""
-        for part in self._parts.values():
-            self._note_times((part,))
+        """`_note_times`, of all shards."""
+        for shard in self._shards.values():
+            self._note_times((shard,))
             yield
 
-    def _note_times(self, parts: Iterable[RangeMachine]) -> None:
-        """Those of these parts whose time will come are looked at by `tick`."""
-        self._timed |= dict.fromkeys(part for part in parts if part.wake_s is not None)
+    def _note_times(self, shards: Iterable[RangeMachine]) -> None:
+        """Those of these shards whose time will come are looked at by `tick`."""
+        self._timed |= dict.fromkeys(shard for shard in shards if shard.wake_s is not None)
 
     @property
     def wake_s(self) -> float | None:
         """When an update may form by time alone; None if none will."""
-        return min((part.wake_s for part in self._timed if part.wake_s is not None), default=None)
+        return min(
+            (shard.wake_s for shard in self._timed if shard.wake_s is not None), default=None
+        )
 
     # --- views of the state
 
     @property
-    def parts(self) -> dict[tuple[TableId, RangeId], RangeMachine]:
-        """Every range part of this server."""
-        return self._parts
+    def shards(self) -> dict[tuple[TableId, RangeId], RangeMachine]:
+        """Every shard of this server."""
+        return self._shards
 
     @property
     def suspended(self) -> Mapping[tuple[TableId, RangeId], RangeMachine]:
-        """The parts of ranges that another is primary of, and this server may be again."""
+        """The shards of ranges that another is primary of, and this server may be again."""
         return self._suspended
 
     def assignment_epoch(self, range_id: RangeId) -> AssignmentEpoch:
@@ -688,10 +690,10 @@ class ServerMachine:
     @property
     def resent_count(self) -> int:
         """Entries that had ended before, and were answered from their ledgers."""
-        return self._past_resent_count + sum(part.resent_count for part in self._parts.values())
+        return self._past_resent_count + sum(shard.resent_count for shard in self._shards.values())
 
     def peer_version(
         self, place: tuple[TableId, RangeId], incarnation: Incarnation | None, block: int
     ) -> int:
         """Updates of the block in which the incarnation had no part."""
-        return self._parts[place].state.peer_version(incarnation, block)
+        return self._shards[place].state.peer_version(incarnation, block)

@@ -42,7 +42,7 @@ from ps_server.ranges.events import (
     ScaleEvent,
     SealEvent,
 )
-from ps_server.ranges.range_state import HeldPush, RangeState, StepPart, WorkerPart
+from ps_server.ranges.range_state import HeldPush, PendingStep, RangeState, RangeWorker
 from ps_server.ranges.read_gate import ReadGate
 from ps_server.ranges.update_scales import UpdateScales
 
@@ -60,12 +60,12 @@ class UpdateGate:
         self._scales = UpdateScales(state)
         self._aggregation = Aggregation(state, self._records, self._scales)
 
-    def advance(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+    def advance(self, worker: RangeWorker, now_s: float, out: list[Effect]) -> None:
         """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
         if self._take_effects(worker, out):  # else nothing can follow
             self._progress(worker, now_s, out)
 
-    def _take_effects(self, worker: WorkerPart, out: list[Effect]) -> bool:
+    def _take_effects(self, worker: RangeWorker, out: list[Effect]) -> bool:
         """Whether a seal of `worker` took effect."""
         sealed_clock = worker.sealed_clock
         while True:
@@ -78,7 +78,7 @@ class UpdateGate:
                 break
         return worker.sealed_clock != sealed_clock
 
-    def _next_step(self, worker: WorkerPart) -> StepPart | None:
+    def _next_step(self, worker: RangeWorker) -> PendingStep | None:
         """The step whose seal may take effect next: that of the next clock, or one further ahead,
         if all updates between have formed without the worker (RM-6).
         """
@@ -92,7 +92,7 @@ class UpdateGate:
         return step
 
     @staticmethod
-    def _is_complete(worker: WorkerPart, sequence: int) -> bool:
+    def _is_complete(worker: RangeWorker, sequence: int) -> bool:
         held, ledger = worker.held, worker.ledger
         for number in range(ledger.low_water + 1, sequence):
             if number not in held and not ledger.has_ended(number):
@@ -100,7 +100,7 @@ class UpdateGate:
         return True
 
     def _take_effect(
-        self, worker: WorkerPart, step: StepPart, seal: SealEvent, out: list[Effect]
+        self, worker: RangeWorker, step: PendingStep, seal: SealEvent, out: list[Effect]
     ) -> bool:
         if seal.skip_if_invalid:
             self.recall_carrier(worker, step, seal)
@@ -137,7 +137,7 @@ class UpdateGate:
         return True
 
     def _step_problem(
-        self, step: StepPart, seal: SealEvent, invalid: Collection[int]
+        self, step: PendingStep, seal: SealEvent, invalid: Collection[int]
     ) -> PushpullError | None:
         """What is wrong with the pushes of a step, now that all have come."""
         if not invalid and (not step.clock or not step.has_values or seal.terms.edit):
@@ -153,14 +153,14 @@ class UpdateGate:
             return InvalidConfig(f"{what} has ASSIGN pushes, and its seal no edit: withdraw them")
         return None
 
-    def _end_gradients(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+    def _end_gradients(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         """An edit: what had left before its worker saw that; a withdrawal may be on its way."""
         ending = Ending(Outcome.WITHDRAWN)
         for push in [push for push in step.pushes.values() if not push.is_assign]:
             self._state.drop_push(step, worker, push.sequence)
             self._state.end(worker, push.sender, push.sequence, ending, out)
 
-    def _refuse_edit(self, worker: WorkerPart, step: StepPart) -> None:
+    def _refuse_edit(self, worker: RangeWorker, step: PendingStep) -> None:
         """The clock is over for the worker, and takes nothing of the step: so it is as far as it
         believes to be, on every table of its model.
         """
@@ -173,7 +173,7 @@ class UpdateGate:
         )
 
     @staticmethod
-    def recall_carrier(worker: WorkerPart, step: StepPart, seal: SealEvent) -> None:
+    def recall_carrier(worker: RangeWorker, step: PendingStep, seal: SealEvent) -> None:
         """The push that the seal came with may have ended at a primary before this one: what became
         of it moved with the ledger, and which step it was of did not. To be asked when the seal
         comes, too: the worker may confirm that it knows before the seal takes effect.
@@ -182,7 +182,7 @@ class UpdateGate:
             step.invalid.add(seal.sequence - 1)
             step.invalid_values.add(seal.sequence - 1)
 
-    def _is_late(self, worker: WorkerPart, step: StepPart) -> bool:
+    def _is_late(self, worker: RangeWorker, step: PendingStep) -> bool:
         """Whether the update has formed without it, scaled or not."""
         if 0 < step.clock <= worker.done_clock:
             return True
@@ -193,7 +193,7 @@ class UpdateGate:
             and bool(self._scales.squares(step.clock))
         )
 
-    def _depart(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+    def _depart(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         """A last step that is skipped adds nothing to its update: the worker goes without waiting
         for the others to form it, else two that leave one after the other would wait for ever.
         """
@@ -202,7 +202,7 @@ class UpdateGate:
             self._records.record(step.clock, [self._records.contributor(worker, step)], (), ()), out
         )
 
-    def _leave(self, worker: WorkerPart, clock: int, out: list[Effect]) -> None:
+    def _leave(self, worker: RangeWorker, clock: int, out: list[Effect]) -> None:
         """The worker is not waited for beyond `clock`; what it sent beyond it is withdrawn."""
         worker.left_clock = clock
         for later in [c for c in worker.steps if c > clock]:
@@ -217,7 +217,7 @@ class UpdateGate:
                 sender = step.missing[sequence]
                 self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
 
-    def ended(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+    def ended(self, worker: RangeWorker, now_s: float, out: list[Effect]) -> None:
         """The worker's membership has ended: what it has in effect counts, and nobody waits for
         more.
         """
@@ -240,22 +240,22 @@ class UpdateGate:
             self._end_settings(out)
         self._reads.settled(out)
 
-    def _forget(self, worker: WorkerPart, out: list[Effect]) -> None:
+    def _forget(self, worker: RangeWorker, out: list[Effect]) -> None:
         """A worker that has left pushes no gradient that needs what it was given."""
         state = self._state
         if worker.left_clock is not None and state.schedule.compensates:
             out.append(Forget(state.table.table_id, state.range_id, worker.incarnation))
 
-    def leave_unsealed(self, worker: WorkerPart, out: list[Effect]) -> None:
+    def leave_unsealed(self, worker: RangeWorker, out: list[Effect]) -> None:
         """The worker leaves after its newest seal in effect, unless it left before that."""
         if worker.left_clock is None or worker.left_clock > worker.sealed_clock:
             self._leave(worker, worker.sealed_clock, out)
 
-    def _progress(self, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+    def _progress(self, worker: RangeWorker, now_s: float, out: list[Effect]) -> None:
         """What follows from a seal of `worker` that took effect."""
         state = self._state
         before = state.record_count, state.clock
-        moved: Sequence[WorkerPart] = (worker,)
+        moved: Sequence[RangeWorker] = (worker,)
         if not state.initialized:
             self._initialize(out)
             moved = list(state.workers.values())
@@ -268,7 +268,7 @@ class UpdateGate:
         if before != (state.record_count, state.clock):
             self._reads.release(out)
 
-    def _decide(self, moved: Sequence[WorkerPart], now_s: float, out: list[Effect]) -> None:
+    def _decide(self, moved: Sequence[RangeWorker], now_s: float, out: list[Effect]) -> None:
         """Record what can be recorded; `moved` are those of whom more may be in effect than before.
 
         With backup workers a seal ahead may have its turn when an update has formed; where the
@@ -289,7 +289,7 @@ class UpdateGate:
             self._reads.release(out)  # some ask for the state at exactly this clock
             moved = self._those_who_may_go_on(clock, out)
 
-    def _those_who_may_go_on(self, clock: int, out: list[Effect]) -> Sequence[WorkerPart]:
+    def _those_who_may_go_on(self, clock: int, out: list[Effect]) -> Sequence[RangeWorker]:
         """All is decided up to a later clock than `clock`: of whom there may be more to record."""
         state = self._state
         if not state.schedule.varies and not state.schedule.at(clock + 1).backup_workers:
@@ -319,7 +319,7 @@ class UpdateGate:
         parts = self._records.take_parts(worker, step)
         self._records.assign(0, [self._records.contributor(worker, step)], parts, out)
 
-    def _record_sealed(self, worker: WorkerPart, out: list[Effect]) -> None:
+    def _record_sealed(self, worker: RangeWorker, out: list[Effect]) -> None:
         """Not BSP: record every step of the worker whose seal is in effect."""
         while worker.done_clock < worker.sealed_clock:
             if not self._is_by_itself(worker.done_clock + 1):
@@ -337,7 +337,7 @@ class UpdateGate:
             return False
         return not schedule.varies or self._state.formed_clock >= schedule.bsp_before(clock)
 
-    def _record_step(self, worker: WorkerPart, step: StepPart, out: list[Effect]) -> None:
+    def _record_step(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         if step.edit:
             parts = self._records.take_parts(worker, step)
             contributors = [self._records.contributor(worker, step)]
@@ -358,7 +358,7 @@ class UpdateGate:
             out.append(Apply(record))
         self._records.commit(record, out)
 
-    def takes_eager(self, worker: WorkerPart, step: StepPart, push: HeldPush) -> bool:
+    def takes_eager(self, worker: RangeWorker, step: PendingStep, push: HeldPush) -> bool:
         """Whether the push is applied as it comes; else it waits: for its seal under BSP, or until
         nothing holds its clock.
         """
@@ -371,7 +371,7 @@ class UpdateGate:
             and worker.done_clock >= schedule.begins_after(step.clock)
         )
 
-    def _record_waiting(self, worker: WorkerPart, out: list[Effect]) -> None:
+    def _record_waiting(self, worker: RangeWorker, out: list[Effect]) -> None:
         """Eager pushes had to wait: those that need not any more are applied."""
         for step in list(worker.steps.values()):
             for push in list(step.pushes.values()) if step.eager is not None else ():
@@ -379,7 +379,7 @@ class UpdateGate:
                     self.record_eager(worker, step, push, out)
 
     def record_eager(
-        self, worker: WorkerPart, step: StepPart, push: HeldPush, out: list[Effect]
+        self, worker: RangeWorker, step: PendingStep, push: HeldPush, out: list[Effect]
     ) -> None:
         """Not BSP: one block is a record of its own; the seal that follows only ends the step."""
         tau = self._records.staleness(worker, push)
@@ -437,7 +437,9 @@ class UpdateGate:
             if step is not None and record.clock <= worker.sealed_clock:
                 self._aggregation.discard(worker, step, out)
 
-    def scale(self, event: ScaleEvent, worker: WorkerPart, now_s: float, out: list[Effect]) -> None:
+    def scale(
+        self, event: ScaleEvent, worker: RangeWorker, now_s: float, out: list[Effect]
+    ) -> None:
         """A worker says what an update is multiplied by; the first that does lets it go."""
         ending = self._scales.ending(event, worker)
         summed = self._scales.take(event, worker) if ending is None else None

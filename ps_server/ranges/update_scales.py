@@ -18,7 +18,7 @@ from __future__ import annotations
 from ps_core.errors import AlreadyPast, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.ledger import Ending, Outcome
 from ps_server.ranges.events import Record, ScaleEvent
-from ps_server.ranges.range_state import RangeState, Said, StepPart, WorkerPart
+from ps_server.ranges.range_state import PendingStep, RangeState, RangeWorker, Said
 
 _KEPT_COUNT = 4
 """Clocks whose squares are kept, for steps that come too late: their workers are asked too."""
@@ -47,7 +47,7 @@ class UpdateScales:
         """What was told of `clock`; empty if nothing was, or too long ago."""
         return self._state.squares.get(clock, ())
 
-    def squares_of_late(self, step: StepPart) -> tuple[float, ...]:
+    def squares_of_late(self, step: PendingStep) -> tuple[float, ...]:
         """What the worker of a step is told whose update has formed without it. In an update of
         which nothing was clipped there is nothing that counts in a norm: a worker that asks is told
         so, since updates of other ranges may wait for it to say their scale.
@@ -58,7 +58,7 @@ class UpdateScales:
             return found.get(clock, ())
         return (0.0,) * len(self._state.blocks)
 
-    def ending(self, event: ScaleEvent, worker: WorkerPart) -> Ending | None:
+    def ending(self, event: ScaleEvent, worker: RangeWorker) -> Ending | None:
         """How an entry ends; None if it is what the update waits for."""
         problem = self._problem(event, worker)
         if problem is not None:
@@ -78,7 +78,7 @@ class UpdateScales:
         unscaled = self._state.unscaled
         return unscaled is not None and unscaled.clock == clock
 
-    def _problem(self, event: ScaleEvent, worker: WorkerPart) -> PushpullError | None:
+    def _problem(self, event: ScaleEvent, worker: RangeWorker) -> PushpullError | None:
         state = self._state
         if state.failure is not None:
             return state.failure
@@ -95,14 +95,14 @@ class UpdateScales:
             )
         return None
 
-    def _disagreement(self, event: ScaleEvent, worker: WorkerPart, said: Said) -> PushpullError:
+    def _disagreement(self, event: ScaleEvent, worker: RangeWorker, said: Said) -> PushpullError:
         return InvalidConfig(
             f"workers {said.rank} and {worker.rank} disagree about the scale of update "
             f"{event.clock} of table '{self._state.name}': {said.scale!r} and {event.scale!r}. The "
             "first was applied; do they clip by the same norm?"
         )
 
-    def take(self, event: ScaleEvent, worker: WorkerPart) -> Record:
+    def take(self, event: ScaleEvent, worker: RangeWorker) -> Record:
         """The sum that waited for this scale; it waits no more."""
         unscaled = self._state.unscaled
         if unscaled is None or unscaled.clock != event.clock:

@@ -29,7 +29,7 @@ from ps_core.keys import TableId
 from ps_core.tables import DType, OptimizerKind, Reduction, Table
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
-from ps_server.ranges.server_machine import PartAdded
+from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replay.run_log import RunLog, read_run
 from ps_server.replay.versions import (
     Change,
@@ -116,7 +116,7 @@ class Replay:
         }
         for table in tables:
             parts = [
-                PartAdded(table, range_id, blocks)
+                ShardAdded(table, range_id, blocks)
                 for (table_id, range_id), blocks in self._blocks.items()
                 if table_id == table.table_id and (table_id, range_id) in self._reached
             ]
@@ -218,7 +218,7 @@ class Replay:
             return
         beside = Shards(SharedLanes(), {})
         blocks = self._blocks[change.place]
-        beside.add([PartAdded(self._tables[table_id], range_id, blocks)])
+        beside.add([ShardAdded(self._tables[table_id], range_id, blocks)])
         beside.restore(alone)
         made = self._shards.stores[change.place].snapshot()
         said = beside.stores[change.place].snapshot()

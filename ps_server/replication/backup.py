@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable
 
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_server.ranges.range_copy import PartCopy
+from ps_server.ranges.range_copy import ShardCopy
 from ps_server.replication.messages import Batch
 
 MAX_DRIFT = 0.05
@@ -48,7 +48,7 @@ class Replica:
         assignment_epoch: AssignmentEpoch,
         lease_s: float,
         term: AssignmentEpoch,
-        copies: dict[TableId, PartCopy] | None = None,
+        copies: dict[TableId, ShardCopy] | None = None,
         number: int = 0,
     ) -> None:
         self.range_id = range_id
@@ -69,7 +69,7 @@ class Replica:
         is_current = batch.assignment_epoch >= self.assignment_epoch and batch.term == self.term
         return is_current and not self.is_promoted
 
-    def take(self, batch: Batch, fresh: Callable[[], PartCopy | None]) -> bool:
+    def take(self, batch: Batch, fresh: Callable[[], ShardCopy | None]) -> bool:
         """A batch of its primary came: whether it is the next, and was taken. `fresh` makes the
         copy of a table of which it has heard nothing, if the newest view has it.
         """

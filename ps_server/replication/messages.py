@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_server.ranges.range_copy import Delta, PartCopy
+from ps_server.ranges.range_copy import Delta, ShardCopy
 from ps_server.values.mutations import Change
 from ps_server.values.store_copy import StoreCopy
 
@@ -58,7 +58,7 @@ class Snapshot(NamedTuple):
     assignment_epoch: AssignmentEpoch
     term: AssignmentEpoch
     number: int
-    copies: dict[TableId, PartCopy]
+    copies: dict[TableId, ShardCopy]
     held: tuple[Change, ...] = ()
 
 

@@ -197,7 +197,7 @@ class OutputCommit:
             into.held.append(effect)
 
     def _decide(self, place: _Place, decided: _Decided) -> Work[list[Deed]]:
-        part = self._machine.parts.get(place)
+        part = self._machine.shards.get(place)
         primary = self._replication.primaries.get(place[1])
         if part is None or primary is None:  # it was given up
             return [effect for effect in decided.effects if isinstance(effect, RefusePull)]
@@ -248,7 +248,7 @@ class OutputCommit:
             As `deciding`.
         """
         told: set[RangeId] = set()
-        for place, part in tuple(self._machine.parts.items()):
+        for place, part in tuple(self._machine.shards.items()):
             yield
             schedule = part.state.schedule
             promised = schedule.promised, schedule.hold_point, schedule.taken
@@ -286,7 +286,7 @@ class OutputCommit:
         else.
         """
         primary = self._replication.primaries.get(place[1])
-        is_open = self._machine.parts[place].state.schedule.is_open
+        is_open = self._machine.shards[place].state.schedule.is_open
         return is_open and primary is not None and not primary.log.is_settled
 
     @property

@@ -36,7 +36,7 @@ from ps_core.errors import InvariantViolation, NotOwner, TableNotFound
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.work import Work, at_once
 from ps_server.ranges.events import AnswerPull, Effect, RefusePull
-from ps_server.ranges.range_copy import PartCopy, copying
+from ps_server.ranges.range_copy import ShardCopy, copying
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
@@ -398,7 +398,7 @@ class Replication:
 
     def _copying(self, log: RangeLog) -> Work[Snapshot]:
         copies = {}
-        for (table_id, at), part in self._machine.parts.items():
+        for (table_id, at), part in self._machine.shards.items():
             if at == log.range_id:
                 copies[table_id] = yield from copying(part.state)
         held = tuple(effect for effect in log.held if isinstance(effect, Change))
@@ -438,7 +438,7 @@ class Replication:
 
     # --- a backup
 
-    def take(self, batch: Batch, fresh: Callable[[], PartCopy | None]) -> tuple[bool, Ack | None]:
+    def take(self, batch: Batch, fresh: Callable[[], ShardCopy | None]) -> tuple[bool, Ack | None]:
         """A batch came: whether its changes are to be made now, and what to answer. Of a table that
         was removed it is taken, and nothing made of it.
 

@@ -55,7 +55,7 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import checkpoint_cut
-from ps_server.ranges.server_machine import Doubt, PartAdded, Promise, ServerMachine
+from ps_server.ranges.server_machine import Doubt, Promise, ServerMachine, ShardAdded
 from ps_server.replication.output_commit import Deed
 from ps_server.service.collective_calls import CollectiveCalls
 from ps_server.service.push_stream import EntryStream, UnreadAnswers
@@ -181,7 +181,7 @@ class ParameterNode:
         for session in self.sessions.observe(view):
             self.lanes.forget(session.incarnation)
             yield
-        by_table: dict[TableId, list[PartAdded]] = {}
+        by_table: dict[TableId, list[ShardAdded]] = {}
         for part in added:
             by_table.setdefault(part.table.table_id, []).append(part)
         for parts in by_table.values():
@@ -356,12 +356,12 @@ class ParameterNode:
 
     def block_count_at(self, table_id: TableId, range_id: RangeId) -> int:
         """Blocks of a table in a range; 0 if they are not here."""
-        part = self.machine.parts.get((table_id, range_id))
+        part = self.machine.shards.get((table_id, range_id))
         return 0 if part is None else len(part.state.blocks)
 
     def block_bytes_at(self, table_id: TableId, range_id: RangeId) -> int:
         """The most bytes that a block has in an answer; 0 if none are here."""
-        part = self.machine.parts.get((table_id, range_id))
+        part = self.machine.shards.get((table_id, range_id))
         if part is None:
             return 0
         spec = part.state.table.spec
@@ -379,7 +379,7 @@ class ParameterNode:
         between two updates. What is asynchronous then is answered as it is, and torn; whether so.
         """
         place = Place(*key, self.machine.assignment_epoch(key[1]))
-        is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
+        is_torn = self.machine.shards[key].state.schedule.is_torn_at(cut)
         deadline_s = self.now() + limits.CHECKPOINT_CUT_S
         cut_id = None if is_torn else checkpoint_cut(cut.checkpoint)
         run = self.machine.table(key[0]).run
@@ -393,7 +393,7 @@ class ParameterNode:
         """Nothing beyond the cut changes in a range until it is `copied`: there is no room for
         copies of what it was. What is asynchronous does not change at all. In a work.
         """
-        is_torn = self.machine.parts[key].state.schedule.is_torn_at(cut)
+        is_torn = self.machine.shards[key].state.schedule.is_torn_at(cut)
         clock, deadline_s = 0 if is_torn else cut.after_clock, limits.CHECKPOINT_WRITTEN_S
         self.machine.hold_copies(key, cut.checkpoint, clock, self.now() + deadline_s)
 
@@ -672,7 +672,7 @@ class ParameterNode:
         if read is None:
             self.on_cut_answered(effect)
             return
-        state = self.machine.parts[effect.table_id, effect.range_id].state
+        state = self.machine.shards[effect.table_id, effect.range_id].state
         read.answer(effect, state, self.shards)
 
     def _refuse(self, effect: RefusePull) -> None:

@@ -279,7 +279,7 @@ class ReadWaits:
     def ended(self, read: RangeRead, cause: WaitCause, now_s: float) -> float:
         """A read is parked no more, which at first it was for `cause`. For how long, in seconds."""
         place, session = read.place, read.terms.session
-        part = self._machine.parts.get((place.table_id, place.range_id))
+        part = self._machine.shards.get((place.table_id, place.range_id))
         if part is not None and place.table_id in self._tables and cause in _FOR_STEPS:
             reader = part.state.workers.get(session.incarnation)
             heard_s = read.parked_s if reader is None else reader.last_heard_s

@@ -299,9 +299,9 @@ async def _range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.Get
     """
     now_s = node.now()
     response = parameters_pb2.GetRangeStatsResponse(gate_bytes=node.machine.gate_bytes)
-    for place in sorted(place for place in node.machine.parts if table_id in (0, place[0])):
+    for place in sorted(place for place in node.machine.shards if table_id in (0, place[0])):
         await node.turns.breathe()
-        part = node.machine.parts.get(place)
+        part = node.machine.shards.get(place)
         if part is None:
             continue
         stats = response.ranges.add(

@@ -27,7 +27,7 @@ from ps_core.tables import Table
 from ps_runtime.cluster import wire
 from ps_server.lane.shards import Shards
 from ps_server.ranges.range_copy import fresh_copy
-from ps_server.ranges.server_machine import PartAdded
+from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import Batch, RangeCopy
 from ps_server.update_log.format import FrameKind
@@ -113,7 +113,7 @@ class LogFollower:
         self.tables[table.table_id] = table
         self._blocks[table.table_id] = table.blocks_by_range(self._range_count)
         parts = [
-            PartAdded(table, range_id, blocks)
+            ShardAdded(table, range_id, blocks)
             for range_id, blocks in self._blocks[table.table_id].items()
             if range_id in self._starts
         ]

@@ -18,7 +18,7 @@ from ps_core import limits
 from ps_core.errors import InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, TableId
 from ps_core.ledger import Ending, Ledger
-from ps_server.ranges.range_copy import PartCopy, WorkerCopy, WorkerFacts
+from ps_server.ranges.range_copy import ShardCopy, WorkerCopy, WorkerFacts
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.values.mutations import Change, Elements, SentAccumulator
 from ps_server.values.store_copy import BlockCopy, StoreCopy, SumCopy
@@ -72,7 +72,7 @@ def snapshot_messages(copy: RangeCopy) -> Iterator[bytes]:
     yield ReplicateRequest(snapshot_end=end).SerializeToString()
 
 
-def _part_messages(table_id: TableId, part: PartCopy) -> Iterator[bytes]:
+def _part_messages(table_id: TableId, part: ShardCopy) -> Iterator[bytes]:
     records = RecordTable()
     facts = facts_to_proto(part.facts, records)
     message = replication_pb2.SnapshotTable(
@@ -182,7 +182,7 @@ class _LedgerParts:
 class _TableParts:
     """What came of a table; `copy` has no workers yet."""
 
-    copy: PartCopy
+    copy: ShardCopy
     workers: dict[Incarnation, _LedgerParts]
     blocks: list[BlockCopy] = field(default_factory=list)
     sums: list[SumCopy] = field(default_factory=list)
@@ -270,7 +270,7 @@ class SnapshotReader:
         workers = {
             facts.incarnation: _LedgerParts(facts) for facts in workers_from_proto(message.workers)
         }
-        self._tables[table_id] = _TableParts(PartCopy(facts, versions), workers)
+        self._tables[table_id] = _TableParts(ShardCopy(facts, versions), workers)
 
     def _ledger(self, message: replication_pb2.SnapshotLedger) -> None:
         incarnation = Incarnation(message.incarnation)

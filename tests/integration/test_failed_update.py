@@ -372,7 +372,7 @@ async def test_all_that_was_decided_at_once_is_said_anew(stages: Stages) -> None
     assert stage.state(SOUND, 0)[0] == [-1.0]
     assert answer_of(waiting[0])[0].HasField("block")  # it was let go before
     assert all(answer_of(waiting[b])[0].HasField("error") for b in (1, 3))
-    parts = stage.node.machine.parts
+    parts = stage.node.machine.shards
     counts = {block: parts[stage.place(FAILING, block)[:2]].state.update_count for block in APART}
     assert counts == {0: 1, 1: 0, 3: 0}
 

@@ -12,7 +12,7 @@ from ps_core.errors import CATALOGUE, PushpullError, UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Ending, Ledger, Outcome
 from ps_server.ranges.events import Contributor, Record
-from ps_server.ranges.range_copy import Delta, Facts, PartCopy, WorkerCopy, WorkerFacts
+from ps_server.ranges.range_copy import Delta, Facts, ShardCopy, WorkerCopy, WorkerFacts
 from ps_server.ranges.range_state import Said
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy, Snapshot
 from ps_server.values.mutations import (
@@ -167,13 +167,13 @@ def ledgers(draw: st.DrawFn) -> Ledger:
 
 
 @st.composite
-def part_copies(draw: st.DrawFn, table_id: TableId, range_id: RangeId) -> PartCopy:
+def part_copies(draw: st.DrawFn, table_id: TableId, range_id: RangeId) -> ShardCopy:
     numbers = st.dictionaries(COUNTS, COUNTS, max_size=3)
     workers = {
         each.incarnation: WorkerCopy(each, draw(ledgers()), draw(numbers))
         for each in draw(st.lists(WORKERS, max_size=3))
     }
-    return PartCopy(draw(facts(records(table_id, range_id))), draw(numbers), workers)
+    return ShardCopy(draw(facts(records(table_id, range_id))), draw(numbers), workers)
 
 
 STEPS = st.lists(COUNTS, min_size=1, max_size=3).map(tuple)
@@ -217,7 +217,7 @@ def plain(value: Any) -> Any:
         return value.outcome, plain(value.error), value.staleness, value.squares
     if isinstance(value, Ledger):
         return value.low_water, value.confirmed, plain(dict(value.kept))
-    if isinstance(value, PartCopy):
+    if isinstance(value, ShardCopy):
         return plain(value.facts), value.versions, plain(value.workers)
     if isinstance(value, WorkerCopy):
         return value.facts, plain(value.ledger), value.own_updates

@@ -20,7 +20,7 @@ from ps_core.errors import InvalidConfig, InvalidKeys, InvariantViolation, Pushp
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, Outcome
 from ps_core.tables import Table
-from ps_server.ranges.range_copy import Delta, PartCopy, WorkerCopy, WorkerFacts, fresh_copy
+from ps_server.ranges.range_copy import Delta, ShardCopy, WorkerCopy, WorkerFacts, fresh_copy
 from ps_server.replication.messages import Batch, Beat, RangeCopy, Snapshot
 from ps_server.values.mutations import Elements, Kept, Put, SentAccumulator
 from ps_server.values.store_copy import BlockCopy, StoreCopy
@@ -178,7 +178,7 @@ def test_a_long_ledger_comes_in_several_messages() -> None:
         is_wrong = sequence % 4 == 0
         ledger.end(sequence, Ending(Outcome.INVALID, error if is_wrong else None))
     worker = WorkerFacts(Incarnation(7), 0, 1, 1, None, 0, 0)
-    part = PartCopy(fresh_copy(MODEL, range(8)).facts, {}, {
+    part = ShardCopy(fresh_copy(MODEL, range(8)).facts, {}, {
         worker.incarnation: WorkerCopy(worker, ledger, {3: 4}),
     })  # fmt: skip
     copy = RangeCopy(Snapshot(RANGE, EPOCH, EPOCH, 1, {TABLE: part}), {TABLE: StoreCopy((), ())})

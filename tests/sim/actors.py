@@ -155,7 +155,7 @@ class Reads:
             if terms.incarnation is not None:
                 read_for = self.layout.settings.read_for
                 read_for[table.table_id] = max(read_for[table.table_id], terms.clock + 1)
-            part = server.machine.parts[table.table_id, range_id]
+            part = server.machine.shards[table.table_id, range_id]
             read = {b: server.reading(effect, b) for b in part.state.blocks}
             blocks = {b: grads for b, (grads, _) in read.items()}
             peers = {b: effect.versions[b] - effect.own_updates.get(b, 0) for b in blocks}

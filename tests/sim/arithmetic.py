@@ -44,7 +44,7 @@ from ps_core.work import Work, at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Accumulate, Assign, Forget, Record
-from ps_server.ranges.server_machine import PartAdded
+from ps_server.ranges.server_machine import ShardAdded
 from ps_server.values.contributions import Contribution, elements
 from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put, SentAccumulator
 from ps_server.values.store_copy import StoreCopy
@@ -167,7 +167,7 @@ class Numbers:
     def hold(self, table: Table, range_id: RangeId, blocks: Sequence[int]) -> None:
         """There is room for them, from now on."""
         if (table.table_id, range_id) not in self.shards.stores:
-            self.shards.add([PartAdded(table, range_id, tuple(blocks))])
+            self.shards.add([ShardAdded(table, range_id, tuple(blocks))])
 
     def forget(self, range_id: RangeId) -> None:
         """Nothing of the range is here any more."""

@@ -324,7 +324,7 @@ class Checkpointer:
         cuts: dict[TableId, TableCut | None] = {t.table_id: t.cut for t in view.tables}
         if part.is_asked:
             return
-        for key in list(server.machine.parts):
+        for key in list(server.machine.shards):
             yield
             if self._parts.get(server.node_id) is not part:
                 return
@@ -344,9 +344,9 @@ class Checkpointer:
 
     def _hold(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> None:
         """As `ParameterNode.hold_copies`."""
-        is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
+        is_torn = server.machine.shards[key].state.schedule.is_torn_at(cut)
         part.held[key] = None
-        unscaled = server.machine.parts[key].state.unscaled
+        unscaled = server.machine.shards[key].state.unscaled
         if unscaled is not None:
             part.decided[key] = unscaled.clock
         until_s = server.now_s + limits.CHECKPOINT_WRITTEN_S
@@ -368,7 +368,7 @@ class Checkpointer:
             return
         captured = part.held.pop(key)
         is_torn = part.tables[key[0]].is_torn
-        if captured is not None and not is_torn and key in server.machine.parts:
+        if captured is not None and not is_torn and key in server.machine.shards:
             decided = part.decided.get(key)
             for block, before in captured.items():
                 now = server.values[key[0], block]
@@ -385,7 +385,7 @@ class Checkpointer:
             self._report(server, part, PartReport(problem="no space"))
 
     def _check_held(self, server: SimServer, number: int) -> None:
-        for key, machine in server.machine.parts.items():
+        for key, machine in server.machine.shards.items():
             for reader, cut in machine.state.schedule._cuts:
                 assert reader != checkpoint_cut(0)[0] or cut == number, (
                     f"LIVE: {key} is held for checkpoint {cut}, and {number} is made"
@@ -393,7 +393,7 @@ class Checkpointer:
 
     def _reading(self, server: SimServer, part: Captured, key: Key, cut: TableCut) -> Work[None]:
         """As `ParameterNode.reading_at_cut`."""
-        is_torn = server.machine.parts[key].state.schedule.is_torn_at(cut)
+        is_torn = server.machine.shards[key].state.schedule.is_torn_at(cut)
         if self.draw.random() < WITHOUT_ROOM:
             self._hold(server, part, key, cut)
         place = Place(*key, server.machine.assignment_epoch(key[1]))
@@ -426,7 +426,7 @@ class Checkpointer:
         for block in blocks:
             self._check_captured(server, table, block, None if is_torn else cut.after_clock)
         if key in part.held:
-            if server.machine.parts[key].state.unscaled is None:
+            if server.machine.shards[key].state.unscaled is None:
                 part.held[key] = {block: list(server.values[key[0], block]) for block in blocks}
             later_s = self.draw.choice(COPIED_S) * self.draw.random()
             self.world.after(later_s, lambda: self._copied(server, part, key))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_core.tables import Table
 from ps_core.work import Work, at_once
-from ps_server.ranges.range_copy import PartCopy, fresh_copy
+from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import Batch, Snapshot
 from ps_server.replication.output_commit import Deed, OutputCommit
@@ -229,7 +229,7 @@ class LoggedServer(ReplicatedServer):
         self.logged = LoggedRanges(self.log, self.replication, self.output)
         self.log.begin(self)
 
-    def recover(self, blocks: Callable[[TableId, RangeId], PartCopy]) -> None:
+    def recover(self, blocks: Callable[[TableId, RangeId], ShardCopy]) -> None:
         """Before the first view: what the log has."""
         begins = self.log.begins()
         for table in self._tables():  # each segment names them, whatever else it has
@@ -295,10 +295,12 @@ class LoggedServer(ReplicatedServer):
         yield from super()._doing(deeds)
 
 
-def fresh_part(tables: Sequence[Table], range_count: int) -> Callable[[TableId, RangeId], PartCopy]:
+def fresh_part(
+    tables: Sequence[Table], range_count: int
+) -> Callable[[TableId, RangeId], ShardCopy]:
     """What a part is like of which nothing was decided."""
 
-    def make(table_id: TableId, range_id: RangeId) -> PartCopy:
+    def make(table_id: TableId, range_id: RangeId) -> ShardCopy:
         (table,) = [t for t in tables if t.table_id == table_id]
         return fresh_copy(table, table.blocks_by_range(range_count)[range_id])
 

@@ -48,17 +48,17 @@ REPLACEMENT_MUTANTS = (
         "who replaces another is a member from the first clock",
         "S6",
         _COPY,
-        "    part.left_clock, part.joined_clock = facts.left_clock, facts.joined_clock\n",
-        "    part.left_clock, part.joined_clock = facts.left_clock, 0\n",
+        "    worker.left_clock, worker.joined_clock = facts.left_clock, facts.joined_clock\n",
+        "    worker.left_clock, worker.joined_clock = facts.left_clock, 0\n",
         _REPLACEMENTS,
     ),
     Mutant(
         "a goodbye is a step once a range has moved",
         "S10",
         _COPY,
-        "    part.final_seal_clock, part.is_first = facts.final_seal_clock, "
+        "    worker.final_seal_clock, worker.is_first = facts.final_seal_clock, "
         "facts.predecessor is None\n",
-        "    part.is_first = facts.predecessor is None\n",
+        "    worker.is_first = facts.predecessor is None\n",
         ("replacements", "failover"),
     ),
     Mutant(

@@ -24,7 +24,7 @@ from ps_server.ranges.events import (
     RefusePull,
     ReplyTo,
 )
-from ps_server.ranges.range_copy import PartCopy, fresh_copy
+from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.ranges.schedule import CutId
 from ps_server.ranges.server_machine import Doubt, Promise
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
@@ -270,7 +270,7 @@ class ReplicatedServer(SimServer):
 
     def _check_stepped(self, range_id: RangeId) -> None:
         """S10: a checkpoint is cut at a step that somebody has taken."""
-        for (table_id, held_in), part in self.machine.parts.items():
+        for (table_id, held_in), part in self.machine.shards.items():
             joined = [worker.joined_clock for worker in part.state.workers.values()]
             stepped = max(self.settings.stepped[table_id], *joined, 0)
             if held_in == range_id:
@@ -626,7 +626,7 @@ class ReplicatedServer(SimServer):
             yield from self._making(batch)
         return ack
 
-    def _fresh(self, batch: Batch) -> PartCopy | None:
+    def _fresh(self, batch: Batch) -> ShardCopy | None:
         for table in self._tables():
             if table.table_id == batch.table_id:
                 blocks = table.blocks_by_range(self._range_count)[batch.range_id]

@@ -286,8 +286,8 @@ REPLICATION_MUTANTS = (
         "S6",
         _SERVER,
         "            for node in self._ended.values():\n"
-        "                if node.run == part.state.table.run:  # SM-6\n"
-        "                    effects += part.ended(node, now_s)\n"
+        "                if node.run == shard.state.table.run:  # SM-6\n"
+        "                    effects += shard.ended(node, now_s)\n"
         "                yield\n",
         "            pass\n",
         _FAILOVER,

@@ -16,9 +16,9 @@ RUN_SEPARATION_MUTANTS = (
         "the end of a worker reaches the tables of other runs",
         "S19",
         _SERVER,
-        "            for part in self._parts.values():\n"
-        "                if node.run == part.state.table.run:  # SM-6\n",
-        "            for part in self._parts.values():\n                if True:\n",
+        "            for shard in self._shards.values():\n"
+        "                if node.run == shard.state.table.run:  # SM-6\n",
+        "            for shard in self._shards.values():\n                if True:\n",
         _RUNS,
     ),
     Mutant(
@@ -26,7 +26,7 @@ RUN_SEPARATION_MUTANTS = (
         "S19",
         _SERVER,
         "            for node in self._ended.values():\n"
-        "                if node.run == part.state.table.run:  # SM-6\n",
+        "                if node.run == shard.state.table.run:  # SM-6\n",
         "            for node in self._ended.values():\n                if True:\n",
         _RUNS,
     ),

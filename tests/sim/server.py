@@ -134,7 +134,7 @@ class SimServer:
     def _note_taken(self) -> None:
         """What a table's first range has taken is in force, whatever the scheduler knows of it."""
         in_force = self.settings.numbers
-        for (table_id, _), part in self.machine.parts.items():
+        for (table_id, _), part in self.machine.shards.items():
             schedule = part.state.schedule
             if schedule.number <= in_force[table_id]:  # nearly always
                 continue
@@ -158,7 +158,7 @@ class SimServer:
         }
         for (table_id, _, _), grads in self.sums.items():
             found |= {(table_id, grad) for grad in grads if grad.incarnation == node.incarnation}
-        for (table_id, _), part in self.machine.parts.items():
+        for (table_id, _), part in self.machine.shards.items():
             worker = part.state.workers.get(node.incarnation)
             if worker is None:
                 continue
@@ -192,7 +192,7 @@ class SimServer:
         place, sender = event.place, event.sender
         key = place.table_id, place.range_id
         if isinstance(event, PushEvent) and isinstance(event.payload, Grad):
-            if key in self.machine.parts:
+            if key in self.machine.shards:
                 payload = self.held(key).arrived(self.table(key[0]), key[1], event.payload)
                 return event._replace(payload=payload)
             self._unread = key, sender, event.sequence
@@ -212,7 +212,7 @@ class SimServer:
 
     def _count_recalled(self, seal: SealEvent) -> None:
         """Seals whose push has ended at a primary before this one."""
-        part = self.machine.parts.get((seal.place.table_id, seal.place.range_id))
+        part = self.machine.shards.get((seal.place.table_id, seal.place.range_id))
         worker = None if part is None else part.state.workers.get(seal.sender.incarnation)
         if worker is None or worker.ledger.has_ended(seal.sequence):
             return
@@ -330,7 +330,7 @@ class SimServer:
     def held(self, key: tuple[TableId, RangeId]) -> Numbers:
         """The numbers, with room for that part."""
         if key not in self.numbers.shards.stores:
-            self.numbers.hold(self.table(key[0]), key[1], self.machine.parts[key].state.blocks)
+            self.numbers.hold(self.table(key[0]), key[1], self.machine.shards[key].state.blocks)
         return self.numbers
 
     def _note_delay(self, effect: Accumulate, grad: Grad) -> None:
@@ -344,7 +344,7 @@ class SimServer:
 
     def _forget_given(self, effect: Forget) -> None:
         key = effect.table_id, effect.range_id
-        for block in self.machine.parts[key].state.blocks if key in self.machine.parts else ():
+        for block in self.machine.shards[key].state.blocks if key in self.machine.shards else ():
             self.given.pop((effect.table_id, block, effect.reader), None)
         if key in self.numbers.shards.stores:
             self.numbers.forget_given(effect)
@@ -378,7 +378,7 @@ class SimServer:
         place = record.table_id, record.range_id
         if setting.mode is not Mode.BSP or self._takes_unseen(place, record.clock):
             return
-        state = self.machine.parts[record.table_id, record.range_id].state
+        state = self.machine.shards[record.table_id, record.range_id].state
         members = [rank for rank in state.ranks if state.is_member(rank, record.clock)]
         took_part = record.summed_by or record.contributors
         assert len(took_part) >= len(members) - setting.backup_workers, f"S7: {took_part}"
@@ -387,7 +387,7 @@ class SimServer:
         key = (record.table_id, record.range_id, record.clock)
         self.reduced[key] = record
         yield from self.held(key[:2]).shards.reducing(record)
-        found = dict.fromkeys(self.machine.parts[key[:2]].state.blocks, 0.0)
+        found = dict.fromkeys(self.machine.shards[key[:2]].state.blocks, 0.0)
         for grad in self.sums[key]:
             found[grad.block] += square(grad)
         return tuple(found[block] for block in sorted(found))
@@ -409,7 +409,7 @@ class SimServer:
         """Whether the clock is under a change that the range took and its backups do not know: what
         is decided under it is seen by nobody before they do.
         """
-        schedule = self.machine.parts[place].state.schedule
+        schedule = self.machine.shards[place].state.schedule
         number, after_clock = schedule.taken
         return clock > after_clock and number > self.settings.number_of(place[0])
 

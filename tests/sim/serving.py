@@ -158,7 +158,7 @@ class Watch:
         """
         if promise.table_id not in self._view().tables_by_id:
             return
-        for (table_id, range_id), part in server.machine.parts.items():
+        for (table_id, range_id), part in server.machine.shards.items():
             if table_id != promise.table_id or range_id not in server.replication.primaries:
                 continue
             for node_id in set(self._view().ranges[range_id].backups) - {server.node_id}:
@@ -171,7 +171,7 @@ class Watch:
                     or (facts is not None and facts.taken[0] >= promise.number)
                 )
                 is_known = is_known or range_id != min(
-                    r for t, r in server.machine.parts if t == table_id
+                    r for t, r in server.machine.shards if t == table_id
                 )
                 assert facts is not None and facts.promised >= promise.number and is_known, (  # noqa: PT018
                     f"HELD: {promise} of range {range_id} is told and {node_id} does not have it: "
@@ -185,7 +185,7 @@ class Watch:
         if replica is not None:
             copy = replica.copies.get(place[0])
             return None if copy is None else copy.facts
-        part = server.machine.parts.get(place) or server.machine.suspended.get(place)
+        part = server.machine.shards.get(place) or server.machine.suspended.get(place)
         return None if part is None else facts_of(part.state)
 
     def told(self, server: ReplicatedServer, place: Place, number: int, told: Settled) -> None:

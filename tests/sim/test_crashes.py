@@ -104,7 +104,7 @@ class CrashSimulation(ScheduledSimulation):
         """
         if not all(may_be_read_last(table) for table in self.layout.tables):
             return False
-        parts = [p for s in self.cluster.values() for p in s.machine.parts.values()]
+        parts = [p for s in self.cluster.values() for p in s.machine.shards.values()]
         return rank != 0 or all(part.state.initialized for part in parts)
 
     def _come(self, name: str, rank: int | None = None) -> SimWorker:
@@ -126,7 +126,7 @@ class CrashSimulation(ScheduledSimulation):
         self._publish(decision.transitions)
         self._beat(session, worker)
         counts["successors" if session.rank < WORKERS else "newcomers"] += 1
-        parts = [p for s in self.cluster.values() for p in s.machine.parts.values()]
+        parts = [p for s in self.cluster.values() for p in s.machine.shards.values()]
         counts["came before all values"] += not all(p.state.initialized for p in parts)
         self._start_late(worker, self.scheduler.view.view_number)
         return worker

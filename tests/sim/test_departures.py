@@ -149,7 +149,7 @@ class DepartureRestoreSimulation(Departing, RestoreSimulation):
     def tell(self, server: ReplicatedServer) -> None:
         """SIGTERM."""
         if self.number > 1 and server.node_id not in self.told:
-            parts = server.machine.parts.values()
+            parts = server.machine.shards.values()
             is_loading = any(not part.state.initialized for part in parts)
             self.world.counts["told while values are loaded"] += is_loading
         super().tell(server)

@@ -94,7 +94,7 @@ class DisagreeingSimulation(Simulation):
             counts["disagreed under bsp"] += 1
             counts["refused under bsp"] += bool(self.refused)
             for server in self.cluster.values():
-                for (table_id, range_id), part in server.machine.parts.items():
+                for (table_id, range_id), part in server.machine.shards.items():
                     is_formed = part.state.clock >= self.clock
                     assert table_id != table.table_id or not is_formed, (
                         f"S4: range {range_id} formed clock {self.clock} of workers that disagree"

@@ -15,7 +15,7 @@ from ps_core.cluster_view import BackupRequest, ClusterView, Role, Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, NodeId, RangeId
 from ps_core.work import at_once
-from ps_server.ranges.range_copy import PartCopy, WorkerFacts, copying
+from ps_server.ranges.range_copy import ShardCopy, WorkerFacts, copying
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import (
     BackupsSet,
@@ -393,7 +393,7 @@ class FailoverSimulation(ScheduledSimulation):
                 key = table.table_id, block
                 values = primary.values[key], backup.values[key]
                 assert values[0] == values[1], f"EQUAL: replicas differ in {key}: {values}"
-            part = primary.machine.parts.get((table.table_id, range_id))
+            part = primary.machine.shards.get((table.table_id, range_id))
             if part is not None:
                 bits = [s.bits((table.table_id, range_id)) for s in (primary, backup)]
                 assert bits[0] == bits[1], f"EQUAL: bits of range {range_id}: {bits}"
@@ -407,7 +407,7 @@ class FailoverSimulation(ScheduledSimulation):
         self.world.counts["equal replicas"] += 1
 
 
-def _known(copy: PartCopy, gone: set[Incarnation], past: set[Incarnation]) -> object:
+def _known(copy: ShardCopy, gone: set[Incarnation], past: set[Incarnation]) -> object:
     """What two copies have alike: which outcomes their workers saw and who is `past` is told in
     passing, and who is gone each server knows from its view.
     """

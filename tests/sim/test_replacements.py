@@ -238,7 +238,7 @@ class ReplacementSimulation(FailoverSimulation):
         for server in self.servers.values():
             if range_id not in server.replication.primaries:
                 continue
-            for (_, held_in), part in server.machine.parts.items():
+            for (_, held_in), part in server.machine.shards.items():
                 if held_in == range_id:
                     state = part.state
                     former = set(state.workers.values()) - set(state.by_rank.values())
@@ -335,7 +335,7 @@ class ReplacementSimulation(FailoverSimulation):
         owner = self.layout.owner
         for table in [table for table in self.layout.tables if table.run == run]:
             for range_id in table.blocks_by_range(self.layout.range_count):
-                part = self.servers[owner[range_id]].machine.parts.get((table.table_id, range_id))
+                part = self.servers[owner[range_id]].machine.shards.get((table.table_id, range_id))
                 if part is None or not part.state.initialized:
                     return False
         return True

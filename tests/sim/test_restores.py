@@ -376,7 +376,7 @@ class RestoreSimulation(AwaySimulation, ReplacementSimulation):
         before = self.world.counts["failovers"]
         super()._happened(transition)
         if self.number > 1 and self.world.counts["failovers"] > before:
-            parts = [p for s in self.cluster.values() for p in s.machine.parts.values()]
+            parts = [p for s in self.cluster.values() for p in s.machine.shards.values()]
             is_loading = any(not part.state.initialized for part in parts)
             self.world.counts["failovers while values are loaded"] += is_loading
 

@@ -453,7 +453,7 @@ class RunSimulation(ReplacementSimulation):
         """Nothing is left anywhere of a run that was removed."""
         removed = {table.table_id for table in self.removed}
         for server in self.living:
-            of_keys = server.machine.parts, server.values, server.numbers.shards.stores
+            of_keys = server.machine.shards, server.values, server.numbers.shards.stores
             found = {key[0] for keys in of_keys for key in keys if key[0] in removed}
             for replica in server.replication.replicas.values():
                 found |= removed & replica.copies.keys()

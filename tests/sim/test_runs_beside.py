@@ -180,7 +180,7 @@ class RunRestoreSimulation(PatientRunSimulation, RestoreSimulation):
             counts = self.world.counts
             counts["runs begun in a new timeline"] += 1
             parts = [
-                p for s in self.living for p in s.machine.parts.values() if not p.state.table.run
+                p for s in self.living for p in s.machine.shards.values() if not p.state.table.run
             ]
             is_loading = any(not part.state.initialized for part in parts)
             counts["runs begun while values are loaded"] += is_loading

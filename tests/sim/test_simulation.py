@@ -236,7 +236,7 @@ class Simulation:
         waits = [
             sentence
             for server in self.cluster.values()
-            for part in server.machine.parts.values()
+            for part in server.machine.shards.values()
             for sentence in part.reads.waits(self.world.now_s)
         ]
         windows = {w.rank: w.window.open_entries() for w in self.workers}
@@ -278,7 +278,7 @@ class Simulation:
         never decide its seal.
         """
         server = self.cluster[self.layout.owner[key.range_id]]
-        state = server.machine.parts[key.table_id, key.range_id].state
+        state = server.machine.shards[key.table_id, key.range_id].state
         return (worker.failed or not worker.finished) and not state.initialized
 
     def _check_scales(self) -> None:

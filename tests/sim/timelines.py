@@ -194,7 +194,7 @@ class TimelineServer(ReplicatedServer):
         self.sessions = Sessions(self.callers.servers[node_id], token_key)
         self.address.sessions = self.sessions
         self.saved: Mapping[tuple[str, int], SavedBlock] = {}
-        self._ranges = RestoredRanges(self.machine.parts, self)
+        self._ranges = RestoredRanges(self.machine.shards, self)
 
     def _observing(self, view: ClusterView) -> Work[None]:
         self.sessions.observe(view)
@@ -309,7 +309,7 @@ class TimelineServer(ReplicatedServer):
     def _hand_over(self) -> None:
         self.works.finish()
         for key, versions in self._ranges.hand_over():
-            name = self.machine.parts[key].state.table.spec.name
+            name = self.machine.shards[key].state.table.spec.name
             for block in versions:
                 saved, at = self.saved[name, block], (key[0], block)
                 self.values[at] = list(saved.grads)

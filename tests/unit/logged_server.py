@@ -98,7 +98,7 @@ class LoggedServer:
         }
 
     def _low_water(self, range_id: RangeId) -> int:
-        part = self.node.machine.parts.get((MODEL, range_id))
+        part = self.node.machine.shards.get((MODEL, range_id))
         worker = None if part is None else part.state.workers.get(WORKER)
         return 0 if worker is None else worker.ledger.low_water
 

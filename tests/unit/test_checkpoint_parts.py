@@ -119,7 +119,7 @@ class Server:
     @property
     def clocks(self) -> set[int]:
         """Of its ranges."""
-        return {part.state.clock for part in self.node.machine.parts.values()}
+        return {part.state.clock for part in self.node.machine.shards.values()}
 
     async def report(self) -> PartReport:
         """What it says of its part."""
@@ -223,7 +223,7 @@ def test_the_loop_waits_for_no_store_and_steps_without_room_for_copies_do(
         for clock in (2, 3):
             server.step(clock)  # nothing here waits: the file is not there
         assert server.clocks == {1, 3}
-        parts = server.node.machine.parts
+        parts = server.node.machine.shards
         (held,) = (each for each in parts.values() if each.state.clock == 1)
         read = PullEvent(
             Place(MODEL, held.state.range_id, AssignmentEpoch(1)), 1, None, 2, False, 9

@@ -185,7 +185,7 @@ def test_a_worker_that_is_gone_ends_what_it_sent_in_short_turns() -> None:
             await stage.node.prepare(view)
             stage.node.observe(view)
             await stage.node.works.in_turn(lambda: None)
-            assert not stage.node.machine.parts[RANGE].state.by_rank[0].held
+            assert not stage.node.machine.shards[RANGE].state.by_rank[0].held
 
         return observed()
 
@@ -200,7 +200,7 @@ def test_nothing_else_happens_to_a_range_while_a_seal_is_under_way() -> None:
     stage.push(1)
     stage.push(2)
     stage.works_step_by_step()
-    worker = stage.node.machine.parts[RANGE].state.by_rank[0]
+    worker = stage.node.machine.shards[RANGE].state.by_rank[0]
     before = RangeRead(PullTerms(WORKER, 0, 9.0), PLACE)
     stage.node.begin_read(before)
     taken: list[tuple[int, bytes]] = []
@@ -259,7 +259,7 @@ def test_what_is_loaded_is_handed_over_between_two_works() -> None:
 
     asyncio.run(whole())
     assert all(
-        part.state.initialized for key, part in stage.node.machine.parts.items() if key[0] > 1
+        part.state.initialized for key, part in stage.node.machine.shards.items() if key[0] > 1
     )
 
 

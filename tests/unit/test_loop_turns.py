@@ -129,7 +129,7 @@ def test_a_seal_of_a_large_table_lets_others_in() -> None:
 def test_a_long_answer_is_as_the_range_was_when_it_was_decided_on() -> None:
     """Made piece by piece, while a step changes the range before the second piece is made."""
     node, _ = a_node(ranges=1, blocks_a_range=3 * limits.SLICE_BLOCK_COUNT)
-    blocks = node.machine.parts[TableId(1), RangeId(0)].state.blocks
+    blocks = node.machine.shards[TableId(1), RangeId(0)].state.blocks
     place = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
     answers = [RangeRead(PullTerms(WORKER, 0, 9.0), place) for _ in range(2)]
     for answer in answers:
@@ -252,7 +252,7 @@ def test_a_range_that_was_prepared_is_what_it_would_have_been() -> None:
     twin.observe(view)
     for range_id, blocks in table.blocks_by_range(4).items():
         for each in (node, twin):
-            part = each.machine.parts[table.table_id, range_id]
+            part = each.machine.shards[table.table_id, range_id]
             store = each.shards.stores[table.table_id, range_id]
             assert part.state.versions == dict.fromkeys(blocks, 0)
             copied = store.snapshot()

@@ -77,7 +77,7 @@ def test_tables_are_taken_up_and_gone_on_with_in_short_turns() -> None:
         server = Server()
         for number in (1, 2):
             await server.see(view(number, SERVER, 1))
-        assert len(server.node.machine.parts) == len(server.node.shards.stores) == TABLES
+        assert len(server.node.machine.shards) == len(server.node.shards.stores) == TABLES
 
     assert shortest(scene) < limits.MAX_TURN_S
 
@@ -92,14 +92,14 @@ def test_ranges_of_many_tables_are_backed_up_served_and_lost_in_short_turns() ->
         node = server.node
         node.replicate(ReplicationSetting(3.0))
         await server.see(view(1, OTHER, 1, SERVER))
-        assert (len(node.machine.parts), len(node.shards.stores)) == (0, TABLES)
+        assert (len(node.machine.shards), len(node.shards.stores)) == (0, TABLES)
         await server.see(view(2, SERVER, 2))
         server.now_s = 10.0
         node.tick()
         await node.works.in_turn(lambda: None)
-        assert len(node.machine.parts) == TABLES
+        assert len(node.machine.shards) == TABLES
         await server.see(view(3, OTHER, 3))
-        assert not node.machine.parts
+        assert not node.machine.shards
         assert not node.shards.stores
         node.close()
 

@@ -21,7 +21,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.memory import TableRoom
 from ps_server.ranges.range_copy import copying
-from ps_server.ranges.range_state import RangeState, WorkerPart
+from ps_server.ranges.range_state import RangeState, RangeWorker
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.service.node import ParameterNode
 from ps_server.wire.snapshot_wire import SnapshotReader, snapshot_messages
@@ -100,7 +100,7 @@ def test_what_many_workers_have_of_a_range_is_copied_in_short_steps() -> None:
     table = Table(MODEL, 0, spec.validated())
     state = RangeState(table, RangeId(0), blocks, PUSHING, TableRoom(table))
     for rank in range(PUSHING):
-        worker = WorkerPart(rank, Incarnation(100 + rank), 1, 1, 0.0)
+        worker = RangeWorker(rank, Incarnation(100 + rank), 1, 1, 0.0)
         worker.ledger.end_all(range(1, len(blocks) + 2), Ending(Outcome.APPLIED))
         worker.own_updates = dict.fromkeys(blocks, 1)
         state.workers[worker.incarnation] = state.by_rank[rank] = worker

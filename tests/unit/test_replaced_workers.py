@@ -13,7 +13,7 @@ from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Outcome
 from ps_core.work import at_once
 from ps_server.ranges.events import Apply, Effect, PushEvent, Record, SealEvent, SealTerms, Sender
-from ps_server.ranges.range_copy import PartCopy, copying, delta_of, fresh_copy, restore
+from ps_server.ranges.range_copy import ShardCopy, copying, delta_of, fresh_copy, restore
 from ps_server.ranges.schedule import copies_cut
 from tests.unit.machine_harness import PLACE, Bench, make_table, outcomes, problem
 
@@ -157,7 +157,7 @@ def clocks(at: Bench) -> tuple[int, int]:
     return at.machine.state.reached_clock, at.machine.state.stepped_clock
 
 
-def restored(at: Bench, copy: PartCopy) -> Bench:
+def restored(at: Bench, copy: ShardCopy) -> Bench:
     """The range as the copy has it."""
     other = Bench(at.table, workers=at.workers)
     restore(copy, other.machine.state, at.now_s)

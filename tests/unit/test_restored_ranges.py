@@ -34,7 +34,7 @@ class Server:
         self.tables: tuple[Table, ...] = (first, second)
         self.machine = ServerMachine(ME, 1)
         self.replication = Replication(ME, self.machine, LEASE_S, min_in_sync)
-        self.ranges = RestoredRanges(self.machine.parts, self)
+        self.ranges = RestoredRanges(self.machine.shards, self)
         self.number = 0
         self.see(PLACED_EPOCH, ME, *backups)
 
@@ -155,7 +155,7 @@ def test_a_range_that_is_served_again_is_not_read_a_second_time_beside_the_first
     assert server.ranges.look() == []
     server.see(4, ME, OTHER)
     assert key in server.ranges.look()
-    assert server.machine.parts[key] is part
+    assert server.machine.shards[key] is part
     assert server.ranges.begin(key) is None
     server.ranges.was_read(key, part, {0: 4})
     assert server.ranges.begin(key) is None

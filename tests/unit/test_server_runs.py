@@ -164,7 +164,7 @@ def test_nothing_is_left_of_a_table_that_is_removed() -> None:
     assert server.machine.pull(PullEvent(place, 7, reader, 1, False, 110.0, run="a"), 100.0) == []
     (refused,) = [each for each in server.remove() if isinstance(each, RefusePull)]
     assert (refused.waiter, type(refused.error)) == (7, TableNotFound)
-    assert {table_id for table_id, _ in server.machine.parts} == {1}
+    assert {table_id for table_id, _ in server.machine.shards} == {1}
     assert 0 < server.machine.gate_bytes < held_bytes
     assert isinstance(problem(server.seal("a", 1, 2)), TableNotFound)
     assert server.machine.tick(200.0) == []
@@ -176,4 +176,4 @@ def test_the_end_of_its_workers_is_heard_when_its_tables_are_gone() -> None:
     server.remove()
     assert server.change(worker_of("a", 0, NodeState.LEFT), worker_of("a", 1, NodeState.LEFT)) == []
     server.change(tables=(table_of("a", 5),))
-    assert {table_id for table_id, _ in server.machine.parts} == {1, 5}
+    assert {table_id for table_id, _ in server.machine.shards} == {1, 5}

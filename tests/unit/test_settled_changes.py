@@ -54,10 +54,10 @@ class Servers:
         machine.settle(0.0)
 
     def settings(self, machine: ServerMachine) -> set[Consistency]:
-        return {part.state.schedule.at(9) for part in machine.parts.values()}
+        return {part.state.schedule.at(9) for part in machine.shards.values()}
 
     def holds(self, machine: ServerMachine) -> set[bool]:
-        return {part.state.schedule.holds(9) for part in machine.parts.values()}
+        return {part.state.schedule.holds(9) for part in machine.shards.values()}
 
     def ask(self) -> Settled | None:
         """The other server asks the first range's."""
@@ -93,7 +93,7 @@ def test_what_was_decided_is_taken_everywhere_though_one_alone_heard_of_it() -> 
     servers.other.go_on_alone(0.0)
     assert servers.ask() == Settled(ChangeOutcome.TAKEN, 3)
     assert {s.mode for s in servers.settings(servers.other)} == {Mode.ASP}
-    assert all(p.state.schedule.at(3) == BSP for p in servers.other.parts.values())
+    assert all(p.state.schedule.at(3) == BSP for p in servers.other.shards.values())
 
 
 def test_a_proposal_that_the_first_range_has_not_heard_of_is_given_up_when_asked() -> None:
@@ -111,7 +111,7 @@ def test_a_join_is_taken_as_a_setting_is() -> None:
     servers.propose(1, join=Join(1, Incarnation(9)))
     servers.propose(1, decided_after=4, join=Join(1, Incarnation(9)), to=[servers.first])
     assert servers.ask() == Settled(ChangeOutcome.TAKEN, 4)
-    for part in servers.other.parts.values():
+    for part in servers.other.shards.values():
         assert part.state.by_rank[1].joined_clock == 4
 
 

@@ -16,7 +16,7 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards, for_backup
 from ps_server.ranges.events import Accumulate, Contributor, Place, Record
 from ps_server.ranges.range_copy import fresh_copy
-from ps_server.ranges.server_machine import PartAdded
+from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.values.mutations import (
     Assigned,
@@ -32,7 +32,7 @@ from tests.property.shard_twin import table
 TABLE = TableId(1)
 LEFT, RIGHT = RangeId(0), RangeId(1)
 MODEL = table([384])
-PARTS = [PartAdded(MODEL, LEFT, (0, 1)), PartAdded(MODEL, RIGHT, (2, 3))]
+PARTS = [ShardAdded(MODEL, LEFT, (0, 1)), ShardAdded(MODEL, RIGHT, (2, 3))]
 WORKER = Session("cluster", b"t" * 16, NodeId(2), Incarnation(11), Role.WORKER)
 ONE = np.ones(64, np.float32).tobytes()
 SUM = SentAccumulator((Elements(0, b"", ONE),))
@@ -60,7 +60,7 @@ def value(shards: Shards) -> float:
 def test_a_store_that_is_there_is_not_made_again(shards: Shards) -> None:
     shards.make(Put(record(), SUM))
     stores = dict(shards.stores)
-    shards.add([*PARTS, PartAdded(MODEL, RangeId(2), (4, 5))])
+    shards.add([*PARTS, ShardAdded(MODEL, RangeId(2), (4, 5))])
     assert {key: shards.stores[key] for key in stores} == stores
     assert (TABLE, RangeId(2)) in shards.stores
     assert value(shards) == -1.0

@@ -158,7 +158,7 @@ def test_what_was_staged_is_there_still_and_who_has_left_meanwhile_is_not_waited
         server.push(0, 2)
         server.see(3, HEIR, ME)
         server.see(3, HEIR, ME, ended=True)
-        assert server.node.machine.parts == {}
+        assert server.node.machine.shards == {}
         server.see(4, ME, HEIR, ended=True)
         server.see(5, ME, ended=True)
         server.node.tick()
@@ -184,7 +184,7 @@ def test_it_takes_and_answers_nothing_meanwhile() -> None:
         assert server.asks() == []
         assert machine.promises == ()
         server.see(4, ME, HEIR)
-        assert not machine.parts[MODEL, RANGE].reads.waits_for(9)
+        assert not machine.shards[MODEL, RANGE].reads.waits_for(9)
 
     run(scenario)
 
@@ -236,7 +236,7 @@ def test_what_was_held_for_copies_goes_on_with_the_range() -> None:
         server.see(3, HEIR, ME)
         assert machine.copied((MODEL, RANGE), 3, 5.0) == []
         server.see(4, ME, HEIR)
-        schedule = machine.parts[MODEL, RANGE].state.schedule
+        schedule = machine.shards[MODEL, RANGE].state.schedule
         assert copies_cut(3) not in schedule._cuts
 
     run(scenario)

@@ -16,7 +16,7 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.segments import LentValues, ValueHomes
-from ps_server.ranges.server_machine import PartAdded
+from ps_server.ranges.server_machine import ShardAdded
 from ps_worker.transport.lane import SharedLane
 from pushpull.v1 import parameters_pb2
 
@@ -35,7 +35,7 @@ def table(element_count: int = 4096) -> Table:
 
 MODEL = table()
 PARTS = [
-    PartAdded(MODEL, range_id, blocks)
+    ShardAdded(MODEL, range_id, blocks)
     for range_id, blocks in MODEL.blocks_by_range(RANGE_COUNT).items()
 ]
 

@@ -16,8 +16,8 @@ from ps_runtime.cluster import wire
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Contributor, Record
-from ps_server.ranges.range_copy import Delta, PartCopy, WorkerFacts, fresh_copy
-from ps_server.ranges.server_machine import PartAdded
+from ps_server.ranges.range_copy import Delta, ShardCopy, WorkerFacts, fresh_copy
+from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import Batch, Snapshot
 from ps_server.update_log.format import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log.reader import FORMAT_VERSION
@@ -50,9 +50,9 @@ class Owner:
     held: tuple[Change, ...] = ()
 
     def __post_init__(self) -> None:
-        self.shards.add([PartAdded(self.of, self.range_id, BLOCKS[self.range_id])])
+        self.shards.add([ShardAdded(self.of, self.range_id, BLOCKS[self.range_id])])
         self._done = dict.fromkeys(range(2), 0)
-        self.copy: PartCopy = fresh_copy(self.of, BLOCKS[self.range_id])
+        self.copy: ShardCopy = fresh_copy(self.of, BLOCKS[self.range_id])
 
     def twin(self) -> Owner:
         """Another server that has the same."""
