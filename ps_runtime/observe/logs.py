@@ -1,10 +1,9 @@
 """Log lines: one per transition, never per message.
 
-A line is ``time level role event=... key=value ...``; values with spaces, quotes or "=" are JSON
-strings, so that a line can be split by any tool. In the format json it is an object instead, with
-"time", "level", "process", "event" and the fields; a traceback is a field of it too. Only the
-logger "pushpull" is touched: a worker process belongs to its training script, which configures
-logging as it likes.
+A line is ``time level role event=... key=value ...``; a value with spaces, quotes or "=" is a JSON
+string, so that any tool can split a line. In the format json, a line is an object with "time",
+"level", "process", "event", the fields, and perhaps "traceback". Only the logger "pushpull" is
+configured, because a training script configures the others as it likes.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ LOGGER_NAME = "pushpull"
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 MAX_VALUE_CHARACTERS = 2_000
-"""A value longer than this is cut: one bad request must not fill a disk."""
+"""A longer value is cut, so that one bad request does not fill a disk."""
 
 _FIELDS = "pushpull_fields"
-"""The attribute of a record that has an event and its fields."""
+"""The attribute of a log record that has an event and its fields."""
 
 _HEAD_WORDS = 3
-"""Of a line, before its event: when, how bad, who."""
+"""Words of a line before its event: time, level, role."""
 
 _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S*)')
 
@@ -44,8 +43,8 @@ class _LineFormatter(logging.Formatter):
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        head = f"{stamp}.{int(record.msecs):03d}Z {record.levelname.lower()} {self._role}"
+        time_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        head = f"{time_text}.{int(record.msecs):03d}Z {record.levelname.lower()} {self._role}"
         line = f"{head} {record.getMessage()}"
         if record.exc_info:
             line += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
@@ -60,9 +59,9 @@ class _JsonFormatter(logging.Formatter):
         self._role = role
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        time_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         said: dict[str, object] = {
-            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "time": f"{time_text}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "process": self._role,
         }
@@ -74,7 +73,7 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to whatever `sys.stderr` is at the time, so that a redirected stderr is respected."""
+    """Writes to the present `sys.stderr`, which may have been redirected since."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -82,10 +81,10 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def configure(role: str, level: str, line_format: str = "text") -> None:
-    """Send pushpull's log lines to stderr, as `role`; calling it again replaces the former setting.
+    """Send pushpull's log lines to stderr; another call replaces the settings.
 
     Args:
-        role: what the lines name, such as "server" or "worker-3".
+        role: the name in each line, such as "server" or "worker-3".
         level: one of `LEVELS`.
         line_format: one of `FORMATS`.
 
@@ -111,7 +110,7 @@ def line(event: str, fields: dict[str, object]) -> str:
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """What a line of the log has, "event" included; nothing if it is none."""
+    """The fields of a log line, "event" included; empty for another text."""
     if text.startswith("{"):
         return _json_fields(text)
     found: dict[str, str] = {}
@@ -124,7 +123,7 @@ def fields_of(text: str) -> dict[str, str]:
 
 
 def is_error(text: str) -> bool:
-    """Whether a line of the log says that something failed."""
+    """True for a log line of level "error"."""
     if text.startswith("{"):
         return _json_fields(text).get("level") == "error"
     head = text.split(" event=", 1)[0].split()
@@ -142,7 +141,6 @@ def _json_fields(text: str) -> dict[str, str]:
 
 
 def debug(event: str, **fields: object) -> None:
-    """Log what only a developer wants to see."""
     if _logger.isEnabledFor(logging.DEBUG):
         _log(logging.DEBUG, event, fields)
 
@@ -158,7 +156,6 @@ def warning(event: str, **fields: object) -> None:
 
 
 def error(event: str, **fields: object) -> None:
-    """Log a failure."""
     _log(logging.ERROR, event, fields)
 
 
@@ -175,7 +172,7 @@ def _log(
 
 
 def _plain(value: object) -> object:
-    """As JSON has it: numbers stay numbers."""
+    """The value for JSON, in which a number stays a number."""
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):

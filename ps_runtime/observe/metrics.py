@@ -41,8 +41,8 @@ def new_registry() -> CollectorRegistry:
 
 
 class LoopCounter(Collector):
-    """A Counter of what happens to every block or call, counted and scraped by the event loop's
-    thread alone: without locks.
+    """A Counter without locks, for events of every block or call: only the event loop's thread
+    counts and scrapes.
     """
 
     def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
@@ -53,30 +53,26 @@ class LoopCounter(Collector):
         registry.register(self)
 
     def inc(self, amount: int = 1) -> None:
-        """Count `amount` more."""
         self._count += amount
 
     def set_function(self, count: Callable[[], int]) -> None:
-        """Ask this at each scrape, which counts already, instead of being told."""
+        """Show what `count` returns at each scrape; `inc` then has no effect."""
         self._count_elsewhere = count
 
     @property
     def count(self) -> int:
-        """What has been counted."""
         return self._count if self._count_elsewhere is None else self._count_elsewhere()
 
     def describe(self) -> Iterable[CounterMetricFamily]:
-        """The name that it takes in the registry."""
         return self.collect()
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """What a scrape shows."""
         yield CounterMetricFamily(self._name, self._documentation, self.count)
 
 
 class LoopHistogram(Collector):
-    """A Histogram for what happens to every block, observed and scraped by the event loop's thread
-    alone: without locks an observation costs a fifth of Histogram's 0.7 us.
+    """A Histogram without locks, for events of every block: only the event loop's thread observes
+    and scrapes. An observation costs a fifth of Histogram's 0.7 us.
     """
 
     def __init__(
@@ -95,23 +91,20 @@ class LoopHistogram(Collector):
         registry.register(self)
 
     def observe(self, value: float) -> None:
-        """Count one value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
-        """The name that it takes in the registry."""
         return self.collect()
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """What a scrape shows."""
         names = map(floatToGoString, (*self._bounds, float("inf")))
         buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
         yield HistogramMetricFamily(self._name, self._documentation, buckets, self._sum)
 
 
 class NodeMetrics:
-    """What every node that is registered with a scheduler shows."""
+    """Metrics of every node that is registered with a scheduler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.view_number = Gauge(
@@ -126,35 +119,35 @@ class NodeMetrics:
         )
 
     def watch(self, view_number: Callable[[], int], contact_age_s: Callable[[], float]) -> None:
-        """Ask these at each scrape instead of being told."""
+        """Show what both functions return at each scrape."""
         self.view_number.set_function(view_number)
         self.scheduler_contact_age_seconds.set_function(contact_age_s)
 
 
 class TurnMetrics:
-    """How long a node's event loop is at one thing."""
+    """Metrics of the turns of a node's event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.longest_turn_seconds = Gauge(
             "pushpull_node_longest_turn_seconds",
-            "The longest that the event loop was at one thing, in the last minute or two: so much "
-            "later than due did a timer come. A lease that is missed begins so.",
+            "Longest turn of the event loop in the last minute or two, measured by the delay of a "
+            "timer. A lease is missed after long turns.",
             registry=registry,
         )
         self.long_turns = LoopCounter(
             "pushpull_node_long_turns_total",
-            "Times that the event loop was longer at one thing than it should be (MAX_TURN_S).",
+            "Turns of the event loop that were longer than MAX_TURN_S.",
             registry=registry,
         )
 
     def watch(self, meter: TurnMeter) -> None:
-        """Ask this at each scrape."""
+        """Show the figures of `meter` at each scrape."""
         self.longest_turn_seconds.set_function(lambda: meter.longest_s)
         self.long_turns.set_function(lambda: meter.long_count)
 
 
 class SchedulerMetrics:
-    """What a scheduler shows."""
+    """Metrics of a scheduler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.view_number = Gauge(
@@ -175,24 +168,24 @@ class SchedulerMetrics:
         )
         self.ranges = Gauge(
             "pushpull_scheduler_ranges",
-            "Ranges that hold anything, by how many of their replicas are missing: 0 is as it "
-            "should be, the number of replicas means that nobody serves them.",
+            "Ranges with values, by how many of their replicas are missing: 0 is none; if all are "
+            "missing, no server serves the range.",
             ("missing_replicas",),
             registry=registry,
         )
         self.lost_ranges = Gauge(
             "pushpull_scheduler_lost_ranges",
-            "Ranges whose values no server has that is there, or may come back.",
+            "Ranges whose values are on no server that is present or may come back.",
             registry=registry,
         )
         self.failovers = Counter(
             "pushpull_scheduler_failovers_total",
-            "Times that a range got a backup for its primary, counted by range.",
+            "Failovers, counted once for each range: a backup became the primary.",
             registry=registry,
         )
         self.staleness_bound = Gauge(
             "pushpull_scheduler_staleness_bound",
-            "Where the bound of staleness is, of tables whose bound moves (ssp:LEAST..MOST).",
+            "Current bound of staleness of a table whose bound moves (ssp:LEAST..MOST).",
             ("table",),
             registry=registry,
         )
@@ -204,7 +197,7 @@ class SchedulerMetrics:
         )
         self.checkpoints = Counter(
             "pushpull_scheduler_checkpoints_total",
-            "Checkpoints that ended, by how: complete or failed.",
+            "Checkpoints that ended, by result: complete or failed.",
             ("result",),
             registry=registry,
         )
@@ -215,19 +208,19 @@ class SchedulerMetrics:
         )
         self.checkpoint_age_seconds = Gauge(
             "pushpull_scheduler_checkpoint_age_seconds",
-            "Seconds since the newest checkpoint was complete; since the start before the first.",
+            "Seconds since the newest checkpoint was complete; before the first, since the start.",
             registry=registry,
         )
 
 
 class ServerMetrics:
-    """What a parameter server shows."""
+    """Metrics of a parameter server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.push_duration_seconds = LoopHistogram(
             "pushpull_server_push_duration_seconds",
-            "From the arrival of an entry to its COMMITTED reply; under BSP it includes the wait "
-            "for the other workers.",
+            "From the arrival of an entry to its COMMITTED reply; under BSP with the wait for the "
+            "other workers.",
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
@@ -286,9 +279,9 @@ class ServerMetrics:
             "Entries that had been received before and were answered from the ledger.",
             registry=registry,
         )
-        self.room_refusals = Counter(
-            "pushpull_server_room_refusals_total",
-            "Entries refused or given back for lack of gate memory.",
+        self.quota_refusals = Counter(
+            "pushpull_server_quota_refusals_total",
+            "Entries refused or given back because staging memory is over quota.",
             registry=registry,
         )
         self.errors = Counter(
@@ -301,7 +294,7 @@ class ServerMetrics:
     def _level(self, registry: CollectorRegistry) -> None:
         self.gate_bytes = Gauge(
             "pushpull_server_gate_bytes",
-            "Bytes staged at the gates: sums and steps not yet applied.",
+            "Bytes of staging memory in use: sums and steps not yet applied.",
             registry=registry,
         )
         self.state_bytes = Gauge(
@@ -311,13 +304,13 @@ class ServerMetrics:
         )
         self.parked_pulls = Gauge(
             "pushpull_server_parked_pulls",
-            "Reads that wait, by what for (initial_values, own_step, workers, consistent).",
+            "Range reads of pulls that wait, by cause (initial_values, own_step, ...).",
             ("cause",),
             registry=registry,
         )
-        self.read_wait_seconds = Histogram(
-            "pushpull_server_read_wait_seconds",
-            "How long reads waited that could not be answered at once, by what for.",
+        self.pull_wait_seconds = Histogram(
+            "pushpull_server_pull_wait_seconds",
+            "Wait of a range read of a pull that could not be answered at once, by cause.",
             ("cause",),
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
@@ -337,7 +330,7 @@ class ServerMetrics:
         )
         self.held_decisions = Gauge(
             "pushpull_server_held_decisions",
-            "Decisions that not every backup has yet: nobody has seen them.",
+            "Decisions that some in-sync backup has not acknowledged: no client has seen them.",
             registry=registry,
         )
         self.peer_queue_bytes = Gauge(
@@ -347,7 +340,7 @@ class ServerMetrics:
         )
         self.update_log_bytes = Gauge(
             "pushpull_server_update_log_bytes",
-            "Bytes of the update log, with what is to be written to it.",
+            "Bytes of the update log, those that wait to be written included.",
             registry=registry,
         )
         self.update_log_queue_bytes = Gauge(
@@ -371,7 +364,7 @@ class ServerMetrics:
 
 
 class WorkerMetrics:
-    """What a worker or reader shows."""
+    """Metrics of a worker or reader."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pushed_bytes = LoopCounter(
@@ -405,12 +398,12 @@ class WorkerMetrics:
         )
         self.rejected_blocks = LoopCounter(
             "pushpull_worker_rejected_blocks_total",
-            "Blocks that the servers turned away because they were too stale.",
+            "Blocks that servers rejected as too stale.",
             registry=registry,
         )
         self.recomputed_blocks = Counter(
             "pushpull_worker_recomputed_blocks_total",
-            "Blocks that were too stale, computed anew by step(closure), each time.",
+            "Blocks that were too stale and that step(closure) computed anew, counted each time.",
             registry=registry,
         )
         self.abandoned_blocks = Counter(
@@ -420,7 +413,7 @@ class WorkerMetrics:
         )
         self.discarded_steps = LoopCounter(
             "pushpull_worker_discarded_steps_total",
-            "Steps that some update formed without (backup workers).",
+            "Steps that some update does not include (backup workers).",
             registry=registry,
         )
         self.lanes = Gauge(
@@ -431,6 +424,6 @@ class WorkerMetrics:
         )
         self.window_bytes = Gauge(
             "pushpull_worker_window_bytes",
-            "Payload bytes sent and not yet RECEIVED, of all servers.",
+            "Payload bytes sent to all servers and not yet RECEIVED.",
             registry=registry,
         )

@@ -1,8 +1,4 @@
-"""Threads whose work can wait: what trains goes first when the processor is short, or the
-interpreter.
-
-What it deliberately does not do: hold such a thread back when there is time for all.
-"""
+"""Background threads: training goes first when the processor, or the interpreter, is short."""
 
 from __future__ import annotations
 
@@ -12,17 +8,14 @@ import sys
 import threading
 
 _SWITCH_S = 0.001
-"""Python's own is 5 ms, for each thread that computes: three of them make a turn too long."""
+"""Python's own interval is 5 ms for each computing thread: three of them make a turn too long."""
 
 _NICE = 10
-"""A tenth of the processor where everybody else could use all of it: waiting has an end."""
+"""A tenth of the processor where others could use all of it, so that waiting has an end."""
 
 
 def give_way() -> None:
-    """From here on the calling thread gives way to others; it cannot be taken back.
-
-    Linux has priorities for threads; elsewhere nothing happens.
-    """
+    """Lower the calling thread's priority for good. Only Linux has priorities for threads."""
     if sys.platform == "linux":
         own = threading.get_native_id()
         with contextlib.suppress(OSError):  # a sandbox may forbid it
@@ -30,7 +23,8 @@ def give_way() -> None:
 
 
 def switch_often() -> None:
-    """Who waits for the interpreter in this process, as its event loop does, has it soon, however
-    many threads compute. It is not taken from a thread within one call of an extension.
+    """Let a thread that waits for the interpreter have it soon, however many threads compute.
+
+    A call of an extension is not interrupted.
     """
     sys.setswitchinterval(_SWITCH_S)

@@ -1,6 +1,7 @@
-"""The cores that this process may use, and the memory that it may come to have: what the machine
-has, or less where a control group that it is in, of version 2 or 1, has a limit. A container's is
-one of these.
+"""The cores and the memory that this process may use.
+
+They are the machine's, or fewer where a control group of the process, of version 2 or 1, has a
+limit. A container is such a group.
 
 A limit of CPU time takes no core away: the system shows all of them, torch starts a thread for
 each, and the kernel stops them all when their time is used up. So threads follow the limit.
@@ -15,18 +16,18 @@ from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
-"""Read by torch when it is imported, and by the processes that a script starts."""
+"""The variable that torch reads at its import; processes that a script starts inherit it."""
 
 _ROOT = Path("/")
 
 
 def usable_core_count(root: Path = _ROOT, core_count: int | None = None) -> int:
-    """The cores that the process may run on, or as many as its limit of CPU time is worth, rounded
-    up; at least 1.
+    """The cores that the process may run on, or those that its limit of CPU time is worth, rounded
+    up, if they are fewer; at least 1.
 
     Args:
-        root: of the file system, for tests.
-        core_count: the cores that it may run on; None asks the system.
+        root: the file system's root, for tests.
+        core_count: the cores that the process may run on; None asks the system.
 
     Blocking: reads files of the kernel's.
     """
@@ -38,10 +39,9 @@ def usable_core_count(root: Path = _ROOT, core_count: int | None = None) -> int:
 def follow_limit(
     environment: MutableMapping[str, str], root: Path = _ROOT, core_count: int | None = None
 ) -> None:
-    """Have torch start no more threads than the limit of CPU time is worth, where there is one.
-    What the user set stands. To be called before torch is imported.
+    """Limit torch's threads to what the limit of CPU time is worth, before torch is imported.
 
-    Args: as `usable_core_count`.
+    A value of the user's stays. Args: as `usable_core_count`.
     """
     if core_count is None:
         core_count = len(os.sched_getaffinity(0))
@@ -62,13 +62,10 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def limit_files(root: Path, controller: str, version_1: str, version_2: str) -> Iterator[Path]:
-    """The files of a limit: of each group that the process is in, and of those above them.
+    """The files of a limit, for each group of the process and for each group above them.
 
-    Args:
-        root: of the file system.
-        controller: the limit's, as version 1 names it.
-        version_1: the file's name where groups are of version 1.
-        version_2: the file's name where they are of version 2.
+    `controller` is its name in version 1; `version_1` and `version_2` are the names that the file
+    has in groups of each version.
 
     Blocking: reads a file of the kernel's.
     """
@@ -90,7 +87,7 @@ def limit_files(root: Path, controller: str, version_1: str, version_2: str) -> 
 
 
 def text_of(file: Path) -> str:
-    """What a file of the kernel's says; empty if it is not there."""
+    """The text of a file of the kernel's; empty if it cannot be read."""
     try:
         return file.read_text(encoding="ascii").strip()
     except OSError:
@@ -98,39 +95,28 @@ def text_of(file: Path) -> str:
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
-    """What the process may have, in bytes; 0: the system does not say.
-
-    Args:
-        root: of the file system, for tests.
+    """The memory that the process may use; 0: the system does not say.
 
     Blocking: reads files of the kernel's.
     """
-    found = [*_machine(root), *_groups(root)]
-    return min(found, default=0)
+    return min([*_machine(root), *_groups(root)], default=0)
 
 
 def memory_pool(root: Path = _ROOT) -> str:
-    """Names the memory: processes of one machine, or of one container, share it."""
-    try:
-        boot = (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
+    """A name for the memory that the processes of one machine, or of one container, share."""
+    boot = text_of(root / "proc/sys/kernel/random/boot_id")
     return f"{boot}/{socket.gethostname()}"[:128]
 
 
 def _machine(root: Path) -> Iterator[int]:
-    try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         if name == "MemTotal":
             yield int(rest.split()[0]) * 1024
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """Limits, but for those that mean none: "max", or more than any machine has."""
+    """Limits of groups; "max", or more than any machine has, is none."""
     for file in limit_files(root, "memory", "memory.limit_in_bytes", "memory.max"):
         text = text_of(file)
         if text.isdecimal() and int(text) < 1 << 60:

@@ -1,7 +1,7 @@
-"""The one clock of a process: monotonic seconds that count suspended time.
+"""The clock of a process: monotonic seconds that count suspended time.
 
-Leases are compared with it, so a laptop that slept or a virtual machine that was paused must see
-the time that passed; `time.monotonic` (CLOCK_MONOTONIC) does not count it on Linux.
+A lease must expire while a laptop sleeps or a virtual machine is paused; `time.monotonic`
+(CLOCK_MONOTONIC) does not count that time on Linux.
 """
 
 from __future__ import annotations

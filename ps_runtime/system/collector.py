@@ -1,17 +1,16 @@
-"""The garbage collector: it need not look at what stays.
+"""The garbage collector passes by long-lived objects.
 
-What imports have made stays until the process ends. torch's import makes a quarter of a million
-objects, and the collector walks them again and again: while they are made, at each of its full
-turns, and three times when the interpreter ends. Together that is a third of the CPU time of a
-process that does little else. Here it is off while a module is imported, and what is there
-afterwards is frozen: not looked at again. All that is made later is collected as ever. The price is
-some cyclic garbage of the import itself, about 1 MB for torch.
+Imported objects stay until the process ends. torch's import makes a quarter of a million, and the
+collector walks them again and again: during the import, at each full collection, and three times at
+the interpreter's end. Together that is a third of the CPU time of a process that does little else.
+`spared` turns the collector off during an import and freezes the objects after it. Later objects
+are collected as ever. The price is some cyclic garbage of the import, about 1 MB for torch.
 
-In a process whose loop shall be at nothing for long, a full collection is a third of a second where
-a server holds a table of 65,000 blocks, again and again. So what has survived one is frozen, too.
-What its last reference leaves goes all the same; only a cycle that was frozen stays. When two
-million more blocks of memory are in use than when all were known to be of use, all is looked at
-once, whatever that takes. To count what is frozen would take longer than a turn may.
+A full collection blocks the event loop of a server with a table of 65,000 blocks for a third of a
+second, again and again. So `Collector` freezes what has survived one. A frozen object still goes
+with its last reference; only a frozen cycle stays. When two million more blocks of memory are in
+use than at the last count of useful ones, `Collector` looks at all objects once, however long that
+takes. Counting frozen objects would take longer than a turn may.
 """
 
 from __future__ import annotations
@@ -26,42 +25,42 @@ from importlib.util import find_spec
 from types import ModuleType
 
 _THRESHOLDS = 700, 10, 2
-"""Python's own, but for the last: what was made since the last full collection is at most some
-15,000 objects, a few milliseconds."""
+"""Python's own, but for the last: at most 15,000 objects are new since the last full collection, a
+few milliseconds' work."""
 
 _STRAY_COUNT = 2_000_000
-"""Blocks of memory, of which an object has one or two; some 200 MB."""
+"""Blocks of memory, one or two for an object; some 200 MB."""
 
 
 class Collector:
     """Full collections in this process, from `start` to `stop`.
 
     Args:
-        stray_count: so many more blocks of memory in use let all be looked at.
+        stray_count: the collector looks at all objects when so many more blocks of memory are used.
     """
 
     def __init__(self, stray_count: int = _STRAY_COUNT) -> None:
         self._stray_count = stray_count
-        self._expected = 0  # blocks of memory that were in use when what is used was known
+        self._expected = 0  # blocks of memory in use when all were last known to be useful
         self._new_count = 0  # objects that were frozen since; most of them may be gone
         self._looks_at_all = False
         self._before = gc.get_threshold()
 
     def start(self) -> None:
-        """Freeze what there is, and what survives a collection from now on."""
+        """Freeze all objects, and those that survive a collection from now on."""
         gc.collect()
         gc.freeze()
-        gc.collect()  # of nothing: the next waits until a quarter of what this one found is new
+        gc.collect()  # the next one waits until a quarter of what this one found is new: none
         self.expect()
         gc.set_threshold(*_THRESHOLDS)
         gc.callbacks.append(self._called)
 
     def expect(self) -> None:
-        """What is in use now is of use: a server has other ranges than before."""
+        """Count what is in use now as useful, because a server's ranges have changed."""
         self._expected, self._new_count = sys.getallocatedblocks(), 0
 
     def stop(self) -> None:
-        """As it was; what is frozen stays so. Idempotent."""
+        """Restore the thresholds; frozen objects stay frozen. Idempotent."""
         if self._called in gc.callbacks:
             gc.callbacks.remove(self._called)
             gc.set_threshold(*self._before)
@@ -85,7 +84,7 @@ class Collector:
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Import inside of it: the collector is off meanwhile, and passes by what was made."""
+    """Import inside of it: the collector is off meanwhile, and passes by the new objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -97,17 +96,17 @@ def spared() -> Iterator[None]:
 
 
 def spare_import_of(module: str) -> None:
-    """Let the import of `module` be `spared`, whoever does it, should that ever be.
+    """Make the import of `module` `spared`, if other code imports it later.
 
-    For a process that runs others' code: when they import it, and what they set up before, is
-    theirs. Nothing happens if it has been imported.
+    For a process that runs others' code, which chooses when to import it. Nothing happens if
+    `module` has been imported.
     """
     if module not in sys.modules:
         sys.meta_path.insert(0, _Once(module))
 
 
 class _Once(MetaPathFinder):
-    """Finds one module as it is found anyway, once, and has it executed `spared`."""
+    """Finds one module as the other finders do, once, and has it executed `spared`."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -118,7 +117,7 @@ class _Once(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 - as `importlib` calls it
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """The module's spec; None, "not by me", for all others."""
+        """The module's spec; None for all others."""
         if fullname != self._module:
             return None
         sys.meta_path.remove(self)

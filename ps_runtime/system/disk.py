@@ -1,12 +1,9 @@
-"""What a durable file needs of a disk, operation by operation.
+"""Operations of a disk that durable files need.
 
-Rules:
-    - A file is durable when it is synced *and* the directory that names it is.
-    - Nothing here retries: what fails raises OSError, and whoever writes says of which file.
+A file is durable when it is synced *and* the directory that names it is. Every operation raises
+OSError when it fails, and none retries.
 
-It is a class so that a test can cut the power between any two operations.
-
-What it deliberately does not do: buffer, or know what is in a file.
+`Disk` is a class so that a test can cut the power between any two operations.
 """
 
 from __future__ import annotations
@@ -17,18 +14,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _MAX_PIECE_COUNT = 512
-"""Buffers of one system call; Linux takes 1024."""
+"""Buffers in one system call; Linux takes 1024."""
 
 _WINDOW_BYTES = 8 * 1024 * 1024
 _WINDOW_COUNT = 4
-"""So many windows behind what is written, the disk has had its time."""
+"""The disk has had time for a window that lies this many windows behind the end."""
 
 Payload = bytes | bytearray | memoryview
 """Bytes to write: C-contiguous."""
 
 
 def flat_bytes(payload: Payload) -> memoryview:
-    """A payload as bytes, without a copy; arrays without elements as well.
+    """The payload as bytes, without a copy; arrays without elements are allowed.
 
     Raises:
         TypeError: it is not C-contiguous.
@@ -38,53 +35,30 @@ def flat_bytes(payload: Payload) -> memoryview:
 
 
 class Disk:
-    """The operations, as the operating system has them. Thread-safe."""
+    """The operating system's operations. Thread-safe; all raise OSError."""
 
     def create(self, path: Path) -> int:
-        """A new, empty file in the place of whatever has the name; its descriptor.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Create an empty file, or empty the one of that name; returns its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
     def reopen(self, path: Path) -> int:
-        """A file that is there, to be read and written; its descriptor.
-
-        Raises:
-            OSError: it cannot be opened.
-        """
+        """Open an existing file for reading and writing; returns its descriptor."""
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def truncate(self, descriptor: int, size_bytes: int) -> None:
-        """The file ends there.
-
-        Raises:
-            OSError: it cannot be cut.
-        """
         os.ftruncate(descriptor, size_bytes)
 
     def write(self, descriptor: int, payload: Payload, offset: int) -> None:
-        """All of `payload` at `offset`.
-
-        Blocking: the write.
-
-        Raises:
-            OSError: not all of it could be written, a full disk for example.
-        """
+        """Write all of `payload` at `offset`. Blocking: the write."""
         rest = flat_bytes(payload)
         while rest:
             count = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[count:], offset + count
 
     def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
-        """All of `pieces`, of bytes each, one behind the other, from `offset` on; how many bytes
-        that were.
+        """Write all of `pieces`, of bytes each, in order from `offset`; returns the byte count.
 
         Blocking: the write.
-
-        Raises:
-            OSError: not all of it could be written, a full disk for example.
         """
         begin = offset
         for first in range(0, len(pieces), _MAX_PIECE_COUNT):
@@ -97,46 +71,24 @@ class Disk:
         return offset - begin
 
     def sync(self, descriptor: int) -> None:
-        """What was written to the file outlives a power cut.
-
-        Blocking: until the disk has it.
-
-        Raises:
-            OSError: it cannot be known.
-        """
+        """Make the file's content durable. Blocking: until the disk has it."""
         os.fsync(descriptor)
 
     def let_go(self, descriptor: int, offset: int, byte_count: int) -> None:
-        """Nobody reads this part of the file soon: what of it the disk has goes out of memory, and
-        the rest begins to be written to it.
-
-        Blocking: not for the disk, as long as it keeps up.
-
-        Raises:
-            OSError: the descriptor is none.
+        """Drop this part of the file from memory, as far as the disk has it; start to write the
+        rest. Blocking: not for the disk, as long as it keeps up.
         """
         os.posix_fadvise(descriptor, offset, byte_count, os.POSIX_FADV_DONTNEED)
 
     def close(self, descriptor: int) -> None:
-        """Give the descriptor back."""
         os.close(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """`source` takes the name of `target`, at once; durable after `sync_directory`.
-
-        Raises:
-            OSError: it cannot.
-        """
+        """`source` takes the name of `target` atomically; durable after `sync_directory`."""
         source.rename(target)
 
     def sync_directory(self, path: Path) -> None:
-        """Names that were made, changed and removed in a directory outlive a power cut.
-
-        Blocking: until the disk has them.
-
-        Raises:
-            OSError: it cannot be known.
-        """
+        """Make durable which names the directory has. Blocking: until the disk has them."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -144,58 +96,39 @@ class Disk:
             os.close(descriptor)
 
     def make_directory(self, path: Path) -> None:
-        """A directory, and those above it; one that exists is left as it is.
-
-        Raises:
-            OSError: it cannot be made.
-        """
+        """Create a directory and those above it, if they are missing."""
         path.mkdir(parents=True, exist_ok=True)
 
     def make_durable_directory(self, path: Path) -> None:
-        """As `make_directory`; and all that was made outlives a power cut.
-
-        Blocking: until the disk has it.
-
-        Raises:
-            OSError: it cannot be made, or that cannot be known.
-        """
+        """Create missing directories durably. Blocking: until the disk has them."""
         missing = [place for place in (path, *path.parents) if not place.exists()]
         self.make_directory(path)
         for made in missing:
             self.sync_directory(made.parent)
 
     def remove(self, path: Path) -> None:
-        """A file is gone, if there was one.
-
-        Raises:
-            OSError: it cannot be removed.
-        """
+        """Remove a file, if it exists."""
         path.unlink(missing_ok=True)
 
     def remove_directory(self, path: Path) -> None:
-        """An empty directory is gone, if it was there.
-
-        Raises:
-            OSError: it is not empty, or cannot be removed.
-        """
+        """Remove an empty directory, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             path.rmdir()
 
 
 class WriteBehind:
-    """What of a file that is written from its beginning to its end should be let go of, and when:
-    windows of some bytes, each when it is written, and again when the disk should have it.
+    """Windows of a file, written from its beginning to its end, to drop from memory.
 
-    The memory is taken again for what follows. Elsewhere the system looks for new pages for all of
-    a file, takes them from what others have read, and stops the writer when too many have not been
-    to the disk.
+    A window is dropped when it is written, and again when the disk should have it. The next windows
+    reuse its memory. Otherwise the system takes new pages for the whole file from what others have
+    read, and stops the writer when too many pages have not been written to the disk.
     """
 
     def __init__(self) -> None:
         self._window = 0
 
     def written(self, end: int) -> Iterator[tuple[int, int]]:
-        """Offsets and lengths to let go of, when all before `end` is written: once each."""
+        """Yield (offset, length) of windows to drop, each once: all before `end` is written."""
         while (self._window + 1) * _WINDOW_BYTES <= end:
             for window in (self._window, self._window - _WINDOW_COUNT):
                 if window >= 0:
@@ -204,4 +137,3 @@ class WriteBehind:
 
 
 DISK = Disk()
-"""The real one."""

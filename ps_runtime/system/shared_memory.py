@@ -1,17 +1,17 @@
 """Memory that processes of one host share: anonymous files (memfd), sealed and reserved.
 
-A segment has no name in any file system: it goes away with the last process that holds it, however
-that ends. Its owner alone writes to it.
+A segment has no name in any file system: it goes away with the last process that holds it. Only its
+owner writes to it.
 
 Rules:
-    - A segment is sealed against growing, shrinking and further seals before anybody else sees it,
-      so that no mapping of it can ever lie beyond its end (SIGBUS).
-    - Its pages are reserved when it is made: a machine without memory refuses then, and not at the
+    - A segment is sealed against growing, shrinking and further seals before another process sees
+      it, so that no mapping of it can lie beyond its end (SIGBUS).
+    - Its pages are reserved when it is made, so that a lack of memory shows then, and not at the
       first access.
-    - After its owner has mapped it, it is sealed against future writes: nobody can map it for
-      writing, and nobody, its owner included, can punch holes into it and so take pages away.
-    - Whoever maps another's segment checks all of that first, and the seals before the rest, which
-      nobody can change behind them.
+    - After its owner has mapped it, it is sealed against future writes: no process can map it for
+      writing, and none, its owner included, can punch holes into it.
+    - A process that maps another's segment checks all of that first. It checks the seals before
+      the rest, because no process can change a sealed segment afterwards.
 
 Reference: memfd_create(2), fcntl(2) on file sealing.
 """
@@ -49,20 +49,17 @@ _libc.mmap.argtypes = (
 )  # fmt: skip
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _BLOCK_BYTES = 512
-"""The unit of st_blocks, whatever the file system's own is."""
+"""The unit of st_blocks on every file system."""
 
 
 def allocate(name: str, byte_count: int) -> tuple[int, Any]:
-    """New memory of this process that others may map for reading: its file, and its mapping.
+    """Allocate memory that other processes may map for reading; returns its file and its mapping.
 
-    The mapping is a buffer, and ends with the last array that looks into it.
-
-    Args:
-        name: for people, in /proc; it names nothing.
-        byte_count: its size.
+    The mapping is a buffer, and ends with the last array over it.
+    `name` is for people, in /proc; it need not be unique.
 
     Raises:
-        OSError: there is no memory for it, or the system has no such files.
+        OSError: there is no such memory, or the system has no memfd.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd")
@@ -78,15 +75,12 @@ def allocate(name: str, byte_count: int) -> tuple[int, Any]:
 
 
 def release(fd: int) -> None:
-    """Drop the file; the memory stays as long as anybody has it mapped."""
+    """Close the file; the memory stays until the last mapping ends."""
     os.close(fd)
 
 
 class Segment:
-    """Memory of this process that others may read, as an array; unmapped with its last view.
-
-    Args, Raises: as `allocate`.
-    """
+    """Memory of this process that others may read, as an array; made as by `allocate`."""
 
     def __init__(self, name: str, byte_count: int) -> None:
         self.byte_count = byte_count
@@ -94,18 +88,18 @@ class Segment:
         self.array: Bytes = np.frombuffer(memory, np.uint8)
 
     def close(self) -> None:
-        """Drop the file. Idempotent."""
+        """Close the file. Idempotent."""
         if self.fd >= 0:
             release(self.fd)
             self.fd = -1
 
 
 def map_segment(fd: int, byte_count: int) -> Bytes:
-    """Another process's segment, mapped for reading; unmapped with the last view of it.
+    """Map another process's segment for reading; it is unmapped with the last view of it.
 
     Args:
         fd: its file; the caller closes it.
-        byte_count: the size that its owner says it has.
+        byte_count: its size, as its owner says.
 
     Shapes:
         result: flat, `byte_count` long, not writable. Its owner may change it at any moment.
@@ -114,6 +108,7 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
         InvalidConfig: it is no sealed memfd of that size with all pages reserved.
         OSError: it cannot be mapped.
     """
+    # The seals come first: they hold what is checked next, and no owner's file system is asked.
     # First the seals: they hold what comes after, and a file system of its owner's is not asked.
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
@@ -122,7 +117,7 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
     if seals & _SEALS != _SEALS:
         raise InvalidConfig(
             f"a shared segment has seals {seals:#x}; expected a memfd with {_SEALS:#x}: sealed "
-            "against growing, shrinking, future writes and further seals"
+            "against growth, shrinking, future writes and further seals"
         )
     status = os.fstat(fd)
     if status.st_size != byte_count or byte_count <= 0:
@@ -132,8 +127,8 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
     reserved_bytes = status.st_blocks * _BLOCK_BYTES
     if reserved_bytes < byte_count:
         raise InvalidConfig(
-            f"a shared segment of {byte_count} bytes has pages for {reserved_bytes}; expected all "
-            "of them to be reserved"
+            f"a shared segment of {byte_count} bytes has pages for {reserved_bytes}; expected "
+            "pages for all"
         )
     memory = np.frombuffer(_map(fd, byte_count, mmap.PROT_READ), np.uint8)
     memory.flags.writeable = False
@@ -141,10 +136,10 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
 
 
 def _map(fd: int, byte_count: int, protection: int, flags: int = 0) -> Any:
-    """Map a file: a buffer, unmapped with the last array that looks into it.
+    """Map a file as a buffer, which is unmapped with the last array over it.
 
-    `mmap.mmap` would keep a descriptor of it as long (before Python 3.13): one for each table in
-    every process, where a process may often have no more than 1024.
+    `mmap.mmap` keeps a descriptor open as long (before Python 3.13): one for each table in every
+    process, where a process may often have no more than 1024.
     """
     address = _libc.mmap(None, byte_count, protection, mmap.MAP_SHARED | flags, fd, 0)
     if address == _MAP_FAILED:
@@ -152,23 +147,23 @@ def _map(fd: int, byte_count: int, protection: int, flags: int = 0) -> Any:
         raise OSError(number, os.strerror(number))
     memory = (ctypes.c_uint8 * byte_count).from_address(address)
     unmapping = weakref.finalize(memory, _libc.munmap, address, byte_count)
-    unmapping.atexit = False  # threads may still look into it; the system unmaps what a process had
+    unmapping.atexit = False  # threads may still read it; the system unmaps at the process's end
     return memory
 
 
 def receive(connection: socket.socket, byte_count: int, *, takes_file: bool) -> tuple[bytes, int]:
-    """The next message of a Unix socket, and the file descriptor that came with it.
+    """Receive the next message of a Unix socket, and the file descriptor that came with it.
 
     As `socket.recv_fds`, which leaves the descriptors open in programs that this process starts.
 
     Args:
-        connection: the socket, of a type that keeps messages apart.
-        byte_count: the most that a message has; what is beyond is lost.
-        takes_file: whether to take a descriptor at all; what is not taken is closed by the system.
+        connection: the socket, of a type that separates messages.
+        byte_count: the longest message; the bytes beyond are lost.
+        takes_file: False lets the system close a descriptor that comes.
 
     Returns:
-        The message, empty at the connection's end, and the descriptor, which is the caller's to
-        close; -1 for none.
+        The message, empty at the connection's end, and the descriptor, which the caller closes; -1
+        for none.
 
     Raises:
         OSError: the connection is broken, or nothing is there.

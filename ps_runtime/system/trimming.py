@@ -1,4 +1,4 @@
-"""Memory that is kept to be used again, and let go of when it is not needed any more."""
+"""Periodic release of memory that was kept for reuse."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 from typing import Protocol
 
 INTERVAL_S = 60.0
-"""Longer than a step takes, since a step's memory is the next one's."""
+"""Longer than a step takes, since the next step reuses a step's memory."""
 
 
 class Trimmed(Protocol):
-    """Keeps memory."""
+    """An owner of memory for reuse."""
 
     def trim(self) -> None:
-        """Let go of what was not needed since the last call."""
+        """Release what was not needed since the last call."""
 
 
 def trim_often(memory: Trimmed) -> Callable[[], None]:
-    """Let go of what is not needed, on the running loop, from now until the result is called."""
+    """Trim `memory` on the running loop, from now until the result is called."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 

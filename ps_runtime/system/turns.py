@@ -1,15 +1,13 @@
-"""How long the event loop is at one thing: long work gives others their turn, and the longest turn
-is measured.
+"""Turns of the event loop: long work yields between its pieces, and the longest turn is measured.
 
-A turn is all that the loop does until it looks at its sockets again. A server whose turns are long
-misses its lease though it is well, so nothing that comes from outside may make one longer than
-`limits.MAX_TURN_S`.
+A turn is all that the loop does until it looks at its sockets again. A healthy server with long
+turns misses its lease, so nothing from outside may make a turn longer than `limits.MAX_TURN_S`.
 
 Rules:
     - Long work is cut in pieces of about a millisecond, with `breathe` between them. When a turn
-      has lasted for `limits.SLICE_S`, whoever breathes waits for another turn.
-    - Those who wait go on in the order in which they came, one in each turn: work that is short
-      comes in between, however much of the long kind there is.
+      has lasted for `limits.SLICE_S`, `breathe` waits for another turn.
+    - Waiting work goes on in the order of arrival, one piece of work a turn, so that short work
+      comes in between.
 """
 
 from __future__ import annotations
@@ -24,16 +22,16 @@ from ps_core import limits
 
 Now = Callable[[], float]
 
-_KEPT_S = 60.0
-"""The longest turn is that of the last one to two of these."""
+_PERIOD_S = 60.0
+"""The longest turn is that of the last one to two periods."""
 
 
 class Turns:
-    """The turns of one loop, as those see them who do long work on it.
+    """The turns of one loop, for the long work on it.
 
-    To ask when each turn ends would cost a turn of the loop for every message. So nothing is asked
-    for half of a slice; who breathes then has the end of that turn looked for; who breathes half a
-    slice later in the same turn waits for the next.
+    Asking when each turn ends would cost a turn of the loop for every message. So `breathe` asks
+    nothing for half of a slice; the next call has the end of that turn looked for; a call half a
+    slice later in the same turn waits for the next turn.
 
     Args:
         now: the clock, in seconds.
@@ -46,7 +44,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     def breathe(self) -> Awaitable[None]:
-        """Let others in, if this turn has lasted long enough."""
+        """Let other work run, if this turn has lasted long enough."""
         now_s = self._now()
         if now_s < self._due_s:
             return _AT_ONCE
@@ -63,7 +61,7 @@ class Turns:
         self._due_s = self._now() + limits.SLICE_S / 2
 
     async def next_turn(self) -> None:
-        """Let others in, and go on in the next turn that nobody has who came before."""
+        """Let other work run; go on in a turn of the caller's own, after those that wait."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         if not self._waiting:
@@ -72,7 +70,7 @@ class Turns:
         await waiter
 
     def _begin(self) -> None:
-        """Another turn has begun: the next that waits has the rest of it."""
+        """Another turn has begun: the first that waits gets the rest of it."""
         while self._waiting and self._waiting[0].done():  # its task was cancelled
             self._waiting.popleft()
         if not self._waiting:
@@ -81,15 +79,15 @@ class Turns:
         loop, waiter = asyncio.get_running_loop(), self._waiting.popleft()
         self._is_end_looked_for = True
         self._due_s = self._now() + limits.SLICE_S
-        if self._waiting:  # before all that the waiter does: it is what begins the next turn
+        if self._waiting:  # called before the waiter runs, because this begins the next turn
             loop.call_soon(self._begin)
         waiter.set_result(None)
         if not self._waiting:
-            loop.call_soon(self._another)  # behind all that it does
+            loop.call_soon(self._another)  # after all that the waiter does
 
 
 class _AtOnce:
-    """Awaited, it is done; a coroutine would cost three times as much."""
+    """An awaitable that is done; a coroutine would cost three times as much."""
 
     def __await__(self) -> Generator[Any, Any, None]:
         return iter(())  # type: ignore[return-value]
@@ -99,11 +97,12 @@ _AT_ONCE = _AtOnce()
 
 
 class TurnMeter:
-    """Measures turns by how late a timer comes that is due every `limits.MAX_TURN_S`: of a longer
-    turn it misses as much as passed before it was due.
+    """Measures turns by the delay of a timer that is due every `limits.MAX_TURN_S`.
+
+    The part of a long turn before the timer is due is not measured.
 
     Attributes:
-        long_count: turns that made it late by more than that.
+        long_count: turns that delayed the timer by more than `limits.MAX_TURN_S`.
     """
 
     def __init__(self, now: Now = time.perf_counter) -> None:
@@ -115,13 +114,13 @@ class TurnMeter:
 
     @property
     def longest_s(self) -> float:
-        """The longest of the last minute or two."""
+        """The longest turn of the last minute or two."""
         return max(self._longest_s, self._longest_before_s)
 
     def late(self, late_s: float) -> None:
-        """The timer came so late."""
+        """Record that the timer came `late_s` after it was due."""
         now_s = self._now()
-        if now_s - self._began_s > _KEPT_S:
+        if now_s - self._began_s > _PERIOD_S:
             self._began_s = now_s
             self._longest_before_s, self._longest_s = self._longest_s, 0.0
         self._longest_s = max(self._longest_s, late_s)
@@ -138,7 +137,7 @@ class TurnMeter:
         self.start()
 
     def stop(self) -> None:
-        """Measure no more. Idempotent."""
+        """Stop measuring. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -432,7 +432,7 @@ class ParameterNode:
         read = self._reads.pop(number, None)
         if read is not None and read.cause is not None:
             waited_s = self.read_waits.ended(read, read.cause, self.now())
-            self.metrics.read_wait_seconds.labels(cause=read.cause.value).observe(waited_s)
+            self.metrics.pull_wait_seconds.labels(cause=read.cause.value).observe(waited_s)
         return read
 
     def parked_count(self, cause: WaitCause) -> int:
@@ -623,7 +623,7 @@ class ParameterNode:
         if kind is ReplyKind.ERROR:
             self.metrics.errors.labels(code=error.code).inc()
         else:
-            self.metrics.room_refusals.inc()
+            self.metrics.quota_refusals.inc()
 
     def _settle(self, effect: ReplyTo) -> None:
         """An entry that was sent again on another stream owes its first stream nothing more."""

@@ -241,7 +241,7 @@ def test_a_gate_of_two_blocks_refuses_and_gives_back_and_loses_nothing(team: Tea
     block_elements, block_count = 16_384, 24
     size = block_elements * block_count
     tables = team.tables(size, block_elements=block_elements, gate_bytes=2 * 4 * block_elements)
-    refused = "pushpull_server_room_refusals_total"
+    refused = "pushpull_server_quota_refusals_total"
     before = team.cluster.metric(refused)
     steps = [[random(size, 10 * step + rank) for rank in (0, 1)] for step in range(3)]
 

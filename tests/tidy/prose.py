@@ -8,7 +8,12 @@ from collections.abc import Iterator
 
 from tests.tidy.source import Finding, Source
 
-READ = ("ps_worker/client/client.py", "tests/tidy/prose.py")
+READ = (
+    "ps_runtime/observe/",
+    "ps_runtime/system/",
+    "ps_worker/client/client.py",
+    "tests/tidy/prose.py",
+)
 """Beginnings of the paths of files that were read for their words and sentences; in the end all."""
 
 WEAK_STARTS = {"What", "Who", "Whom", "Whose", "Whether", "Of", "That", "Where", "How", "Why"}
