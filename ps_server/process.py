@@ -207,7 +207,7 @@ async def _run(
         waits: list[bool] = []  # whether what looks between works has its turn to come
         node.health.on_failure = partial(_note_failure, failed)
         promises = Promises(
-            lambda each: link.promise_change(each.table_id, each.number, each.clock, each.outcome)
+            lambda each: link.prepare_change(each.table_id, each.number, each.clock, each.outcome)
         )
         stack.callback(promises.close)
         doubts = ChangeDoubts(node, link.session)
@@ -523,7 +523,7 @@ async def _keep_values(
         address=address, cluster_id=link.session.cluster_id, file="" if kept == "none" else kept
     )
     telling = asyncio.create_task(
-        kept_values.keep_saying(settings.scheduler, told, interval_s=link.lease_s)
+        kept_values.keep_reporting(settings.scheduler, told, interval_s=link.lease_s)
     )
     try:
         await _until(ends, node.tick, lambda: node.ticks_within_s)

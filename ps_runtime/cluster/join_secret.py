@@ -1,9 +1,9 @@
-"""Where the join secret is, which every process of a cluster has.
+"""The join secret, which every process of a cluster has.
 
 Rules:
-    - PUSHPULL_JOIN_SECRET, else the file PUSHPULL_JOIN_SECRET_FILE, else ~/.pushpull/join-secret:
-      so the processes of one user on one host find each other without a word.
-    - Who starts a cluster makes the file where there is none, for its owner alone.
+    - It is PUSHPULL_JOIN_SECRET, else in the file PUSHPULL_JOIN_SECRET_FILE, else in
+      ~/.pushpull/join-secret: one user's processes on one host need no setting.
+    - The process that starts a cluster makes a missing file, for its owner alone.
     - The secret is in no flag, no log line, no error and no other file.
 """
 
@@ -54,12 +54,12 @@ def found(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def found_or_made(env: Mapping[str, str] | None = None) -> bytes:
-    """The same; where there is none, one is drawn and kept in the file where it would be.
+    """As `found`; a missing secret is drawn and written to its file.
 
     Blocking: reads or writes a file.
 
     Raises:
-        InvalidConfig: as `found`, or it cannot be kept; the message says what to do.
+        InvalidConfig: as `found`, or it cannot be written; the message has the remedy.
     """
     env = os.environ if env is None else env
     if env.get(SECRET):
@@ -76,20 +76,20 @@ def found_or_made(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def place(env: Mapping[str, str] | None = None) -> str:
-    """Where a person finds it: the name of a variable, or of a file."""
+    """The name of the variable or the file that has the secret, for people."""
     env = os.environ if env is None else env
     own = _own_file(env)
     return SECRET if env.get(SECRET) else env.get(SECRET_FILE) or str(own)
 
 
 def set_proof(request: scheduler_pb2.RegisterNodeRequest, secret: bytes, challenge: bytes) -> None:
-    """Put the proof of the secret into a registration; nothing where there is no secret."""
+    """Put a proof of the secret into a registration; without a secret, do nothing."""
     if secret:
         request.join_proof = joiner(request).proof(secret, challenge)
 
 
 def joiner(request: scheduler_pb2.RegisterNodeRequest) -> Joiner:
-    """Who asks.
+    """The joining node of a registration.
 
     Raises:
         InvalidConfig: its role is unset or unknown.
@@ -106,7 +106,7 @@ def _own_file(env: Mapping[str, str]) -> Path | None:
 
 
 def _read(path: Path, *, is_own: bool = False) -> bytes | None:
-    """What the file has; None if there is none."""
+    """The secret in a file; None if there is no file."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -131,7 +131,7 @@ def _checked(content: bytes, where: str) -> bytes:
 
 
 def _make(path: Path, *, is_own: bool) -> None:
-    """Draw a secret and write the file whole, unless it is there."""
+    """Draw a secret and write the file atomically, unless it exists."""
     if path.exists():
         return
     if is_own:
@@ -148,8 +148,8 @@ def _make(path: Path, *, is_own: bool) -> None:
 
 
 def ensure(env: MutableMapping[str, str]) -> None:
-    """Before a local cluster is started: have a secret, and where no file can keep one, have it in
-    this process' environment, which the cluster's processes inherit.
+    """Have a secret before a local cluster is started. If no file can keep one, it goes into `env`,
+    which the cluster's processes inherit.
 
     Blocking, Raises: as `found`.
     """
@@ -160,7 +160,7 @@ def ensure(env: MutableMapping[str, str]) -> None:
 
 
 class _UnkeptError(InvalidConfig):
-    """There is no place for a secret."""
+    """No file can keep a secret."""
 
 
 def _unkept(where: str) -> _UnkeptError:

@@ -1,14 +1,13 @@
-"""What a server keeps that another cluster's scheduler has found: a file by which it can be read.
+"""The values that a server keeps when it has found another cluster's scheduler, and their file.
 
-A scheduler that was started again knows nothing of the cluster before it. A server that has values
-of that cluster is the only one that has them: it does not register as an empty one, but goes on as
-while the scheduler is away, until it is stopped. The file has the last view and a reader's session,
-which this server signs as the scheduler did: `pushpull checkpoint rescue` reads every range by it.
+A scheduler that was started again knows nothing of the cluster before it. A server with values of
+that cluster is the only one that has them. So it does not register as an empty server, but goes on
+as while the scheduler is away, until it is stopped. It reports its values to the scheduler that it
+has found, which shows them in its status.
 
-Only who may read this server's files can use it: it is in the directory of temporary files, for its
-owner alone.
-
-Meanwhile the server says so to the scheduler that it has found, which shows it in its status.
+The file has the last view and a reader's session, which this server signs as the scheduler did:
+`pushpull checkpoint rescue` reads every range with it. It is in the directory of temporary files,
+readable by its owner alone.
 """
 
 from __future__ import annotations
@@ -39,11 +38,7 @@ FORMAT = "pushpull-kept-values"
 
 
 def write(session: Session, token_key: bytes, view: ClusterView) -> Path:
-    """Write the file for the cluster that a server was in.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write the file for the cluster that a server was in. Raises: OSError."""
     reader = replace(
         session, role=Role.READER, node_id=NodeId(0), incarnation=Incarnation(0), rank=0
     )
@@ -54,14 +49,14 @@ def write(session: Session, token_key: bytes, view: ClusterView) -> Path:
         "view": _text(wire.view_to_proto(view).SerializeToString()),
     }
     prefix = f"pushpull-server-{session.node_id}-"
-    descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".json")  # its owner's alone
+    descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".json")  # readable by its owner
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         json.dump(document, file)
     return Path(name)
 
 
 def read(path: Path) -> tuple[types_pb2.SessionIdentity, ClusterView]:
-    """A reader's session, and the last view.
+    """Read a reader's session and the last view.
 
     Raises:
         InvalidConfig: it is no such file.
@@ -72,21 +67,18 @@ def read(path: Path) -> tuple[types_pb2.SessionIdentity, ClusterView]:
         view = types_pb2.ClusterView.FromString(base64.b64decode(document["view"]))
         known = document["format"] == FORMAT
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidConfig(f"{path} is not what a server wrote: {error}") from error
+        raise InvalidConfig(f"{path} is no file of kept values: {error}") from error
     if not known:
         raise InvalidConfig(f"{path} has another format than '{FORMAT}'")
     return session, wire.view_from_proto(view)
 
 
-async def keep_saying(
+async def keep_reporting(
     addresses: Sequence[str], values: scheduler_pb2.KeptValues, interval_s: float
 ) -> None:
-    """Tell the scheduler of these values again and again, until cancelled: its status shows them.
+    """Report these values to the scheduler again and again, until cancelled.
 
-    Args:
-        addresses: the scheduler's, one of which answers.
-        values: which, and where.
-        interval_s: how long to wait where the scheduler does not say.
+    `interval_s` is the wait after a failure.
     """
     book = Addresses(addresses)
     session: types_pb2.SessionIdentity | None = None
@@ -103,7 +95,7 @@ async def keep_saying(
                 )
                 wait_s = answer.again_ms / 1000
             except PushpullError as error:
-                session = None  # it may be another scheduler again
+                session = None  # the scheduler may be another one again
                 book.leave(address)
                 logs.debug("kept_values_not_told", address=address, error=error.message)
             await asyncio.sleep(wait_s)

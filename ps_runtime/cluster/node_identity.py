@@ -1,12 +1,12 @@
-"""Who answers at a server's address: a node, or somebody else who has its address now.
+"""The identity of the node that answers at a server's address.
 
 Rules:
-    - An address is no node. Whoever answers there is the server only if its own word says so: the
-      cluster, the node id and the incarnation that the view has for the address.
-    - Anything else that comes from there, errors included, is as if nobody answered: a dead
-      address, tried again until the view says otherwise.
+    - A node is the server only if it names the cluster, the node id and the incarnation that the
+      view has for the address.
+    - Anything else from there, errors included, counts as no answer: a dead address, tried again
+      until the view changes.
 
-What it deliberately does not do: guard against a liar. Who has the cluster's key can be anybody.
+This is no protection from a liar: a process with the cluster's key can be any node.
 """
 
 from __future__ import annotations
@@ -17,25 +17,19 @@ from ps_runtime.grpc.retry import is_retryable
 
 
 class AddressTaken(Recovering):
-    """Somebody else answers at a server's address."""
+    """Another process answers at a server's address."""
 
 
 def check_answers(node: Node, cluster_id: str, named: tuple[str, int, int]) -> None:
-    """Refuse an answer of another than `node`.
+    """Raise AddressTaken for an answer of another than `node`, a server of `cluster_id`.
 
-    Args:
-        node: the server that is meant.
-        cluster_id: its cluster.
-        named: the cluster, the node id and the incarnation that the answer names.
-
-    Raises:
-        AddressTaken: somebody else has its address.
+    `named` is the cluster, the node id and the incarnation that the answer names.
     """
     if named == (cluster_id, node.node_id, node.incarnation):
         return
     cluster, node_id, incarnation = named
     if not node_id:
-        who = "somebody who is no server"
+        who = "a process that is no server"
     elif cluster != cluster_id:
         who = f"server {node_id} of cluster '{cluster[:100]}'"
     else:
@@ -44,7 +38,7 @@ def check_answers(node: Node, cluster_id: str, named: tuple[str, int, int]) -> N
 
 
 def as_of_unknown(error: PushpullError) -> PushpullError:
-    """An error of whoever answered at an address before it was known who that is."""
+    """The error of an answer that came before the answering node was known."""
     if is_retryable(error) or isinstance(error, WaitExpired):
         return error
-    return AddressTaken(f"whoever answers there says: {error.message}")
+    return AddressTaken(f"an unknown process answers there: {error.message}")

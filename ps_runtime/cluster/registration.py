@@ -1,4 +1,4 @@
-"""How a node comes to the scheduler: the addresses to try, one call's answer, the registration."""
+"""Registration of a node: the scheduler's addresses, and one call's answer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REGISTRATION_ID_BYTES = 16
 PROTOCOL_VERSION = 1
 
 ATTEMPT_DEADLINE_S = 5.0
-"""The longest that one attempt at a short call may take before the next address is tried."""
+"""The longest attempt at a short call before the next address is tried."""
 
 LEAST_ATTEMPT_S = 0.2
-"""The shortest: less would fail for want of a round trip."""
+"""The shortest attempt: a round trip needs about as much."""
 
 
 class Addresses:
-    """The scheduler's addresses, each with its channel; one of them is the present one."""
+    """The scheduler's addresses, each with its channel; one of them is present: tried next."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._addresses = tuple(addresses)
@@ -44,23 +44,21 @@ class Addresses:
 
     @property
     def present(self) -> str:
-        """The address that is tried next."""
         return self._addresses[self._present]
 
     def stub(self) -> scheduler_pb2_grpc.SchedulerServiceStub:
-        """Calls to the present address."""
+        """A stub of the present address."""
         channel = self._channels.get(self.present)
         if channel is None:
             channel = self._channels[self.present] = scheduler_channel(self.present)
         return scheduler_pb2_grpc.SchedulerServiceStub(channel)
 
     def leave(self, address: str) -> None:
-        """Go on to the next address, unless another task has left this one already."""
+        """Make the next address present, unless another task has left `address` already."""
         if self.present == address:
             self._present = (self._present + 1) % len(self._addresses)
 
     async def close(self) -> None:
-        """End the connections."""
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -71,14 +69,14 @@ async def registered(
     request: scheduler_pb2.RegisterNodeRequest,
     deadline_s: float,
 ) -> scheduler_pb2.RegisterNodeResponse:
-    """Register, at whichever address answers, going on for `deadline_s`.
+    """Register at any address that answers, for up to `deadline_s`.
 
-    A place (a rank, an address) that another node has is waited for while that node may be dead.
+    If another node has the place (a rank, an address), the call waits while that node may be dead.
 
     Raises:
         WaitExpired: no scheduler answered, or the place was not free in time; names the addresses
             and the last failure.
-        PushpullError: a scheduler answered and refused.
+        PushpullError: a scheduler refused.
     """
     begun_s = clock.now_s()
     end_s = begun_s + deadline_s
@@ -124,11 +122,11 @@ async def register_once(
     request: scheduler_pb2.RegisterNodeRequest,
     timeout_s: float,
 ) -> scheduler_pb2.RegisterNodeResponse:
-    """One attempt to register, with the proof that this process knows the join secret.
+    """Make one attempt to register, with a proof that this process knows the join secret.
 
     Raises:
         PushpullError: the scheduler did not answer, or refused.
-        InvalidConfig: there is a secret that cannot be read, or cannot be one.
+        InvalidConfig: the secret cannot be read, or cannot be one.
     """
     secret = await asyncio.to_thread(join_secret.found)
     while True:
@@ -140,7 +138,7 @@ async def register_once(
             )
         except Unauthenticated:
             if await _challenge(stub, timeout_s) == challenge:
-                raise  # else the cluster was restored in between
+                raise  # otherwise the cluster was restored in between
         else:
             return response
 
@@ -148,7 +146,7 @@ async def register_once(
 async def operator_session(
     stub: scheduler_pb2_grpc.SchedulerServiceStub, timeout_s: float
 ) -> types_pb2.SessionIdentity:
-    """The session of an operator, who needs no heartbeat and no farewell.
+    """Register as an operator, who needs neither heartbeats nor a farewell.
 
     Raises:
         PushpullError: the scheduler did not answer, or refused.
@@ -170,7 +168,7 @@ async def _challenge(stub: scheduler_pb2_grpc.SchedulerServiceStub, timeout_s: f
 
 
 async def answer_of(call: Awaitable[AnswerT]) -> AnswerT:
-    """The answer of a call, its failure told by the catalogue."""
+    """The call's answer; a failure becomes an error of the catalogue."""
     try:
         return await call
     except grpc.RpcError as error:

@@ -1,10 +1,10 @@
-"""A node's tie to the scheduler: registration, heartbeats, the view, tables.
+"""A node's link to the scheduler: registration, heartbeats, the view, tables.
 
-The link survives a scheduler that is away: it goes on trying, in turn at every address that it was
-given, and logs one line when the scheduler goes and one when it is back. It ends only when the
-scheduler says that this node has been replaced (Fenced), or when it is closed.
+The link survives a scheduler that is away: it tries all addresses in turn, and logs one line when
+the scheduler goes and one when it is back. It ends when the scheduler says that this node has been
+replaced (Fenced), or when it is closed.
 
-Everything belongs to the event loop that `connect` ran on.
+A link belongs to the event loop that `connect` ran on.
 """
 
 from __future__ import annotations
@@ -43,44 +43,43 @@ from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 AnswerT = TypeVar("AnswerT")
 Attempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[AnswerT]]
-"""One call, given the stub and the seconds that it may take."""
+"""One call: it gets the stub and the seconds that it may take."""
 
 FAREWELL_DEADLINE_S = 5.0
 
 
 def no_progress() -> scheduler_pb2.NodeProgress:
-    """What a node says of itself until its role knows better."""
+    """The progress of a node before its role reports any."""
     return scheduler_pb2.NodeProgress()
 
 
 _HEARTBEAT_SHARE = 1 / 3
-"""How long a heartbeat waits for its answer, as a share of the lease: one that is lost is followed
-by another before the lease is over."""
+"""A heartbeat's deadline as a share of the lease: after a lost one, another comes in time."""
 
 
 class SchedulerLink:
     """A registered node's link. Made by `connect`; `close` ends it.
 
     Attributes:
-        session: the identity to put into every request.
+        session: the identity for every request.
         worker_count: the number of workers of the cluster.
         replica_count: servers that hold each range, the primary included.
         min_in_sync: in-sync replicas below which a range takes no pushes.
         range_count: key ranges of the cluster.
-        left_url: where a worker that leaves puts its own state; empty: nowhere.
-        checkpoint_url: servers: where checkpoints go; empty: nowhere.
-        lease_s: a node that is not heard for so long counts as silent.
-        token_key: servers: what session tokens are checked with. Otherwise empty.
-        view: the newest view that came, or None before the first.
-        before_view: awaited with each newer view, before it is taken; those that follow wait.
-        on_view: called on the loop with each newer view, in order of addition; a callback that is
-            added late is not called for views of before.
+        left_url: the place for the state of a worker that leaves; empty: none.
+        checkpoint_url: servers: the place of checkpoints; empty: none.
+        lease_s: a node without a heartbeat for so long counts as silent.
+        token_key: servers: the key that session tokens are checked with. Otherwise empty.
+        view: the newest view, or None before the first.
+        before_view: awaited with each newer view before it is taken; later views wait.
+        on_view: called on the loop with each newer view, in order of addition; a callback is not
+            called for views before its addition.
         on_fenced: called once on the loop when the link has ended: the scheduler said that this
-            node has been replaced, or the link itself failed. Whoever holds the link then stops.
+            node has been replaced, or the link itself failed. The owner of the link then stops.
         fenced: set at that moment.
-        fenced_by: why, or None.
-        progress: asked at each heartbeat for what the node says of itself.
-        last_scheduler_contact_s: when the scheduler last answered, by `clock.now_s`.
+        fenced_by: the reason, or None.
+        progress: returns the node's progress for each heartbeat.
+        last_scheduler_contact_s: time of the scheduler's last answer, by `clock.now_s`.
     """
 
     def __init__(self, addresses: Addresses, answer: scheduler_pb2.RegisterNodeResponse) -> None:
@@ -119,20 +118,20 @@ class SchedulerLink:
         deadline_s: float,
         progress: Callable[[], scheduler_pb2.NodeProgress] = no_progress,
     ) -> SchedulerLink:
-        """Register with the scheduler, going on until it answers, and start the heartbeats.
+        """Register with the scheduler, as soon as it answers, and start the heartbeats.
 
         Args:
             addresses: "host:port" of the scheduler, or of several of which one answers.
-            register: the request; a registration_id is drawn if it has none.
-            deadline_s: how long to go on trying.
+            register: the request; a missing registration_id is drawn.
+            deadline_s: time for the attempts.
             progress: see the class.
 
         Blocking: up to `deadline_s`.
 
         Raises:
-            InvalidConfig: there is no address, or one is none.
+            InvalidConfig: there is no address, or an invalid one.
             WaitExpired: no scheduler answered; names the addresses and the last failure.
-            PushpullError: a scheduler answered and refused.
+            PushpullError: a scheduler refused.
         """
         if not addresses:
             raise InvalidConfig("no scheduler address; give --scheduler or PUSHPULL_SCHEDULER")
@@ -155,7 +154,7 @@ class SchedulerLink:
         return link
 
     async def view_at_least(self, number: int, deadline_s: float) -> ClusterView:
-        """The first view that came with at least that number.
+        """Wait for a view with at least that number.
 
         Raises:
             WaitExpired: none came in time.
@@ -168,7 +167,7 @@ class SchedulerLink:
     async def view_where(
         self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
     ) -> ClusterView:
-        """The first view that came for which `holds`; `what` names it in the error.
+        """Wait for a view for which `holds`; `what` names it in the error.
 
         Blocking: up to `deadline_s`.
 
@@ -182,17 +181,17 @@ class SchedulerLink:
             raise WaitExpired(f"waited {deadline_s:.1f} s for {what}; {self._standing()}") from None
 
     async def create_table(self, spec: TableSpec, deadline_s: float) -> tuple[Table, int]:
-        """Create a table, or find the identical one, and wait until the own view holds it.
+        """Create a table, or find the identical one, and wait until the own view has it.
 
         Returns:
-            The table as the cluster knows it, and the first view that holds it.
+            The table, and the first view that has it.
 
         Blocking: up to `deadline_s`; the scheduler waits until enough servers have registered.
 
         Raises:
             TableExists: one of that name differs.
             InvalidConfig: the spec is wrong.
-            WaitExpired: in time neither enough servers came nor the scheduler answered.
+            WaitExpired: too few servers came, or no scheduler answered, in time.
             Fenced: this node has been replaced.
         """
         end_s = clock.now_s() + deadline_s
@@ -209,17 +208,18 @@ class SchedulerLink:
     async def set_consistency(
         self, table_name: str, consistency: Consistency, after_clock: int, deadline_s: float
     ) -> Change:
-        """Change a table's consistency, and wait until the own view holds it.
+        """Change a table's consistency, and wait until the own view has the change.
 
         Returns:
-            From which clock on it is so.
+            The change; it has the clock after which it takes effect.
 
-        Blocking: up to `deadline_s`; the scheduler waits until every server has promised.
+        Blocking: up to `deadline_s`; the scheduler waits until every server has prepared it.
 
         Raises:
             TableNotFound: there is no such table.
             InvalidConfig: the table cannot have that setting.
-            WaitExpired: a server has not promised, or no scheduler answered; nothing has changed.
+            WaitExpired: a server has not prepared it, or no scheduler answered; nothing has
+                changed.
             Fenced: this node has been replaced.
         """
         end_s = clock.now_s() + deadline_s
@@ -236,15 +236,15 @@ class SchedulerLink:
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
         return wire.change_from_proto(answer.change)
 
-    async def promise_change(
+    async def prepare_change(
         self,
         table_id: TableId,
         number: int,
-        held_clock: int,
+        hold_point: int,
         outcome: ChangeOutcome | None = None,
     ) -> None:
-        """Servers: say that nothing of a table takes effect here beyond `held_clock`, until the
-        change of that number is settled; or what became of it.
+        """Servers: report that nothing of a table takes effect here beyond `hold_point` until the
+        change of that number is decided; or report its outcome.
 
         Blocking: until a scheduler has answered.
 
@@ -255,10 +255,10 @@ class SchedulerLink:
             session=self._identity,
             table_id=table_id,
             number=number,
-            clock=held_clock,
+            clock=hold_point,
             outcome=wire.change_outcome_to_proto(outcome),
         )
-        what = "the scheduler to hear a promise"
+        what = "the scheduler to hear of a prepared change"
         await self.call(
             lambda stub, left_s: stub.PromiseChange(request, timeout=min(left_s, self.lease_s)),
             what,
@@ -268,17 +268,17 @@ class SchedulerLink:
     async def set_backups(
         self, backup_requests: Sequence[BackupRequest], deadline_s: float
     ) -> list[RangeId]:
-        """Servers: ask for other backups of ranges that this node is primary of.
+        """Servers: request other backups of ranges that this node is primary of.
 
         Returns:
-            The ranges whose wishes were void: another configuration came first; after an answer
-            that was lost, it may be the one that was wished for. What holds is in a view to come.
+            The ranges whose requests were void, because another configuration came first; after a
+            lost answer, it may be the requested one. A later view has the one in force.
 
         Blocking: up to `deadline_s`.
 
         Raises:
-            InvalidConfig, InvalidKeys: a wish is wrong in itself; nothing has changed.
-            WaitExpired: no scheduler answered in time; any of the wishes may have been granted.
+            InvalidConfig, InvalidKeys: a request is wrong in itself; nothing has changed.
+            WaitExpired: no scheduler answered in time; any of the requests may have been granted.
             Fenced: this node has been replaced.
         """
         request = scheduler_pb2.SetBackupsRequest(
@@ -297,17 +297,17 @@ class SchedulerLink:
         loss_is_wanted: bool = False,
         unfinished: bool = False,
     ) -> bool:
-        """Leave the cluster: a last heartbeat with the final progress, then the farewell. One that
-        has left already leaves no more.
+        """Leave the cluster: a last heartbeat with the final progress, then the farewell. A node
+        that has left already does nothing.
 
         Args:
-            reason: why, for the scheduler's log.
-            deadline_s: how long to go on trying.
-            loss_is_wanted: servers: what is lost by that is no news to who stopped this one.
+            reason: for the scheduler's log.
+            deadline_s: time for the attempts.
+            loss_is_wanted: servers: values that are lost by that cause no alarm.
             unfinished: workers: it ends in the middle of its work; another may take its rank.
 
         Returns:
-            Whether the scheduler heard it; if not, it will count this node as silent.
+            True if the scheduler answered; otherwise it will count this node as silent.
 
         Blocking: up to `deadline_s`.
         """
@@ -336,12 +336,12 @@ class SchedulerLink:
         return True
 
     async def deregister_if_kept(self, reason: str, timeout_s: float) -> None:
-        """Servers: leave the cluster, if others keep all that this one holds. One attempt.
+        """Servers: leave the cluster, if others keep all values of this server. One attempt.
 
         Blocking: up to `timeout_s`; while a checkpoint is made for it.
 
         Raises:
-            Recovering: the scheduler says whom to wait for; the membership goes on.
+            Recovering: the scheduler names the nodes to wait for; the membership goes on.
             PushpullError: no scheduler answered, or another refusal.
         """
         farewell = scheduler_pb2.DeregisterNodeRequest(
@@ -370,7 +370,7 @@ class SchedulerLink:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _beat(self) -> None:
-        """Heartbeats, one an interval, whatever becomes of each."""
+        """Send a heartbeat each interval, whatever became of the last one."""
         while self.fenced_by is None:
             address = self._addresses.present
             request = self._heartbeat()
@@ -383,7 +383,7 @@ class SchedulerLink:
             await asyncio.sleep(self._heartbeat_interval_s)
 
     async def _watch(self) -> None:
-        """The stream of views, opened again whenever it ends."""
+        """Read the stream of views, and open it again whenever it ends."""
         backoff = Backoff(last_bound_s=max(self._heartbeat_interval_s, 0.1))
         request = scheduler_pb2.WatchClusterRequest(session=self._identity)
         while self.fenced_by is None:
@@ -398,17 +398,17 @@ class SchedulerLink:
                 if isinstance(error, Fenced):
                     self._fence(error)
                 ended_by = error.message
-            # No warning: if the scheduler is away the next heartbeat says so, and says it once.
+            # No warning: if the scheduler is away, the next heartbeat logs it, once.
             logs.debug("stream_of_views_ended", address=address, by=ended_by)
             await asyncio.sleep(backoff.next_s())
 
     async def call(self, attempt: Attempt[AnswerT], what: str, end_s: float) -> AnswerT:
-        """Attempt a call until it is answered, by whichever scheduler, or `end_s` has passed.
+        """Attempt a call until a scheduler answers, or `end_s` has passed.
 
         Raises:
-            WaitExpired: no scheduler answered in time; `what` says what for.
+            WaitExpired: no scheduler answered in time; `what` names the awaited event.
             Fenced: this node has been replaced.
-            PushpullError: a scheduler answered and refused.
+            PushpullError: a scheduler refused.
         """
         backoff = Backoff()
         begun_s = clock.now_s()
@@ -435,7 +435,7 @@ class SchedulerLink:
                 return answer
 
     def _named(self, error: PushpullError, what: str) -> PushpullError:
-        """The error of an answered call; gRPC's own expiry names nobody, so say what is known."""
+        """The error of an answered call; gRPC's own expiry gets the state of the cluster."""
         if isinstance(error, WaitExpired) and error.message.startswith("DEADLINE_EXCEEDED"):
             return WaitExpired(f"waited for {what}; {self._standing()}")
         if isinstance(error, Fenced):
@@ -460,7 +460,7 @@ class SchedulerLink:
             logs.info("scheduler_is_back", address=self._addresses.present)
 
     def _failed(self, address: str, error: PushpullError) -> None:
-        """A call to `address` failed: be fenced, or say once that the scheduler is away."""
+        """Handle a failed call to `address`: be fenced, or log once that the scheduler is away."""
         if isinstance(error, Fenced):
             self._fence(error)
             return
@@ -480,7 +480,7 @@ class SchedulerLink:
         self._waits.end(error)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        """A heartbeat or watch task that fails is a bug: end the link, lest somebody wait on it."""
+        """End the link if a task fails, which is a bug of ours, so that nothing waits for it."""
         failure = None if task.cancelled() else task.exception()
         if failure is not None:
             logs.exception("link_failed", failure)
@@ -504,7 +504,7 @@ class SchedulerLink:
         )
 
     def _standing(self) -> str:
-        """What is known of the cluster, for the message of a wait that expired."""
+        """The known state of the cluster, for the message of a wait that expired."""
         silent_s = clock.now_s() - self.last_scheduler_contact_s
         heard = f"scheduler {self._addresses.present} last heard {silent_s:.1f} s ago"
         if self.view is None:
@@ -516,7 +516,7 @@ class SchedulerLink:
 
 
 async def _read(message: types_pb2.ClusterView, before: ClusterView | None) -> ClusterView:
-    """The view of a message. A long one is read beside the loop, which has a lease to keep."""
+    """The view of a message. A long one is parsed in a thread, because the loop has a lease."""
 
     def read() -> ClusterView:
         view = wire.view_from_proto(message)

@@ -1,7 +1,7 @@
-"""Who waits for a view of the cluster: answered when it comes, or when its time is up, some a turn.
+"""Waits for a view of the cluster: each ends when the view comes, or at its deadline.
 
-Thousands may wait for one view, or until one moment: a new server is asked for a session by every
-worker, with the view that they know. Each that goes on takes a tenth of a millisecond.
+Thousands may wait for one view, or until one moment: every worker asks a new server for a session,
+with the view that it knows. Each waiter that goes on takes a tenth of a millisecond.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ps_core.cluster_view import ClusterView
 
 AT_ONCE = 32
-"""Of those who wait, in one turn: they go on in the next."""
+"""Waiters that go on in one turn; the others go on in later turns."""
 
 Holds = Callable[[ClusterView], bool]
 
@@ -36,13 +36,13 @@ class ViewWaits:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, holds: Holds, deadline_s: float) -> ClusterView:
-        """The newest view that has come, or comes, for which `holds`.
+        """Wait for a view for which `holds`; returns the newest one.
 
         Blocking: up to `deadline_s`.
 
         Raises:
             TimeoutError: none came in time.
-            Exception: as `end` was told.
+            Exception: the error that `end` was given.
         """
         if self._view is not None and holds(self._view):
             return self._view
@@ -57,17 +57,17 @@ class ViewWaits:
             view = await found
         finally:
             self._waits.pop(found, None)
-        # Another may have come before this one goes on, and it is not told of that one again.
+        # A newer view may have come before this task goes on; it is not told of that one again.
         return self._view if self._view is not None and holds(self._view) else view
 
     def came(self, view: ClusterView) -> None:
-        """A newer one."""
+        """Take a newer view."""
         self._view = view
         self._news_count += 1
         self._look()
 
     def end(self, error: Exception) -> None:
-        """None comes any more; what is said first holds."""
+        """Let all waits fail with the first such error, because no view comes any more."""
         self._end = self._end or error
         self._news_count += 1
         self._look()
@@ -87,7 +87,7 @@ class ViewWaits:
             self._task = asyncio.get_running_loop().create_task(self._answer())
 
     async def _answer(self) -> None:
-        """All who wait are looked at, and again if a view came meanwhile."""
+        """Look at all waits, and again if a view came meanwhile."""
         news_count = -1
         while news_count != self._news_count:
             news_count = self._news_count

@@ -1,10 +1,9 @@
 """Values of `ps_core` to messages of `pushpull.v1` and back.
 
 Rules:
-    - Every message comes from outside: an enum that is unset or unknown and a oneof that is unset
-      are refused, naming the field. What a table's spec says is judged by `TableSpec.validated`.
-    - Defaults of the contract (KERNEL_KIND_UNSPECIFIED means FAST) are filled in here and nowhere
-      else.
+    - Messages come from outside: an unset or unknown enum and an unset oneof are refused by the
+      name of the field. `TableSpec.validated` judges a table's spec.
+    - Only this file fills in the contract's defaults (KERNEL_KIND_UNSPECIFIED means FAST).
 """
 
 from __future__ import annotations
@@ -127,29 +126,22 @@ def _unknown(values: Mapping[int, Enum], number: int, field: str) -> str:
 
 
 def role_to_proto(role: Role) -> types_pb2.NodeRole:
-    """The role's number."""
     return _ROLES[role]
 
 
 def role_from_proto(number: int, field: str = "role") -> Role:
-    """The role of that number.
-
-    Raises:
-        InvalidConfig: it is unset or unknown; the message names `field`.
-    """
+    """Raises InvalidConfig, naming `field`, for an unset or unknown number."""
     return _known(_ROLE_OF, number, field)
 
 
 def codec_to_proto(codec: Codec) -> types_pb2.Codec:
-    """The codec's number."""
     return _CODECS[codec]
 
 
 def codec_from_proto(number: int, field: str = "codec") -> Codec:
-    """The codec of that number. Where unset has a meaning (a pull), the caller tests for 0 first.
+    """Raises InvalidTensor for an unset or unknown number, because a codec describes a payload.
 
-    Raises:
-        InvalidTensor: it is unset or unknown: a codec describes a payload.
+    If unset has a meaning (a pull), the caller tests for 0 first.
     """
     codec = _CODEC_OF.get(number)
     if codec is None:
@@ -158,21 +150,15 @@ def codec_from_proto(number: int, field: str = "codec") -> Codec:
 
 
 def dtype_to_proto(dtype: DType) -> types_pb2.Dtype:
-    """The element type's number."""
     return _DTYPES[dtype]
 
 
 def dtype_from_proto(number: int, field: str = "dtype") -> DType:
-    """The element type of that number.
-
-    Raises:
-        InvalidConfig: it is unset or unknown; the message names `field`.
-    """
+    """Raises InvalidConfig, naming `field`, for an unset or unknown number."""
     return _known(_DTYPE_OF, number, field)
 
 
 def session_to_proto(session: Session) -> types_pb2.SessionIdentity:
-    """The identity that every request carries."""
     return types_pb2.SessionIdentity(
         cluster_id=session.cluster_id,
         timeline=session.timeline,
@@ -186,11 +172,7 @@ def session_to_proto(session: Session) -> types_pb2.SessionIdentity:
 
 
 def session_from_proto(message: types_pb2.SessionIdentity) -> Session:
-    """The identity in a request; whether it is genuine is for the receiver to check.
-
-    Raises:
-        InvalidConfig: its role is unset or unknown.
-    """
+    """The identity in a request, not authenticated yet; InvalidConfig if it has no role."""
     return Session(
         cluster_id=message.cluster_id,
         timeline=message.timeline,
@@ -204,12 +186,11 @@ def session_from_proto(message: types_pb2.SessionIdentity) -> Session:
 
 
 def hyperparameters_to_proto(values: Hyperparameters) -> list[types_pb2.Hyperparameter]:
-    """The pairs as messages, in their order."""
     return [types_pb2.Hyperparameter(name=name, value=value) for name, value in values]
 
 
 def hyperparameters_from_proto(messages: Iterable[types_pb2.Hyperparameter]) -> Hyperparameters:
-    """The pairs, sorted by name. Which names an optimizer has is for `OptimizerSpec.merged` to say.
+    """The pairs, sorted by name. `OptimizerSpec.merged` checks the names against the optimizer.
 
     Raises:
         InvalidConfig: a name comes twice or is too long, or there are more than
@@ -236,7 +217,6 @@ def hyperparameters_from_proto(messages: Iterable[types_pb2.Hyperparameter]) -> 
 
 
 def optimizer_to_proto(spec: OptimizerSpec) -> types_pb2.OptimizerSpec:
-    """The optimizer and its settings."""
     return types_pb2.OptimizerSpec(
         kind=_OPTIMIZERS[spec.kind],
         hyperparameters=hyperparameters_to_proto(spec.hyperparameters),
@@ -250,11 +230,7 @@ def optimizer_to_proto(spec: OptimizerSpec) -> types_pb2.OptimizerSpec:
 
 
 def optimizer_from_proto(message: types_pb2.OptimizerSpec) -> OptimizerSpec:
-    """The optimizer and its settings.
-
-    Raises:
-        InvalidConfig: a field is unset or unknown; the message names it.
-    """
+    """Raises InvalidConfig, naming a field that is unset or unknown."""
     return OptimizerSpec(
         kind=_known(_OPTIMIZER_OF, message.kind, "optimizer.kind"),
         hyperparameters=hyperparameters_from_proto(message.hyperparameters),
@@ -291,11 +267,10 @@ def _initializer_from_proto(message: types_pb2.Initializer) -> Initializer:
 _LONG_LAYOUT_COUNT = 500
 _MAX_LAYOUT_COUNT = 64
 _LAYOUTS: dict[int, tuple[tuple[TensorSpec, ...], types_pb2.TableSpec]] = {}
-"""Long layouts as messages, by the number of their tuple."""
+"""Long layouts as messages, by the id of their tuple."""
 
 
 def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
-    """A table's description."""
     message = types_pb2.TableSpec(
         name=spec.name,
         dtype=dtype_to_proto(spec.dtype),
@@ -313,12 +288,12 @@ def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
 
 
 def _layout_to_proto(tensors: tuple[TensorSpec, ...]) -> types_pb2.TableSpec:
-    """A description that has these tensors alone; a long one is made once, since every view has it
-    again. It must not be changed.
+    """A spec with these tensors alone. A long one is made once, because every view has it again. It
+    must not be changed.
     """
-    _, kept = _LAYOUTS.get(id(tensors), ((), None))
-    if kept is not None:
-        return kept
+    _, cached = _LAYOUTS.get(id(tensors), ((), None))
+    if cached is not None:
+        return cached
     layout = types_pb2.TableSpec(
         tensors=[
             types_pb2.TensorSpec(name=tensor.name, shape=tensor.shape, offset=tensor.offset)
@@ -328,12 +303,12 @@ def _layout_to_proto(tensors: tuple[TensorSpec, ...]) -> types_pb2.TableSpec:
     if len(tensors) >= _LONG_LAYOUT_COUNT:
         while len(_LAYOUTS) >= _MAX_LAYOUT_COUNT:
             del _LAYOUTS[next(iter(_LAYOUTS))]
-        _LAYOUTS[id(tensors)] = tensors, layout  # which keeps the number theirs
+        _LAYOUTS[id(tensors)] = tensors, layout  # the reference keeps the id theirs
     return layout
 
 
 def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
-    """A table's description, as it came: `TableSpec.validated` judges it and fills in defaults.
+    """The spec as it came; `TableSpec.validated` judges it and fills in defaults.
 
     Raises:
         InvalidConfig: a field is unset or unknown; the message names it.
@@ -357,7 +332,6 @@ def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
 
 
 def table_to_proto(table: Table) -> types_pb2.Table:
-    """A table as the cluster knows it."""
     return types_pb2.Table(
         table_id=table.table_id,
         first_ordinal=table.first_ordinal,
@@ -372,11 +346,7 @@ def table_to_proto(table: Table) -> types_pb2.Table:
 
 
 def table_from_proto(message: types_pb2.Table) -> Table:
-    """A table as the cluster knows it.
-
-    Raises:
-        InvalidConfig: a field of its spec is unset or unknown.
-    """
+    """Raises InvalidConfig if a field of the spec is unset or unknown."""
     return Table(
         table_id=TableId(message.table_id),
         first_ordinal=message.first_ordinal,
@@ -391,7 +361,6 @@ def table_from_proto(message: types_pb2.Table) -> Table:
 
 
 def node_to_proto(node: Node) -> types_pb2.Node:
-    """A node as the scheduler knows it."""
     return types_pb2.Node(
         node_id=node.node_id,
         incarnation=node.incarnation,
@@ -405,11 +374,7 @@ def node_to_proto(node: Node) -> types_pb2.Node:
 
 
 def node_from_proto(message: types_pb2.Node) -> Node:
-    """A node as the scheduler knows it.
-
-    Raises:
-        InvalidConfig: its role or state is unset or unknown.
-    """
+    """Raises InvalidConfig if the role or the state is unset or unknown."""
     return Node(
         node_id=NodeId(message.node_id),
         incarnation=Incarnation(message.incarnation),
@@ -423,7 +388,7 @@ def node_from_proto(message: types_pb2.Node) -> Node:
 
 
 def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
-    """Who serves a range; nobody is node 0."""
+    """The replicas of a range; node 0 stands for no primary."""
     return types_pb2.RangeAssignment(
         range_id=assignment.range_id,
         begin_slot=assignment.slots.begin,
@@ -439,7 +404,7 @@ def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
 
 
 def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
-    """Who serves a range; node 0 is nobody."""
+    """The replicas of a range; node 0 stands for no primary."""
     return RangeAssignment(
         range_id=RangeId(message.range_id),
         slots=KeyRange(Slot(message.begin_slot), Slot(message.end_slot)),
@@ -454,7 +419,6 @@ def range_from_proto(message: types_pb2.RangeAssignment) -> RangeAssignment:
 
 
 def backup_request_to_proto(backup_request: BackupRequest) -> scheduler_pb2.BackupRequest:
-    """What the primary of a range asks for."""
     return scheduler_pb2.BackupRequest(
         range_id=backup_request.range_id,
         assignment_epoch=backup_request.assignment_epoch,
@@ -464,11 +428,7 @@ def backup_request_to_proto(backup_request: BackupRequest) -> scheduler_pb2.Back
 
 
 def backup_request_from_proto(message: scheduler_pb2.BackupRequest) -> BackupRequest:
-    """What the primary of a range asks for; whether it may is for the scheduler to say.
-
-    Raises:
-        InvalidConfig: a backup is named twice.
-    """
+    """Raises InvalidConfig if a backup is named twice; the scheduler judges the rest."""
     backups = frozenset(map(NodeId, message.backup_node_ids))
     if len(backups) < len(message.backup_node_ids):
         raise InvalidConfig(
@@ -484,19 +444,16 @@ def backup_request_from_proto(message: scheduler_pb2.BackupRequest) -> BackupReq
 
 
 def run_to_proto(run: Run) -> types_pb2.Run:
-    """A run that has a name."""
     return types_pb2.Run(
         name=run.name, worker_count=run.worker_count, ended=run.has_ended, removed=run.is_removed
     )
 
 
 def run_from_proto(message: types_pb2.Run) -> Run:
-    """A run that has a name."""
     return Run(message.name, message.worker_count, message.ended, message.removed)
 
 
 def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
-    """The whole view."""
     return types_pb2.ClusterView(
         view_number=view.view_number,
         cluster_id=view.cluster_id,
@@ -514,11 +471,7 @@ def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
 
 
 def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
-    """The whole view.
-
-    Raises:
-        InvalidConfig: a field in it is unset or unknown.
-    """
+    """Raises InvalidConfig if a field is unset or unknown."""
     has_checkpoint = message.HasField("checkpoint")
     return ClusterView(
         view_number=message.view_number,
@@ -537,7 +490,6 @@ def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
 
 
 def consistency_to_proto(consistency: Consistency) -> types_pb2.Consistency:
-    """How far the workers of a table may run apart."""
     if consistency.mode is Mode.BSP:
         bsp = types_pb2.BulkSynchronous(
             backup_workers=consistency.backup_workers, grace_ms=consistency.grace_ms
@@ -563,7 +515,7 @@ def consistency_to_proto(consistency: Consistency) -> types_pb2.Consistency:
 
 
 def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
-    """The setting, as it came: `Consistency.validated` judges it.
+    """The setting as it came; `Consistency.validated` judges it.
 
     Raises:
         InvalidConfig: no mode is set.
@@ -589,7 +541,6 @@ def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
 
 
 def change_to_proto(change: Change) -> types_pb2.ScheduledChange:
-    """A change of a table's consistency."""
     return types_pb2.ScheduledChange(
         number=change.number,
         after_clock=change.after_clock,
@@ -601,11 +552,7 @@ def change_to_proto(change: Change) -> types_pb2.ScheduledChange:
 
 
 def change_from_proto(message: types_pb2.ScheduledChange) -> Change:
-    """A change of a table's consistency.
-
-    Raises:
-        InvalidConfig: its consistency is unset.
-    """
+    """Raises InvalidConfig if the consistency is unset."""
     consistency = consistency_from_proto(message.consistency)
     join = join_from_proto(message.join) if message.HasField("join") else None
     return Change(
@@ -625,40 +572,35 @@ _OUTCOMES = {
 
 
 def change_outcome_to_proto(outcome: ChangeOutcome | None) -> types_pb2.ChangeOutcome:
-    """What became of a proposal; None: it is not settled."""
+    """None: the change is not decided."""
     found = (number for number, known in _OUTCOMES.items() if known is outcome)
     return next(found, types_pb2.CHANGE_OUTCOME_UNSPECIFIED)
 
 
 def change_outcome_from_proto(number: types_pb2.ChangeOutcome) -> ChangeOutcome | None:
-    """What became of a proposal; None: it is not settled."""
+    """None: the change is not decided."""
     return _OUTCOMES.get(number)
 
 
 def join_to_proto(join: Join) -> types_pb2.WorkerJoin:
-    """Who takes the place of a worker that is gone."""
     return types_pb2.WorkerJoin(
         rank=join.rank, incarnation=join.incarnation, after_clock=join.after_clock
     )
 
 
 def join_from_proto(message: types_pb2.WorkerJoin) -> Join:
-    """Who takes the place of a worker that is gone."""
     return Join(message.rank, Incarnation(message.incarnation), message.after_clock)
 
 
 def cut_to_proto(cut: TableCut) -> types_pb2.TableCut:
-    """Where a table is written down."""
     return types_pb2.TableCut(checkpoint=cut.checkpoint, after_clock=cut.after_clock)
 
 
 def cut_from_proto(message: types_pb2.TableCut) -> TableCut:
-    """Where a table is written down."""
     return TableCut(message.checkpoint, message.after_clock)
 
 
 def checkpoint_to_proto(checkpoint: Checkpoint) -> types_pb2.Checkpoint:
-    """A checkpoint that is being made."""
     return types_pb2.Checkpoint(
         number=checkpoint.number,
         url=checkpoint.url,
@@ -668,5 +610,4 @@ def checkpoint_to_proto(checkpoint: Checkpoint) -> types_pb2.Checkpoint:
 
 
 def checkpoint_from_proto(message: types_pb2.Checkpoint) -> Checkpoint:
-    """A checkpoint that is being made."""
     return Checkpoint(message.number, message.url, message.is_cut, message.base)

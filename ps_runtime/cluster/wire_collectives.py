@@ -1,6 +1,4 @@
-"""Rounds of collective calls to messages of `pushpull.v1` and back, as `ps_runtime.cluster.wire`
-does the rest.
-"""
+"""Rounds of collective calls to messages of `pushpull.v1` and back."""
 
 from __future__ import annotations
 
@@ -12,7 +10,6 @@ from pushpull.v1 import parameters_pb2
 
 
 def share_to_proto(share: Share) -> parameters_pb2.CollectiveShare:
-    """What one worker gives."""
     return parameters_pb2.CollectiveShare(
         rank=share.rank,
         incarnation=share.incarnation,
@@ -23,10 +20,10 @@ def share_to_proto(share: Share) -> parameters_pb2.CollectiveShare:
 
 
 def share_from_proto(message: parameters_pb2.CollectiveShare) -> Share:
-    """What one worker gives.
+    """The share of one worker.
 
     Raises:
-        InvalidConfig: it says not, or at too great a length, which call it is of.
+        InvalidConfig: the call's name is empty or too long.
         InvalidTensor: the payload is over the limit.
     """
     call_bytes, payload_bytes = len(message.call.encode()), len(message.payload)
@@ -49,7 +46,6 @@ def share_from_proto(message: parameters_pb2.CollectiveShare) -> Share:
 
 
 def round_to_proto(ended: Round) -> parameters_pb2.CollectiveRound:
-    """A round that has ended."""
     return parameters_pb2.CollectiveRound(
         number=ended.number,
         shares=[share_to_proto(share) for share in ended.shares],

@@ -1,4 +1,4 @@
-"""Addresses as "host:port" texts: where a role listens and where others reach it."""
+"""Addresses as "host:port": those that a role listens on, and those that others reach it at."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OTHER_FORMS = ("dns:", "unix:", "unix-abstract:", "ipv4:", "ipv6:", "vsock:")
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[ipv6]:port"; `field` names the setting in errors.
+    """Host and port of "host:port" or "[ipv6]:port".
 
     Raises:
-        InvalidConfig: it is not of that form.
+        InvalidConfig: the form is another; the message names `field`.
     """
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
@@ -30,10 +30,10 @@ def split_address(address: str, field: str) -> tuple[str, int]:
 
 
 def check_scheduler_address(address: str) -> None:
-    """Refuse what cannot be where a scheduler is; other forms of gRPC's (dns:, unix:) may be.
+    """Refuse an impossible address of a scheduler; other forms of gRPC's (dns:, unix:) pass.
 
     Raises:
-        InvalidConfig: naming what it should have been.
+        InvalidConfig: the message says the right form.
     """
     if address.startswith(_OTHER_FORMS):
         return
@@ -52,20 +52,16 @@ def check_scheduler_address(address: str) -> None:
 
 
 def join_address(host: str, port: int) -> str:
-    """The inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def advertised(advertise: str | None, listen_host: str, port: int) -> str:
-    """Where others reach what listens on `listen_host` and was given `port`.
+    """The address at which others reach a server that listens on `listen_host` and `port`.
 
-    Args:
-        advertise: "host:port", or "host" or "host:0" for the port that was bound; None derives the
-            host from `listen_host`, a wildcard of which becomes the address of this machine's name.
-        listen_host: the host that was bound.
-        port: the port that was bound.
+    `advertise` is "host:port", or "host" or "host:0" for the bound port. None derives the host from
+    `listen_host`; if that is a wildcard, the address of this machine's name is taken.
 
-    Blocking: resolves this machine's own name if it has to.
+    Blocking: may resolve this machine's own name.
 
     Raises:
         InvalidConfig: `advertise` is malformed or a wildcard.

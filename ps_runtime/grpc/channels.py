@@ -1,8 +1,7 @@
 """gRPC channels and event loops, tuned once for every role.
 
-The sizes were measured (ARCHITECTURE.md): with gRPC's default frame, write-buffer and
-look-ahead sizes a stream of 1 MiB messages runs at 1.0-1.4 GB/s on one machine, with these at
-1.8-2.2.
+A stream of 1 MiB messages on one machine runs at 1.0-1.4 GB/s with gRPC's default frame,
+write-buffer and look-ahead sizes, and at 1.8-2.2 GB/s with these.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ChannelOptions = tuple[tuple[str, int], ...]
 
 _MIB = 1024 * 1024
 KEEPALIVE_TIME_S = 10.0
-"""A connection on which nothing came for so long is asked for a sign of life."""
+"""A silent connection is pinged after this time."""
 
 _KEEPALIVE_TIME_MS = int(KEEPALIVE_TIME_S * 1000)
 _KEEPALIVE_TIMEOUT_MS = 5_000
@@ -29,7 +28,7 @@ _KEEPALIVE_TIMEOUT_MS = 5_000
 _TRANSPORT_OPTIONS: ChannelOptions = (
     ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
-    # A message of the largest size fits one frame; the default of 16 KiB cuts it into 256.
+    # The largest message fits one frame; the default of 16 KiB cuts it into 256.
     ("grpc.http2.max_frame_size", 4 * _MIB),
     ("grpc.http2.write_buffer_size", 8 * _MIB),
     ("grpc.http2.lookahead_bytes", 64 * _MIB),
@@ -42,9 +41,9 @@ _TRANSPORT_OPTIONS: ChannelOptions = (
 
 CHANNEL_OPTIONS: ChannelOptions = (
     *_TRANSPORT_OPTIONS,
-    # Nodes of a cluster reach each other directly; a proxy of the environment is for other traffic.
+    # Nodes reach each other directly; a proxy of the environment is for other traffic.
     ("grpc.enable_http_proxy", 0),
-    # A node that comes back is found again within a second, not after gRPC's default two minutes.
+    # A returning node is found within a second, and not after gRPC's default two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -57,44 +56,37 @@ _SCHEDULER_OPTIONS: ChannelOptions = (
     *(each for each in CHANNEL_OPTIONS if each[0] != "grpc.max_reconnect_backoff_ms"),
     ("grpc.max_reconnect_backoff_ms", int(limits.SCHEDULER_RECONNECT_S * 1000)),
 )
-"""The options of every channel to a scheduler: one that was started again judges nodes after a
-lease, so they try more often than that."""
+"""The options of every channel to a scheduler. A restarted scheduler judges nodes after a lease, so
+nodes try to reconnect more often than that."""
 
 SERVER_OPTIONS: ChannelOptions = (
     *_TRANSPORT_OPTIONS,
-    # Two nodes that are given the same port: the second fails instead of taking half of the calls.
+    # Of two nodes with the same port, the second fails instead of taking half of the calls.
     ("grpc.so_reuseport", 0),
     # Half of what our own clients send, so that their keepalive never counts as abuse.
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_TIME_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
 )
-"""The options of every server that pushpull opens."""
+"""The options of every gRPC server of pushpull."""
 
 
 def aio_channel(address: str) -> grpc.aio.Channel:
-    """A channel to "host:port"; nothing is connected before its first call. The caller closes it.
-
-    Blocking: no.
-    """
+    """A channel to "host:port", which connects at its first call. The caller closes it."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def scheduler_channel(address: str) -> grpc.aio.Channel:
-    """The same to a scheduler, which is found again as soon as `SCHEDULER_RECONNECT_S` says.
-
-    Blocking: no.
-    """
+    """As `aio_channel`, to a scheduler: it reconnects within `SCHEDULER_RECONNECT_S`."""
     return grpc.aio.insecure_channel(address, options=_SCHEDULER_OPTIONS)
 
 
 def tune_allocator() -> bool:
-    """Keep freed blocks in the process: twice the throughput of the data path.
+    """Keep freed memory in the process: this doubles the throughput of the data path.
 
     By default glibc maps every 1 MiB payload anew: an mmap, 256 page faults and an munmap each.
-    With the thresholds raised the memory is reused.
 
     Returns:
-        Whether the allocator took the setting; False where it is not glibc's.
+        True if the allocator took the setting; False where it is not glibc's.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -109,7 +101,7 @@ def tune_allocator() -> bool:
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """An event loop of uvloop's where it can be imported, else of asyncio's."""
+    """An event loop of uvloop's if it is installed, else of asyncio's."""
     try:
         import uvloop
     except ImportError:
@@ -118,9 +110,6 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
-    """Run `main` to its end on a loop of its own, as `asyncio.run` does.
-
-    Blocking: until `main` has ended.
-    """
+    """Run `main` to its end on a new event loop, as `asyncio.run` does."""
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(main)

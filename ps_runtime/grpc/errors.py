@@ -1,9 +1,9 @@
-"""The translator between the error tree and gRPC: the only place that knows both.
+"""The translator between the error tree and gRPC: only this file knows both.
 
-A call that fails as a whole carries its error twice: as a gRPC status that any client understands,
-and as the serialized `pushpull.v1.Error` in the trailing metadata key `pushpull-error-bin`. A
-method wrapped with `translated` never ends as UNKNOWN: what is not in the catalogue is logged with
-its traceback and answered as INTERNAL.
+A failed call carries its error twice: as a gRPC status that any client understands, and as the
+serialized `pushpull.v1.Error` in the trailing metadata key `pushpull-error-bin`. A method wrapped
+with `translated` never ends as UNKNOWN: an exception outside the catalogue is logged with its
+traceback and answered as INTERNAL.
 
 Invariants:
     ERR-1  `grpc.aio`'s context.abort never returns.
@@ -55,13 +55,13 @@ STATUS: dict[str, grpc.StatusCode] = {
 
 _WITHOUT_DETAIL: dict[grpc.StatusCode, type[tree.PushpullError]] = {
     grpc.StatusCode.UNAVAILABLE: tree.Recovering,
-    # A server that stops cuts the calls that outlast its grace; the next attempt finds out more.
+    # A stopping server cuts calls that outlast its grace; the next attempt finds out more.
     grpc.StatusCode.CANCELLED: tree.Recovering,
     grpc.StatusCode.DEADLINE_EXCEEDED: tree.WaitExpired,
     grpc.StatusCode.UNAUTHENTICATED: tree.Unauthenticated,
     grpc.StatusCode.PERMISSION_DENIED: tree.NotPermitted,
     grpc.StatusCode.RESOURCE_EXHAUSTED: tree.Overloaded,
-    # Whoever answered is no node of the expected role: the address is wrong.
+    # No node of the expected role answers: the address is wrong.
     grpc.StatusCode.UNIMPLEMENTED: tree.InvalidConfig,
 }
 _OVER_THE_LIMIT = "larger than max"
@@ -71,7 +71,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def error_to_proto(error: tree.PushpullError) -> types_pb2.Error:
-    """The error as a message; a text over MAX_ERROR_MESSAGE_BYTES is cut: metadata is limited."""
+    """The error as a message; its text is cut to MAX_ERROR_MESSAGE_BYTES: metadata is limited."""
     return types_pb2.Error(
         code=cast(types_pb2.ErrorCode, types_pb2.ErrorCode.Value(f"ERROR_CODE_{error.code}")),
         message=_bounded(error.message),
@@ -82,7 +82,7 @@ def error_to_proto(error: tree.PushpullError) -> types_pb2.Error:
 
 
 def error_from_proto(message: types_pb2.Error) -> tree.PushpullError:
-    """The error that a message carries; a code that this version does not know becomes Internal."""
+    """The error of a message; a code that this version does not know becomes Internal."""
     text = message.message
     try:
         name = types_pb2.ErrorCode.Name(message.code).removeprefix("ERROR_CODE_")
@@ -97,7 +97,7 @@ def error_from_proto(message: types_pb2.Error) -> tree.PushpullError:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: tree.PushpullError) -> NoReturn:
-    """End the call with the error's status, its message, and the error itself in the metadata."""
+    """End the call with the error's status and message, and the error itself in the metadata."""
     carried = error_to_proto(error)
     metadata: tuple[tuple[str, str | bytes], ...] = (
         (ERROR_METADATA_KEY, carried.SerializeToString()),
@@ -109,10 +109,10 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: tree.Pushpul
 
 
 def from_rpc_error(failure: grpc.RpcError) -> tree.PushpullError:
-    """The error that a failed call means.
+    """The error of a failed call.
 
-    Without `pushpull-error-bin` the failure is gRPC's own (nobody listens, a deadline passed) and
-    is told by its status.
+    Without `pushpull-error-bin` the failure is gRPC's own, such as a passed deadline, and its
+    status decides.
     """
     call = cast(grpc.Call, failure)
     for key, value in cast("Iterable[tuple[str, str | bytes]]", call.trailing_metadata() or ()):
@@ -132,8 +132,8 @@ def translated(method: MethodT) -> MethodT:
     """Wrap a servicer method (coroutine or async generator) so that its exceptions become statuses.
 
     A `PushpullError` ends the call by the catalogue; a message that does not parse is an
-    InvalidTensor. Anything else is a bug of ours: logged with its traceback, answered as INTERNAL
-    without its text, which is nobody's business across the wire.
+    InvalidTensor. Another exception is a bug of ours: it is logged with its traceback, and answered
+    as INTERNAL without its text, which may be private.
     """
     if inspect.isasyncgenfunction(method):
 
@@ -163,7 +163,7 @@ async def _end(
     context: grpc.aio.ServicerContext[Any, Any],
     failure: Exception,
 ) -> NoReturn:
-    """Abort as `failure` says, if there is still somebody to tell."""
+    """Abort as `failure` says, unless the call has ended."""
     if isinstance(failure, grpc.aio.AbortError) or context.done():
         raise failure
     if isinstance(failure, DecodeError):

@@ -1,8 +1,8 @@
 """The HTTP port of a node: GET /metrics for Prometheus, /healthz and /readyz for probes.
 
 Small on purpose: one request a connection, bounded in size, time and number, on the node's own
-event loop. Where connections are too many the oldest makes room for the newest: a probe is
-answered while others say nothing. It is no web server and parses nothing beyond the request line.
+event loop. One connection too many closes the oldest, so that a probe is answered while other
+connections are silent. Only the request line is parsed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ _MAX_DISCARDED_BYTES = 16 * MAX_HTTP_REQUEST_BYTES
 
 
 class HttpEndpoint:
-    """Serves /metrics of a registry, /healthz by asking `is_serving`, and /readyz by asking
-    `why_unready`, which is empty where nothing keeps the node from being ready. What is `degraded`
-    is said by /healthz, with 200 all the same: to start this node again would mend nothing.
+    """Serves /metrics of a registry, /healthz and /readyz.
+
+    `why_unready` returns the reason for /readyz; empty: the node is ready. /healthz shows the text
+    of `degraded` with status 200, because a restart of this node would not help.
     """
 
     def __init__(
@@ -67,12 +68,12 @@ class HttpEndpoint:
         self.address = join_address(host, self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Close the port and the connections that are open."""
+        """Close the port and all connections."""
         if self._server is None:
             return
         self._server.close()
-        for writer in self._connections.values():  # a task of a stream's that is cancelled is
-            writer.transport.abort()  # a failure for asyncio, before Python 3.12
+        for writer in self._connections.values():  # before Python 3.12, asyncio reports the
+            writer.transport.abort()  # cancelled task of a stream as a failure
         await asyncio.gather(*self._connections, return_exceptions=True)
         await self._server.wait_closed()
         self._server = None
@@ -96,7 +97,7 @@ class HttpEndpoint:
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
             logs.debug("http_request_dropped")
         finally:
-            writer.transport.abort()  # whatever is still unsent has had its time
+            writer.transport.abort()  # unsent bytes have had their time
             self._connections.pop(task, None)
 
     async def _respond(self, reader: asyncio.StreamReader) -> bytes:
@@ -130,10 +131,9 @@ class HttpEndpoint:
 
 
 async def _discard(reader: asyncio.StreamReader) -> None:
-    """Read until the client closes, or too much has come.
+    """Read until the client closes, or has sent too much.
 
-    Closing a socket with bytes in it that nobody has read resets the connection, and the client may
-    lose the response that it was sent.
+    Closing a socket with unread bytes resets the connection, and the client may lose the response.
     """
     left_bytes = _MAX_DISCARDED_BYTES
     while left_bytes > 0 and (chunk := await reader.read(MAX_HTTP_REQUEST_BYTES)):

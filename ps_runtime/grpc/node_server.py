@@ -1,6 +1,6 @@
-"""What every node serves: its own gRPC services, health, reflection, and the HTTP port.
+"""The servers of every node: its own gRPC services, health, reflection, and the HTTP port.
 
-Everything runs on one event loop; no call holds a thread, so a parked read costs a future.
+All run on one event loop; no call holds a thread, so a parked pull costs a future.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ from ps_runtime.observe.metrics import TurnMetrics
 from ps_runtime.system.turns import TurnMeter
 
 Service = tuple[str, Callable[[grpc.aio.Server], object]]
-"""A service's full name, and what adds its servicer to a server."""
+"""A service's full name, and the function that adds its servicer to a server."""
 
 READINESS = "readiness"
-"""The service name under which health says whether the node is ready: more than that it serves."""
+"""The name of readiness in the health service."""
 
 LOOPBACK = "127.0.0.1:0"
-"""Roles bind loopback, at a free port, unless told otherwise."""
+"""The default address: loopback, at a free port."""
 
 
 class NodeServer:
     """A running gRPC server with its health, reflection and HTTP port. Made by `start`.
 
-    It starts as not serving: `/healthz` answers 503 and health NOT_SERVING until
-    `set_serving(True)`, which the role calls when it is there for others. Calls are answered from
-    the start. A node that serves is ready, too, but for what `set_unready` names: `/readyz` and
-    health's service "readiness" say so.
+    Calls are answered from the start, but `/healthz` answers 503 and health NOT_SERVING until the
+    role calls `set_serving(True)`. A serving node is ready unless `set_unready` gave a reason:
+    `/readyz` and health's service "readiness" say so.
 
     Attributes:
-        degraded: what is wrong with more than this node, in words, for `/healthz`; empty: nothing.
+        degraded: a problem of more than this node, in words, for `/healthz`; empty: none.
     """
 
     def __init__(self, registry: CollectorRegistry, service_names: Sequence[str]) -> None:
@@ -80,10 +79,10 @@ class NodeServer:
 
         Args:
             listen: "host:port" of the gRPC server; port 0 takes a free one.
-            advertise: where others reach it, see `addresses.advertised`.
+            advertise: the address for others, see `addresses.advertised`.
             http_listen: "host:port" of /metrics and /healthz.
             services: the role's own services.
-            registry: what /metrics shows.
+            registry: the metrics of /metrics.
 
         Raises:
             InvalidConfig: an address is malformed or cannot be bound.
@@ -109,14 +108,10 @@ class NodeServer:
 
     @property
     def is_serving(self) -> bool:
-        """What health and /healthz say."""
         return self._is_serving
 
     def set_serving(self, is_serving: bool) -> None:
-        """Say in health and /healthz whether the node is ready for others.
-
-        Blocking: no; watchers of the health service hear of it within the loop's next turns.
-        """
+        """Set the state in health and /healthz; watchers hear of it in the loop's next turns."""
         if is_serving == self._is_serving or self._is_stopped:
             return
         self._is_serving = is_serving
@@ -125,16 +120,13 @@ class NodeServer:
 
     @property
     def why_unready(self) -> str:
-        """Why the node is not ready; empty: it is."""
+        """The reason why the node is not ready; empty: it is ready."""
         return self._unready if self._is_serving else "not serving"
 
     def set_unready(self, reason: str) -> None:
-        """Say in health and /readyz why the node should not be relied on alone yet, or any more.
+        """Set the reason in health and /readyz why other nodes cannot rely on this one alone.
 
-        Args:
-            reason: in words; empty: it is ready as soon as it serves.
-
-        Blocking: no; as `set_serving`.
+        An empty `reason` makes the node ready as soon as it serves.
         """
         if bool(reason) != bool(self._unready) and not self._is_stopped:
             logs.info("not_ready" if reason else "ready", **({"reason": reason} if reason else {}))
@@ -150,8 +142,7 @@ class NodeServer:
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let those in progress finish within `grace_s`, then cut them.
 
-        Health says NOT_SERVING and /healthz 503 from the beginning to the end of the grace.
-        Idempotent.
+        Health says NOT_SERVING and /healthz 503 during the grace. Idempotent.
 
         Blocking: up to `grace_s` and a little.
         """
@@ -184,14 +175,14 @@ class NodeServer:
 
 
 class _Malformed:
-    """Stands for a request that does not parse, until the call can be ended with a reason."""
+    """A request that does not parse, until the call can end with a reason."""
 
     def __init__(self, error: DecodeError) -> None:
         self.error = error
 
 
 class _RefuseMalformed(grpc.aio.ServerInterceptor):
-    """Ends a call whose only request does not parse as InvalidTensor; gRPC would answer UNKNOWN.
+    """Answers a single request that does not parse with InvalidTensor; gRPC would answer UNKNOWN.
 
     Messages of a request stream are parsed inside the servicer, under `translated`.
     """
@@ -246,7 +237,7 @@ def _guarded(name: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
 
     if not handler.response_streaming:
         return grpc.unary_unary_rpc_method_handler(unary, deserialize, handler.response_serializer)
-    # A method that writes through its context instead of yielding is a coroutine, and gRPC looks.
+    # gRPC distinguishes a generator from a coroutine that writes through its context.
     yields = inspect.isasyncgenfunction(handler.unary_stream)
     return grpc.unary_stream_rpc_method_handler(
         stream if yields else written, deserialize, handler.response_serializer

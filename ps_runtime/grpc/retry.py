@@ -1,4 +1,4 @@
-"""When to try again: which errors a retry may cure, and how long to wait before it.
+"""Retries: the errors that a retry may cure, and the wait before it.
 
 Waits have full jitter (Brooker, "Exponential Backoff And Jitter", 2015): uniform between nothing
 and a bound that doubles, so that a thousand workers do not come back at the same moment.
@@ -23,12 +23,12 @@ LAST_BOUND_S = 2.0
 
 
 def is_retryable(error: PushpullError) -> bool:
-    """Whether the same request may succeed later, without anything else being done."""
+    """True if the same request may succeed later."""
     return isinstance(error, (Recovering, Draining, Overloaded))
 
 
 def is_curable(error: PushpullError) -> bool:
-    """Whether the same request may succeed later, perhaps at another server."""
+    """True if the same request may succeed later, perhaps at another server."""
     return is_retryable(error) or isinstance(error, WaitExpired | StaleAssignment | NotOwner)
 
 
@@ -41,13 +41,13 @@ class Backoff:
         first_bound_s: float = FIRST_BOUND_S,
         last_bound_s: float = LAST_BOUND_S,
     ) -> None:
-        self._rng = rng  # None: made at the first wait, which for most calls never comes
+        self._rng = rng  # None: made at the first wait, which most calls never reach
         self._first_bound_s = first_bound_s
         self._last_bound_s = last_bound_s
         self._bound_s = first_bound_s
 
     def next_s(self, error: PushpullError | None = None) -> float:
-        """Seconds to wait before the next attempt; at least what `error` asks for, if it asks."""
+        """Seconds to wait before the next attempt, at least `error.retry_after_ms`."""
         if self._rng is None:
             self._rng = random.Random()  # noqa: S311 - jitter, no secret
         jitter_s = self._rng.uniform(0.0, self._bound_s)

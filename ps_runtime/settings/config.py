@@ -1,8 +1,8 @@
 """Settings of a role: flag over environment over file over default, resolved once at start.
 
-A role's settings are one frozen dataclass; each field carries ``metadata={"help": ...}``. Field
+A role's settings are one frozen dataclass; each field has ``metadata={"help": ...}``. Field
 `http_listen` is flag ``--http-listen``, variable ``PUSHPULL_HTTP_LISTEN`` and key ``http_listen``
-of a TOML file. Unknown keys are errors that name the nearest known one. Types: str, int, float,
+of a TOML file. An unknown key is an error that names the nearest known one. Types: str, int, float,
 bool, Path, tuple[str, ...] (commas), and each of them or None.
 """
 
@@ -36,11 +36,7 @@ _FALSE = ("0", "false", "no", "off")
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Refuse a setting that is none of its choices.
-
-    Raises:
-        InvalidConfig: it is not.
-    """
+    """Raise InvalidConfig for a setting that is none of its choices."""
     if value not in choices:
         raise InvalidConfig(f"{name} is '{value}'; expected one of {', '.join(choices)}")
 
@@ -55,16 +51,16 @@ def resolve(
 
     Args:
         cls: a dataclass.
-        flags: by field name; None means not given. Names that are no field are not looked at, so
-            that ``vars(parser.parse_args())`` can be passed whole.
+        flags: by field name; None means not given. Other names are ignored, so that
+            ``vars(parser.parse_args())`` can be passed whole.
         env: the environment; an empty value counts as not given.
         file: a TOML file.
 
     Blocking: reads the file.
 
     Raises:
-        InvalidConfig: an unknown key or variable, a value of the wrong type, or a missing setting,
-            named together with where it came from.
+        InvalidConfig: an unknown key or variable, a value of the wrong type, or a missing setting;
+            the message names it and its source.
     """
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     hints = typing.get_type_hints(cls)
@@ -91,12 +87,10 @@ def resolve(
 
 
 def flag_name(field: str) -> str:
-    """The command-line flag of a field."""
     return "--" + field.replace("_", "-")
 
 
 def variable_name(field: str) -> str:
-    """The environment variable of a field."""
     return PREFIX + field.upper()
 
 
@@ -105,7 +99,7 @@ def argument_parser(
 ) -> argparse.ArgumentParser:
     """A parser with a flag for each field of `cls`, and --config FILE and --print-config.
 
-    A flag that is not given is None in the result, which `resolve` takes as such.
+    A flag that is not given is None in the result.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -123,14 +117,14 @@ def argument_parser(
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type[DataclassInstance]) -> None:
-    """Give a parser a flag for each field of `cls` that is for people."""
+    """Add a flag for each of `fields_of(cls)`."""
     hints = typing.get_type_hints(cls)
     for field in fields_of(cls):
         _add_flag(parser, field, hints[field.name])
 
 
 def fields_of(cls: type[DataclassInstance]) -> list[dataclasses.Field[Any]]:
-    """The fields that have a flag; one with "is_internal" in its metadata is a variable alone."""
+    """The fields with a flag; a field with "is_internal" in its metadata has only a variable."""
     return [f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("is_internal")]
 
 
@@ -140,9 +134,9 @@ def from_command_line(
     argv: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> DataclassT:
-    """What an entry point does with its command line: parse, resolve, and print if asked to.
+    """Parse an entry point's command line and resolve its settings.
 
-    Ends the process with status 0 after --print-config, and with status 2 and a line on stderr when
+    The process ends with status 0 after --print-config, and with status 2 and a line on stderr when
     a setting is wrong.
     """
     arguments = vars(parser.parse_args(argv))
@@ -157,7 +151,7 @@ def from_command_line(
 
 
 def print_config(config: DataclassInstance) -> None:
-    """Print the settings as TOML, each under its help; the output can be given back as --config."""
+    """Print the settings as TOML, each under its help; --config accepts the output."""
     for field in dataclasses.fields(config):
         if not field.init:
             continue
@@ -186,7 +180,7 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """What a field is where nobody says otherwise; None if somebody has to."""
+    """The field's default; None for a required field."""
     if field.default is not dataclasses.MISSING:
         return field.default
     if field.default_factory is not dataclasses.MISSING:
@@ -215,7 +209,7 @@ def _read(file: Path, known: list[str]) -> dict[str, object]:
 
 
 def _alternatives(hint: object) -> list[object]:
-    """The types of ``X | None`` without None; of anything else, itself."""
+    """The types of ``X | None`` without None; another type as it is."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return [kind for kind in typing.get_args(hint) if kind is not type(None)]
     return [hint]

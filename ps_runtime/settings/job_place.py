@@ -1,11 +1,11 @@
-"""The place of a process in its job, as whoever started the job tells it: a rank, and of how many.
+"""The place of a process in its job: a rank, and the number of processes.
 
-torchrun, Slurm, MPI and the Kubernetes operators each have variables of their own. A rank that is
-given to pushpull itself, as an argument, a flag or PUSHPULL_RANK, goes before all of them.
+torchrun, Slurm, MPI and the Kubernetes operators each set variables of their own. A rank that is
+given to pushpull itself, as an argument, a flag or PUSHPULL_RANK, takes precedence.
 
 Rules:
-    - Variables that name another rank or another number of processes are refused, not ranked.
-    - Under torchrun its own are the process's; those of Slurm or Kubernetes then number machines.
+    - Variables that name another rank or another number of processes are an error.
+    - Under torchrun only its own variables count; Slurm's or Kubernetes' then number machines.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dataclasses import dataclass
 from ps_core.errors import InvalidConfig
 
 HOSTNAME = "hostname"
-"""The setting `identity` that stands for this host's name."""
+"""The value of the setting `identity` for this host's name."""
 
 REMEDY = "give --rank or PUSHPULL_RANK"
 
 _TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""torchrun sets them, and no operator does."""
+"""Variables that torchrun sets, and no operator does."""
 
 _PAIRS = (
-    # the launcher, its rank, its number of processes, and what has to be there beside them
+    # launcher, variable of the rank, of the number of processes, other variables that must be set
     ("torchrun or an operator", "RANK", "WORLD_SIZE", ("WORLD_SIZE",)),
-    # A batch script has SLURM_PROCID as well; only the tasks of srun have a step.
+    # A batch script has SLURM_PROCID, too; only a task of srun has a step.
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", ("SLURM_STEP_ID",)),
     ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ()),
     ("MPICH", "PMI_RANK", "PMI_SIZE", ()),
@@ -35,12 +35,12 @@ _PAIRS = (
 )
 
 _NODE_RANK, _NODES, _PER_NODE = "PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE"
-"""What an operator tells torchrun: where that is not used, a node is a worker."""
+"""An operator's variables for torchrun; without torchrun, a node is a worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobPlace:
-    """A rank, the number of processes if it is known (else 0), and the variables that say so."""
+    """A rank, the number of processes (0: not known), and the variables that say so."""
 
     rank: int
     world_size: int
@@ -52,12 +52,12 @@ class JobPlace:
 
 
 def identity_of(setting: str) -> str:
-    """Who a worker is, by its setting `identity`."""
+    """The worker's identity for a value of the setting `identity`."""
     return socket.gethostname() if setting == HOSTNAME else setting
 
 
 def place_in_job(env: Mapping[str, str]) -> JobPlace | None:
-    """What the environment says of this process's place; None if nothing.
+    """The place that the environment says; None if it says none.
 
     Raises:
         InvalidConfig: variables disagree, or have no sense.
@@ -100,10 +100,10 @@ def _place_of_node(env: Mapping[str, str]) -> JobPlace:
     per_node = env.get(_PER_NODE, "1")
     if per_node.isdigit() and int(per_node) > 1:
         raise InvalidConfig(
-            f"{_PER_NODE} is {per_node}, and no process of torchrun is this: start it with "
+            f"{_PER_NODE} is {per_node}, and this is no process of torchrun: start it with "
             f"`torchrun --no-python pushpull worker SCRIPT`, or {REMEDY}"
         )
-    nodes = env.get(_NODES, "")  # "2:4" bounds them
+    nodes = env.get(_NODES, "")  # "2:4" is a range, and no number
     count = int(nodes) if nodes.isdigit() else 0
     return JobPlace(_number(env, _NODE_RANK), count, f"{_NODE_RANK} of an operator")
 

@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from tests.tidy.source import Finding, Source
 
 READ = (
+    "ps_runtime/cluster/",
+    "ps_runtime/grpc/",
     "ps_runtime/observe/",
+    "ps_runtime/settings/",
     "ps_runtime/system/",
     "ps_worker/client/client.py",
     "tests/tidy/prose.py",
