@@ -1,1 +1,1 @@
-"""Starting roles as processes, and ending them."""
+"""Roles as processes: their start and their end."""

@@ -1,4 +1,4 @@
-"""What a local cluster is to be like, and what its scheduler is told of that."""
+"""The shape of a local cluster, as its scheduler and servers get it on their command lines."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ps_core.errors import InvalidConfig
 
 _EVERY = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h)?")
 _MOST = 1e15
-"""Steps or units of time from one checkpoint to the next."""
+"""Steps, or units of time, between two checkpoints at most."""
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPlan:
-    """Where a cluster keeps checkpoints, and which it starts from.
+    """The place of a cluster's checkpoints, and the checkpoint that it starts from.
 
     Attributes:
-        url: a path, or a URL that fsspec knows; empty: nowhere.
+        url: a path, or a URL that fsspec knows; empty: none.
         every: "100" for each hundredth step, "60s", "5m" or "1h" for a time; empty: only on demand.
-        keep: how many are kept; 0: all.
-        resume: a checkpoint's directory, or what has them; "auto": the newest under `url`, or anew
-            if none was ever complete there; empty: it starts anew.
-        full_every: of so many in a row one is full, and the others have only what changed; 1: all
+        keep: checkpoints to keep; 0: all.
+        resume: a checkpoint's directory, or one above; "auto": the newest under `url`, or anew if
+            none was ever complete there; empty: the cluster starts anew.
+        full_every: one of so many in a row is full, and the others have only the changes; 1: all
             are full.
     """
 
@@ -64,10 +64,10 @@ class CheckpointPlan:
 
     @property
     def scheduler_arguments(self) -> tuple[str, ...]:
-        """What the scheduler is told of it."""
+        """The plan's arguments for the scheduler."""
         given = []
         if self.url:
-            # Whoever starts a local cluster makes the last one, before its roles are stopped.
+            # The starter of a local cluster makes the last one, before it stops the roles.
             given += [f"--checkpoint-url={self.url}", "--checkpoint-last-s=0"]
         if self.every:
             number, unit = self._every()
@@ -89,12 +89,13 @@ NO_CHECKPOINTS = CheckpointPlan()
 
 @dataclass(frozen=True, slots=True)
 class UpdateLogPlan:
-    """Where the servers of a local cluster keep update logs.
+    """The update logs of a local cluster's servers.
 
     Attributes:
-        path: a directory, in which each server has one of its own; empty: nowhere.
-        bound_mb: MB of each log above which the oldest updates go; 0: the server's own setting.
-        is_synced: whether an update counts only when the disk has it.
+        path: a directory, with one directory a server; empty: no logs.
+        bound_mb: MB of each log above which the oldest updates are removed; 0: the server's own
+            setting.
+        is_synced: an update counts only when the disk has it.
     """
 
     path: str = ""
@@ -108,7 +109,7 @@ class UpdateLogPlan:
             raise InvalidConfig("settings of an update log without one; give --update-log")
 
     def server_arguments(self, index: int) -> tuple[str, ...]:
-        """What a server is told of it."""
+        """The plan's arguments for a server."""
         if not self.path:
             return ()
         given = [f"--update-log={Path(self.path).absolute() / f'server-{index}'}"]
@@ -124,22 +125,22 @@ NO_UPDATE_LOG = UpdateLogPlan()
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """A local cluster. Of what is 0 the scheduler's own setting decides.
+    """A local cluster. 0 leaves a number to the scheduler's own setting.
 
     Attributes:
         server_count: its servers.
         worker_count: the workers that clock 1 of a BSP table waits for.
-        listen: where the scheduler listens.
-        server_listen: where each server listens.
+        listen: the scheduler's address.
         environment: variables of all roles.
-        max_workers: how many workers there may be in the end.
+        max_workers: the number of workers at most, those that join later included.
         replica_count: servers that hold each range.
         min_in_sync: replicas that must hold a push before it counts.
-        lease_s: when a node counts as silent, in seconds.
-        checkpoints: where it keeps checkpoints, and which it starts from.
-        update_log: where its servers keep what they did.
-        has_journal: whether its scheduler keeps what it knows for as long as its launcher lives,
-            and goes on when it is started again.
+        lease_s: seconds without a heartbeat after which a node counts as silent.
+        checkpoints: their place, and the one that it starts from.
+        update_log: the update logs of its servers.
+        server_listen: each server's address.
+        has_journal: its scheduler keeps a journal for as long as its launcher lives, and goes on
+            when it is started again.
     """
 
     server_count: int
@@ -172,7 +173,7 @@ class ClusterShape:
 
     @property
     def scheduler_arguments(self) -> tuple[str, ...]:
-        """What the scheduler is told of it."""
+        """The shape's arguments for the scheduler."""
         given: dict[str, float] = {
             "max-workers": self.max_workers,
             "replicas": self.replica_count,

@@ -2,16 +2,15 @@
 
 Rules:
     - Each role is the leader of its own process group, so Ctrl-C in a terminal reaches only the
-      launcher, and what a role left behind ends with it.
+      launcher, and a role's own children end with it.
     - A child that has ended stays unreaped until its group has been killed: until then the kernel
-      cannot give its number to a stranger, so every signal goes where it was meant to go.
-    - Children are begun by one thread that lives as long as the launcher: the kernel's
-      parent-death signal, which roles ask for under PUSHPULL_DIE_WITH_PARENT=1, fires at the end of
-      the *thread* that forked.
-    - Nothing is polled at a fixed rate, and every wait is bounded and ends early if the child dies.
+      cannot give its number to another process, so no signal reaches a stranger.
+    - One thread that lives as long as the launcher starts all children: the kernel's parent-death
+      signal, which roles ask for under PUSHPULL_DIE_WITH_PARENT=1, fires at the end of the *thread*
+      that forked.
+    - No poll has a fixed rate, and every wait is bounded and ends early if the child dies.
 
-What it deliberately does not do: decide what a role's end means, or know what roles say to each
-other.
+The caller decides the meaning of a role's end.
 """
 
 from __future__ import annotations
@@ -40,22 +39,22 @@ from ps_runtime.launch.role_starts import RoleChild, RoleStart
 from ps_runtime.observe import logs
 
 RECENT_LINE_COUNT = 40
-"""Lines of each role's output kept for the message about its end."""
+"""Lines of each role's output for the message about its end."""
 
 MAX_LINE_BYTES = 65_536
-"""A longer line is cut: memory stays bounded whatever a role prints."""
+"""A longer line is cut, so that memory stays bounded."""
 
 READY_DEADLINE_S = 120.0
-"""A role imports torch before it answers: seconds on a busy machine, minutes on a cold disk."""
+"""A role imports torch first: seconds on a busy machine, minutes on a cold disk."""
 
 STOP_GRACE_S = 2.0
-"""Between SIGTERM and SIGKILL, for each kind of role."""
+"""Time between SIGTERM and SIGKILL, for each kind of role."""
 
 CHECKPOINT_GRACE_S = 35.0
 """Longer than a scheduler waits for a checkpoint that is under way."""
 
 _DRAIN_GRACE_S = 1.0
-"""Calls in progress get this long when a role stops: less than `STOP_GRACE_S`, or it is killed."""
+"""Time for calls in progress when a role stops: less than `STOP_GRACE_S`, or it is killed."""
 
 _LAUNCH_ID = "PUSHPULL_LAUNCH_ID"
 
@@ -64,15 +63,15 @@ _FIRST_POLL_S = 0.005
 _MAX_POLL_S = 0.1
 
 LineSink = Callable[["RoleProcess", str], None]
-"""Called with each line of output, from a thread of the launcher's, one line at a time a role."""
+"""Gets each line of output, from a thread of the launcher's, one line at a time a role."""
 
 ExitSink = Callable[["RoleExit"], None]
-"""Called once for each role that ends, from a thread of the launcher's."""
+"""Gets each role that ends, once, from a thread of the launcher's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoleCommand:
-    """What to start: `module` with `arguments`; `kind` and `index` make its name."""
+    """The command of a role: `module` with `arguments`; `kind` and `index` make its name."""
 
     kind: str
     index: int | None
@@ -82,25 +81,25 @@ class RoleCommand:
 
     @property
     def launch_id(self) -> bytes:
-        """What its nodes have told the scheduler, so that their end can be told; empty: nothing."""
+        """The launch id by which its nodes' end can be reported to the scheduler; may be empty."""
         return bytes.fromhex(self.environment.get(_LAUNCH_ID, ""))
 
     @property
     def name(self) -> str:
-        """As people read it: "scheduler", "server 0", "worker 3"."""
+        """The role for people: "scheduler", "server 0", "worker 3"."""
         return self.kind if self.index is None else f"{self.kind} {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class RoleExit:
-    """How a role ended.
+    """The end of a role.
 
     Attributes:
         command: the role's.
         returncode: as subprocess has it, negative for a signal.
         was_stopped: the launcher had told it to end.
-        recent_lines: the last that it printed.
-        address: where it served; empty for one that never came to serve.
+        recent_lines: its last lines of output.
+        address: the address that it served at; empty if it never served.
         ran_s: seconds from its start to its end.
     """
 
@@ -113,12 +112,11 @@ class RoleExit:
 
     @property
     def was_ready(self) -> bool:
-        """True if it had come to serve."""
         return bool(self.address)
 
     @property
     def how(self) -> str:
-        """For a person: "exit code 1", "signal 9 (SIGKILL)"."""
+        """The end for people: "exit code 1", "signal 9 (SIGKILL)"."""
         if self.returncode >= 0:
             return f"exit code {self.returncode}"
         name = _signal_name(-self.returncode)
@@ -126,8 +124,8 @@ class RoleExit:
 
     @property
     def reason(self) -> str:
-        """Why, as the role said itself; empty if it said nothing. A worker's script speaks for
-        itself.
+        """The reason in the role's own words; empty if it gave none, and for a worker, whose script
+        prints its own.
         """
         if self.returncode <= 0 or self.command.kind == "worker":
             return ""
@@ -135,7 +133,7 @@ class RoleExit:
 
     @property
     def fate(self) -> str:
-        """In a sentence: "ended with exit code 1", "was killed by SIGKILL"."""
+        """The end as a verb: "ended with exit code 1", "was killed by SIGKILL"."""
         name = _signal_name(-self.returncode)
         return f"was killed by {name}" if name else f"ended with {self.how}"
 
@@ -150,7 +148,7 @@ def _signal_name(number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReadyRole:
-    """What a role wrote to its ready file."""
+    """The addresses in a role's ready file."""
 
     address: str
     http_address: str
@@ -183,29 +181,24 @@ class RoleProcess:
 
     @property
     def name(self) -> str:
-        """As people read it."""
         return self.command.name
 
     @property
     def recent_lines(self) -> tuple[str, ...]:
-        """The last lines that it printed."""
         return tuple(self._recent_lines)
 
     @property
     def exit(self) -> RoleExit | None:
-        """How it ended, or None while it runs."""
+        """The role's end, or None while it runs."""
         return self._exit
 
     @property
     def is_serving(self) -> bool:
-        """Whether it runs, and has written its addresses."""
+        """True if it runs, and has written its addresses."""
         return self._exit is None and self._ready_file.exists()
 
     def wait(self, timeout_s: float) -> RoleExit | None:
-        """Wait for its end.
-
-        Blocking: up to `timeout_s`; None if it still runs then.
-        """
+        """Wait for its end, up to `timeout_s`; None if it still runs then."""
         self._ended.wait(max(0.0, timeout_s))
         return self._exit
 
@@ -216,7 +209,7 @@ class RoleProcess:
                 os.kill(self.pid, number)
 
     def stop(self, number: signal.Signals) -> None:
-        """End it on purpose: its exit counts as `was_stopped`. SIGKILL goes to its whole group."""
+        """End it on purpose: the exit has `was_stopped`. SIGKILL goes to its whole group."""
         self._was_stopped = True
         if number is not signal.SIGKILL:
             self.send(number)
@@ -226,7 +219,7 @@ class RoleProcess:
                 os.killpg(self.pid, number)
 
     def watch(self, on_line: LineSink, on_exit: ExitSink) -> None:
-        """Begin to read its output and to wait for its end."""
+        """Start to read its output and to wait for its end."""
         self._reader = threading.Thread(
             target=self._read, args=(on_line,), name=f"output of {self.name}", daemon=True
         )
@@ -250,8 +243,8 @@ class RoleProcess:
             returncode = self._child.wait()
             self._is_reaped = True
         if self._reader is not None:
-            # What the role wrote last says why it ended. Bounded: a process that left the group may
-            # hold the pipe open.
+            # The last lines say the reason. Bounded, because a process that left the group may hold
+            # the pipe open.
             self._reader.join(_READER_JOIN_S)
         address = _read_ready(self._ready_file).address if self._ready_file.exists() else ""
         ran_s, lines = time.monotonic() - self._began_s, self.recent_lines
@@ -261,18 +254,18 @@ class RoleProcess:
 
 
 def _lines(stream: IO[bytes]) -> Iterable[str]:
-    """The lines of `stream`; of a line that was overwritten by carriage returns, what remained."""
+    """The lines of `stream`, each as it was after its last carriage return."""
     while raw := stream.readline(MAX_LINE_BYTES):
         text = raw.decode("utf-8", "replace").rstrip("\r\n")
         yield text.rsplit("\r", 1)[-1]
 
 
 def _ignore_line(process: RoleProcess, line: str) -> None:
-    """The default sink: lines are only kept for the message about the role's end."""
+    """The default sink; `RoleProcess.recent_lines` has the last lines."""
 
 
 def _ignore_exit(role_exit: RoleExit) -> None:
-    """The default sink: `RoleProcess.wait` tells."""
+    """The default sink; `RoleProcess.wait` returns the end."""
 
 
 class Launcher:
@@ -294,21 +287,21 @@ class Launcher:
 
     @property
     def processes(self) -> tuple[RoleProcess, ...]:
-        """All roles that were started, in that order, ended ones included."""
+        """All roles in the order of their start, ended ones included."""
         with self._lock:
             return tuple(self._processes)
 
     def ready_file(self, command: RoleCommand) -> Path:
-        """Where the role writes its addresses."""
+        """The path of the role's ready file."""
         return Path(self._ready_directory.name) / f"{command.name.replace(' ', '-')}.json"
 
     @property
     def journal_directory(self) -> Path:
-        """Where a scheduler may keep its journal; it goes with the launcher."""
+        """The path of a scheduler's journal; the launcher's `stop` removes it."""
         return Path(self._ready_directory.name) / "journal"
 
     def start_again(self, command: RoleCommand) -> RoleProcess:
-        """Start a role that has ended; a scheduler where it was, since others know its address.
+        """Start a role that has ended; a scheduler gets its old address, which others know.
 
         Raises:
             InvalidConfig: the launcher has been stopped.
@@ -325,7 +318,7 @@ class Launcher:
         return self.start(command)
 
     def start(self, command: RoleCommand) -> RoleProcess:
-        """Start a role; one that has ended may be started again.
+        """Start a role; a role that has ended may be started again.
 
         Raises:
             InvalidConfig: the launcher has been stopped.
@@ -343,7 +336,7 @@ class Launcher:
         with self._lock:
             self._check_open(command)
             ready_file = self.ready_file(command)
-            ready_file.unlink(missing_ok=True)  # of the one that ended
+            ready_file.unlink(missing_ok=True)  # of a former process
             read_end, write_end = os.pipe()
             output = os.fdopen(read_end, "rb")
             try:
@@ -382,7 +375,7 @@ class Launcher:
             poll_s = min(poll_s * 2, _MAX_POLL_S)
 
     def stop_scheduler(self, grace_s: float) -> None:
-        """End the scheduler before all others: then it waits for a checkpoint that is under way.
+        """End the scheduler before all others, so that it waits for a checkpoint under way.
         Idempotent.
 
         Blocking: at most `grace_s`, and the kernel's time to kill.
@@ -406,7 +399,7 @@ class Launcher:
         self._ready_directory.cleanup()
 
     def kill(self) -> None:
-        """SIGKILL to all roles at once, for a user who does not want to wait for `stop`."""
+        """Send SIGKILL to all roles at once, for a user who does not want to wait for `stop`."""
         with self._lock:
             self._is_stopping = True
         for process in self.processes:
@@ -421,7 +414,7 @@ class Launcher:
 
 def _stop_all(processes: Sequence[RoleProcess], grace_s: float) -> None:
     for process in processes:
-        # A server that is sent SIGTERM stays until another has what it holds: here all of them end.
+        # SIGTERM lets a server wait until another has its values; here all of them end.
         process.stop(signal.SIGINT if process.command.kind == "server" else signal.SIGTERM)
     give_up_s = time.monotonic() + grace_s
     for process in processes:
@@ -437,8 +430,8 @@ def _read_ready(path: Path) -> ReadyRole:
 
 
 def reason_of(lines: Sequence[str]) -> str:
-    """Why a role ended, as it said itself in the last error of its log, or in what is wrong with
-    its command line; empty if it said nothing of the kind.
+    """The reason of a role's end, from the last error in its log or about its command line; empty
+    if there is none.
     """
     for text in reversed(lines):
         fields = logs.fields_of(text)
@@ -452,9 +445,7 @@ def reason_of(lines: Sequence[str]) -> str:
 
 
 def describe_exit(role_exit: RoleExit, when: str) -> str:
-    """The message about a role that ended: which, how, when, and why if it said so itself, else
-    what it said last.
-    """
+    """The message about a role that ended, with its own reason or else its last lines."""
     head = f"{role_exit.command.name} ended with {role_exit.how} {when}"
     if role_exit.reason:
         return f"{head}; it said: {role_exit.reason}"
@@ -497,7 +488,7 @@ def start_servers(launcher: Launcher, shape: ClusterShape, scheduler: str) -> li
 def start_server(
     launcher: Launcher, shape: ClusterShape, scheduler: str, index: int
 ) -> RoleProcess:
-    """Start one server of a local cluster, or another one, by an index that none has."""
+    """Start one server of a local cluster; `index` is one that no other server has."""
     bare = RoleCommand("server", index, "ps_server", environment=shape.environment)
     arguments = (
         f"--listen={shape.server_listen}",
@@ -512,7 +503,7 @@ def start_server(
 def worker_command(
     rank: int, scheduler: str, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> RoleCommand:
-    """The command of worker `rank` of a local cluster; `arguments` are the script and its own."""
+    """The command of worker `rank`; `arguments` are its script and the script's own."""
     added = {
         **environment,
         "PUSHPULL_SCHEDULER": scheduler,

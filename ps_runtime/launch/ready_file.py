@@ -1,4 +1,4 @@
-"""The file by which a role tells its starter that it serves, and where."""
+"""The ready file: a role tells its starter by it that it serves, and at which addresses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ps_core.errors import InvalidConfig
 def write_ready_file(path: Path, address: str, http_address: str) -> None:
     """Write ``{"address": ..., "http_address": ...}`` to `path`.
 
-    The file is renamed into place: a reader sees all of it or no file.
+    The file is renamed into place, so that a reader sees all of it or no file.
 
     Blocking: writes the file.
 

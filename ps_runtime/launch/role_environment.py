@@ -27,21 +27,21 @@ _ADDRESSING = (
     "WORKERS",
     "WORLD_SIZE",
 )
-"""PUSHPULL_ variables that say who a process is, and what its cluster is like: never inherited by a
-role of a local cluster."""
+"""PUSHPULL_ variables of a process's own identity and cluster: a role of a local cluster never
+inherits them."""
 
 
 def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a role: what the caller has, less who the caller is, plus `added`.
+    """The environment of a role: the caller's, without the caller's identity, and `added`.
 
-    Our packages come from where this process has them, whatever the working directory.
+    Our packages come from the folders where this process found them.
     """
     dropped = {f"PUSHPULL_{name}" for name in _ADDRESSING}
     environment = {name: value for name, value in inherited.items() if name not in dropped}
     environment["PYTHONPATH"] = python_path(inherited)
     environment[DIE_WITH_PARENT] = "1"
     environment[PARENT_PID] = str(os.getpid())
-    # A pipe makes Python's output block-buffered: the last lines of a killed role would be lost.
+    # Python's output to a pipe is block-buffered: a killed role's last lines would be lost.
     environment.setdefault("PYTHONUNBUFFERED", "1")
     environment.update(added)
     return environment

@@ -1,8 +1,7 @@
-"""`python -P -m ps_runtime.launch.role_process MODULE ...`: runs one of our roles, and no other
-module.
+"""`python -P -m ps_runtime.launch.role_process MODULE ...` runs one of our roles.
 
-A user's own `scheduler.py`, in the working directory or in a folder on PYTHONPATH, would run in the
-place of ours with `python -m scheduler`.
+`python -m scheduler` would run a user's own `scheduler.py`, in the working directory or in a folder
+on PYTHONPATH, instead of ours.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ ROLES = ("scheduler", "ps_server", "ps_worker")
 
 def command_of(module: str, arguments: Sequence[str]) -> list[str]:
     """The command line of a process that runs `python -m module arguments`."""
-    # -P: nothing of the working directory runs in the place of ours.
+    # -P: Python does not look for our modules in the working directory.
     return [sys.executable, "-P", "-m", "ps_runtime.launch.role_process", module, *arguments]
 
 
 def become(module: str, arguments: Sequence[str], inherited: Mapping[str, str]) -> NoReturn:
-    """Turn this process into a role, so that signals and its end are the role's."""
+    """Replace this process by a role, so that signals and its end are the role's."""
     sys.stdout.flush()
     environment = {**inherited, "PYTHONPATH": python_path(inherited)}
     os.execve(sys.executable, command_of(module, arguments), environment)  # noqa: S606 - the role
 
 
 def claim(module: str) -> None:
-    """Import a role's package from beside this one, wherever else there is one of its name."""
+    """Import a role's package from beside this one, even if another package has its name."""
     spec = PathFinder.find_spec(module, [str(Path(ps_core.__file__).parents[1])])
     if spec is None or spec.loader is None:
         raise ModuleNotFoundError(f"pushpull is not whole: there is no {module} beside ps_core")
@@ -46,7 +45,7 @@ def claim(module: str) -> None:
 
 
 def main() -> None:
-    """Run the module that the command line names, as `python -m` would."""
+    """Run the module of the command line, as `python -m` would."""
     _, module, *arguments = sys.argv
     if module in ROLES:
         claim(module)

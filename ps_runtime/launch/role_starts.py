@@ -1,9 +1,8 @@
-"""How the process of a role begins: as a new interpreter, unless this process has another way.
+"""The start of a role's process: a new interpreter, unless this process has another way.
 
-A new interpreter imports torch, a second or two of CPU for each server. Who starts clusters again
-and again, as this project's tests do, may have them begin as forks of a process that has done so.
-Whatever the way, what began is a child of this process and the leader of its own process group,
-and nothing else is asked of it here.
+A new interpreter imports torch, a second or two of CPU for each server. This project's tests start
+many clusters, so they fork a process that has imported it already. Either way, the new process is a
+child of this process and the leader of its own process group.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from ps_runtime.launch import role_process
 
 @dataclass(frozen=True, slots=True)
 class RoleStart:
-    """What begins: `python -m module arguments`, with nothing to read.
+    """The start of `python -m module arguments`, with no input.
 
     Attributes:
         module: our own, never one of the working directory.
         arguments: its command line.
         environment: all of it.
-        output: the descriptor that it writes to, on stdout and stderr; the caller closes its own.
+        output: the descriptor for stdout and stderr; the caller closes its own.
     """
 
     module: str
@@ -34,15 +33,15 @@ class RoleStart:
 
 
 class RoleChild(Protocol):
-    """A child process: its number, and how it ended."""
+    """A child process."""
 
     @property
     def pid(self) -> int:
-        """Its number, also of its process group."""
+        """Its number, which is also that of its process group."""
         ...
 
     def wait(self) -> int:
-        """Reap it; negative for a signal. Blocking: until it ends."""
+        """Reap it; returns its exit code, negative for a signal. Blocking: until it ends."""
         ...
 
 
@@ -50,7 +49,7 @@ Way = Callable[[RoleStart], RoleChild]
 
 
 def new_interpreter(start: RoleStart) -> RoleChild:
-    """A process that imports all it needs."""
+    """Start a process that imports all its modules."""
     return subprocess.Popen(
         role_process.command_of(start.module, start.arguments),
         stdin=subprocess.DEVNULL,
@@ -65,12 +64,12 @@ _way: Way = new_interpreter
 
 
 def begin(start: RoleStart) -> RoleChild:
-    """Begin a process, in the way that this process has."""
+    """Start a process in this process's way."""
     return _way(start)
 
 
 def begin_by(way: Way) -> Way:
-    """Let every role that this process starts from now on begin in that way; the one until now."""
+    """Set the way in which this process starts roles; returns the former way."""
     global _way
     before, _way = _way, way
     return before

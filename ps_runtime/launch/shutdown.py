@@ -1,4 +1,4 @@
-"""How a role's process ends: by a signal, and never later than the process that started it."""
+"""The end of a role's process: by a signal, and never later than that of its starter."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 async def wait_for_stop_signal() -> signal.Signals:
-    """Wait for SIGTERM or SIGINT, and say which came.
+    """Wait for SIGTERM or SIGINT; returns the signal.
 
-    From its return on the signals have their default effect again: a second one ends the process at
-    once, if its orderly end takes too long for somebody. Call it from the main thread's loop.
-
-    Blocking: until a signal comes.
+    Afterwards the signals have their default effect again, so that a second one ends the process at
+    once. Call it from the main thread's loop.
     """
     loop = asyncio.get_running_loop()
     came: asyncio.Future[signal.Signals] = loop.create_future()
@@ -45,12 +43,12 @@ async def wait_for_stop_signal() -> signal.Signals:
 def die_with_parent() -> bool:
     """Have the kernel kill this process with SIGKILL when its parent ends; Linux only.
 
-    The signal comes when the *thread* that started this process ends, so a parent starts roles from
-    a thread that lives as long as they do. If the parent has ended before the call took effect, the
-    process ends here.
+    The kernel sends it when the *thread* that started this process ends, so a parent starts roles
+    from a thread that lives as long as they do. If the parent has ended before the call took
+    effect, the process ends here.
 
     Returns:
-        Whether the kernel took the wish; False on other systems.
+        True if the kernel took the request; False on other systems.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -66,8 +64,8 @@ def die_with_parent() -> bool:
 def die_with_parent_if_asked(env: Mapping[str, str]) -> None:
     """Call `die_with_parent` if PUSHPULL_DIE_WITH_PARENT is 1; a role does so first of all.
 
-    PUSHPULL_PARENT_PID says who started it: a role whose starter ended while it was still importing
-    (torch takes seconds) ends here, instead of holding on to whoever adopted it.
+    PUSHPULL_PARENT_PID names the starter: if it ended while the role was still importing (torch
+    takes seconds), the role ends here, and not when its adopter does.
 
     Raises:
         InvalidConfig: the variable is neither 0, 1, empty nor absent.

@@ -11,6 +11,7 @@ from tests.tidy.source import Finding, Source
 READ = (
     "ps_runtime/cluster/",
     "ps_runtime/grpc/",
+    "ps_runtime/launch/",
     "ps_runtime/observe/",
     "ps_runtime/settings/",
     "ps_runtime/system/",
