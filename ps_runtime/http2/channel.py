@@ -1,10 +1,10 @@
-"""gRPC's client side on an HTTP/2 of our own: calls to a `ps_runtime.http2.server`, or to any gRPC
-server that speaks plain HTTP/2.
+"""gRPC's client side on an HTTP/2 of our own: calls to `ps_runtime.http2.server`, or to any gRPC
+server with plain HTTP/2.
 
-Messages are serialized by the caller, in pieces, which are written from where they lie; what comes
-is received where it will be read. Failures are `grpc.aio.AioRpcError`, as those of `grpc.aio`.
+Callers serialize messages, in pieces, which are written from their memory; messages are received
+into the memory where they are read. Failures are `grpc.aio.AioRpcError`, as those of `grpc.aio`.
 
-Everything belongs to the loop that it was connected on.
+A channel belongs to the loop that it was connected on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ps_runtime.http2.protocol import grpc_fields
 from ps_runtime.http2.protocol.bounds import Bounds
 from ps_runtime.http2.protocol.frames import ErrorCode
 from ps_runtime.http2.protocol.memory import MessageMemory
-from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol.streams import Fields, MessagePiece, Stream
 from ps_runtime.http2.transport import Http2Transport
 from ps_runtime.system.trimming import trim_often
 
@@ -43,8 +43,8 @@ _OF_HTTP = {
 
 
 class _Failure(NamedTuple):
-    """How a call failed. The exception is made anew for each who is told: one that was kept would
-    hold, by its traceback, all that they had, until the collector looks.
+    """A call's failure. Each caller gets a new exception, because the traceback of a shared one
+    would keep all their memory until the collector runs.
     """
 
     status: grpc.StatusCode
@@ -57,7 +57,7 @@ class _Failure(NamedTuple):
 
 
 class StreamChannel:
-    """A connection. Made by `connect`; it does not come back when it is lost."""
+    """A connection. Made by `connect`; a lost one does not come back."""
 
     def __init__(self, authority: str, transport: Http2Transport, memory: MessageMemory) -> None:
         self._authority = authority
@@ -66,11 +66,7 @@ class StreamChannel:
 
     @classmethod
     async def connect(cls, host: str, port: int, deadline_s: float) -> StreamChannel:
-        """Connect.
-
-        Raises:
-            OSError: nobody listens there; TimeoutError among them.
-        """
+        """Connect; raises OSError, TimeoutError among them, if no server answers."""
         loop = asyncio.get_running_loop()
         memory = MessageMemory()
         async with asyncio.timeout(deadline_s):
@@ -81,20 +77,18 @@ class StreamChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be begun."""
+        """True if calls can be started."""
         return self._transport.is_open and not self._transport.connection.is_going_away
 
     def call(self, path: str, timeout_s: float | None = None) -> StreamCall:
-        """Begin a call of the method `path`.
+        """Start a call of the method `path`, "/service/method".
 
-        Args:
-            path: "/service/method".
-            timeout_s: after which it fails with DEADLINE_EXCEEDED; None for never.
+        It fails with DEADLINE_EXCEEDED after `timeout_s`; None: never.
 
         Raises:
             grpc.aio.AioRpcError: the connection is gone, or takes no more calls.
         """
-        if not self.is_open or not self._transport.connection.has_room:
+        if not self.is_open or not self._transport.connection.can_open:
             raise _Failure(
                 grpc.StatusCode.UNAVAILABLE, "the connection takes no more calls"
             ).error()
@@ -102,8 +96,8 @@ class StreamChannel:
         call.begin(grpc_fields.request_fields(path, self._authority, timeout_s), timeout_s)
         return call
 
-    async def unary(self, path: str, request: bytes, timeout_s: float) -> Piece:
-        """One message there, one back.
+    async def unary(self, path: str, request: bytes, timeout_s: float) -> MessagePiece:
+        """Send one message and return the one answer.
 
         Raises:
             grpc.aio.AioRpcError: the call failed.
@@ -112,8 +106,8 @@ class StreamChannel:
         try:
             await call.write((request,))
             call.done_writing()
-            response: Piece | None = None
-            async for response in call:  # noqa: B007 - to its end, where the status is
+            response: MessagePiece | None = None
+            async for response in call:  # noqa: B007 - to its end, which has the status
                 pass
         finally:
             call.cancel()
@@ -122,26 +116,25 @@ class StreamChannel:
         return response
 
     def close(self) -> None:
-        """End the connection; calls that are open fail."""
+        """End the connection; open calls fail."""
         self._trimming()
         self._transport.close()
 
 
 class StreamCall:
-    """One call: write, and iterate over what comes."""
+    """One call: write, and iterate over the answers."""
 
     def __init__(self, transport: Http2Transport) -> None:
         self._transport = transport
         self._stream: Stream | None = None
-        self._messages: deque[Piece] = deque()
+        self._messages: deque[MessagePiece] = deque()
         self._came = asyncio.Event()
-        self._room = asyncio.Event()
+        self._writable = asyncio.Event()
         self._failure: _Failure | None = None
         self._is_done = False
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, fields: Fields, timeout_s: float | None) -> None:
-        """Send the headers."""
         self._stream = self._transport.connection.open(fields, self)
         if timeout_s is not None:
             loop = asyncio.get_running_loop()
@@ -149,7 +142,7 @@ class StreamCall:
 
     # --- for the caller
 
-    async def write(self, pieces: Sequence[Piece]) -> None:
+    async def write(self, pieces: Sequence[MessagePiece]) -> None:
         """Send a message, in pieces that must not change until it is answered.
 
         Blocking: while the peer takes no more.
@@ -160,46 +153,42 @@ class StreamCall:
         if self._failure is not None:
             raise self._failure.error()
         if self._stream is not None:
-            await self._transport.send(self._stream, pieces, self._room)
+            await self._transport.send(self._stream, pieces, self._writable)
         if self._failure is not None:
             raise self._failure.error()
 
     def done_writing(self) -> None:
-        """Nothing more is sent."""
+        """End the client's side of the stream."""
         if self._stream is not None:
             self._transport.connection.end(self._stream)
             self._transport.flush()
 
     def cancel(self) -> None:
-        """Give the call up, if it has not ended."""
+        """Give the call up, unless it has ended."""
         self._end(_Failure(grpc.StatusCode.CANCELLED, "the call was cancelled by its caller"))
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[MessagePiece]:
         return self
 
-    async def __anext__(self) -> Piece:
-        """The next message.
-
-        Raises:
-            grpc.aio.AioRpcError: the call has failed.
-        """
+    async def __anext__(self) -> MessagePiece:
+        """The next message; raises grpc.aio.AioRpcError if the call has failed."""
         while not self._messages:
             if self._failure is not None:
                 raise self._failure.error()
             if self._is_done:
                 raise StopAsyncIteration
             self._came.clear()
-            self._transport.flush()  # the headers, of a call that reads before it writes
+            self._transport.flush()  # sends the headers of a call that reads before it writes
             await self._came.wait()
         message = self._messages.popleft()
         if self._stream is not None:
             self._transport.consumed(self._stream, message)
         return message
 
-    # --- what comes
+    # --- from the stream
 
     def on_fields(self, fields: Fields) -> None:
-        """Headers, or how the call ended."""
+        """Take headers or trailers."""
         found = dict(fields)
         ended = grpc_fields.read_trailers(fields)
         if ended is not None:
@@ -212,40 +201,38 @@ class StreamCall:
             status = _OF_HTTP.get(http, grpc.StatusCode.UNKNOWN)
             self._end(_Failure(status, f"HTTP status {http.decode(errors='replace')}"))
 
-    def on_message(self, message: Piece) -> None:
-        """A response."""
+    def on_message(self, message: MessagePiece) -> None:
         self._messages.append(message)
         self._came.set()
 
     def on_unreadable(self, problem: str) -> None:
-        """The call ends with what is wrong."""
+        """End the call with the problem."""
         is_large = "larger" in problem
         status = grpc.StatusCode
         self._end(_Failure(status.RESOURCE_EXHAUSTED if is_large else status.INTERNAL, problem))
 
     def on_end(self) -> None:
-        """The server's end; without trailers before it is none."""
+        """Fail unless trailers came before the server's end."""
         self._close(_Failure(grpc.StatusCode.INTERNAL, "the server ended without a status"))
         if self._stream is not None and not self._stream.has_ended:
             self._transport.connection.reset(self._stream, ErrorCode.NO_ERROR)
 
     def on_broken(self, code: int | None, text: str) -> None:
-        """The server reset it, or the connection is gone."""
+        """Fail: the server reset the stream, or the connection is gone."""
         status = grpc.StatusCode.UNAVAILABLE
         if code is not None:
             status = _OF_RESET.get(code, grpc.StatusCode.INTERNAL)
         self._end(_Failure(status, text))
 
-    def on_room(self) -> None:
-        """What waited has left."""
-        self._room.set()
+    def on_writable(self) -> None:
+        self._writable.set()
 
     def _expire(self) -> None:
         self._end(_Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed"))
 
     def _end(self, failure: _Failure) -> None:
-        """Fail, and let the server know."""
-        if self._stream is not None:  # it may be open still, of a server that goes on
+        """Fail, and reset the stream."""
+        if self._stream is not None:  # a server that goes on has it open
             self._transport.connection.reset(self._stream, ErrorCode.CANCEL)
             self._transport.flush()
         self._close(failure)
@@ -255,6 +242,6 @@ class StreamCall:
             return
         self._is_done, self._failure = True, failure
         self._came.set()
-        self._room.set()
+        self._writable.set()
         if self._timer is not None:
             self._timer.cancel()

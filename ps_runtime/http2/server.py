@@ -1,10 +1,8 @@
 """gRPC's server side on an HTTP/2 of our own: the methods that move parameters, on their own port.
 
 It serves the same handlers as `grpc.aio`, to any gRPC client; `ps_runtime.http2.channel` gains
-most by it. What comes is received where it will be read, on the one thread that handles it.
-
-What it deliberately does not do: compression (it answers UNIMPLEMENTED, as gRPC demands),
-encryption, other services.
+most by it. Messages are received into the memory where they are read, on the thread that handles
+them. There is no compression (the answer is UNIMPLEMENTED, as gRPC demands) and no encryption.
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ from ps_runtime.http2.protocol import grpc_fields
 from ps_runtime.http2.protocol.bounds import Bounds
 from ps_runtime.http2.protocol.frames import ErrorCode
 from ps_runtime.http2.protocol.memory import MessageMemory
-from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol.streams import Fields, MessagePiece, Stream
 from ps_runtime.http2.transport import Http2Transport
 from ps_runtime.observe import logs
 from ps_runtime.system.trimming import trim_often
 
 Handlers = Mapping[str, "grpc.RpcMethodHandler[Any, Any]"]
-"""By the method's name."""
+"""Handlers by the method's name."""
 
 _HEADERS: Fields = ((b":status", b"200"), grpc_fields.CONTENT_TYPE)
 _NO_GRPC: Fields = ((b":status", b"415"),)
 
 _CLEANUP_S = 1.0
-"""What methods that are cut may take to end."""
+"""Time for cut methods to end."""
 
 
 class StreamServer:
@@ -57,11 +55,9 @@ class StreamServer:
 
     @classmethod
     async def start(cls, listen: str, services: Mapping[str, Handlers]) -> StreamServer:
-        """Bind and answer calls.
+        """Bind "host:port" (port 0: a free one) and answer calls.
 
-        Args:
-            listen: "host:port"; port 0 is a free one.
-            services: the methods, by the service's full name.
+        `services` has the methods by the service's full name.
 
         Raises:
             InvalidConfig: the address is malformed or cannot be bound.
@@ -87,11 +83,10 @@ class StreamServer:
 
     @property
     def connection_count(self) -> int:
-        """Connections that are open."""
         return len(self._connections)
 
     async def stop(self, grace_s: float) -> None:
-        """Take nothing new, let calls end within `grace_s`, then cut them. Idempotent.
+        """Accept nothing new, let calls end within `grace_s`, then cut them. Idempotent.
 
         Blocking: up to `grace_s` and a little.
         """
@@ -106,11 +101,11 @@ class StreamServer:
             await asyncio.wait(set(self._calls), timeout=grace_s)
         for transport in list(self._connections):
             transport.close()
-        if self._calls:  # those that were cut: they are cancelled, and clean up
+        if self._calls:  # cut calls are cancelled, and clean up
             await asyncio.wait(set(self._calls), timeout=_CLEANUP_S)
 
     def begin(self, call: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Carry a call."""
+        """Run a call as a task."""
         task = asyncio.get_running_loop().create_task(call)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -133,15 +128,15 @@ class StreamServer:
 
 
 class _Call:
-    """One call: what comes on its stream, the context of its method, and its answer."""
+    """One call: requests of its stream, the context of its method, and its answer."""
 
     def __init__(self, transport: Http2Transport, server: StreamServer) -> None:
         self._transport = transport
         self._server = server
         self._stream: Stream | None = None
-        self._messages: deque[Piece] = deque()
+        self._messages: deque[MessagePiece] = deque()
         self._came = asyncio.Event()
-        self._room = asyncio.Event()
+        self._writable = asyncio.Event()
         self._has_all = False
         self._is_done = False
         self._has_headers = False
@@ -150,10 +145,10 @@ class _Call:
         self._status: tuple[grpc.StatusCode, str, grpc_fields.Metadata] | None = None
         self._read: Any = None
 
-    # --- what comes
+    # --- from the stream
 
     def on_open(self, stream: Stream, fields: Fields) -> None:
-        """Find the method, and begin."""
+        """Find the method, and start it."""
         self._stream = stream
         found = dict(fields)
         path = found.get(b":path", b"").decode(errors="replace")
@@ -171,34 +166,31 @@ class _Call:
             self._task = self._server.begin(self._run(path, handler))
 
     def on_fields(self, fields: Fields) -> None:
-        """A client's trailers say nothing."""
+        """Ignore a client's trailers."""
 
-    def on_message(self, message: Piece) -> None:
-        """One request more."""
+    def on_message(self, message: MessagePiece) -> None:
         self._messages.append(message)
         self._came.set()
 
     def on_unreadable(self, problem: str) -> None:
-        """The call ends with what is wrong."""
+        """End the call with the problem."""
         is_large = "larger" in problem
         status = grpc.StatusCode
         self._fail(status.RESOURCE_EXHAUSTED if is_large else status.UNIMPLEMENTED, problem)
 
     def on_end(self) -> None:
-        """The client has said all."""
         self._has_all = True
         self._came.set()
 
     def on_broken(self, code: int | None, text: str) -> None:  # noqa: ARG002 - a receiver's
-        """The client is gone, or does not want the answer."""
+        """End the call: the client is gone, or does not want the answer."""
         self._is_done = True
         self._cut(text)
 
-    def on_room(self) -> None:
-        """What waited has left."""
-        self._room.set()
+    def on_writable(self) -> None:
+        self._writable.set()
 
-    # --- what a method sees of its context (`grpc.aio.ServicerContext`)
+    # --- the method's context (`grpc.aio.ServicerContext`)
 
     async def abort(
         self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()
@@ -208,14 +200,13 @@ class _Call:
         raise grpc.aio.AbortError("the call is aborted")
 
     def done(self) -> bool:
-        """Whether nobody waits for an answer any more."""
+        """True if the client does not wait for an answer any more."""
         return self._is_done
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        """The next request."""
         while not self._messages:
             if self._has_all:
                 raise StopAsyncIteration
@@ -229,7 +220,7 @@ class _Call:
     # --- the answer
 
     async def _run(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> None:
-        """Carry the call from its first request to its status."""
+        """Run the call from its first request to its status."""
         status = grpc.StatusCode
         try:
             await self._answer(path, handler)
@@ -238,7 +229,7 @@ class _Call:
             self._finish(*(self._status or (status.UNKNOWN, "", ())))
         except asyncio.CancelledError:
             if not self._is_done and self._stream is not None and self._stream.queued_bytes:
-                # What waits for its reader would keep waiting before the status.
+                # Unread answers would keep the status waiting.
                 self._is_done = True
                 self._transport.connection.reset(self._stream, ErrorCode.ENHANCE_YOUR_CALM)
                 self._transport.flush()
@@ -268,12 +259,12 @@ class _Call:
             await abort(cast("grpc.aio.ServicerContext[Any, Any]", self), problem)
         return await self.abort(grpc.StatusCode.INTERNAL, f"{path} came without a request")
 
-    async def _send(self, message: Piece) -> None:
+    async def _send(self, message: MessagePiece) -> None:
         stream = self._stream
         if stream is None or self._is_done:
             return
         self._begin_answer(stream)
-        await self._transport.send(stream, (message,), self._room)
+        await self._transport.send(stream, (message,), self._writable)
 
     def _begin_answer(self, stream: Stream) -> None:
         if not self._has_headers:
@@ -295,7 +286,7 @@ class _Call:
         self._transport.flush()
 
     def _fail(self, status: grpc.StatusCode, text: str) -> None:
-        """End the call from outside of its method, which may not even have begun."""
+        """End the call from outside its method, which may not have started."""
         self._finish(status, text)
         self._cut(text)
 

@@ -1,7 +1,7 @@
-"""The two ways to call the methods that move parameters: a server's stream port, where it has one
-that can be reached, else its gRPC port by grpcio. What goes over the wire is the same.
+"""A server's stream port, and the two ways to call the methods that move parameters.
 
-Everything belongs to the loop that it was made on.
+A call goes to the stream port if it can be reached, else by grpcio to the gRPC port. The bytes of
+both are the same. Everything belongs to the loop that it was made on.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import grpc.aio
 from ps_core.cluster_view import Node
 from ps_runtime.grpc.addresses import split_address
 from ps_runtime.http2.channel import StreamChannel
-from ps_runtime.http2.protocol.streams import Piece
+from ps_runtime.http2.protocol.streams import MessagePiece
 from ps_runtime.observe import logs
 
 _CONNECT_S = 2.0
 
 
 class ServerCall(Protocol):
-    """A call that is open. Failures are `grpc.RpcError`."""
+    """An open call. Failures are `grpc.RpcError`."""
 
-    async def write(self, pieces: Sequence[Piece]) -> None:
+    async def write(self, pieces: Sequence[MessagePiece]) -> None:
         """Send a message in pieces, which must not change until it is answered."""
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[MessagePiece]:
         """The serialized answers."""
 
     def cancel(self) -> object:
-        """Give the call up, if it has not ended."""
+        """Give the call up, unless it has ended."""
 
 
 class GrpcioCall:
-    """A call of grpcio's, which takes messages in one piece."""
+    """A call of grpcio's, which takes a message in one piece."""
 
     def __init__(
         self,
@@ -43,26 +43,20 @@ class GrpcioCall:
     ) -> None:
         self._call = call
 
-    async def write(self, pieces: Sequence[Piece]) -> None:
-        """See `ServerCall`."""
+    async def write(self, pieces: Sequence[MessagePiece]) -> None:
         message = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         stream = cast("grpc.aio.StreamStreamCall[bytes, bytes]", self._call)
         await stream.write(bytes(message))
 
-    def __aiter__(self) -> AsyncIterator[Piece]:
+    def __aiter__(self) -> AsyncIterator[MessagePiece]:
         return aiter(self._call)
 
     def cancel(self) -> object:
-        """See `ServerCall`."""
         return self._call.cancel()
 
 
 class StreamPort:
-    """The stream port of one server, and whether it serves.
-
-    Args:
-        node: the server.
-    """
+    """The stream port of one server, and the reason why it is not used, if any."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -70,12 +64,7 @@ class StreamPort:
         self._refused = ""
 
     async def connect(self, port: int, deadline_s: float) -> StreamChannel | None:
-        """A connection; None if there is none to be had, said once.
-
-        Args:
-            port: the one that the server names.
-            deadline_s: what may be spent on it.
-        """
+        """Connect to the port that the server names; None, and a log line, if that fails."""
         self._port = port
         host, _ = split_address(self._node.address, "address")
         try:
@@ -85,11 +74,11 @@ class StreamPort:
             return None
 
     def confirm(self) -> None:
-        """It serves: trouble that comes later is news."""
+        """Note that the port serves, so that a later problem is logged."""
         self._refused = ""
 
     def refuse(self, reason: str) -> None:
-        """Say why it is not used, once."""
+        """Log the reason why the port is not used, once."""
         if reason != self._refused:
             self._refused = reason
             logs.warning(

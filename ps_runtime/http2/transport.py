@@ -1,11 +1,11 @@
-"""An HTTP/2 connection on an event loop: `connection.Connection` between a socket and its calls.
+"""An HTTP/2 connection on an event loop: joins a `Http2Connection` to a socket.
 
 Rules:
-    - What is received inside of a large message is received into its memory; what is sent is
-      handed to the socket as it lies in its caller's.
-    - A peer that says nothing is asked for a sign of life, and given up without one.
+    - The inside of a large message is received into the message's memory; sent pieces go to the
+      socket from their caller's memory.
+    - A silent peer is pinged, and given up without an answer.
 
-Everything belongs to the loop that it was connected on.
+A transport belongs to the loop that it was connected on.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from typing import cast
 from ps_runtime.grpc.channels import KEEPALIVE_TIME_S
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol.bounds import Bounds
-from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.connection import Http2Connection
 from ps_runtime.http2.protocol.frames import ConnectionBroken
 from ps_runtime.http2.protocol.memory import MessageMemory
-from ps_runtime.http2.protocol.streams import Piece, ServerReceiver, Stream
+from ps_runtime.http2.protocol.streams import MessagePiece, ServerReceiver, Stream
 
 _WRITE_BUFFER_BYTES = 4 * 1024 * 1024
-"""What waits for the socket before those that write wait too."""
+"""Bytes that wait for the socket before callers wait, too."""
 
 _SAME_HOST_SEND_BYTES = 512 * 1024
-"""What the kernel keeps of a connection within one machine; measured in PERFORMANCE.md."""
+"""The kernel's send buffer of a connection within one machine; measured in PERFORMANCE.md."""
 
 _ANSWER_S = 20.0
-"""How long a peer may take for a sign of life: its loop may be held up, unlike gRPC's threads."""
+"""A peer's time to answer a ping: its loop may be held up, unlike gRPC's threads."""
 
 _LATE_S = 1.0
-"""A timer that is later was held up with all else: what came meanwhile has not been read."""
+"""A timer that is later was held up with the loop: bytes that came meanwhile are still unread."""
 
 _LINGER_S = 1.0
-"""What was written when a connection breaks may still leave for so long."""
+"""Time for written bytes to leave when a connection breaks."""
 
 _PING = b"pushpull"
 
@@ -45,10 +45,10 @@ class Http2Transport(asyncio.BufferedProtocol):
     """One connection; the protocol of an asyncio transport.
 
     Args:
-        bounds: what the peer may send.
-        accept: for a server: makes what hears a stream of the peer's.
+        bounds: limits on the peer.
+        accept: for a server: makes the receiver of a stream that the peer opens.
         on_lost: called once, when the connection has ended.
-        memory: that large messages are received into.
+        memory: the memory for large messages.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Http2Transport(asyncio.BufferedProtocol):
         on_lost: Callable[[Http2Transport], None] | None = None,
         memory: MessageMemory | None = None,
     ) -> None:
-        self.connection = Connection(bounds, accept, memory)
+        self.connection = Http2Connection(bounds, accept, memory)
         self.is_open = False
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
@@ -70,55 +70,53 @@ class Http2Transport(asyncio.BufferedProtocol):
         self._has_asked = False
         self._timer: asyncio.TimerHandle | None = None
 
-    # --- what calls do
+    # --- for calls
 
-    async def send(self, stream: Stream, pieces: Sequence[Piece], room: asyncio.Event) -> None:
+    async def send(
+        self, stream: Stream, pieces: Sequence[MessagePiece], writable: asyncio.Event
+    ) -> None:
         """Send one message; its bytes must not change until the peer has them.
 
-        Args:
-            stream: on which.
-            pieces: the message.
-            room: what the stream's `on_room` sets, and its end.
+        `writable` is the event that the stream's `on_writable` sets, as does its end.
 
         Blocking: while the peer, or the socket, takes no more, and the stream has not ended.
         """
         while not self._can_write and not stream.has_ended:
-            room.clear()
-            self._waiting.add(room)
-            await room.wait()
-        room.clear()
+            writable.clear()
+            self._waiting.add(writable)
+            await writable.wait()
+        writable.clear()
         has_left = self.connection.output.message(stream, pieces)
         self.flush()
         if not has_left:
-            await room.wait()
+            await writable.wait()
 
-    def consumed(self, stream: Stream, message: Piece) -> None:
-        """A message has been taken by whom it was for."""
+    def consumed(self, stream: Stream, message: MessagePiece) -> None:
+        """The receiver has taken a message."""
         self.connection.consumed(stream, message)
         if self.connection.output.pieces:
             self.flush()
 
     def go_away(self) -> None:
-        """Take no more calls; those that are open go on."""
+        """Accept no more calls; open ones go on."""
         self.connection.go_away()
         self.flush()
 
     def flush(self) -> None:
-        """Write what there is, at once or when the socket takes more."""
+        """Write the output, at once or when the socket takes more."""
         if self._transport is not None and self.is_open and self._can_write:
             pieces = self.connection.output.take()
             if pieces:
                 self._transport.writelines(pieces)
 
     def close(self) -> None:
-        """End the connection, after what was written; what is open on it ends now."""
+        """End the connection after its output; open calls end now."""
         self._is_unwanted = True
         self._give_up("the connection was closed")
 
     # --- asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is there."""
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_BUFFER_BYTES)
         self.is_open = True
@@ -130,11 +128,9 @@ class Http2Transport(asyncio.BufferedProtocol):
         self._look_in(KEEPALIVE_TIME_S)
 
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's name
-        """Where to receive."""
         return self.connection.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Bytes came."""
         self._has_heard = True
         try:
             self.connection.received(nbytes)
@@ -145,19 +141,16 @@ class Http2Transport(asyncio.BufferedProtocol):
             self.flush()
 
     def pause_writing(self) -> None:
-        """The socket takes no more."""
         self._can_write = False
 
     def resume_writing(self) -> None:
-        """It does again."""
         self._can_write = True
         self.flush()
         waiting, self._waiting = self._waiting, set()
-        for room in waiting:
-            room.set()
+        for writable in waiting:
+            writable.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
         self.is_open = False
         if self._timer is not None:
             self._timer.cancel()
@@ -197,8 +190,8 @@ class Http2Transport(asyncio.BufferedProtocol):
 
 
 def _keep_in_cache(transport: asyncio.Transport) -> None:
-    """On one machine, let no more wait in the kernel than the processor's caches hold: what is sent
-    is received before it has left them. Between machines the kernel knows better.
+    """On one machine, let the kernel hold no more than the processor's caches, so that bytes are
+    received before they leave the caches. Between machines the kernel's choice is better.
     """
     own, peer = transport.get_extra_info("sockname"), transport.get_extra_info("peername")
     made = transport.get_extra_info("socket")

@@ -79,7 +79,7 @@ def release(fd: int) -> None:
     os.close(fd)
 
 
-class Segment:
+class SharedSegment:
     """Memory of this process that others may read, as an array; made as by `allocate`."""
 
     def __init__(self, name: str, byte_count: int) -> None:

@@ -38,7 +38,7 @@ from ps_core.errors import (
 from ps_core.keys import Incarnation
 from ps_runtime.grpc import errors
 from ps_runtime.observe import logs
-from ps_runtime.system.shared_memory import Bytes, Segment, map_segment, receive
+from ps_runtime.system.shared_memory import Bytes, SharedSegment, map_segment, receive
 from pushpull.v1 import parameters_pb2
 
 _NONCE_BYTES = 16
@@ -167,7 +167,7 @@ class SharedLanes:
             )
         return segment[begin:end].data
 
-    def lend(self, incarnation: Incarnation, segment_id: int, segment: Segment) -> bool:
+    def lend(self, incarnation: Incarnation, segment_id: int, segment: SharedSegment) -> bool:
         """Whether the session can read `segment`: it has its descriptor, or gets it now."""
         connection = self._connections.get(incarnation)
         if connection is None:

@@ -36,7 +36,7 @@ from ps_core.tables import NATIVE_CODEC, Codec, OptimizerKind, Table
 from ps_core.work import Work, at_once
 from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
-from ps_runtime.system.shared_memory import Segment
+from ps_runtime.system.shared_memory import SharedSegment
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import AnswerPull
@@ -98,7 +98,7 @@ class LentValues:
             self._places[block] = LentPlace(at, length * dtype.itemsize, number)
             self._ends[block] = at + padded_length(length) * dtype.itemsize
             at = _aligned(self._ends[block])
-        self.segment = Segment(f"pushpull-table-{table_id}", at)
+        self.segment = SharedSegment(f"pushpull-table-{table_id}", at)
         head = self.segment.array[: len(lengths) * stamps.STAMP_BYTES]
         self._stamps: stamps.Stamps = head.view(np.uint64)
 

@@ -22,7 +22,7 @@ from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import Table
 from ps_core.work import Work, at_once
 from ps_runtime.cluster import wire
-from ps_runtime.http2.protocol.streams import Piece
+from ps_runtime.http2.protocol.streams import MessagePiece
 from ps_runtime.observe import logs
 from ps_server.fail_stop import FailStop, decides
 from ps_server.lane.shards import Shards, fixed_for_backup, for_backup
@@ -395,7 +395,7 @@ class ReplicatedRanges:
         """See `PeerListener`."""
         self._send_all(self._pacing.opened(peer))
 
-    def peer_said(self, peer: NodeId, response: Piece) -> None:
+    def peer_said(self, peer: NodeId, response: MessagePiece) -> None:
         """See `PeerListener`."""
         self._heard(peer, answers_from(response))
 

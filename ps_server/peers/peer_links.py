@@ -22,7 +22,7 @@ from ps_runtime.cluster.node_identity import AddressTaken, as_of_unknown, check_
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.grpc.retry import Backoff, is_retryable
-from ps_runtime.http2.protocol.streams import Piece
+from ps_runtime.http2.protocol.streams import MessagePiece
 from ps_runtime.http2.stream_port import GrpcioCall, ServerCall, StreamPort
 from ps_runtime.observe import logs
 from ps_server.replication.peer_queues import PeerQueue, PeerQueues
@@ -44,7 +44,7 @@ class PeerListener(Protocol):
     def peer_opened(self, peer: NodeId) -> None:
         """A stream to the peer is there; nothing of what was sent before may have come."""
 
-    def peer_said(self, peer: NodeId, response: Piece) -> None:
+    def peer_said(self, peer: NodeId, response: MessagePiece) -> None:
         """The peer answered."""
 
 

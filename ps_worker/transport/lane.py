@@ -30,7 +30,7 @@ from google.protobuf.message import DecodeError
 from ps_core import limits, stamps
 from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
 from ps_runtime.grpc.errors import error_from_proto
-from ps_runtime.system.shared_memory import Bytes, Segment, map_segment, receive
+from ps_runtime.system.shared_memory import Bytes, SharedSegment, map_segment, receive
 from ps_worker.transport.shared_buffers import SharedBuffer, collected_count, find, is_live
 from ps_worker.window.ring import Ring
 from pushpull.v1 import parameters_pb2
@@ -56,7 +56,7 @@ class SharedLane:
         self._socket = connection
         self._on_lost = on_lost
         self._ring: Ring | None = None
-        self._memory: Segment | None = None
+        self._memory: SharedSegment | None = None
         self._segment_id = 0
         self._lent: dict[EntryName, int] = {}
         self._sent_twice: set[EntryName] = set()
@@ -258,7 +258,7 @@ class SharedLane:
             raise Internal("the server's Unix socket answered a hello without a welcome")
 
     async def _share_ring(self) -> None:
-        memory = Segment("pushpull-ring", limits.LANE_RING_BYTES)
+        memory = SharedSegment("pushpull-ring", limits.LANE_RING_BYTES)
         self._memory = memory
         self._segment_id = next(_segment_ids)
         self._share(self._segment_id, memory.byte_count, memory.fd)

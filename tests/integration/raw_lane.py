@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ps_runtime.system.shared_memory import Bytes, Segment, map_segment, receive
+from ps_runtime.system.shared_memory import Bytes, SharedSegment, map_segment, receive
 from pushpull.v1 import parameters_pb2
 from tests.integration.raw_wire import DEADLINE_S, RawWorker, Wire
 
@@ -82,9 +82,9 @@ class RawLane:
         assert self.receive().HasField("welcome")
         return self
 
-    def share(self, segment_id: int, content: bytes) -> Segment:
+    def share(self, segment_id: int, content: bytes) -> SharedSegment:
         """Share a segment that begins with `content`, and is as long."""
-        made = Segment("raw-lane", len(content))
+        made = SharedSegment("raw-lane", len(content))
         made.array[:] = np.frombuffer(content, np.uint8)
         self.send(segment(segment_id, made.byte_count), made.fd)
         assert self.receive().mapped.segment_id == segment_id

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ps_core import limits
-from ps_runtime.system.shared_memory import Segment
+from ps_runtime.system.shared_memory import SharedSegment
 from pushpull.v1 import parameters_pb2
 from pushpull.v1 import types_pb2 as types
 from tests.integration.lane_cluster import until
@@ -143,7 +143,7 @@ def _unsealed() -> int:
 
 
 def _good() -> int:
-    made = Segment("raw-lane", PAGE)
+    made = SharedSegment("raw-lane", PAGE)
     fd = os.dup(made.fd)
     made.close()
     return fd

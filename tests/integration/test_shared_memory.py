@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from ps_core.errors import InvalidConfig
-from ps_runtime.system.shared_memory import Segment, map_segment, receive
+from ps_runtime.system.shared_memory import SharedSegment, map_segment, receive
 from ps_worker.transport.shared_buffers import collected_count, empty_shared, find, is_live
 from tests.integration.no_segments import pipe_end, plain_file
 
@@ -35,8 +35,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
-    made = Segment("test", SIZE)
+def segment() -> Iterator[SharedSegment]:
+    made = SharedSegment("test", SIZE)
     yield made
     made.close()
 
@@ -60,7 +60,7 @@ def _punch(fd: int, byte_count: int) -> int:
 # --- the owner's side
 
 
-def test_a_segment_is_zeros_that_only_its_owner_writes(segment: Segment) -> None:
+def test_a_segment_is_zeros_that_only_its_owner_writes(segment: SharedSegment) -> None:
     theirs = map_segment(segment.fd, SIZE)
     assert theirs.shape == (SIZE,)
     assert not theirs.any()
@@ -71,7 +71,7 @@ def test_a_segment_is_zeros_that_only_its_owner_writes(segment: Segment) -> None
         theirs[0] = 1
 
 
-def test_a_segment_keeps_its_size_and_its_pages(segment: Segment) -> None:
+def test_a_segment_keeps_its_size_and_its_pages(segment: SharedSegment) -> None:
     for byte_count in (0, SIZE - 1, SIZE + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(segment.fd, byte_count)
@@ -82,7 +82,7 @@ def test_a_segment_keeps_its_size_and_its_pages(segment: Segment) -> None:
     assert os.fstat(segment.fd).st_blocks * 512 >= SIZE
 
 
-def test_nobody_else_gets_to_write(segment: Segment) -> None:
+def test_nobody_else_gets_to_write(segment: SharedSegment) -> None:
     segment.array[:] = 7
     again = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDWR)
     try:
@@ -101,11 +101,11 @@ def test_nobody_else_gets_to_write(segment: Segment) -> None:
     assert (segment.array == 7).all()
 
 
-def test_the_memory_outlives_its_file_and_its_owner(segment: Segment) -> None:
+def test_the_memory_outlives_its_file_and_its_owner(segment: SharedSegment) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     source = (
-        "import socket, sys; from ps_runtime.system.shared_memory import Segment\n"
-        f"made = Segment('child', {SIZE}); made.array[:] = 9\n"
+        "import socket, sys; from ps_runtime.system.shared_memory import SharedSegment\n"
+        f"made = SharedSegment('child', {SIZE}); made.array[:] = 9\n"
         "line = socket.socket(fileno=int(sys.argv[1]))\n"
         "socket.send_fds(line, [b'here'], [made.fd])\n"
         "line.recv(1); import os; os.kill(os.getpid(), 9)\n"
@@ -127,7 +127,7 @@ def test_the_memory_outlives_its_file_and_its_owner(segment: Segment) -> None:
     assert (segment.array == 5).all()
 
 
-def test_a_segment_has_no_name_in_any_file_system(segment: Segment) -> None:
+def test_a_segment_has_no_name_in_any_file_system(segment: SharedSegment) -> None:
     assert os.fstat(segment.fd).st_nlink == 0
     (line,) = re.findall(r".*memfd:test.*", Path("/proc/self/maps").read_text(encoding="utf-8"))
     assert line.endswith("/memfd:test (deleted)")
@@ -135,7 +135,7 @@ def test_a_segment_has_no_name_in_any_file_system(segment: Segment) -> None:
 
 def test_a_segment_goes_with_the_last_view_of_it() -> None:
     before = _open_files()
-    made = Segment("gone", SIZE)
+    made = SharedSegment("gone", SIZE)
     view = map_segment(made.fd, SIZE)[mmap.PAGESIZE :]
     made.close()
     assert _open_files() == before, "what is mapped needs no descriptor"
@@ -148,11 +148,11 @@ def test_a_segment_goes_with_the_last_view_of_it() -> None:
 
 def test_without_memory_a_segment_is_refused_when_it_is_made() -> None:
     source = (
-        "import os, resource; from ps_runtime.system.shared_memory import Segment\n"
+        "import os, resource; from ps_runtime.system.shared_memory import SharedSegment\n"
         f"resource.setrlimit(resource.RLIMIT_FSIZE, ({SIZE - 1}, {SIZE - 1}))\n"
         "before = os.listdir('/proc/self/fd')\n"
         "try:\n"
-        f"    Segment('large', {SIZE})\n"
+        f"    SharedSegment('large', {SIZE})\n"
         "except OSError as error:\n"
         "    print(error.errno, before == os.listdir('/proc/self/fd'))\n"
     )

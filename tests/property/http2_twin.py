@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol.bounds import Bounds
-from ps_runtime.http2.protocol.connection import Connection
-from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol.connection import Http2Connection
+from ps_runtime.http2.protocol.streams import Fields, MessagePiece, Stream
 from tests.unit.http2_peers import ANSWER, REQUEST, TRAILERS, Heard, whole
 
 MAX_BYTES = 300_000
@@ -93,7 +93,7 @@ class Ours:
         self.heard: list[Heard] = []
         self._plan = plan
         self._is_server = is_server
-        self.connection = Connection(plan.bounds, self._accept if is_server else None)
+        self.connection = Http2Connection(plan.bounds, self._accept if is_server else None)
         self._to_send: dict[int, list[bytes]] = {}
         self._consumed: dict[int, int] = {}
         self._holds = cycle((*plan.holds, 0))
@@ -196,7 +196,7 @@ class Twin:
                 assert not isinstance(event, harmless), event
 
     def step(self) -> bool:
-        """Give room and send a little; whether there was anything."""
+        """Give window and send a little; whether there was anything."""
         did, hold = bool(self._owed or self._windows), next(self._holds)
         while len(self._owed) > hold:
             stream_id, count = self._owed.pop(0)
@@ -213,10 +213,10 @@ class Twin:
 
     def _send(self, stream_id: int) -> bool:
         rest, padding = self._to_send[stream_id], next(self._padding)
-        room = self.connection.local_flow_control_window(stream_id)
-        room = min(room, self.connection.max_outbound_frame_size)
-        room -= 0 if padding is None else padding + 1
-        count = min(room, len(rest), next(self._sizes))
+        window = self.connection.local_flow_control_window(stream_id)
+        window = min(window, self.connection.max_outbound_frame_size)
+        window -= 0 if padding is None else padding + 1
+        count = min(window, len(rest), next(self._sizes))
         if rest and count <= 0:
             return False
         self._to_send[stream_id] = rest[count:]
@@ -233,7 +233,7 @@ class Twin:
         return True
 
 
-def pieces_of(raw: bytes | bytearray) -> Iterator[Piece]:
+def pieces_of(raw: bytes | bytearray) -> Iterator[MessagePiece]:
     """The messages of a stream of whole ones."""
     at = 0
     while at < len(raw):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol.bounds import Bounds
-from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.connection import Http2Connection
 from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, FrameType
-from ps_runtime.http2.protocol.streams import Fields, Piece
+from ps_runtime.http2.protocol.streams import Fields, MessagePiece
 from tests.examples import examples
 from tests.unit.http2_peers import (
     ANSWER,
@@ -73,7 +73,7 @@ CHANGES = st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=3))
 class Restless(Heard):
     """Does something at whatever it hears."""
 
-    def __init__(self, connection: Connection, actions: Iterator[str]) -> None:
+    def __init__(self, connection: Http2Connection, actions: Iterator[str]) -> None:
         super().__init__()
         self._connection = connection
         self._actions = actions
@@ -82,7 +82,7 @@ class Restless(Heard):
         super().on_fields(fields)
         self._act()
 
-    def on_message(self, message: Piece) -> None:
+    def on_message(self, message: MessagePiece) -> None:
         super().on_message(message)
         self._act()
 
@@ -94,8 +94,8 @@ class Restless(Heard):
         super().on_end()
         self._act()
 
-    def on_room(self) -> None:
-        super().on_room()
+    def on_writable(self) -> None:
+        super().on_writable()
         self._act()
 
     def on_broken(self, code: int | None, text: str) -> None:
@@ -126,7 +126,7 @@ class Attacked:
     def __init__(self, actions: list[str], *, is_server: bool) -> None:
         self.heard: list[Restless] = []
         self._actions = cycle(actions)
-        self.connection = Connection(BOUNDS, self._accept if is_server else None)
+        self.connection = Http2Connection(BOUNDS, self._accept if is_server else None)
         self.opening = wire.PREFACE if is_server else b""
         for _ in range(0 if is_server else 3):
             heard = self._accept()

@@ -11,9 +11,9 @@ import pytest
 
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol.bounds import Bounds
-from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.connection import Http2Connection
 from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, FrameHead, FrameType
-from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol.streams import Fields, MessagePiece, Stream
 
 BOUNDS = Bounds(max_message_bytes=100_000, window_bytes=300_000, stream_count=4)
 REQUEST: Fields = (
@@ -36,7 +36,7 @@ class Heard:
     stream: Stream | None = None
     fields: list[Fields] = field(default_factory=list)
     messages: list[bytes] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[MessagePiece] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     broken: list[tuple[int | None, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Heard:
         self.calls.append("fields")
         self.fields.append(tuple(fields))
 
-    def on_message(self, message: Piece) -> None:
+    def on_message(self, message: MessagePiece) -> None:
         self.calls.append("message")
         self.messages.append(bytes(message))
         self.pieces.append(message)
@@ -70,8 +70,8 @@ class Heard:
         self.calls.append("broken")
         self.broken.append((code, text))
 
-    def on_room(self) -> None:
-        self.calls.append("room")
+    def on_writable(self) -> None:
+        self.calls.append("writable")
 
 
 class Server:
@@ -79,7 +79,7 @@ class Server:
 
     def __init__(self, bounds: Bounds = BOUNDS) -> None:
         self.heard: list[Heard] = []
-        self.connection = Connection(bounds, self.accept)
+        self.connection = Http2Connection(bounds, self.accept)
 
     def accept(self) -> Heard:
         self.heard.append(Heard())
@@ -90,7 +90,7 @@ class Pair:
     """A client's machine and a server's, joined by a link that loses nothing."""
 
     def __init__(self, bounds: Bounds = BOUNDS) -> None:
-        self.client = Connection(bounds)
+        self.client = Http2Connection(bounds)
         self.server = Server(bounds)
         self.carry()
 
@@ -138,19 +138,19 @@ class Raw:
         return caught.value.code
 
 
-def taken(connection: Connection) -> bytes:
+def taken(connection: Http2Connection) -> bytes:
     """What an end wants to send."""
     return b"".join(connection.output.take())
 
 
-def carry(source: Connection, target: Connection) -> int:
+def carry(source: Http2Connection, target: Http2Connection) -> int:
     """All that `source` wants to send; how many bytes that were."""
     raw = taken(source)
     feed(target, raw)
     return len(raw)
 
 
-def feed(connection: Connection, raw: bytes, steps: Iterable[int] = ()) -> None:
+def feed(connection: Http2Connection, raw: bytes, steps: Iterable[int] = ()) -> None:
     """Let bytes come in, `steps` at a time while there are any, then as many as the buffer takes.
 
     A buffer is never empty.
@@ -194,7 +194,7 @@ def body(stream_id: int, content: bytes, flags: int = 0, padding: int | None = N
     return wire.frame(FrameType.DATA, flags, stream_id, content)
 
 
-def check_credits(connection: Connection) -> None:
+def check_credits(connection: Http2Connection) -> None:
     """Nothing of a window leaked: what may come, what is held, what is to be given back."""
     bounds = connection._bounds
     held = sum(stream.unconsumed for stream in connection.streams.values())

@@ -7,9 +7,9 @@ import pytest
 
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol.bounds import Bounds
-from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.connection import Http2Connection
 from ps_runtime.http2.protocol.frames import ErrorCode, Flag, FrameType, Setting
-from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol.streams import Fields, MessagePiece, Stream
 from tests.unit.http2_peers import (
     ANSWER,
     BLOCK,
@@ -208,12 +208,12 @@ def test_nothing_is_written_for_a_piece_of_nothing() -> None:
 class Abrupt(Heard):
     """Ends, resets or consumes from inside of its first message."""
 
-    def __init__(self, connection: Connection, action: str) -> None:
+    def __init__(self, connection: Http2Connection, action: str) -> None:
         super().__init__()
         self._connection = connection
         self._action = action
 
-    def on_message(self, message: Piece) -> None:
+    def on_message(self, message: MessagePiece) -> None:
         super().on_message(message)
         self._connection.consumed(self.opened, message)
         if self._action == "reset":
@@ -226,13 +226,13 @@ class Abrupt(Heard):
 @pytest.mark.parametrize("size", [10, 99_000])
 def test_a_receiver_may_act_on_its_stream_from_inside_of_a_message(action: str, size: int) -> None:
     made: list[Abrupt] = []
-    connection: Connection
+    connection: Http2Connection
 
     def accept() -> Abrupt:
         made.append(Abrupt(connection, action))
         return made[-1]
 
-    connection = Connection(BOUNDS, accept)
+    connection = Http2Connection(BOUNDS, accept)
     opening = wire.frame(FrameType.HEADERS, Flag.END_HEADERS, 1, BLOCK)
     feed(connection, wire.PREFACE + OPENING + opening)
     content = whole(bytes(size)) * 2
@@ -248,7 +248,7 @@ def test_a_receiver_may_act_on_its_stream_from_inside_of_a_message(action: str, 
 class Careless(Heard):
     """Resets another stream when it hears of its own end."""
 
-    def __init__(self, connection: Connection, others: list[Stream]) -> None:
+    def __init__(self, connection: Http2Connection, others: list[Stream]) -> None:
         super().__init__()
         self._connection = connection
         self._others = others
@@ -260,13 +260,13 @@ class Careless(Heard):
 
 
 def test_a_lost_connection_breaks_every_stream_once() -> None:
-    client, streams = Connection(BOUNDS), list[Stream]()
+    client, streams = Http2Connection(BOUNDS), list[Stream]()
     heard = [Careless(client, streams) for _ in range(3)]
     streams += [client.open(REQUEST, each) for each in heard]
     client.broken("it was lost")
     assert [each.broken for each in heard] == [[(None, "it was lost")], [], []]
     assert not client.streams
-    assert not client.has_room
+    assert not client.can_open
     client.broken("it was lost")
 
 
@@ -282,7 +282,7 @@ def test_what_does_not_fit_the_window_waits_and_leaves_in_order() -> None:
     pair.client.end(stream)
     pair.carry()
     assert at_server.messages == sent[:4]
-    assert "room" not in at_server.calls
+    assert "writable" not in at_server.calls
     for piece in at_server.pieces:
         pair.server.connection.consumed(at_server.opened, piece)
     pair.carry()
@@ -291,17 +291,17 @@ def test_what_does_not_fit_the_window_waits_and_leaves_in_order() -> None:
     check_credits(pair.server.connection)
 
 
-def test_a_sender_hears_of_room_once_all_has_left() -> None:
+def test_a_sender_may_write_once_all_has_left() -> None:
     pair = Pair()
     stream, at_client, at_server = pair.open()
     while pair.client.output.message(stream, (LARGE,)):
         pair.carry()
     pair.carry()
-    assert "room" not in at_client.calls
+    assert "writable" not in at_client.calls
     for piece in at_server.pieces:
         pair.server.connection.consumed(at_server.opened, piece)
     pair.carry()
-    assert at_client.calls == ["room"]
+    assert at_client.calls == ["writable"]
     assert stream.queued_bytes == 0
 
 
@@ -345,7 +345,7 @@ def test_bounds_that_could_not_go_on_are_refused() -> None:
 
 
 def test_the_settings_say_the_bounds() -> None:
-    client, server = Connection(Bounds(10)), Connection(BOUNDS, Heard)
+    client, server = Http2Connection(Bounds(10)), Http2Connection(BOUNDS, Heard)
     (first, raw), (_, window) = frames_of(taken(client))
     assert first.kind == FrameType.SETTINGS
     assert dict(wire.read_settings(raw)) == {
@@ -362,7 +362,7 @@ def test_the_settings_say_the_bounds() -> None:
     assert found[Setting.MAX_FRAME_SIZE] == 100_005
 
 
-def test_room_of_a_stream_that_went_is_given_back() -> None:
+def test_the_window_of_a_stream_that_went_is_given_back() -> None:
     pair = Pair()
     for number in range(40):
         stream, _, at_server = pair.open()
@@ -468,9 +468,9 @@ def test_a_reset_is_heard_with_its_code() -> None:
 def test_a_client_opens_as_many_streams_as_the_server_takes() -> None:
     pair = Pair()
     streams = [pair.open()[0] for _ in range(4)]
-    assert not pair.client.has_room
+    assert not pair.client.can_open
     pair.client.reset(streams[0], ErrorCode.CANCEL)
-    assert pair.client.has_room
+    assert pair.client.can_open
 
 
 def test_a_server_that_goes_takes_no_more_streams_and_ends_those_it_has() -> None:
@@ -480,7 +480,7 @@ def test_a_server_that_goes_takes_no_more_streams_and_ends_those_it_has() -> Non
     late = Heard()
     pair.client.open(REQUEST, late)
     pair.carry()
-    assert not pair.client.has_room
+    assert not pair.client.can_open
     assert late.broken == [(ErrorCode.REFUSED_STREAM, "the server goes away: ")]
     assert len(pair.server.heard) == 1
     pair.client.end(stream)
@@ -490,8 +490,8 @@ def test_a_server_that_goes_takes_no_more_streams_and_ends_those_it_has() -> Non
 
 
 def test_a_client_whose_numbers_are_spent_opens_nothing_more() -> None:
-    client = Connection(BOUNDS)
+    client = Http2Connection(BOUNDS)
     client._next_id = wire.MAX_WINDOW_BYTES
-    assert client.has_room
+    assert client.can_open
     client.open(REQUEST, Heard())
-    assert not client.has_room
+    assert not client.can_open

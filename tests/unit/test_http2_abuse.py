@@ -9,7 +9,7 @@ import pytest
 
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol import grpc_fields
-from ps_runtime.http2.protocol.connection import Connection
+from ps_runtime.http2.protocol.connection import Http2Connection
 from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, FrameType, Setting
 from ps_runtime.http2.protocol.streams import Fields, Stream
 from tests.unit.http2_peers import (
@@ -260,14 +260,14 @@ def test_trailers_that_were_on_their_way_when_a_stream_was_ended_mean_nothing() 
 
 def test_a_peer_that_opens_and_does_not_read_is_given_up() -> None:
     """Calls that end at once count among no open streams, and their answers are many."""
-    connection: Connection
+    connection: Http2Connection
 
     class Refuses(Heard):
         def on_open(self, stream: Stream, fields: Fields) -> None:
             super().on_open(stream, fields)
             connection.end(stream, (*ANSWER, *TRAILERS, (b"grpc-message", b"there is none")))
 
-    connection = Connection(BOUNDS, Refuses)
+    connection = Http2Connection(BOUNDS, Refuses)
     feed(connection, wire.PREFACE + OPENING)
     opening = wire.frame(HEADERS, Flag.END_HEADERS | END, 1, BLOCK)
     sent = b"".join(

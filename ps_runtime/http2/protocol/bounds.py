@@ -1,4 +1,4 @@
-"""What one end of an HTTP/2 connection takes of the other."""
+"""Limits of one end of an HTTP/2 connection on the other."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from ps_runtime.http2.protocol import frames as wire
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one end takes of the other.
+    """Limits on the peer.
 
     Attributes:
-        max_message_bytes: of one message.
-        window_bytes: of one stream, sent and not consumed. A message is consumed when all of it has
-            come, and room is given back by halves of this: with less than two messages in it, a
-            peer could wait for room inside of one, forever.
+        max_message_bytes: the largest message.
+        window_bytes: bytes of one stream that were sent and not consumed. A message is consumed
+            when all of it has come, and the window is given back by halves: with space for less
+            than two messages, a peer could wait inside of one forever.
         stream_count: streams that the peer may have open at once.
 
     Raises:
-        ValueError: a window is smaller than that, or than what a peer may send before it knows, or
-            larger than there is.
+        ValueError: the window is smaller than that, or than HTTP/2's default, or above its bound.
     """
 
     max_message_bytes: int
@@ -36,12 +35,12 @@ class Bounds:
 
     @property
     def connection_window_bytes(self) -> int:
-        """Of all streams together: each may be inside of a message, and one may go on."""
+        """The window of all streams together: each may be inside of a message, and one goes on."""
         return self.stream_count * self._whole_bytes + self.window_bytes
 
     @property
     def max_frame_bytes(self) -> int:
-        """Of DATA: a message of the largest size, with its prefix, fits one frame."""
+        """The largest DATA frame: it fits a message of the largest size with its prefix."""
         least, most = wire.DEFAULT_MAX_FRAME_BYTES, wire.MAX_MAX_FRAME_BYTES
         return min(max(self._whole_bytes, least), most)
 

@@ -1,21 +1,20 @@
-"""One end of an HTTP/2 connection that carries gRPC (RFC 9113, gRPC's PROTOCOL-HTTP2): bytes come
-in, calls of receivers and bytes to send come out. No input or output happens here.
+"""One end of an HTTP/2 connection with gRPC messages (RFC 9113, gRPC's PROTOCOL-HTTP2).
 
-The owner receives into `buffer()`, says how much by `received()`, and writes `output.take()`
-whenever it called anything. Inside a large message, `buffer()` is the message's own memory.
+Received bytes go in; calls of receivers and bytes to send come out. It does no input or output: the
+owner receives into `buffer()`, reports the count to `received()`, and writes `output.take()` after
+each call. Inside a large message, `buffer()` is the message's own memory.
 
 Rules:
-    - A peer that breaks the protocol, or a bound, ends its connection, and nobody else's.
-    - What is received counts until it is consumed, on the stream and on the connection, so that
-      a peer can fill no memory. What comes on a stream that has gone counts as consumed.
-    - Frames that bring nothing are counted, whatever their type; what is said and heard pays for
-      them, and so does time. A peer that sends more of them than that ends its connection.
+    - A peer that breaks the protocol, or a bound, ends only its own connection.
+    - Received bytes count until they are consumed, on the stream and on the connection, so that a
+      peer cannot fill the memory. Bytes of a stream that is gone count as consumed.
+    - Useless frames are counted, whatever their type; messages pay for them, and so does time. A
+      peer that sends more of them ends its connection.
 
 Invariants:
-    H2C-1  A peer never has more on its way to us than the windows that it was told.
+    H2C-1  A peer never has more bytes on their way to us than its windows allow.
 
-What it deliberately does not do: server push, priorities, compressed messages, upgrades from
-HTTP/1.1, encryption.
+There is no server push, priority, compression, upgrade from HTTP/1.1 or encryption.
 """
 
 from __future__ import annotations
@@ -34,49 +33,50 @@ from ps_runtime.http2.protocol.frames import (
 )
 from ps_runtime.http2.protocol.header_blocks import MAX_LIST_BYTES, HeaderBlocks
 from ps_runtime.http2.protocol.memory import MessageMemory
-from ps_runtime.http2.protocol.output import Output
+from ps_runtime.http2.protocol.output import Http2Output
 from ps_runtime.http2.protocol.streams import (
     Assembly,
     Fields,
-    Piece,
+    MessagePiece,
     Receiver,
     ServerReceiver,
     Stream,
 )
 
 _SMALL_BYTES = 64 * 1024
-"""Of the buffer for all but the inside of large messages."""
+"""The buffer for all but the inside of large messages."""
 
 _LOOK_BYTES = 4096
-"""What is received there behind a large message: the rest of the next one is not copied."""
+"""Bytes received into that buffer after a large message: the next one is received in place."""
 
 _DIRECT_BYTES = 32 * 1024
-"""So much of a message and its frame must be missing to be received where it will lie."""
+"""Bytes that a message and its frame must lack at least to be received in place."""
 
 _MAX_CONTROL_FRAME_BYTES = 32 * 1024
 _MAX_RESET_COUNT = 1000
-"""Streams that a peer may open and reset beyond those that came to their end."""
+"""Streams that a peer may open and reset beyond those that ended regularly."""
 
-_MAX_VAIN_COUNT = 2000
-"""Frames that bring nothing, beyond those that are paid for, until `renew`."""
+_MAX_USELESS_COUNT = 2000
+"""Useless frames beyond the paid ones, until `renew`."""
 
 _PAID_COUNT = 10
-"""So many of them a message that comes pays for, and a frame of DATA that leaves: its reader widens
-two windows, and may ask for the time that a ping takes."""
+"""Useless frames that a received message pays for, and a sent DATA frame: its reader widens two
+windows, and may measure a ping."""
 
 _LEAST_DATA_BYTES = 1024
-"""DATA that is shorter, and completes no message, brings nothing."""
+"""DATA that is shorter, and completes no message, is useless."""
 
 _MAX_LATE_COUNT = 1000
-"""Streams that were ended here first, so that the peer's own end of them may still come."""
+"""Streams that ended here first, so that the peer's own end of them may still come."""
 
 _STREAM_FRAMES = (FrameType.HEADERS, FrameType.CONTINUATION, FrameType.RST_STREAM)
-"""What they bring is counted by what they do."""
+"""Frames that are counted by their effect."""
 
 
-class Connection:
-    """One end. `accept` makes a server of it: it makes what hears a stream that the peer opens.
-    Connections may share the `memory` that they receive large messages into.
+class Http2Connection:
+    """One end of a connection; a server's has `accept`, which makes receivers of streams.
+
+    Connections may share the `memory` for large messages.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Connection:
         accept: Callable[[], ServerReceiver] | None = None,
         memory: MessageMemory | None = None,
     ) -> None:
-        self.output = Output()
+        self.output = Http2Output()
         self._memory = memory or MessageMemory()
         self.streams: dict[int, Stream] = {}
         self.is_going_away = False
@@ -98,14 +98,14 @@ class Connection:
         self._preface_left = 0 if accept is None else len(wire.PREFACE)
         self._has_settings = False
         self._body_of: Stream | None = None
-        self._body_left = 0  # of the DATA frame that is coming in, for that stream
-        self._skip_left = 0  # behind it: padding, and what is for nobody
+        self._body_left = 0  # bytes of that stream's DATA frame still to come
+        self._skip_left = 0  # bytes after them to ignore: padding, and those without a receiver
         self._body_ends = False
         self._blocks = HeaderBlocks()
         self._next_id = 1
         self._last_peer_id = 0
         self._reset_count = 0
-        self._vain_count = 0
+        self._useless_count = 0
         self._paid_frame_count = 0
         self._late_ids: dict[int, None] = {}
         self._peer_stream_count = wire.MAX_WINDOW_BYTES
@@ -136,58 +136,58 @@ class Connection:
             Setting.MAX_HEADER_LIST_SIZE: MAX_LIST_BYTES,
         }
         if self._accept is not None:
-            del own[Setting.ENABLE_PUSH]  # a client's to say
+            del own[Setting.ENABLE_PUSH]  # only a client has it
         self.output.put(wire.settings(own))
         more = bounds.connection_window_bytes - wire.DEFAULT_WINDOW_BYTES
         self.output.put(wire.window_update(0, more))
 
-    # --- what the owner does
+    # --- for the owner
 
     @property
-    def has_room(self) -> bool:
-        """Whether the peer takes a stream more."""
+    def can_open(self) -> bool:
+        """True if the peer takes one more stream."""
         return not self.is_going_away and len(self.streams) < self._peer_stream_count
 
     def open(self, fields: Fields, receiver: Receiver) -> Stream:
-        """A client's new stream; `has_room` for it."""
+        """Open a client's stream; `can_open` must be true."""
         stream = self._new_stream(self._next_id, receiver)
         self._next_id += 2
-        if self._next_id > wire.MAX_WINDOW_BYTES:  # the last number has been given away
+        if self._next_id > wire.MAX_WINDOW_BYTES:  # no number is left
             self.is_going_away = True
         self.output.fields(stream, fields)
         return stream
 
     def end(self, stream: Stream, trailers: Fields = ()) -> None:
-        """Send nothing more, behind what waits; with trailers or without."""
+        """End our side of a stream after its pieces, with trailers or without."""
         if stream.tail is None:
             stream.tail = trailers
             self._pump(stream)
 
     def reset(self, stream: Stream, code: ErrorCode) -> None:
-        """Drop a stream, and tell the peer so."""
+        """Drop a stream, and tell the peer."""
         if self._is_open(stream):
             self.output.put(wire.reset(stream.stream_id, code))
             self._end_here(stream.stream_id)
             self._drop(stream)
 
     def go_away(self, code: ErrorCode = ErrorCode.NO_ERROR, text: str = "") -> None:
-        """Take no more streams; those that are open go on."""
+        """Accept no more streams; open ones go on."""
         self.is_going_away = True
         self.output.put(wire.go_away(self._last_peer_id, code, text))
 
-    def consumed(self, stream: Stream, message: Piece) -> None:
-        """A message has been taken: the peer may send as much again."""
+    def consumed(self, stream: Stream, message: MessagePiece) -> None:
+        """Give a taken message's bytes back to the peer's windows."""
         count = min(len(message) + wire.PREFIX_BYTES, stream.unconsumed)
         stream.unconsumed -= count
         self._credit_stream(stream, count)
         self._give_back(count)
 
     def renew(self) -> None:
-        """Time has passed: frames that brought nothing are forgiven."""
-        self._vain_count = 0
+        """Forget useless frames, because time has passed."""
+        self._useless_count = 0
 
     def broken(self, text: str) -> None:
-        """The connection is gone: every stream hears of it."""
+        """Break every stream, because the connection is gone."""
         self.is_going_away = True
         for stream in list(self.streams.values()):
             self._break(stream, None, text)
@@ -205,7 +205,7 @@ class Connection:
         return self.streams.get(stream.stream_id) is stream
 
     def _break(self, stream: Stream, code: int | None, text: str) -> None:
-        """A stream that has not gone ends before its end."""
+        """Break a stream, unless it is gone."""
         if self._is_open(stream):
             self._drop(stream)
             stream.receiver.on_broken(code, text)
@@ -229,7 +229,7 @@ class Connection:
             self._reset_count = max(self._reset_count - 1, 0)
             self._drop(stream)
         elif self._accept is not None:
-            # Answered in full: what the client still sends is for nobody (gRPC's rule).
+            # The answer is complete: gRPC ignores what the client still sends.
             self.reset(stream, ErrorCode.NO_ERROR)
 
     def _credit_stream(self, stream: Stream, count: int) -> None:
@@ -246,19 +246,19 @@ class Connection:
             self._window += self._credit
             self._credit = 0
 
-    # --- what comes
+    # --- from the peer
 
     def buffer(self) -> memoryview:
-        """Where to receive; not empty."""
+        """Memory to receive into; not empty."""
         if self._target is not None:
             return self._target
         return self._small[self._filled : max(self._filled + 1, self._look_bytes)]
 
     def received(self, count: int) -> None:
-        """`count` bytes have come into `buffer()`.
+        """Take `count` bytes that came into `buffer()`.
 
         Raises:
-            ConnectionBroken: the peer broke the protocol: write what there is, and close.
+            ConnectionBroken: the peer broke the protocol: write the output, and close.
         """
         try:
             self.output.check_that_it_leaves()
@@ -308,7 +308,7 @@ class Connection:
         return step
 
     def _take_frame(self, head: FrameHead, view: memoryview, at: int, end: int) -> int:
-        """Where the next one begins, or what is left of this; `at` if more of it must come."""
+        """Take a frame; returns the offset after its known bytes, or `at` if more must come."""
         begins = at + wire.FRAME_HEAD_BYTES
         self._check_place(head)
         if head.kind == FrameType.DATA:
@@ -317,7 +317,7 @@ class Connection:
             return self._begin_body(head, view, begins)
         take = self._controls.get(head.kind)
         if take is None:
-            self._in_vain()
+            self._count_useless()
             self._skip_left = head.length
             return begins
         if head.length > _MAX_CONTROL_FRAME_BYTES:
@@ -327,21 +327,20 @@ class Connection:
         if end - begins < head.length:
             return at
         if head.kind not in _STREAM_FRAMES:
-            self._in_vain()
+            self._count_useless()
         take(head, bytes(view[begins : begins + head.length]))
         return begins + head.length
 
-    def _in_vain(self) -> None:
-        """A frame brings nothing."""
-        self._vain_count += 1
-        if self._vain_count <= _MAX_VAIN_COUNT:
+    def _count_useless(self) -> None:
+        self._useless_count += 1
+        if self._useless_count <= _MAX_USELESS_COUNT:
             return
         sent = self.output.data_frame_count
-        self._vain_count -= _PAID_COUNT * (sent - self._paid_frame_count)
+        self._useless_count -= _PAID_COUNT * (sent - self._paid_frame_count)
         self._paid_frame_count = sent
-        if self._vain_count > _MAX_VAIN_COUNT:
+        if self._useless_count > _MAX_USELESS_COUNT:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "frames that bring nothing")
-        self._vain_count = max(self._vain_count, 0)
+        self._useless_count = max(self._useless_count, 0)
 
     def _check_place(self, head: FrameHead) -> None:
         if not self._has_settings and head.kind != FrameType.SETTINGS:
@@ -364,7 +363,7 @@ class Connection:
             raise ConnectionBroken(ErrorCode.STREAM_CLOSED, "DATA behind the end of its stream")
         self._body_ends = bool(head.flags & Flag.END_STREAM)
         if stream is None or (head.length - overhead < _LEAST_DATA_BYTES and not self._body_ends):
-            self._in_vain()  # a message that it completes pays for it
+            self._count_useless()  # a message that it completes pays for it
         if stream is None or stream.is_deaf:
             self._skip_left = head.length - min(overhead, 1)
             self._give_back(head.length)
@@ -407,15 +406,15 @@ class Connection:
                 self._target = rest
         return stop
 
-    def _hand_over(self, stream: Stream, messages: list[Piece]) -> None:
-        self._vain_count = max(self._vain_count - _PAID_COUNT * len(messages), 0)
+    def _hand_over(self, stream: Stream, messages: list[MessagePiece]) -> None:
+        self._useless_count = max(self._useless_count - _PAID_COUNT * len(messages), 0)
         for message in messages:
             if stream.is_deaf:
                 return
             stream.receiver.on_message(message)
 
     def _hear_no_more(self) -> None:
-        """The rest of the frame that is coming in is for nobody."""
+        """Skip the rest of the incoming frame."""
         self._skip_left += self._body_left
         self._body_left, self._body_of, self._target = 0, None, None
 
@@ -425,7 +424,7 @@ class Connection:
             self._peer_ended(stream)
 
     def _is_cut_off(self, stream: Stream) -> bool:
-        """Whether the peer ends a stream inside of a message; that is an end before its end."""
+        """Break a stream that the peer ends inside of a message; False for any other."""
         if stream.is_deaf or not stream.incoming.has_begun:
             return False
         self.output.put(wire.reset(stream.stream_id, ErrorCode.PROTOCOL_ERROR))
@@ -473,17 +472,17 @@ class Connection:
             self._peer_ended(stream)
 
     def _end_here(self, stream_id: int) -> None:
-        """A stream of the peer's ends before the peer has ended it."""
+        """Note a stream of the peer's that ends here first."""
         self._late_ids[stream_id] = None
         if len(self._late_ids) > _MAX_LATE_COUNT:
             del self._late_ids[next(iter(self._late_ids))]
 
     def _check_late(self, head: FrameHead) -> None:
-        """Headers of a stream that is not open: they may have been on their way when it was ended
-        here. Else the peer's numbers go back (RFC 9113, 5.1.1).
+        """Check headers of a stream that is not open: they may have been on their way when it ended
+        here. Otherwise the peer's numbers go back (RFC 9113, 5.1.1).
         """
         self._check_not_idle(head)
-        self._in_vain()
+        self._count_useless()
         if self._accept is not None and head.stream_id not in self._late_ids:
             raise ConnectionBroken(
                 ErrorCode.PROTOCOL_ERROR,
@@ -509,7 +508,7 @@ class Connection:
         self._check_not_idle(head)
         stream = self.streams.get(head.stream_id)
         if stream is None:
-            self._in_vain()
+            self._count_useless()
             return
         self._reset_count += 1
         if self._accept is not None and self._reset_count > _MAX_RESET_COUNT:

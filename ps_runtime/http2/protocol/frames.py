@@ -1,8 +1,4 @@
-"""HTTP/2 on the wire (RFC 9113): frames, settings, windows' bounds, and gRPC's message prefix.
-
-What it deliberately does not do: know streams or what is open
-(`ps_runtime.http2.protocol.connection`), or compress headers (the package hpack does).
-"""
+"""HTTP/2 on the wire (RFC 9113): frames, settings, bounds of windows, and gRPC's message prefix."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import NamedTuple
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_HEAD_BYTES = 9
 PREFIX_BYTES = 5
-"""gRPC's, before each message: a flag, and the length."""
+"""gRPC's prefix of each message: a flag, and the length."""
 
 DEFAULT_WINDOW_BYTES = 65_535
 DEFAULT_MAX_FRAME_BYTES = 16_384
@@ -26,7 +22,7 @@ _SETTING = struct.Struct(">HI")
 
 
 class FrameType(IntEnum):
-    """RFC 9113, section 6; all others are ignored."""
+    """Types of RFC 9113, section 6; others are ignored."""
 
     DATA = 0
     HEADERS = 1
@@ -51,7 +47,7 @@ class Flag:
 
 
 class Setting(IntEnum):
-    """Identifiers of settings; all others are ignored."""
+    """Identifiers of settings; others are ignored."""
 
     HEADER_TABLE_SIZE = 1
     ENABLE_PUSH = 2
@@ -62,7 +58,7 @@ class Setting(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Of RST_STREAM and GOAWAY."""
+    """Codes of RST_STREAM and GOAWAY."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -90,7 +86,7 @@ class ConnectionBroken(Exception):
 
 
 class FrameHead(NamedTuple):
-    """What is before each frame's payload."""
+    """The head of a frame."""
 
     length: int
     kind: int
@@ -99,17 +95,13 @@ class FrameHead(NamedTuple):
 
 
 def read_head(view: memoryview, at: int) -> FrameHead:
-    """The head at `at`; FRAME_HEAD_BYTES of it are there."""
+    """The head at `at`, where FRAME_HEAD_BYTES must be."""
     high, low, kind, flags, stream_id = _HEAD.unpack_from(view, at)
     return FrameHead(high << 8 | low, kind, flags, stream_id & MAX_WINDOW_BYTES)
 
 
 def check_length(head: FrameHead, expected: int) -> None:
-    """Refuse a frame of a fixed length that has another.
-
-    Raises:
-        ConnectionBroken: it has.
-    """
+    """Raise ConnectionBroken for a frame of a fixed length that has another."""
     if head.length != expected:
         raise ConnectionBroken(
             ErrorCode.FRAME_SIZE_ERROR,
@@ -118,17 +110,15 @@ def check_length(head: FrameHead, expected: int) -> None:
 
 
 def head(length: int, kind: int, flags: int, stream_id: int) -> bytes:
-    """A frame's head."""
     return _HEAD.pack(length >> 8, length & 0xFF, kind, flags, stream_id)
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
-    """A whole frame."""
     return head(len(payload), kind, flags, stream_id) + payload
 
 
 def prefix(length: int) -> bytes:
-    """The prefix that gRPC gives an uncompressed message."""
+    """The prefix of an uncompressed message."""
     return _PREFIX.pack(0, length)
 
 
@@ -139,7 +129,6 @@ def read_prefix(raw: bytes | bytearray | memoryview, at: int = 0) -> tuple[int, 
 
 
 def settings(values: dict[Setting, int]) -> bytes:
-    """A SETTINGS frame."""
     payload = b"".join(_SETTING.pack(name, value) for name, value in values.items())
     return frame(FrameType.SETTINGS, 0, 0, payload)
 
@@ -167,28 +156,25 @@ def read_settings(payload: bytes) -> list[tuple[int, int]]:
 
 
 def window_update(stream_id: int, increment: int) -> bytes:
-    """Room for so many bytes more."""
     return frame(FrameType.WINDOW_UPDATE, 0, stream_id, increment.to_bytes(4))
 
 
 def reset(stream_id: int, code: int) -> bytes:
-    """An RST_STREAM frame."""
     return frame(FrameType.RST_STREAM, 0, stream_id, int(code).to_bytes(4))
 
 
 def go_away(last_stream_id: int, code: int, text: str) -> bytes:
-    """A GOAWAY frame."""
     payload = last_stream_id.to_bytes(4) + int(code).to_bytes(4) + text.encode()
     return frame(FrameType.GOAWAY, 0, 0, payload)
 
 
 def ping(payload: bytes, *, is_ack: bool) -> bytes:
-    """A PING frame of 8 bytes."""
+    """A PING frame; `payload` has 8 bytes."""
     return frame(FrameType.PING, Flag.ACK if is_ack else 0, 0, payload)
 
 
 def header_frames(stream_id: int, block: bytes, max_frame_bytes: int, *, ends: bool) -> bytes:
-    """HEADERS, and CONTINUATION where one frame does not hold the block."""
+    """HEADERS, and CONTINUATION frames for a block that is longer than one frame."""
     pieces = [
         block[at : at + max_frame_bytes] for at in range(0, max(len(block), 1), max_frame_bytes)
     ]
@@ -206,7 +192,7 @@ def without_padding(payload: bytes, flags: int) -> bytes:
     """The payload of a HEADERS frame without its padding and priority.
 
     Raises:
-        ConnectionBroken: it is shorter than what it announces.
+        ConnectionBroken: it is shorter than it announces.
     """
     at, padding = 0, 0
     if flags & Flag.PADDED:

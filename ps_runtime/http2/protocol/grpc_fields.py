@@ -1,4 +1,4 @@
-"""The header fields of gRPC calls (gRPC's PROTOCOL-HTTP2), to text and metadata and back."""
+"""The header fields of gRPC calls (gRPC's PROTOCOL-HTTP2)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ _STATUS = re.compile(rb"[0-9]{1,9}")
 
 
 def request_fields(path: str, authority: str, timeout_s: float | None) -> Fields:
-    """The headers of a call."""
     fields = [
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -37,7 +36,7 @@ def request_fields(path: str, authority: str, timeout_s: float | None) -> Fields
 
 
 def timeout_s(value: bytes) -> float | None:
-    """What a grpc-timeout means; None for what is none."""
+    """The seconds of a grpc-timeout; None if it is malformed."""
     found = _TIMEOUT.fullmatch(value)
     return None if found is None else int(found[1]) * _UNIT_S[found[2]]
 
@@ -56,7 +55,7 @@ def trailers(status: int, text: str, metadata: Metadata = ()) -> Fields:
 
 
 def read_trailers(fields: Fields) -> tuple[int, str, Metadata] | None:
-    """Status, text and the rest of trailers; None without a status."""
+    """Status, text and metadata of trailers; None without a status."""
     found = dict(fields)
     status = found.get(b"grpc-status", b"")
     if not _STATUS.fullmatch(status):
@@ -76,11 +75,11 @@ def _metadata(fields: Fields) -> Iterable[tuple[str, str | bytes]]:
         try:
             yield name, base64.b64decode(value + b"=" * (-len(value) % 4), validate=True)
         except binascii.Error:
-            continue  # of nobody's making that we know
+            continue  # not from a gRPC of ours
 
 
 def _quoted(text: str) -> bytes:
-    """Percent-encoded: all but printable ASCII, and the percent sign."""
+    """Percent-encode all but printable ASCII, and the percent sign."""
     return b"".join(
         b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte
         for byte in text.encode()

@@ -1,8 +1,8 @@
-"""Header blocks as they come in: put together from their frames, and decompressed (RFC 7541).
+"""Incoming header blocks: joined from their frames, and decompressed (RFC 7541).
 
 Rules:
-    - Nothing else comes between the frames of a block.
-    - Every block is decompressed, also of a stream that has gone: the compression has a memory.
+    - No other frame comes between the frames of a block.
+    - Every block is decompressed, even of a stream that is gone: the compression has a memory.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, 
 from ps_runtime.http2.protocol.streams import Fields
 
 MAX_LIST_BYTES = 16 * 1024
-"""Of the fields of a block, as RFC 9113 counts them (6.5.2)."""
+"""Bytes of a block's fields, as RFC 9113 counts them (6.5.2)."""
 
 _MAX_BLOCK_BYTES = 32 * 1024
 
 
 class HeaderBlocks:
-    """The blocks that one peer sends."""
+    """The header blocks of one peer."""
 
     def __init__(self) -> None:
         self._decoder = hpack.Decoder(max_header_list_size=MAX_LIST_BYTES)
@@ -28,7 +28,7 @@ class HeaderBlocks:
         self._head: FrameHead | None = None
 
     def check_place(self, head: FrameHead) -> None:
-        """Refuse what comes inside of a block, and the rest of a block that did not begin."""
+        """Refuse another frame inside of a block, and a rest without a beginning."""
         belongs = head.kind == FrameType.CONTINUATION
         if (self._head is not None) != belongs or (
             self._head is not None and head.stream_id != self._head.stream_id
@@ -36,11 +36,11 @@ class HeaderBlocks:
             raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a header block is cut in two")
 
     def take(self, head: FrameHead, payload: bytes) -> tuple[FrameHead, Fields] | None:
-        """A frame of HEADERS or CONTINUATION: the head of the block's first frame and its fields,
-        if this is its last.
+        """Take a HEADERS or CONTINUATION frame; the last one of a block gives the head of the
+        block's first frame and its fields.
 
         Raises:
-            ConnectionBroken: it is too long, or does not decompress.
+            ConnectionBroken: the block is too long, or does not decompress.
         """
         if head.kind == FrameType.HEADERS:
             self._head = head

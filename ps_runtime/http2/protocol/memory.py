@@ -1,17 +1,16 @@
-"""Memory that large messages are received into, used again when nobody reads them any more.
+"""Reusable memory for large received messages.
 
-A message lives as long as somebody has a view of it: a push until its step takes effect. Given
-back to the allocator meanwhile, its pages go to the system (protobuf asks glibc for that now and
-then), and on a virtual machine a page that comes back costs more than all that is done with it.
+A message lives as long as a view of it: a push until its step takes effect. If its pages went back
+to the allocator meanwhile, they would go to the system (protobuf asks glibc for that now and then),
+and on a virtual machine a page that comes back costs more than all work on it.
 
 Rules:
-    - Views of a piece hold an object of their own; its end, in whatever thread, says that nobody
-      reads the piece any more, and nobody has to give anything back.
-    - The piece that was read last is used first: the processor's caches may have some of it.
-    - What was not needed between two calls of `trim` is let go.
+    - The views of a piece share an object; its end, in any thread, frees the piece.
+    - The last freed piece is used first: the processor's caches may have some of it.
+    - `trim` releases pieces that were not needed since its last call.
 
 Invariants:
-    MEM-1  A piece is handed out only while nobody else has a view of it.
+    MEM-1  A piece is handed out only while no view of it exists.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 LEAST_BYTES = 64 * 1024
-"""Smaller ones come from the allocator, which has them at hand."""
+"""Smaller messages come from the allocator, which has such memory at hand."""
 
 _STEPS = 8
-"""Sizes between one power of two and the next: at most an eighth of a piece is not used."""
+"""Sizes between two powers of two: at most an eighth of a piece is unused."""
 
 
 @dataclass(slots=True)
 class _Pieces:
-    """Those of one size that nobody reads, and how few there were at least since the last trim."""
+    """Free pieces of one size, and the least count of them since the last trim."""
 
     free: deque[npt.NDArray[np.uint8]] = field(default_factory=deque)
     least_count: int = 0
@@ -46,7 +45,7 @@ class _Pieces:
             self.count += 1
         self.least_count = min(self.least_count, len(self.free))
         view = piece[:length]
-        # What is there at the interpreter's end goes with it.
+        # At the interpreter's end, its memory goes with it.
         weakref.finalize(view, self.free.append, piece).atexit = False
         return view.data
 
@@ -65,11 +64,11 @@ class MessageMemory:
 
     @property
     def byte_count(self) -> int:
-        """All that is kept, read or not."""
+        """The bytes of all pieces, free or not."""
         return sum(size * found.count for size, found in self._of_size.items())
 
     def take(self, length: int) -> memoryview:
-        """Writable memory of `length` bytes; it may hold anything."""
+        """Writable memory of `length` bytes, with any content."""
         if length < LEAST_BYTES:
             return np.empty(length, np.uint8).data
         size = _size_of(length)
@@ -79,7 +78,7 @@ class MessageMemory:
         return found.take(size, length)
 
     def trim(self) -> None:
-        """Let go of what was not needed since the last call."""
+        """Release what was not needed since the last call."""
         for size, found in list(self._of_size.items()):
             found.trim()
             if not found.count:
@@ -87,6 +86,6 @@ class MessageMemory:
 
 
 def _size_of(length: int) -> int:
-    """The least size for `length`."""
+    """The smallest size of a piece for `length`."""
     step = (1 << (length - 1).bit_length() - 1) // _STEPS
     return -(-length // step) * step

@@ -1,7 +1,7 @@
-"""What one end of an HTTP/2 connection sends: frames in order, within what the peer takes.
+"""Output of one end of an HTTP/2 connection: frames in order, within the peer's windows.
 
 Invariants:
-    H2O-1  No more leaves than the peer's windows take, on each stream and on all together.
+    H2O-1  No more bytes leave than the peer's windows take, on each stream and on all together.
     H2O-2  Header blocks are compressed in the order in which they leave.
 """
 
@@ -13,18 +13,18 @@ import hpack
 
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol.frames import ConnectionBroken, ErrorCode, Flag, FrameType, Setting
-from ps_runtime.http2.protocol.streams import Fields, Piece, Stream
+from ps_runtime.http2.protocol.streams import Fields, MessagePiece, Stream
 
 _HEADER_FRAME_BYTES = 16 * 1024
 _MAX_WAITING_BYTES = 1024 * 1024
-"""Of frames that wait to leave, their messages aside. 100 streams that end together need less."""
+"""Bytes of waiting frames without their messages. 100 streams that end together need less."""
 
 
-class Output:
-    """The way out of one connection."""
+class Http2Output:
+    """The output of one connection."""
 
     def __init__(self) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[MessagePiece] = []
         self.data_frame_count = 0
         self.stream_window = wire.DEFAULT_WINDOW_BYTES
         self._waiting_bytes = 0
@@ -32,47 +32,43 @@ class Output:
         self._window = wire.DEFAULT_WINDOW_BYTES
         self._max_frame = wire.DEFAULT_MAX_FRAME_BYTES
 
-    def take(self) -> list[Piece]:
-        """What to write now, in order; it is forgotten here."""
+    def take(self) -> list[MessagePiece]:
+        """Remove and return the pieces to write now, in order."""
         pieces, self.pieces = self.pieces, []
         self._waiting_bytes = 0
         return pieces
 
     def put(self, frame: bytes) -> None:
-        """A frame, or the head of one."""
+        """Queue a frame, or the head of one."""
         self._waiting_bytes += len(frame)
         self.pieces.append(frame)
 
     def check_that_it_leaves(self) -> None:
-        """Hear no more of a peer that has much to be answered, and does not read the answers.
-
-        Raises:
-            ConnectionBroken: it is such a one.
-        """
+        """Raise ConnectionBroken for a peer that does not read the many answers that it causes."""
         if self._waiting_bytes > _MAX_WAITING_BYTES:
             raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "answers that nobody reads")
 
     def fields(self, stream: Stream, fields: Fields, *, ends: bool = False) -> None:
-        """Headers or trailers, now."""
+        """Queue headers or trailers now."""
         block = self._encoder.encode(list(fields))
         frames = wire.header_frames(stream.stream_id, block, _HEADER_FRAME_BYTES, ends=ends)
         self.put(frames)
 
-    def message(self, stream: Stream, pieces: Sequence[Piece]) -> bool:
-        """A message, of bytes that must not change until they are written.
+    def message(self, stream: Stream, pieces: Sequence[MessagePiece]) -> bool:
+        """Queue a message, whose bytes must not change until they are written.
 
         Returns:
-            Whether all of it may leave now; if not, the stream's receiver hears when it may.
+            True if all of it may leave now; if not, the stream's receiver gets `on_writable`.
         """
         if stream.tail is not None:
             return True
         length = sum(map(len, pieces))
         whole = length + wire.PREFIX_BYTES
-        if whole <= self._room(stream) and not stream.queued_bytes:
+        if whole <= self._sendable_bytes(stream) and not stream.queued_bytes:
             self._spend(stream, whole)
             head = wire.head(whole, FrameType.DATA, 0, stream.stream_id)
             self.put(head + wire.prefix(length))
-            self.pieces += filter(len, pieces)  # the loop of Python 3.12 never gets rid of nothing
+            self.pieces += filter(len, pieces)  # Python 3.12's loop never removes an empty piece
             return True
         stream.put((wire.prefix(length), *pieces))
         self.pump(stream)
@@ -80,9 +76,9 @@ class Output:
         return not stream.had_to_wait
 
     def pump(self, stream: Stream) -> None:
-        """Let leave what waits on a stream, as far as the peer takes it, and then its end."""
+        """Send a stream's pieces as far as the peer takes them, and then its end."""
         while stream.queued_bytes:
-            count = min(self._room(stream), stream.queued_bytes)
+            count = min(self._sendable_bytes(stream), stream.queued_bytes)
             if count <= 0:
                 return
             self._spend(stream, count)
@@ -96,9 +92,9 @@ class Output:
                 self.put(wire.frame(FrameType.DATA, Flag.END_STREAM, stream.stream_id))
         if stream.had_to_wait:
             stream.had_to_wait = False
-            stream.receiver.on_room()
+            stream.receiver.on_writable()
 
-    def _room(self, stream: Stream) -> int:
+    def _sendable_bytes(self, stream: Stream) -> int:
         return min(stream.send_window, self._window, self._max_frame)
 
     def _spend(self, stream: Stream, count: int) -> None:
@@ -106,28 +102,20 @@ class Output:
         self._window -= count
         self.data_frame_count += 1
 
-    # --- what the peer says
+    # --- from the peer
 
     def widen(self, increment: int) -> None:
-        """The peer takes so much more on all streams together.
-
-        Raises:
-            ConnectionBroken: that is more than there is.
-        """
+        """Widen the window of all streams together; ConnectionBroken above its bound."""
         self._window = _wider(self._window, increment)
 
     def widen_stream(self, stream: Stream, increment: int) -> None:
-        """The same for one stream."""
+        """Widen a stream's window; ConnectionBroken above its bound."""
         stream.send_window = _wider(stream.send_window, increment)
 
     def set(self, name: int, value: int, streams: Sequence[Stream]) -> None:
-        """A setting of the peer's.
-
-        Raises:
-            ConnectionBroken: a window becomes more than there is.
-        """
+        """Apply a setting of the peer's; ConnectionBroken if a window exceeds its bound."""
         if name == Setting.HEADER_TABLE_SIZE:
-            # It never grows again: hpack remembers every change until the next headers leave.
+            # The size never grows again: hpack stores every change until the next headers leave.
             if value < self._encoder.header_table_size:
                 self._encoder.header_table_size = value
         elif name == Setting.MAX_FRAME_SIZE:

@@ -1,12 +1,10 @@
-"""One stream of an HTTP/2 connection that carries gRPC messages: what comes in and what waits to
-leave.
+"""One stream of an HTTP/2 connection with gRPC messages: incoming messages, and outgoing pieces.
 
-A large message is received where it will be read: memory of its size is taken when its length is
-known, and the connection's owner receives the rest of it there. Nothing is copied but what came
-together with the length.
+A large message is received into its own memory, which is taken when its length is known. Only the
+bytes that came together with the length are copied.
 
 Invariants:
-    HST-1  Pieces leave in the order in which they were put, and what ends the stream leaves last.
+    HST-1  Pieces leave in the order in which they were put, and the stream's end leaves last.
 """
 
 from __future__ import annotations
@@ -19,47 +17,47 @@ from typing import Protocol
 from ps_runtime.http2.protocol import frames as wire
 from ps_runtime.http2.protocol.memory import MessageMemory
 
-Piece = bytes | memoryview
-"""Of a message; a view is one of single bytes."""
+MessagePiece = bytes | memoryview
+"""A piece of a message; a view is one of single bytes."""
 
 Fields = Sequence[tuple[bytes, bytes]]
 """Header fields: names in lower case, and values."""
 
 
 class Receiver(Protocol):
-    """Who hears what comes on a stream."""
+    """Gets the events of a stream."""
 
     def on_fields(self, fields: Fields) -> None:
         """Headers, or trailers."""
 
-    def on_message(self, message: Piece) -> None:
-        """A whole message, which nobody changes any more. `Connection.consumed` is owed for it."""
-
-    def on_unreadable(self, problem: str) -> None:
-        """A message is larger than the limit, or compressed; nothing more is heard."""
-
-    def on_end(self) -> None:
-        """The peer sends nothing more."""
-
-    def on_broken(self, code: int | None, text: str) -> None:
-        """The stream ended before its end: reset by the peer, with a code, or with the
-        connection.
+    def on_message(self, message: MessagePiece) -> None:
+        """A whole message, which does not change any more. The receiver owes
+        `Http2Connection.consumed` for it.
         """
 
-    def on_room(self) -> None:
-        """All that was sent has left, after some of it had to wait."""
+    def on_unreadable(self, problem: str) -> None:
+        """A message is larger than the limit, or compressed; no event follows."""
+
+    def on_end(self) -> None:
+        """The peer has ended its side."""
+
+    def on_broken(self, code: int | None, text: str) -> None:
+        """The stream broke: the peer reset it, with a code, or the connection is gone."""
+
+    def on_writable(self) -> None:
+        """All sent pieces have left, after some had to wait."""
 
 
 class ServerReceiver(Receiver, Protocol):
-    """Who hears a stream that a client opened."""
+    """Gets the events of a stream that a client opened."""
 
     def on_open(self, stream: Stream, fields: Fields) -> None:
-        """First of all: the stream, and the request's headers."""
+        """The first event: the stream, and the request's headers."""
 
 
 @dataclass(slots=True, eq=False)
 class Assembly:
-    """The message that is coming in."""
+    """The incoming message of a stream."""
 
     max_bytes: int
     pool: MessageMemory
@@ -69,16 +67,18 @@ class Assembly:
 
     @property
     def has_begun(self) -> bool:
-        """Whether some of a message has come, and not all."""
+        """True inside of a message."""
         return self.memory is not None or len(self.head) > 0
 
     def rest(self, most: int) -> memoryview | None:
-        """Up to `most` bytes that the message still has to fill; None between messages."""
+        """Up to `most` bytes of memory that the message has to fill; None between messages."""
         return None if self.memory is None else self.memory[self.filled : self.filled + most]
 
-    def take(self, view: memoryview) -> tuple[list[Piece], str]:
-        """All bytes of `view`: the messages that they complete, and what is wrong with the next."""
-        found: list[Piece] = []
+    def take(self, view: memoryview) -> tuple[list[MessagePiece], str]:
+        """Take all bytes of `view`: returns the messages that they complete, and the problem of the
+        next message, if any.
+        """
+        found: list[MessagePiece] = []
         at, end = 0, len(view)
         while at < end:
             if self.memory is not None:
@@ -107,8 +107,8 @@ class Assembly:
                 self.memory, self.filled = self.pool.take(length), 0
         return found, ""
 
-    def advance(self, count: int) -> list[Piece]:
-        """`count` bytes of the message more are in its memory; the message, if it is whole."""
+    def advance(self, count: int) -> list[MessagePiece]:
+        """Count bytes that came into the message's memory; returns the message if it is whole."""
         self.filled += count
         if self.memory is None or self.filled < len(self.memory):
             return []
@@ -127,13 +127,13 @@ class Stream:
     """One stream.
 
     Attributes:
-        send_window: what the peer takes of this stream now.
-        receive_window: what the peer may still send.
-        unconsumed: what came and was not given back by `consumed`.
-        credit: what was consumed and the peer does not know of yet.
-        tail: trailers that leave behind all pieces; empty ends the stream without.
-        is_deaf: what else comes is for nobody.
-        had_to_wait: whether something waited for the peer's window, so that `on_room` is owed.
+        send_window: bytes that the peer takes of this stream now.
+        receive_window: bytes that the peer may still send.
+        unconsumed: bytes that came and that `consumed` has not given back.
+        credit: consumed bytes that the peer does not know of yet.
+        tail: trailers, which leave after all pieces; empty: the stream ends without any.
+        is_deaf: the receiver gets no more events.
+        had_to_wait: some piece waited for the peer's window, so `on_writable` is due.
     """
 
     stream_id: int
@@ -143,7 +143,7 @@ class Stream:
     receive_window: int
     unconsumed: int = 0
     credit: int = 0
-    pieces: deque[Piece] = field(default_factory=deque)
+    pieces: deque[MessagePiece] = field(default_factory=deque)
     queued_bytes: int = 0
     tail: Fields | None = None
     has_ended: bool = False
@@ -151,16 +151,16 @@ class Stream:
     is_deaf: bool = False
     had_to_wait: bool = False
 
-    def put(self, pieces: Iterable[Piece]) -> None:
-        """Queue what is to leave."""
+    def put(self, pieces: Iterable[MessagePiece]) -> None:
+        """Queue outgoing pieces."""
         for piece in pieces:
             if len(piece):
                 self.pieces.append(piece)
                 self.queued_bytes += len(piece)
 
-    def next_pieces(self, count: int) -> list[Piece]:
-        """The next `count` bytes of the queue, cut where they have to be."""
-        leaving: list[Piece] = []
+    def next_pieces(self, count: int) -> list[MessagePiece]:
+        """The next `count` bytes of the queue; the last piece may be cut."""
+        leaving: list[MessagePiece] = []
         self.queued_bytes -= count
         while count:
             piece = self.pieces.popleft()
@@ -173,7 +173,7 @@ class Stream:
         return leaving
 
     def close(self) -> None:
-        """Nothing more goes either way."""
+        """End both sides."""
         self.has_ended = self.peer_has_ended = self.is_deaf = True
         self.tail = ()
         self.pieces.clear()
