@@ -1,4 +1,4 @@
-"""`pushpull`, also as `python -m pushpull`."""
+"""The command `pushpull`, also as `python -m pushpull`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ps_cli.replay.options import ReplayOptions
 from ps_cli.status.document import status_document
 from ps_cli.status.runs import runs_app
 from ps_cli.status.tables import (
+    ConsistencyRequest,
     SchedulerAddress,
-    Wanted,
     list_tables,
     matching_tables,
     set_consistency,
@@ -38,7 +38,7 @@ from ps_cli.train.up import UpOptions, UpSettings, run_up
 
 app = typer.Typer(
     name="pushpull",
-    help="A parameter server for PyTorch: train on a local cluster, run one, look into one.",
+    help="A parameter server for PyTorch: train on a local cluster, run a cluster, inspect one.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -49,19 +49,18 @@ app = typer.Typer(
 @app.command(cls=ScriptCommand)
 @options_of(TrainOptions)
 def train(options: TrainOptions) -> None:
-    """Train SCRIPT on a local cluster: a scheduler, servers, and a copy of SCRIPT a worker.
+    """Train SCRIPT on a local cluster: a scheduler, servers, and workers that each run SCRIPT.
 
-    The script finds its cluster with `pushpull.connect()` and its place in it with
-    `client.rank` and `client.world_size`. Its output appears behind its worker's name. The run ends
-    when the workers that it started have finished.
+    The script joins its cluster with `pushpull.connect()`, and has its rank in `client.rank` and
+    the number of workers in `client.world_size`. Each line of its output follows the name of its
+    worker. The run ends when the workers that it started have finished.
 
-    With --replicas 2 a server may die, and the run goes on at its backups; with --update-log it is
-    started again, and goes on from there; with --max-restarts a dead worker is, too. A scheduler
-    that dies is started again, and goes on from its journal.
+    A scheduler that dies is started again and goes on from its journal. When a server dies, the run
+    goes on at its backups (--replicas 2), or the server is started again and recovers from its
+    update log (--update-log). A worker that dies is started again with --max-restarts.
 
-    Exit code: 0 when every worker has finished; 1 when a role died that the run cannot do without,
-    with the reason; 3 when every worker has finished and a checkpoint failed, periodic or last; 130
-    after Ctrl-C.
+    Exit code: 0 when every worker has finished; 1 when a role died that the run needs; 3 when every
+    worker has finished but a checkpoint failed, periodic or last; 130 after Ctrl-C.
 
     Example: `pushpull train examples/digits_cnn.py --workers 2 --servers 2 -- --epochs 5`
     """
@@ -86,19 +85,19 @@ def train(options: TrainOptions) -> None:
 @app.command(cls=ScriptCommand)
 @options_of(CompareOptions)
 def compare(options: CompareOptions) -> None:
-    """Train SCRIPT under several consistency settings, and report what each gives and costs.
+    """Train SCRIPT under several consistency settings, and compare time and quality in a report.
 
-    The runs follow each other on one cluster, which begins anew for each. The script trains with
+    The runs follow each other on one cluster, which is emptied between them. The script trains with
     `DistributedOptimizer`, names no consistency, and reports with `client.report(loss=...)` and, at
     its end, `client.report(quality={"accuracy": ...})`.
 
-    Exit code: 0 when every run finished; 1 when one failed, with the reason in the report; 130
-    after Ctrl-C, with a report of what was measured until then.
+    Exit code: 0 when every run finished; 1 when a run failed, with the reason in the report; 130
+    after Ctrl-C, with a report of the runs until then.
 
     Example: `pushpull compare examples/digits_cnn.py -m bsp,ssp:4,asp -w 4 --seeds 0,1,2 --
     --seed {seed}`
     """
-    # Here, so that the other commands start without numpy and what the report needs.
+    # Imported here, because other commands start without numpy.
     from ps_cli.compare.compare import compare as run_comparison
     from ps_cli.compare.compare import settings_of
 
@@ -108,10 +107,10 @@ def compare(options: CompareOptions) -> None:
 @app.command()
 @options_of(UpOptions)
 def up(options: UpOptions) -> None:
-    """Run a cluster alone and print its address; start workers beside it by hand.
+    """Run a local cluster without workers, and print its address for workers started by hand.
 
-    With --replicas 2 a server may die, and the cluster goes on at its backups; with --update-log it
-    is started again and goes on from there.
+    When a server dies, the cluster goes on at its backups (--replicas 2), or the server is started
+    again and recovers from its update log (--update-log).
     """
     settings = UpSettings(
         worker_count=options.workers,
@@ -131,10 +130,10 @@ def up(options: UpOptions) -> None:
 
 @app.command(cls=BecomesRole)
 def scheduler() -> None:
-    """Run a cluster's scheduler: membership, tables, and which server has what.
+    """Run a cluster's scheduler, which keeps its members, its tables and the owners of its ranges.
 
-    Exit code: 0 when it was told to stop, or when all workers have left and --stop-when-done was
-    given; 2 when a setting is wrong.
+    Exit code: 0 after a signal to stop, or with --stop-when-done when all workers have left; 2 when
+    a setting is wrong.
 
     Example: `pushpull scheduler --listen 0.0.0.0:7070 --workers 4 --servers 2`
     """
@@ -144,8 +143,8 @@ def scheduler() -> None:
 def server() -> None:
     """Run a parameter server of a cluster.
 
-    Exit code: 0 when it was told to stop, or when the cluster has finished; 1 when it failed; 2
-    when a setting is wrong, or the scheduler refuses it.
+    Exit code: 0 after a signal to stop, or when the cluster has finished; 1 when it failed; 2 when
+    a setting is wrong, or the scheduler refuses it.
 
     Example: `pushpull server --scheduler 10.0.0.1:7070 --listen 0.0.0.0:7071`
     """
@@ -153,10 +152,10 @@ def server() -> None:
 
 @app.command(cls=BecomesRole)
 def worker() -> None:
-    """Run SCRIPT as one worker of a cluster; options stand before it, its own arguments behind.
+    """Run SCRIPT as one worker of a cluster. Options go before SCRIPT, its own arguments after it.
 
-    The script finds the cluster with `pushpull.connect()`. Its rank is --rank, else PUSHPULL_RANK,
-    else what torchrun, Slurm, MPI or Kubernetes says, else the lowest free one.
+    The script joins the cluster with `pushpull.connect()`. Its rank is that of --rank, else of
+    PUSHPULL_RANK, else of torchrun, Slurm, MPI or Kubernetes, else the lowest free one.
 
     Exit code: the script's; 1 when an exception ended it, or its last step was not committed; 2
     when a setting is wrong, or the scheduler refuses it; 130 after Ctrl-C, 143 after SIGTERM.
@@ -168,9 +167,9 @@ def worker() -> None:
 @app.command()
 def status(
     scheduler: SchedulerAddress = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print it for a program.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
 ) -> None:
-    """Show a cluster's roles, ranges, tables, workers with their clocks, and who waits for whom."""
+    """Show a cluster's servers, ranges and tables, its workers' clocks, and who waits for whom."""
     guarded(lambda _: _show_status(addresses_of(scheduler), as_json))
 
 
@@ -187,7 +186,7 @@ async def _show_status(addresses: list[str], as_json: bool) -> int:
 
 
 tables_app = typer.Typer(
-    help="A cluster's tables, and how far their workers may run apart.", no_args_is_help=True
+    help="List a cluster's tables, and change their consistency.", no_args_is_help=True
 )
 app.add_typer(tables_app, name="tables")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -211,11 +210,13 @@ def tables_set(
     scheduler: SchedulerAddress = "",
     run: Annotated[
         str,
-        typer.Option(envvar="PUSHPULL_RUN", help="The run whose table it is; empty: unnamed."),
+        typer.Option(envvar="PUSHPULL_RUN", help="The table's run; empty: the run without a name."),
     ] = "",
     after_clock: Annotated[
         int,
-        typer.Option(min=0, help="Not before the clock after this one; 0: as soon as can be."),
+        typer.Option(
+            min=0, help="The new setting begins after this clock at the earliest; 0: soon."
+        ),
     ] = 0,
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds to wait for the servers, for each table.")
@@ -223,9 +224,9 @@ def tables_set(
 ) -> None:
     """Change the consistency of TABLE while it is trained.
 
-    Every server changes at the same clock, which is printed. Out of ssp or asp into bsp, workers
-    that are ahead wait there for the others. A server that does not answer in time is named, and
-    then nothing has changed. docs/explanation/CONSISTENCY.md says what each setting promises.
+    Every server changes at the same clock, which is printed. In a change from ssp or asp to bsp,
+    workers that are ahead wait at that clock for the others. If a server does not answer in time,
+    the error names it and nothing has changed. See docs/explanation/CONSISTENCY.md for the settings.
 
     Example: `pushpull tables set 'model*' ssp:4 --scheduler 127.0.0.1:7000`
     """
@@ -233,7 +234,10 @@ def tables_set(
     def change(output: Output) -> int:
         names = asyncio.run(matching_tables(addresses_of(scheduler), table, run))
         return set_consistency(
-            scheduler, names, Wanted(consistency, after_clock, timeout, run), output
+            scheduler,
+            names,
+            ConsistencyRequest(consistency, after_clock, timeout, run),
+            output,
         )
 
     reported(change)
@@ -242,17 +246,17 @@ def tables_set(
 @app.command()
 @options_of(ReplayOptions)
 def replay(options: ReplayOptions) -> None:
-    """Show what a run did, version by version, from the update logs that its servers kept.
+    """Replay a run's updates, version by version, from the update logs of its servers.
 
-    Under BSP a version is a clock. Else versions are counted in the order in which workers' steps
-    were done; each is what the servers had at that moment. The run may still be going on. Norms are
-    of the values, and of what a step gave the optimizer. docs/reference/UPDATE_LOG.md has the rest.
+    Under BSP a version is a clock. Under SSP and ASP each worker's step makes a version, in the
+    order in which the steps were applied. The run may still be going on. Norms are those of the
+    values, and of a step's input to the optimizer. See docs/reference/UPDATE_LOG.md.
 
     Exit code: 0; 1 when the log is damaged, or differs from the checkpoint of --against.
 
     Example: `pushpull replay runs/7-log --evaluate evaluate.py:loss --plot replay.svg`
     """
-    # Here, so that the other commands start without torch.
+    # Imported here, because other commands start without torch.
     from ps_cli.replay.replay import replay as run_replay
 
     reported(lambda output: run_replay(options, output))
@@ -261,11 +265,11 @@ def replay(options: ReplayOptions) -> None:
 @app.command()
 @options_of(BenchOptions)
 def bench(options: BenchOptions) -> None:
-    """Measure this machine: pushpull beside memcpy, TCP, raw gRPC and torch RPC in the same run.
+    """Measure pushpull on this machine, beside memcpy, TCP, raw gRPC and torch RPC.
 
-    docs/explanation/PERFORMANCE.md says what each figure means.
+    See docs/explanation/PERFORMANCE.md for the meaning of each figure.
     """
-    # Here, so that the other commands start without numpy and what the benchmarks need.
+    # Imported here, because other commands start without numpy.
     from ps_cli.bench.catalogue import bench as run_bench
 
     def measure(_: Output) -> int:
@@ -285,7 +289,7 @@ def bench(options: BenchOptions) -> None:
 
 @app.command()
 def version() -> None:
-    """Print the versions that matter in a report of a problem."""
+    """Print the versions that a bug report needs."""
     print(_versions())
 
 
@@ -308,8 +312,9 @@ def options(
 
 
 def _versions() -> str:
-    parts = [f"{name} {_installed(name)}" for name in ("pushpull", "torch", "grpcio", "protobuf")]
-    return ", ".join((*parts, f"Python {platform.python_version()}", f"{os.uname().machine}"))
+    names = ("pushpull", "torch", "grpcio", "protobuf")
+    packages = [f"{name} {_installed(name)}" for name in names]
+    return ", ".join((*packages, f"Python {platform.python_version()}", os.uname().machine))
 
 
 def _installed(name: str) -> str:
@@ -320,7 +325,6 @@ def _installed(name: str) -> str:
 
 
 def main() -> None:
-    """The entry point of the `pushpull` command."""
     app(prog_name="pushpull")
 
 

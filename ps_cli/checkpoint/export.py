@@ -15,7 +15,7 @@ import numpy as np
 
 from ps_cli.checkpoint.commands import opened
 from ps_cli.console.output import Output
-from ps_cli.console.tensor_file import Entry, replaced, wide_first, write_file, write_tables
+from ps_cli.console.tensor_file import TensorEntry, replaced, wide_first, write_file, write_tables
 from ps_core.errors import InvalidCheckpoint
 from ps_core.tables import DType, OptimizerKind, Segment, Table
 from ps_runtime.checkpoint.part_file import VALUES
@@ -72,7 +72,7 @@ def _export_state(
     reader: CheckpointReader, tables: Sequence[Table], out: Path, output: Output
 ) -> None:
     """The optimizers' state: its tensors, and beside them a JSON file that explains them."""
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     states: dict[str, Any] = {}
     pieces: list[Iterator[bytes]] = []
     for table in sorted(tables, key=lambda table: table.spec.dtype is not DType.FLOAT64):
@@ -86,7 +86,7 @@ def _export_state(
                     continue
                 states.setdefault(tensor.name, {"slots": []})["slots"].append(slot)
                 dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"
-                entries.append(Entry(f"{tensor.name}/{slot}", dtype, tensor.shape))
+                entries.append(TensorEntry(f"{tensor.name}/{slot}", dtype, tensor.shape))
                 pieces.append(source.elements(index))
         for name, steps in _steps(reader, table).items():
             states.setdefault(name, {"slots": []})["step"] = max(steps)

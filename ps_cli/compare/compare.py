@@ -44,9 +44,9 @@ from ps_cli.compare.report_document import (
 )
 from ps_cli.compare.report_html import page_of
 from ps_cli.compare.report_table import measure_text, table_of
-from ps_cli.console.exit_rules import Ending
+from ps_cli.console.exit_rules import RunEnd
 from ps_cli.console.output import Output
-from ps_cli.train.train import KeptCluster, TrainRun, TrainSettings
+from ps_cli.train.train import SharedCluster, TrainRun, TrainSettings
 from ps_core.consistency import Mode, parsed
 from ps_core.errors import InvalidConfig
 
@@ -206,12 +206,12 @@ class TrainOn:
     """Where runs say what they do, and the cluster that they have."""
 
     progress: Output
-    kept: KeptCluster
+    kept: SharedCluster
 
     @classmethod
     def begun(cls, progress: Output, settings: CompareSettings) -> TrainOn:
         """No run has begun yet, and no cluster has been started."""
-        return cls(progress, KeptCluster(progress, settings.shown_kinds))
+        return cls(progress, SharedCluster(progress, settings.shown_kinds))
 
 
 async def _all_runs(
@@ -259,7 +259,7 @@ async def _one_run(
     return Run(mode, seed, state, message, figures_of(records)), ending.exit_code
 
 
-def _judged(ending: Ending, records: Sequence[WorkerRecord], mode: str) -> tuple[str, str]:
+def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple[str, str]:
     """What a run was, and what there is to say of it.
 
     A script that fixes the consistency of all its tables has not been trained under the mode; one

@@ -13,9 +13,9 @@ from ps_cli.compare.report_table import head_and_cells
 from ps_cli.console.svg import (
     Axis,
     Bar,
+    BarSegment,
     Histogram,
     Line,
-    Part,
     colour,
     dashes,
     dot_chart,
@@ -220,8 +220,8 @@ def _judged_runs(mode: str, runs: Sequence[Run]) -> tuple[str, list[Run]]:
     return f"{mode}, unfinished", of_mode
 
 
-def _parts() -> list[Part]:
-    return [Part(name, fill) for name, fill in zip(WAIT_PARTS, PART_COLOURS, strict=True)]
+def _parts() -> list[BarSegment]:
+    return [BarSegment(name, fill) for name, fill in zip(WAIT_PARTS, PART_COLOURS, strict=True)]
 
 
 def _legend(names: Sequence[str], fills: Sequence[str] = ()) -> Iterator[str]:

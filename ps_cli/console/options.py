@@ -1,7 +1,7 @@
-"""Options of commands that are alike for several of them, and commands with many options.
+"""Options that several commands share, and commands whose options are a dataclass.
 
-typer reads a command's options from the parameters of its function. A command with many takes one
-value of a dataclass, whose fields are its options.
+typer reads a command's options from the parameters of its function. A command with many options
+takes one value of a dataclass, whose fields are its options.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from ps_runtime.launch.cluster_shape import CheckpointPlan, UpdateLogPlan
 OptionsT = TypeVar("OptionsT")
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
-"""What typer raises for a command line that it cannot read."""
+"""The error that typer raises for a command line that it cannot read."""
 
 
 class ScriptCommand(TyperCommand):
-    """A command that runs a script: it says where options go that are the script's."""
+    """A command that runs a script: its error for an unknown option says where those of the
+    script go.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer does; an option that the command does not have may be meant for the script."""
         given = list(args)
         try:
             return super().parse_args(ctx, args)
@@ -58,8 +59,8 @@ MaxWorkerCount = Annotated[
     typer.Option(
         "--max-workers",
         min=0,
-        help="Workers that there may be at a time: those beyond --workers, started by hand, join "
-        "while the others train. 0: none beyond these.",
+        help="The most workers at a time. Those beyond --workers are started by hand and join "
+        "while the others train. 0: as many as --workers.",
     ),
 ]
 ServerCount = Annotated[
@@ -72,8 +73,8 @@ ReplicaCount = Annotated[
         "--replicas",
         min=1,
         envvar="PUSHPULL_REPLICAS",
-        help="Servers that hold each range, at most --servers. 1: a server that dies ends the run, "
-        "its values are lost; 2: the run goes on.",
+        help="Servers that hold each range, at most --servers. 1: when a server dies its values "
+        "are lost and the run ends. 2: the run goes on.",
     ),
 ]
 MinInSync = Annotated[
@@ -82,8 +83,8 @@ MinInSync = Annotated[
         "--min-in-sync",
         min=1,
         envvar="PUSHPULL_MIN_IN_SYNC",
-        help="Of the replicas of a range, how many must hold a push before it counts; a range with "
-        "fewer waits. 1: it goes on with the last one.",
+        help="Replicas of a range that must hold a push before it counts; a range with fewer "
+        "waits. 1: a range goes on with its last replica.",
     ),
 ]
 LeaseS = Annotated[
@@ -91,27 +92,126 @@ LeaseS = Annotated[
     typer.Option(
         "--lease-s",
         min=0.0,
-        help="A server that is not heard for so many seconds is replaced by its backups; its "
-        "heartbeats come three times as often. 0: the scheduler's own setting.",
+        help="Seconds of silence after which a server is replaced by its backups; it sends three "
+        "heartbeats in that time. 0: the scheduler's own setting.",
     ),
 ]
-
 MaxRestarts = Annotated[
     int | None,
     typer.Option(
         "--max-restarts",
         min=0,
         show_default=f"servers with --update-log: {LOGGED_RESTARTS}; others: 0",
-        help="How many roles that died may be started again, all in all; one that dies soon after "
-        "its start later each time, after up to 30 s.",
+        help="Restarts of dead workers and servers, all together. A role that dies soon after its "
+        "start is started again after a pause that doubles, up to 30 s.",
     ),
 ]
+
+CheckpointUrl = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        help="The root of the checkpoints: a path, or a URL such as s3://bucket/run. Without it "
+        "there are none.",
+    ),
+]
+CheckpointEvery = Annotated[
+    str,
+    typer.Option(
+        metavar="N|TIME",
+        help="Make a checkpoint every N steps or every TIME (60s, 5m, 1h). Without it: only when "
+        "`pushpull checkpoint create` or the script asks.",
+    ),
+]
+CheckpointKeep = Annotated[
+    int, typer.Option(min=0, help="Keep the newest N checkpoints. 0: keep all.", metavar="N")
+]
+CheckpointFullEvery = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Make every N-th checkpoint a full one; the others have only the blocks that changed, "
+        "and refer to earlier ones for the rest. 1: all are full.",
+    ),
+]
+Resume = Annotated[
+    str,
+    typer.Option(
+        metavar="URL",
+        help="Start from a checkpoint, with any number of servers and workers. URL is its "
+        "directory, or a root, whose newest good checkpoint is taken. auto: the newest one of "
+        "--checkpoint-url; if it has none, training starts from the beginning.",
+    ),
+]
+
+UpdateLogPath = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR",
+        help="Each server logs every update in its own directory in DIR. A server that dies is "
+        "started again and recovers from its log; `pushpull replay` shows the updates.",
+    ),
+]
+UpdateLogMb = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="MB",
+        help="The size of a server's log, in MB, above which its oldest updates are deleted. "
+        "0: the server's own setting.",
+    ),
+]
+UpdateLogSync = Annotated[
+    bool,
+    typer.Option(
+        "--update-log-sync",
+        help="An update counts only when it is on disk, so that the log survives a power cut.",
+    ),
+]
+
+
+class PlansStorage:
+    """The options of checkpoints and update logs, for a command that starts a cluster."""
+
+    __slots__ = ()
+
+    checkpoint_url: CheckpointUrl
+    checkpoint_every: CheckpointEvery
+    checkpoint_keep: CheckpointKeep
+    checkpoint_full_every: int
+    resume: Resume
+    update_log: UpdateLogPath
+    update_log_mb: UpdateLogMb
+    update_log_sync: UpdateLogSync
+
+    @property
+    def update_logs(self) -> UpdateLogPlan:
+        """
+        Raises:
+            InvalidConfig: the options contradict each other.
+        """
+        return UpdateLogPlan(self.update_log, self.update_log_mb, self.update_log_sync)
+
+    @property
+    def checkpoints(self) -> CheckpointPlan:
+        """
+        Raises:
+            InvalidConfig: the options contradict each other.
+        """
+        return CheckpointPlan(
+            self.checkpoint_url,
+            self.checkpoint_every,
+            self.checkpoint_keep,
+            self.resume,
+            self.checkpoint_full_every,
+        )
 
 
 def options_of(
     cls: Callable[..., OptionsT],
 ) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
-    """A command whose options are the fields of a dataclass.
+    """Decorates a command whose options are the fields of a dataclass.
 
     Args:
         cls: the dataclass; its fields are annotated as typer wants parameters to be.
@@ -133,107 +233,3 @@ def options_of(
         return called
 
     return decorate
-
-
-CheckpointUrl = Annotated[
-    str,
-    typer.Option(
-        metavar="URL",
-        help="Where checkpoints go: a path, or a URL such as s3://bucket/run. Without it there are "
-        "none.",
-    ),
-]
-CheckpointEvery = Annotated[
-    str,
-    typer.Option(
-        metavar="N|TIME",
-        help="A checkpoint after each N steps, or in each TIME (60s, 5m, 1h). Without it: when "
-        "`pushpull checkpoint create` or the script asks.",
-    ),
-]
-CheckpointKeep = Annotated[
-    int, typer.Option(min=0, help="How many checkpoints are kept; 0: all of them.")
-]
-CheckpointFullEvery = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Of N checkpoints in a row one is full; the others have what changed, and refer to "
-        "earlier ones for the rest. 1: all are full.",
-    ),
-]
-Resume = Annotated[
-    str,
-    typer.Option(
-        metavar="URL",
-        help="Start from a checkpoint: its directory, or where there are some: the newest "
-        "good one. auto: the newest of --checkpoint-url, or anew if there is none. Onto any "
-        "number of servers and workers.",
-    ),
-]
-
-
-UpdateLogPath = Annotated[
-    str,
-    typer.Option(
-        metavar="DIR",
-        help="Each server keeps every update in a directory of its own in DIR. One that dies is "
-        "started again and goes on from there; `pushpull replay` shows what was done.",
-    ),
-]
-UpdateLogMb = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="MB",
-        help="Above so many MB the oldest updates of a server's log go; 0: the server's own "
-        "setting.",
-    ),
-]
-UpdateLogSync = Annotated[
-    bool,
-    typer.Option(
-        "--update-log-sync",
-        help="An update counts when the disk has it: the log survives a power cut, too.",
-    ),
-]
-
-
-class PlansStorage:
-    """Options of a command that starts a cluster: those about what it keeps, taken together."""
-
-    __slots__ = ()
-
-    checkpoint_url: CheckpointUrl
-    checkpoint_every: CheckpointEvery
-    checkpoint_keep: CheckpointKeep
-    checkpoint_full_every: int
-    resume: Resume
-    update_log: UpdateLogPath
-    update_log_mb: UpdateLogMb
-    update_log_sync: UpdateLogSync
-
-    @property
-    def update_logs(self) -> UpdateLogPlan:
-        """Where the servers keep their updates.
-
-        Raises:
-            InvalidConfig: they contradict each other.
-        """
-        return UpdateLogPlan(self.update_log, self.update_log_mb, self.update_log_sync)
-
-    @property
-    def checkpoints(self) -> CheckpointPlan:
-        """Where checkpoints go, and which one it starts from.
-
-        Raises:
-            InvalidConfig: they contradict each other.
-        """
-        return CheckpointPlan(
-            self.checkpoint_url,
-            self.checkpoint_every,
-            self.checkpoint_keep,
-            self.resume,
-            self.checkpoint_full_every,
-        )

@@ -1,7 +1,7 @@
-"""Where the command line writes: the roles' lines with a prefix, and what the tool itself says.
+"""Output of the command line: the roles' lines behind their names, and the tool's own.
 
-On a terminal there are colours and a live table; anywhere else plain lines and never an escape
-sequence, so that a log file stays readable.
+A terminal gets colours and a live table; anything else gets plain lines without escape sequences,
+so that a log file stays readable.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from rich.text import Text
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green")
 
 FILE_WIDTH = 160
-"""Columns of a table where there is no terminal that has a width."""
+"""Columns of a table that does not go to a terminal."""
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal that understands escape sequences."""
+    """True if `stream` is a terminal that understands escape sequences."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
@@ -32,7 +32,7 @@ class Output:
     """Standard output and standard error of the tool. Thread-safe.
 
     Args:
-        stream: where everything but reasons goes; None means standard output.
+        stream: takes all but errors; None: standard output.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -50,11 +50,10 @@ class Output:
             highlight=False, soft_wrap=True, emoji=False, markup=False, stderr=True
         )
         self._live: Live | None = None
-        # Held for one line at most: readers of several roles write side by side.
+        # Held for one line at most: several roles' readers write at once.
         self._lock = threading.Lock()
 
     def role_line(self, name: str, line: str, colour_number: int) -> None:
-        """A line of a role's output, behind its name."""
         if not self.is_terminal:
             self._write(f"[{name}] {line}")
             return
@@ -64,25 +63,24 @@ class Output:
         self._console.print(text)
 
     def say(self, message: str) -> None:
-        """Something that the tool itself says."""
+        """Write a line of the tool's own."""
         if self.is_terminal:
             self._console.print(Text(message, style="bold"))
         else:
             self._write(message)
 
     def warn(self, message: str) -> None:
-        """Something that went wrong while the tool goes on; the live table stays."""
+        """Report a problem while the tool goes on; the live table stays."""
         if self._live is not None:
             self._console.print(Text(f"pushpull: {message}", style="bold red"))
         else:
             self.complain(message)
 
     def print(self, view: RenderableType) -> None:
-        """Something with a form of its own, such as a table."""
         self._console.print(view)
 
     def complain(self, message: str) -> None:
-        """Why the tool ends: the first line stands out on a terminal."""
+        """Write the reason why the tool ends; a terminal shows its first line in red."""
         head, _, rest = message.partition("\n")
         if is_terminal(sys.stderr):
             self._errors.print(Text(f"pushpull: {head}", style="bold red"))
@@ -106,7 +104,7 @@ class Output:
         self._live.update(view, refresh=True)
 
     def close(self) -> None:
-        """Leave the live table as it is and give the terminal back. Idempotent."""
+        """Stop the live table, which stays on the terminal. Idempotent."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,9 +1,7 @@
-"""What `pushpull train` shows: rows made from the scheduler's status messages, as pure functions.
+"""Progress of `pushpull train`: rows made from the scheduler's status messages, as pure functions.
 
-Rules:
-    - Rates are differences of counters over the time between the *reports*, not between the polls:
-      a report is as old as `last_heard_ms` says, whatever the rate of polling.
-    - Nothing here reads a clock or writes to a terminal.
+A rate is the difference of a counter between two *reports* over the time between them, not between
+the polls: a report is as old as `last_heard_ms` says, however often it is polled.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from rich.text import Text
 from pushpull.v1 import scheduler_pb2, types_pb2
 
 WINDOW_S = 5.0
-"""Rates are averages over about this time: longer than a heartbeat, short enough to follow."""
+"""Rates are averages over about this time, which is longer than a heartbeat."""
 
 MAX_LINE_WORKERS = 8
-"""Up to this many workers each has its own line where there is no terminal."""
+"""Without a terminal, up to this many workers have a line each; more share one."""
 
 _SAME_REPORT_S = 0.05
-"""Two polls that date a report this close saw the same report."""
+"""Two polls saw the same report if its times differ by less."""
 
 _RATE_UNITS = ("B/s", "KB/s", "MB/s", "GB/s", "TB/s")
 _BAR_WIDTH = 16
@@ -40,7 +38,7 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class WorkerSample:
-    """What a worker said of itself, and when (seconds on the caller's clock)."""
+    """A worker's report of itself; `reported_at_s` is on the caller's clock."""
 
     rank: int
     state: str
@@ -64,7 +62,7 @@ class WorkerRow:
 
     @property
     def left_s(self) -> float | None:
-        """How long the steps take that are still to be done, at the present rate; None: unknown."""
+        """Seconds that the remaining steps take at the present rate; None: unknown."""
         sample = self.sample
         if not sample.planned_step_count or not self.steps_per_s or sample.state != "training":
             return None
@@ -74,7 +72,7 @@ class WorkerRow:
 def worker_samples(
     response: scheduler_pb2.GetClusterStatusResponse, now_s: float
 ) -> tuple[WorkerSample, ...]:
-    """The workers of a status message, by rank: of those that had one rank, the newest."""
+    """The newest worker of each rank in a status message, by rank."""
     workers = [n for n in response.nodes if n.node.role == types_pb2.NODE_ROLE_WORKER]
     newest = {n.node.rank: n for n in sorted(workers, key=lambda n: n.node.incarnation)}
     found = (_sample(status, now_s) for status in newest.values())
@@ -105,10 +103,7 @@ def counted(count: int, noun: str) -> str:
 def still_awaited(
     response: scheduler_pb2.GetClusterStatusResponse, server_count: int, worker_count: int
 ) -> str:
-    """The roles that have not come yet, of so many that were started; empty: all have.
-
-    Who came and is gone again has come.
-    """
+    """Says which of the roles that were started have never joined; empty: all have."""
     servers = sum(n.node.role == types_pb2.NODE_ROLE_SERVER for n in response.nodes)
     ranks = {n.node.rank for n in response.nodes if n.node.role == types_pb2.NODE_ROLE_WORKER}
     missing = (("server", server_count - servers), ("worker", worker_count - len(ranks)))
@@ -123,7 +118,6 @@ class RateWindow:
         self._reports: dict[int, deque[WorkerSample]] = {}
 
     def observe(self, samples: Sequence[WorkerSample]) -> None:
-        """Take the samples of one status message in."""
         for sample in samples:
             reports = self._reports.setdefault(sample.rank, deque())
             if reports and sample.reported_at_s - reports[-1].reported_at_s < _SAME_REPORT_S:
@@ -133,7 +127,6 @@ class RateWindow:
                 reports.popleft()
 
     def rows(self) -> tuple[WorkerRow, ...]:
-        """Each worker's newest sample with its rates, by rank."""
         return tuple(_row(self._reports[rank]) for rank in sorted(self._reports))
 
 
@@ -187,7 +180,7 @@ def _bar(sample: WorkerSample) -> RenderableType:
 
 
 def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float, awaited: str = "") -> list[str]:
-    """The periodic lines where there is no terminal: one a worker, or one for all of many.
+    """The periodic lines without a terminal: one for each worker, or one for all of many.
 
     Args:
         rows: the workers'.
@@ -204,7 +197,7 @@ def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float, awaited: str = "") 
 
 
 def early_ends(rows: Sequence[WorkerRow], cut_off: Collection[int]) -> list[str]:
-    """The workers that ended before their steps were done, a line each.
+    """A line for each worker that ended before its steps were done.
 
     Args:
         rows: all workers', when all have ended.
@@ -255,17 +248,17 @@ def _summary(rows: Sequence[WorkerRow]) -> str:
     parts = [
         f"{len(rows)} workers",
         f"clocks {min(clocks)} to {max(clocks)}",
-        f"{_number(_total([row.steps_per_s for row in rows]), 1)} steps/s",
+        f"{_number(_sum([row.steps_per_s for row in rows]), 1)} steps/s",
         *([] if not lefts else [f"{_left(max(lefts))} left"]),
         f"mean loss {_number(loss, 4)}",
         f"staleness up to {max(row.sample.staleness for row in rows)}",
-        _rate(_total([row.bytes_per_s for row in rows])),
+        _rate(_sum([row.bytes_per_s for row in rows])),
         f"slowest is worker {slowest.sample.rank}",
     ]
     return ", ".join(parts)
 
 
-def _total(rates: Sequence[float | None]) -> float | None:
+def _sum(rates: Sequence[float | None]) -> float | None:
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known else None
 
@@ -279,7 +272,7 @@ def _left(left_s: float | None) -> str:
 
 
 def _rate(bytes_per_s: float | None) -> str:
-    """Bytes a second as people read them: "-", "32.8 KB/s", "1.20 GB/s"."""
+    """As in "- B/s", "32.8 KB/s", "1.20 GB/s"."""
     if bytes_per_s is None:
         return "- B/s"
     value, unit = bytes_per_s, 0
@@ -290,7 +283,7 @@ def _rate(bytes_per_s: float | None) -> str:
 
 
 def duration(elapsed_s: float) -> str:
-    """Seconds as people read them: "7s", "2m05s", "1h02m"."""
+    """As in "7s", "2m05s", "1h02m"."""
     seconds = int(elapsed_s)
     if seconds < 60:
         return f"{seconds}s"

@@ -1,4 +1,4 @@
-"""Runs a command to its exit code: what it raises becomes a line for a person."""
+"""Runs a command to its exit code: an error becomes a line for a person."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ USAGE_EXIT_CODE = 2
 
 
 def refuse(message: str) -> NoReturn:
-    """End the command for what is wrong with its command line, in one line.
-
-    Raises:
-        typer.Exit: always.
-    """
+    """End the command with one line that says what is wrong with its command line."""
     with Output() as output:
         output.complain(message)
     raise typer.Exit(USAGE_EXIT_CODE)

@@ -1,7 +1,4 @@
-"""The calls that the command line makes, as an operator: the scheduler's status and the servers',
-the end of a process that it has started, the end and the removal of a run, and that a cluster
-begins anew.
-"""
+"""Calls of the command line to the scheduler and the servers, as an operator."""
 
 from __future__ import annotations
 
@@ -30,11 +27,18 @@ from pushpull.v1 import (
 AnswerT = TypeVar("AnswerT")
 
 QUERY_DEADLINE_S = 5.0
-"""A status that takes longer is of no use to the person who waits."""
+"""Deadline of each call: a person waits for its answer."""
 
 
 class SchedulerQuery:
-    """Asks one scheduler how its cluster does; an async context manager."""
+    """An operator's calls to one scheduler; an async context manager.
+
+    Blocking: each call takes up to `QUERY_DEADLINE_S`; the first one registers an operator before
+    it, which takes as long again.
+
+    Raises:
+        PushpullError: the scheduler did not answer, or refused.
+    """
 
     def __init__(self, address: str) -> None:
         self._channel = aio_channel(address)
@@ -42,29 +46,17 @@ class SchedulerQuery:
         self.session: types_pb2.SessionIdentity | None = None
 
     async def status(self) -> scheduler_pb2.GetClusterStatusResponse:
-        """The cluster's status.
-
-        Blocking: up to `QUERY_DEADLINE_S`.
-
-        Raises:
-            PushpullError: the scheduler did not answer, or refused.
-        """
         if self.session is not None:
-            with contextlib.suppress(Fenced):  # the cluster has been restored, or is another
+            with contextlib.suppress(Fenced):  # the cluster was restored, or replaced
                 return await self._ask(self.session)
         self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
         return await self._ask(self.session)
 
     async def process_ended(self, launch_id: bytes, reason: str) -> int:
-        """Say that a process has ended that this one started with that launch_id.
+        """Report the end of the process that this one started as `launch_id`.
 
         Returns:
-            How many of its nodes had not left, and are gone.
-
-        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
-
-        Raises:
-            PushpullError: the scheduler did not answer, or refused.
+            The number of its nodes that had not left, and are now gone.
         """
         if self.session is None:
             self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
@@ -77,26 +69,20 @@ class SchedulerQuery:
         return answer.ended_count
 
     async def begin_anew(self) -> None:
-        """Have the cluster begin anew with nothing; its servers register again by themselves.
-
-        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
-
-        Raises:
-            PushpullError: the scheduler did not answer, or refused.
-        """
+        """Empty the cluster, as when it was new; its servers register again by themselves."""
         session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
-        self.session = None  # it is of the cluster before
+        self.session = None  # it belongs to the cluster before
         request = scheduler_pb2.RestoreCheckpointRequest(session=session, empty=True)
         await answer_of(self._stub.RestoreCheckpoint(request, timeout=QUERY_DEADLINE_S))
 
     async def end_run(self, run: str) -> int:
-        """End a run; how many workers were members of it.
+        """End a run.
 
-        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+        Returns:
+            The number of workers that were members of it.
 
         Raises:
             InvalidConfig: there is no such run.
-            PushpullError: the scheduler did not answer, or refused.
         """
         session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
         request = scheduler_pb2.EndRunRequest(session=session, run=run)
@@ -106,13 +92,10 @@ class SchedulerQuery:
         return answer.ended_count
 
     async def remove_run(self, run: str) -> scheduler_pb2.RemoveRunResponse:
-        """Remove a run that is over, with its tables; what it had.
-
-        Blocking: up to `QUERY_DEADLINE_S` for each of two calls.
+        """Remove a run that is over, with its tables.
 
         Raises:
             InvalidConfig: there is no such run, or it is not over.
-            PushpullError: the scheduler did not answer, or refused.
         """
         session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
         request = scheduler_pb2.RemoveRunRequest(session=session, run=run)
@@ -143,26 +126,25 @@ class SchedulerQuery:
 
 
 ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError
-"""What a server said of its ranges, or why it said nothing."""
+"""A server's statistics of its ranges, or the reason why it sent none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterAnswer:
-    """What a scheduler said, and the session with which the servers can be asked."""
+    """A scheduler's status, and the session with which the servers can be asked."""
 
     response: scheduler_pb2.GetClusterStatusResponse
     session: types_pb2.SessionIdentity
 
 
 def addresses_of(scheduler: str) -> list[str]:
-    """The addresses in an option of the command line."""
     return [address.strip() for address in scheduler.split(",") if address.strip()]
 
 
 async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
-    """The status from the first scheduler of the list that answers.
+    """The status from the first scheduler that answers.
 
-    Blocking: up to `QUERY_DEADLINE_S` an address.
+    Blocking: up to twice `QUERY_DEADLINE_S` for each address.
 
     Raises: as `_first`.
     """
@@ -175,21 +157,21 @@ async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
 
 
 async def end_run(addresses: Sequence[str], run: str) -> int:
-    """End a run at the first scheduler of the list that answers; how many workers were in it.
+    """As `SchedulerQuery.end_run`, at the first scheduler that answers.
 
-    Blocking: up to twice `QUERY_DEADLINE_S` an address.
+    Blocking: up to twice `QUERY_DEADLINE_S` for each address.
 
-    Raises: as `_first`, InvalidConfig also where there is no such run.
+    Raises: as `_first`.
     """
     return await _first(addresses, lambda query: query.end_run(run))
 
 
 async def remove_run(addresses: Sequence[str], run: str) -> scheduler_pb2.RemoveRunResponse:
-    """Remove a run at the first scheduler of the list that answers; what it had.
+    """As `SchedulerQuery.remove_run`, at the first scheduler that answers.
 
-    Blocking: up to twice `QUERY_DEADLINE_S` an address.
+    Blocking: up to twice `QUERY_DEADLINE_S` for each address.
 
-    Raises: as `_first`, InvalidConfig also where there is no such run, or it is not over.
+    Raises: as `_first`.
     """
     return await _first(addresses, lambda query: query.remove_run(run))
 
@@ -197,12 +179,13 @@ async def remove_run(addresses: Sequence[str], run: str) -> scheduler_pb2.Remove
 async def _first(
     addresses: Sequence[str], ask: Callable[[SchedulerQuery], Awaitable[AnswerT]]
 ) -> AnswerT:
-    """What the first scheduler of the list says that answers.
+    """The answer of the first scheduler that gives one.
 
     Raises:
-        InvalidConfig: the list is empty, an address is none, or the join secret cannot be one.
+        InvalidConfig: the list is empty, an address or the join secret is malformed, or the
+            scheduler refuses the request.
         Unauthenticated: this process does not have the cluster's join secret.
-        Recovering: none answers; the message says why for each.
+        Recovering: no scheduler answers; the message has a reason for each.
     """
     if not addresses:
         raise InvalidConfig(
@@ -223,7 +206,7 @@ async def _first(
 
 
 async def server_answers(answer: ClusterAnswer) -> dict[int, ServerAnswer]:
-    """What each living server says of its ranges, by node id; asked all at once."""
+    """The answer of each server that has not left, by node id; all are asked at once."""
     servers = [
         status.node
         for status in answer.response.nodes

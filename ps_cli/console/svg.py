@@ -1,10 +1,10 @@
-"""Plots as SVG, as pure functions from values to text: no library, no script, no network.
+"""Plots as SVG, made by pure functions from values to text, without a library or a script.
 
 Rules:
-    - Every axis has a name with its unit, every plot a title, and whatever carries a value says it
-      in a `<title>`, which browsers show beside the pointer and readers read out.
-    - Colours are those of Okabe and Ito, which colour-blind people tell apart; from the ninth mode
-      on lines are dashed as well.
+    - Every axis has a name with its unit, every plot a title. Each mark has its value in a
+      `<title>`, which browsers show beside the pointer and screen readers read out.
+    - Colours are those of Okabe and Ito, which colour-blind people can tell apart; from the ninth
+      style on, lines are dashed as well.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _TICK_COUNT = 6
 _BAR_HEIGHT = 15
 _GROUP_GAP = 10
 _DOT_MARGIN = 1.05
-"""Right of the last dot there is so much of the axis."""
+"""Length of a dot chart's axis, in multiples of the last dot's place."""
+_MAX_BIN_COUNT = 24
 _LABEL_WIDTH = 190
 _PANEL_WIDTH, _PANEL_HEIGHT, _PANEL_COLUMNS = 250, 190, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve: `style` chooses colour and dashes; lines of one style are one entry of a legend."""
+    """A curve; `style` chooses its colour and dashes, and lines of one style share a legend."""
 
     name: str
     style: int
@@ -44,14 +45,14 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """What an axis shows, with its unit."""
+    """An axis; its name includes its unit."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """One panel: how often each value came."""
+    """The counts of each value, for one panel."""
 
     name: str
     style: int
@@ -59,8 +60,8 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part of stacked bars: its name and its colour."""
+class BarSegment:
+    """A segment of stacked bars: its name and its colour."""
 
     name: str
     fill: str
@@ -68,20 +69,19 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A bar of parts, one after the other; bars of one group stand together."""
+    """A bar, made of segments of these lengths."""
 
     group: str
     name: str
-    parts: tuple[float, ...]
+    lengths: tuple[float, ...]
 
 
 def colour(style: int) -> str:
-    """The colour of a style."""
     return PALETTE[style % len(PALETTE)]
 
 
 def dashes(style: int) -> str:
-    """The dashes of a style, as SVG's stroke-dasharray; empty for a solid line."""
+    """SVG's stroke-dasharray of a style; empty for a solid line."""
     return _DASHES[style // len(PALETTE) % len(_DASHES)]
 
 
@@ -104,11 +104,11 @@ def line_chart(
     """Curves over one pair of axes.
 
     Args:
-        title: what the plot shows, for whoever cannot see it.
+        title: describes the plot for people who cannot see it.
         x_axis: the horizontal axis.
         y_axis: the vertical axis; from the lowest to the highest value.
-        lines: the curves; a point each at least, or they are left out.
-        from_x: where the horizontal axis begins; no point is before it.
+        lines: the curves; those without points are left out.
+        from_x: the start of the horizontal axis; no point is before it.
     """
     points = [point for line in lines for point in line.points]
     if not points:
@@ -120,12 +120,12 @@ def line_chart(
         high_y=max(y for _, y in points),
     )
     inside = [*frame.grid(x_axis, y_axis)]
-    inside += [part for line in lines if line.points for part in _curve(frame, line, x_axis)]
+    inside += [mark for line in lines if line.points for mark in _curve(frame, line, x_axis)]
     return _svg(title, WIDTH, _HEIGHT, inside)
 
 
 def dot_chart(title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line]) -> str:
-    """As `line_chart`, with a dot for each point and no curve between them."""
+    """As `line_chart`, with a dot for each point and no curve."""
     points = [point for line in lines for point in line.points]
     if not points:
         return _empty(title)
@@ -147,7 +147,7 @@ def dot_chart(title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where values lie within a line chart."""
+    """Maps values to places within a line chart."""
 
     low_x: float
     high_x: float
@@ -163,7 +163,6 @@ class _Frame:
         return _HEIGHT - _BOTTOM - (value - self.low_y) / span * (_HEIGHT - _TOP - _BOTTOM)
 
     def grid(self, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
-        """Lines, numbers and names of the axes."""
         bottom, right = _HEIGHT - _BOTTOM, WIDTH - _RIGHT
         for value in ticks(self.low_y, self.high_y):
             yield _rule(_LEFT, self.y(value), right, self.y(value), "grid")
@@ -191,11 +190,12 @@ def _curve(frame: _Frame, line: Line, x_axis: Axis) -> Iterator[str]:
 
 
 def histogram_panels(title: str, axis: Axis, histograms: Sequence[Histogram]) -> str:
-    """A panel for each histogram, all over the same axes: the share of each value in percent."""
+    """A panel for each histogram, with the share of each value in percent; all share axes."""
     counted = [one for one in histograms if one.counts]
     if not counted:
         return _empty(title)
-    width = _bin_width(max(max(one.counts) for one in counted))
+    highest = max(max(one.counts) for one in counted)
+    width = max(1, math.ceil((highest + 1) / _MAX_BIN_COUNT))
     shares = [_shares(one, width) for one in counted]
     bin_count = max(max(share) for share in shares) + 1
     top = max(max(share.values()) for share in shares)
@@ -205,19 +205,12 @@ def histogram_panels(title: str, axis: Axis, histograms: Sequence[Histogram]) ->
         left = number % _PANEL_COLUMNS * _PANEL_WIDTH
         above = number // _PANEL_COLUMNS * _PANEL_HEIGHT
         panel = _Panel(left, above, bin_count, width, top)
-        inside += panel.parts(one, share, axis)
+        inside += panel.marks(one, share, axis)
     return _svg(title, _PANEL_COLUMNS * _PANEL_WIDTH + 10, rows * _PANEL_HEIGHT + 6, inside)
 
 
-_MAX_BIN_COUNT = 24
-
-
-def _bin_width(highest: int) -> int:
-    return max(1, math.ceil((highest + 1) / _MAX_BIN_COUNT))
-
-
 def _shares(histogram: Histogram, width: int) -> dict[int, float]:
-    """Per cent of all in each interval of `width` values."""
+    """Percentages of the values in each bin of `width` values."""
     total = sum(histogram.counts.values())
     shares: dict[int, float] = {}
     for value, count in histogram.counts.items():
@@ -227,7 +220,7 @@ def _shares(histogram: Histogram, width: int) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class _Panel:
-    """One histogram of several: where it lies, and the axes that all share."""
+    """The place of one histogram among several, and the axes that all share."""
 
     left: float
     above: float
@@ -235,7 +228,7 @@ class _Panel:
     bin_width: int
     top: float
 
-    def parts(self, one: Histogram, shares: dict[int, float], axis: Axis) -> Iterator[str]:
+    def marks(self, one: Histogram, shares: dict[int, float], axis: Axis) -> Iterator[str]:
         left, right = self.left + 46, self.left + _PANEL_WIDTH - 12
         top, bottom = self.above + 26, self.above + _PANEL_HEIGHT - 44
         step = (right - left) / self.bin_count
@@ -261,16 +254,18 @@ class _Panel:
         yield _text((left + right) / 2, bottom + 32, axis.name, "axis-name middle")
 
 
-def stacked_bars(title: str, axis: Axis, parts: Sequence[Part], bars: Sequence[Bar]) -> str:
-    """Horizontal bars of parts; each group of bars has its name at the left.
+def stacked_bars(
+    title: str, axis: Axis, segments: Sequence[BarSegment], bars: Sequence[Bar]
+) -> str:
+    """Horizontal bars of segments; each group of bars has its name at the left.
 
     Args:
-        title: what the plot shows.
-        axis: of the parts' lengths.
-        parts: what each bar is made of, in order.
+        title: as for `line_chart`.
+        axis: the axis of the segments' lengths.
+        segments: those of each bar, in order.
         bars: those of a group follow each other.
     """
-    longest = max((sum(bar.parts) for bar in bars), default=0.0)
+    longest = max((sum(bar.lengths) for bar in bars), default=0.0)
     if not longest > 0:
         return _empty(title)
     scale = (WIDTH - _LABEL_WIDTH - _RIGHT) / longest
@@ -283,9 +278,9 @@ def stacked_bars(title: str, axis: Axis, parts: Sequence[Part], bars: Sequence[B
             inside.append(_text(4, y + _BAR_HEIGHT - 4, group, "panel-name"))
         inside.append(_text(_LABEL_WIDTH - 8, y + _BAR_HEIGHT - 4, bar.name, "number end"))
         x = float(_LABEL_WIDTH)
-        for part, length in zip(parts, bar.parts, strict=True):
-            said = f"{bar.group}, {bar.name}: {part.name} {length:.3g} {axis.name}"
-            inside.append(_rectangle((x, y, length * scale, _BAR_HEIGHT - 2), part.fill, said))
+        for segment, length in zip(segments, bar.lengths, strict=True):
+            said = f"{bar.group}, {bar.name}: {segment.name} {length:.3g} {axis.name}"
+            inside.append(_rectangle((x, y, length * scale, _BAR_HEIGHT - 2), segment.fill, said))
             x += length * scale
         y += _BAR_HEIGHT
     bottom = y + 6

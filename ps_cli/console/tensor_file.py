@@ -1,13 +1,12 @@
 """Tables as one safetensors file that torch loads.
 
 Rules:
-    - Tensors are written as their blocks are read: no more than a block is in memory.
-    - Values are written in the table's own type; float16 and bfloat16 tables are kept in float32,
-      and are rounded as they are for a worker.
-    - Tables whose tensors follow each other without gap are one run of bytes, in the order of their
-      offsets; so is their run in the file. Those of wide elements come first.
-
-What it deliberately does not do: know the type of an integer buffer: its table holds float64.
+    - Tensors are written as their blocks are read: at most one block is in memory.
+    - Values are written in the table's own type. Servers keep those of float16 and bfloat16 tables
+      in float32; they are rounded here as they are for a worker.
+    - A table's tensors follow each other without gaps, in the order of their offsets, and so they
+      do in the file. Tables of wide elements come first, so that all offsets are aligned.
+    - An integer buffer is written as float64, as its table holds it: its own type is not known.
 """
 
 from __future__ import annotations
@@ -27,27 +26,27 @@ from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, LENGTH_BYTES
 
 _STORED = {DType.FLOAT32: "F32", DType.FLOAT16: "F16", DType.BFLOAT16: "BF16", DType.FLOAT64: "F64"}
 
-Read = Callable[[Table, int], bytes | bytearray]
+ReadBlock = Callable[[Table, int], bytes | bytearray]
 """The values of a block in the table's arithmetic, without padding."""
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor of a file that is written: its name, its type and its shape."""
+class TensorEntry:
+    """A tensor in the header of a file; `dtype` is safetensors' name."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
 
-def write_tables(out: Path, tables: Iterable[Table], read: Read) -> int:
-    """Write the tensors of tables; how many there are.
+def write_tables(out: Path, tables: Iterable[Table], read: ReadBlock) -> int:
+    """Write the tensors of tables, and return their number.
 
     Raises:
-        InvalidConfig: two tensors would have one name, or the file cannot be written.
+        InvalidConfig: two tensors have the same name, or the file cannot be written.
     """
     ordered = wide_first(tables)
-    entries: list[Entry] = []
+    entries: list[TensorEntry] = []
     owners: dict[str, str] = {}
     for table in ordered:
         dtype, name = _STORED[table.spec.dtype], table.title
@@ -58,24 +57,23 @@ def write_tables(out: Path, tables: Iterable[Table], read: Read) -> int:
                     f"tensor '{tensor.name}' is in table '{other}' and in '{name}'; expected one: "
                     "choose the tables of one model"
                 )
-            entries.append(Entry(tensor.name, dtype, tensor.shape))
+            entries.append(TensorEntry(tensor.name, dtype, tensor.shape))
     write_file(out, entries, (piece for table in ordered for piece in _values(table, read)))
     return len(entries)
 
 
 def wide_first(tables: Iterable[Table]) -> list[Table]:
-    """The tables of the widest elements first."""
     return sorted(tables, key=lambda table: -ELEMENT_BYTES[_STORED[table.spec.dtype]])
 
 
-def _values(table: Table, read: Read) -> Iterator[bytes | bytearray]:
+def _values(table: Table, read: ReadBlock) -> Iterator[bytes | bytearray]:
     """The bytes of a table in its own type, a block at a time."""
     for block in range(table.block_count):
         taken = read(table, block)
         if table.spec.dtype in (DType.FLOAT32, DType.FLOAT64):
             yield taken
             continue
-        # Here: numpy has no bfloat16, and other commands start without torch.
+        # Imported here, because other commands start without torch; numpy has no bfloat16.
         import torch
 
         half = torch.float16 if table.spec.dtype is DType.FLOAT16 else torch.bfloat16
@@ -83,8 +81,10 @@ def _values(table: Table, read: Read) -> Iterator[bytes | bytearray]:
         yield rounded.view(torch.int16).numpy().tobytes()
 
 
-def write_file(out: Path, entries: Sequence[Entry], pieces: Iterable[bytes | bytearray]) -> None:
-    """A safetensors file of `entries`, whose bytes are `pieces` in the same order."""
+def write_file(
+    out: Path, entries: Sequence[TensorEntry], pieces: Iterable[bytes | bytearray]
+) -> None:
+    """Write a safetensors file of `entries`, whose bytes are `pieces` in the same order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -102,10 +102,10 @@ def write_file(out: Path, entries: Sequence[Entry], pieces: Iterable[bytes | byt
 
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is whole.
+    """Write a file that takes its name when it is complete.
 
     Raises:
-        InvalidConfig: it cannot be written.
+        InvalidConfig: the file cannot be written.
     """
     unfinished = out.with_name(f".{out.name}.tmp")
     try:

@@ -1,7 +1,8 @@
-"""What `pushpull status --json` prints, made from the scheduler's and the servers' answers.
+"""The document of `pushpull status --json`, a pure function of the scheduler's and the servers'
+answers.
 
-A pure function of the messages. Times are in seconds (`_s`), sizes in bytes. A value that is not
-known (a server that does not answer) is null, never 0.
+Times are in seconds (`_s`), sizes in bytes. An unknown value (of a server that does not answer) is
+null, never 0.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TypedDict
 
+from ps_cli.console.scheduler_query import ServerAnswer
 from ps_cli.status.runs import RunEntry, run_entries
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import PushpullError
@@ -18,16 +20,13 @@ from ps_core.tables import Table
 from ps_runtime.cluster.wire import node_from_proto, view_from_proto
 from pushpull.v1 import parameters_pb2, scheduler_pb2
 
-ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError
-
-
 LANES = ("shm", "grpc", "mixed")
-"""How a client's payloads travel: in memory shared with its servers, as bytes, or some so."""
+"""A client's payloads travel in memory shared with its servers, as bytes, or in both ways."""
 
 
 class NodeEntry(TypedDict):
-    """One node; `rank` and `clocks` (by table name) are a worker's, else null and empty; `lane`
-    (one of `LANES`) is a worker's or a reader's that has met a server, else null.
+    """One node. Only a worker has a `rank` and `clocks` (by table name), only a worker or a reader
+    that has met a server a `lane` (one of `LANES`).
     """
 
     node_id: int
@@ -51,9 +50,8 @@ class NodeEntry(TypedDict):
 
 
 class ServerEntry(TypedDict):
-    """What one server serves; `error` says why the other values are null. `backup_count` and
-    `catching_up_count` are numbers of ranges that it backs up, and that it is brought up to date
-    on.
+    """One server; `error` is the reason for values that are null. `backup_count` counts the ranges
+    that it backs up, `catching_up_count` those on which it is catching up.
     """
 
     node_id: int
@@ -70,9 +68,7 @@ class ServerEntry(TypedDict):
 
 
 class TableEntry(TypedDict):
-    """One table; `clock` is the lowest of its ranges (BSP: the newest update that all have),
-    `failure` why it has failed, None if it has not.
-    """
+    """One table; `clock` is the lowest of its ranges (BSP: the newest update that all have)."""
 
     table_id: int
     name: str
@@ -91,7 +87,7 @@ class TableEntry(TypedDict):
 
 
 class WaitEntry(TypedDict):
-    """Something that waits, and for whom; `where` is "worker 3", or "server 2, range 17"."""
+    """Something that waits; `where` is "worker 3", or "server 2, range 17"."""
 
     where: str
     table: str | None
@@ -99,8 +95,8 @@ class WaitEntry(TypedDict):
 
 
 class CheckpointsEntry(TypedDict):
-    """What became of the cluster's checkpoints; `newest` is the directory of the newest complete
-    one, `failure` why the last one failed that did. Ages are null where there was none.
+    """The cluster's checkpoints: `newest` is the directory of the newest complete one, `failure`
+    the reason of the last one that failed. Each is null, and so is its age, if there was none.
     """
 
     url: str
@@ -113,9 +109,9 @@ class CheckpointsEntry(TypedDict):
     failure_age_s: float | None
 
 
-class KeptEntry(TypedDict):
-    """A server that keeps the values of a cluster that was here before, and is no node of this one;
-    `file` is the one on its machine by which they can be read, null if there is none.
+class KeptValuesEntry(TypedDict):
+    """A server that keeps the values of an earlier cluster, and is no node of this one; `file`, on
+    its machine, is the one with which they can be read (`pushpull checkpoint rescue`).
     """
 
     address: str
@@ -125,14 +121,20 @@ class KeptEntry(TypedDict):
 
 
 class StatusDocument(TypedDict):
-    """The whole; `worker_count` is what the cluster was started for, `world_size` what it counts
-    with the workers that came beyond these, both of the run without a name; `runs` are the others.
-    Of their tables and clocks the names begin with the run's, "run:table". `ranges_by_in_sync` has
-    the numbers of ranges, of those that hold anything, by how many living replicas hold all that is
-    committed; `degraded_range_count` is of those with fewer than `replica_count`. `checkpoint` is
-    where one is being made, `checkpoints` what became of those before (null where there are to be
-    none), `restored_from` the one that the cluster was started from. `lost` and `awaited` are
-    words: of the ranges whose values nobody has, and of those whose only servers are silent.
+    """The whole document.
+
+    Attributes:
+        worker_count: workers that the cluster was started for, in the run without a name.
+        world_size: the same, with the workers that joined beyond these.
+        runs: those with a name; names of their tables begin with the run's, "run:table".
+        checkpoint: the directory of the checkpoint that is being made.
+        checkpoints: those made before; null if the cluster makes none.
+        restored_from: the checkpoint that the cluster was started from.
+        ranges_by_in_sync: counts of the ranges that hold anything, by the number of living replicas
+            that hold all that is committed.
+        degraded_range_count: those with fewer than `replica_count`.
+        lost: a sentence about ranges whose values no server has.
+        awaited: a sentence about ranges whose only servers are silent.
     """
 
     cluster_id: str
@@ -153,7 +155,7 @@ class StatusDocument(TypedDict):
     lost_ranges: list[str]
     lost: str | None
     awaited: str | None
-    kept_values: list[KeptEntry]
+    kept_values: list[KeptValuesEntry]
     nodes: list[NodeEntry]
     servers: list[ServerEntry]
     tables: list[TableEntry]
@@ -163,11 +165,10 @@ class StatusDocument(TypedDict):
 def status_document(
     response: scheduler_pb2.GetClusterStatusResponse, answers: Mapping[int, ServerAnswer]
 ) -> StatusDocument:
-    """The document.
-
+    """
     Args:
-        response: what the scheduler said.
-        answers: what each server said, or why it did not, by node id.
+        response: the scheduler's answer.
+        answers: each server's, by node id.
     """
     view = view_from_proto(response.view)
     stats = [
@@ -204,7 +205,7 @@ def status_document(
         lost=view.lost_words or None,
         awaited=view.awaited_words or None,
         kept_values=[
-            KeptEntry(
+            KeptValuesEntry(
                 address=kept.address,
                 cluster_id=kept.cluster_id,
                 file=kept.file or None,
@@ -236,7 +237,7 @@ def _checkpoints(history: scheduler_pb2.CheckpointHistory) -> CheckpointsEntry |
 
 
 def _unserved(view: ClusterView) -> list[int]:
-    """The ranges that hold blocks and have no primary. One that holds none needs none."""
+    """The ranges that hold blocks and have no primary; ranges without blocks need none."""
     without = {r.range_id for r in view.ranges if r.primary is None}
     if not without:
         return []
@@ -245,11 +246,11 @@ def _unserved(view: ClusterView) -> list[int]:
 
 
 def spans(numbers: Iterable[int]) -> list[str]:
-    """Numbers as spans: 1, 2, 3, 7 become "1-3" and "7"."""
+    """As spans: 1, 2, 3, 7 become "1-3" and "7"."""
     ordered = sorted(numbers)
     found = []
-    for _, run in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
-        members = [number for _, number in run]
+    for _, span in groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in span]
         first, last = members[0], members[-1]
         found.append(str(first) if first == last else f"{first}-{last}")
     return found
@@ -301,10 +302,10 @@ def _server(node_id: int, answer: ServerAnswer, view: ClusterView) -> ServerEntr
     if isinstance(answer, PushpullError):
         entry["error"] = answer.message
         return entry
-    entry["block_count"] = sum(part.block_count for part in answer.ranges)
-    entry["state_bytes"] = sum(part.state_bytes for part in answer.ranges)
+    entry["block_count"] = sum(shard.block_count for shard in answer.ranges)
+    entry["state_bytes"] = sum(shard.state_bytes for shard in answer.ranges)
     entry["gate_bytes"] = answer.gate_bytes
-    entry["update_count"] = sum(part.update_count for part in answer.ranges)
+    entry["update_count"] = sum(shard.update_count for shard in answer.ranges)
     return entry
 
 

@@ -16,14 +16,12 @@ from ps_core.cluster_view import ClusterView, NodeState, Role
 from ps_core.runs import Run, words
 from ps_runtime.cluster import wire
 
-runs_app = typer.Typer(
-    help="The runs of a cluster: who trains there, under which name.", no_args_is_help=True
-)
+runs_app = typer.Typer(help="List, end and remove the runs of a cluster.", no_args_is_help=True)
 
 
 class RunEntry(TypedDict):
-    """One run. `name` is empty for the run without a name; `state` is "waiting" (not all workers
-    have come), "running", "over" or "removed".
+    """One run; the run without a name has an empty one. `state` is "waiting" (for workers that
+    have not joined), "running", "over" or "removed".
     """
 
     name: str
@@ -34,14 +32,14 @@ class RunEntry(TypedDict):
 
 
 def run_entries(view: ClusterView) -> list[RunEntry]:
-    """The runs of a cluster, the one without a name first; that one only if it is used."""
+    """The runs of a cluster; the one without a name comes first, if it is used."""
     used = [run for run in ("",) if view.of_run(run).tables or _workers(view, run) or not view.runs]
     named = {run.name: run for run in view.runs}
     return [_entry(view, named.get(name, Run(name, view.worker_count))) for name in (*used, *named)]
 
 
 def _workers(view: ClusterView, run: str) -> dict[int, NodeState]:
-    """The ranks that a run has given, and how their newest worker is."""
+    """The state of the newest worker of each rank of a run."""
     nodes = view.of_run(run).nodes
     return {node.rank: node.state for node in nodes if node.role is Role.WORKER}
 
@@ -66,9 +64,9 @@ def runs_list(
     scheduler: SchedulerAddress = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
-    """List the runs of a cluster: how each stands, its workers and its tables.
+    """List the runs of a cluster, each with its state, its workers and its tables.
 
-    A worker says with --run (PUSHPULL_RUN) of which run it is. docs/guides/RUNS.md has the rest.
+    A worker names its run with --run or PUSHPULL_RUN. See docs/guides/RUNS.md.
     """
 
     def show(output: Output) -> int:
@@ -85,7 +83,6 @@ def runs_list(
 
 
 def run_line(entry: RunEntry) -> str:
-    """The run, for a person."""
     counts = f"{entry['alive_count']} of {entry['worker_count']} workers"
     return f"{words(entry['name'])}: {entry['state']}, {counts}, {entry['table_count']} tables"
 
@@ -97,8 +94,8 @@ def runs_end(
 ) -> None:
     """End the run RUN of a cluster; other runs go on.
 
-    Its workers are told so at their next call, and nobody joins it any more. Its tables stay, and
-    can be read, until the run is removed.
+    The next call of each of its workers fails, and no worker can join it again. Its tables can be
+    read until the run is removed.
 
     Example: `pushpull runs end nightly --scheduler 127.0.0.1:7000`
     """
@@ -116,10 +113,10 @@ def runs_remove(
     run: Annotated[str, typer.Argument(help="The run's name.")],
     scheduler: SchedulerAddress = "",
 ) -> None:
-    """Remove the run RUN of a cluster, which is over: its tables are no more.
+    """Remove the run RUN of a cluster, with its tables; the run must be over.
 
-    The servers give back the memory that they took. Who reads the run is told so. Another run
-    cannot have its name. There is no way back.
+    This cannot be undone. The servers free the memory of its tables, pulls by its readers fail,
+    and no other run can have its name.
 
     Example: `pushpull runs remove nightly --scheduler 127.0.0.1:7000`
     """

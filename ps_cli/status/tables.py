@@ -1,4 +1,4 @@
-"""`pushpull tables`: a cluster's tables, and how far their workers may run apart."""
+"""`pushpull tables`: a cluster's tables and their consistency."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SchedulerAddress = Annotated[
     str,
     typer.Option(
         envvar="PUSHPULL_SCHEDULER",
-        help="host:port of the scheduler, or several with commas.",
+        help="host:port of the scheduler, or several, separated by commas.",
     ),
 ]
 
 _NAMED_COUNT = 8
-"""Tables that an error names."""
+"""The most tables that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A setting that tables of a run shall have, not before the clock after `after_clock`."""
+class ConsistencyRequest:
+    """A setting for tables of a run, from the clock after `after_clock` on at the earliest."""
 
     setting: str
     after_clock: int
@@ -39,10 +39,10 @@ class Wanted:
 
 
 async def matching_tables(addresses: Sequence[str], pattern: str, run: str) -> list[str]:
-    """The names of a run's tables that fit a shell pattern; a name fits itself.
+    """The names of a run's tables that match a shell pattern; a name matches itself.
 
     Raises:
-        TableNotFound: none does; the message names some that there are.
+        TableNotFound: no table matches; the message names some tables.
     """
     response = (await first_status(addresses)).response
     names = [table.spec.name for table in response.view.tables if table.run == run]
@@ -56,7 +56,6 @@ async def matching_tables(addresses: Sequence[str], pattern: str, run: str) -> l
 
 
 async def list_tables(addresses: Sequence[str], output: Output) -> int:
-    """Print a line for each table."""
     response = (await first_status(addresses)).response
     for message in response.view.tables:
         table = wire.table_from_proto(message)
@@ -70,16 +69,18 @@ async def list_tables(addresses: Sequence[str], output: Output) -> int:
     return 0
 
 
-def set_consistency(address: str, names: Sequence[str], wanted: Wanted, output: Output) -> int:
-    """Change each table, one after the other, and print from which clock on it is so."""
-    setting = parsed(wanted.setting).begun
-    # Here, so that the other commands start without torch.
+def set_consistency(
+    address: str, names: Sequence[str], request: ConsistencyRequest, output: Output
+) -> int:
+    """Change the tables one after the other, and print the first clock of each change."""
+    setting = parsed(request.setting).begun
+    # Imported here, because other commands start without torch.
     import ps_worker
 
     with ps_worker.connect(
-        address, role="operator", run=wanted.run, request_deadline_s=wanted.timeout_s
+        address, role="operator", run=request.run, request_deadline_s=request.timeout_s
     ) as client:
         for name in names:
-            last = client.set_consistency(name, setting, after_clock=wanted.after_clock)
+            last = client.set_consistency(name, setting, after_clock=request.after_clock)
             output.say(f"{name}: {setting} from clock {last + 1} on")
     return 0

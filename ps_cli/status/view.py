@@ -1,4 +1,4 @@
-"""What `pushpull status` shows a person: a pure function of the status document."""
+"""The view of `pushpull status` for a person: a pure function of the status document."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from ps_cli.console.progress import duration
 from ps_cli.status.document import (
     CheckpointsEntry,
-    KeptEntry,
+    KeptValuesEntry,
     NodeEntry,
     ServerEntry,
     StatusDocument,
@@ -21,20 +21,19 @@ from ps_cli.status.document import (
 from ps_cli.status.runs import run_line
 
 MAX_WAIT_COUNT = 20
-"""More waits than these are counted, not listed."""
+"""Waits that are listed; more are counted."""
 
 _UNKNOWN = "?"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def status_view(document: StatusDocument) -> RenderableType:
-    """The document as tables."""
     parts: list[RenderableType] = [
         _head(document),
         *([Text(f"lost: {document['lost']}", "bold red")] if document["lost"] else []),
         *([Text(f"waiting: {document['awaited']}", "red")] if document["awaited"] else []),
         *_checkpoints(document["checkpoints"]),
-        *map(_kept, document["kept_values"]),
+        *map(_kept_values, document["kept_values"]),
     ]
     are_replicated = document["replica_count"] > 1
     servers = _servers(document["servers"], document["nodes"], are_replicated=are_replicated)
@@ -52,7 +51,7 @@ def status_view(document: StatusDocument) -> RenderableType:
 
 
 def size(byte_count: int | None) -> str:
-    """Bytes as people read them: "1.5 MiB"; "?" if not known."""
+    """As in "1.5 MiB"; "?" if not known."""
     if byte_count is None:
         return _UNKNOWN
     value, unit = float(byte_count), 0
@@ -91,7 +90,7 @@ def _head(document: StatusDocument) -> Text:
 
 
 def _checkpoints(entry: CheckpointsEntry | None) -> list[Text]:
-    """A line for the newest that is complete, and one for the last that failed."""
+    """A line for the newest complete checkpoint, and one for the last that failed."""
     if entry is None:
         return []
     if entry["newest"] is None:
@@ -114,9 +113,9 @@ def _checkpoints(entry: CheckpointsEntry | None) -> list[Text]:
     return lines
 
 
-def _kept(entry: KeptEntry) -> Text:
-    """A line about values of another cluster, with what to do about them."""
-    remedy = "stop it when they are of no use"
+def _kept_values(entry: KeptValuesEntry) -> Text:
+    """A line about values of an earlier cluster, with what to do about them."""
+    remedy = "stop it if they are not needed"
     if entry["file"] is not None:
         remedy = f"pushpull checkpoint rescue {entry['file']} OUT.safetensors there, then stop it"
     return Text(
@@ -131,7 +130,7 @@ def _ago(age_s: float | None) -> str:
 
 
 def _degraded(document: StatusDocument) -> str:
-    """One line: how many ranges miss replicas, and how many of them wait for one."""
+    """A line about the ranges that miss replicas."""
     count, replica_count = document["degraded_range_count"], document["replica_count"]
     in_sync = {int(n): ranges for n, ranges in document["ranges_by_in_sync"].items()}
     line = f"degraded: {count} ranges have fewer than {replica_count} replicas"
@@ -139,7 +138,7 @@ def _degraded(document: StatusDocument) -> str:
     if waiting_count:
         line += f"; {waiting_count} take no pushes until {document['min_in_sync']} are in sync"
     if in_sync.get(0):
-        line += f"; {in_sync[0]} have none that lives"
+        line += f"; {in_sync[0]} have no living replica"
     return line
 
 
@@ -175,7 +174,7 @@ def _servers(
 
 
 def _silent(servers: Sequence[ServerEntry]) -> list[Text]:
-    """A line for each server that gave no answer, with the reason: too long for a column."""
+    """A line for each server that did not answer: its reason is too long for a column."""
     return [
         Text(f"  server {server['node_id']} does not answer: {server['error']}", "yellow")
         for server in servers
@@ -184,13 +183,13 @@ def _silent(servers: Sequence[ServerEntry]) -> list[Text]:
 
 
 def _backed_up(server: ServerEntry) -> str:
-    """Ranges that it backs up, and how many more it will when it is up to date."""
-    joining = f" +{server['catching_up_count']} joining" if server["catching_up_count"] else ""
-    return f"{server['backup_count']}{joining}"
+    """Counts of the ranges that it backs up, and of those on which it is catching up."""
+    more = f" +{server['catching_up_count']} catching up" if server["catching_up_count"] else ""
+    return f"{server['backup_count']}{more}"
 
 
 def _spans(server: ServerEntry) -> str:
-    """Ranges by their spans, or their number where the spans would fill the line."""
+    """The number of ranges, and their first spans."""
     spans = server["ranges"]
     shown = ", ".join(spans[:3]) + (", ..." if len(spans) > 3 else "")
     return f"{server['range_count']} ({shown})" if spans else "0"

@@ -1,7 +1,7 @@
 """`pushpull scheduler`, `pushpull server`, `pushpull worker`: one role, on this machine.
 
-The process becomes the role, which reads its own command line. Here are the options alone, for
-`--help` and for the shell's completion.
+The process becomes the role, which reads its own command line. This module has only its options,
+for `--help` and for the shell's completion.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class StartedRole:
     module: str
     settings: tuple[str, ...]
     runs_script: bool = False
-    """Its options end where the script's name stands."""
+    """Options end at the script's name."""
 
     def parser(self, description: str) -> argparse.ArgumentParser:
-        """What reads its command line."""
+        """The parser of the role's own command line."""
         made = import_module(self.settings[0].rpartition(".")[0]).parser()
         made.description = description
         return typing.cast(argparse.ArgumentParser, made)
@@ -52,32 +52,30 @@ ROLES = {
 
 
 class BecomesRole(TyperCommand):
-    """A command that becomes a role unless it is asked what it takes."""
+    """A command that becomes a role, except for --help and completion."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """The role's options, from the classes that resolve them."""
         return [*_parameters(ROLES[str(self.name)]), *super().get_params(ctx)]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer does where it only completes or shows the help; else this process ends here."""
+        """As typer does for help and completion; otherwise this process becomes the role."""
         role = ROLES[str(self.name)]
         if ctx.resilient_parsing or asks_for_help(args, ends_at_script=role.runs_script):
             return super().parse_args(ctx, args)
         return become(role.module, args, os.environ)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002 - as typer calls it
-        """The role's own help: each option with its variable and its default."""
         role = ROLES[str(self.name)]
         print(role.parser(inspect.cleandoc(self.help or "")).format_help(), end="")
 
 
 def asks_for_help(arguments: list[str], *, ends_at_script: bool) -> bool:
-    """Whether one of these is --help, and not the script's.
+    """True if the command line has --help, and not among the script's arguments.
 
     Args:
-        arguments: the command line behind the command's name.
-        ends_at_script: all options have a value, and the first argument that is neither is the
-            script.
+        arguments: those behind the command's name.
+        ends_at_script: all options have a value; the first argument that is neither an option nor a
+            value is the script.
     """
     is_value = False
     for argument in arguments:
@@ -90,10 +88,10 @@ def asks_for_help(arguments: list[str], *, ends_at_script: bool) -> bool:
 
 
 def _parameters(role: StartedRole) -> list[Any]:
-    """What typer makes of a function with these options."""
+    """The parameters that typer makes for a function with the role's options."""
 
     def shown(**given: object) -> None:
-        """Has the parameters alone."""
+        pass
 
     options = [_option(field, hint) for name in role.settings for field, hint in _fields(name)]
     if role.runs_script:
@@ -127,7 +125,6 @@ def _fields(name: str) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def _option(field: dataclasses.Field[Any], hint: Any) -> Parameter:
-    """A setting as an option; its value is never read here."""
     flag = flag_name(field.name)
     is_switch = hint is bool
     given = typer.Option(f"{flag}/--no{flag[1:]}" if is_switch else flag)

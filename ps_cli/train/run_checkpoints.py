@@ -1,13 +1,11 @@
-"""Checkpoints of a run: which are there already, which failed, and the one at its end, whether its
-work is done or a signal ends it.
-"""
+"""Checkpoints of a run: those of earlier runs, those that failed, and the last one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 
-from ps_cli.console.exit_rules import Ending
+from ps_cli.console.exit_rules import RunEnd
 from ps_cli.console.output import Output
 from ps_cli.console.scheduler_query import SchedulerQuery
 from ps_core.errors import PushpullError
@@ -16,14 +14,14 @@ from ps_runtime.launch.cluster_shape import CheckpointPlan
 from pushpull.v1 import scheduler_pb2
 
 DEADLINE_S = 60.0
-"""A step may have to end, and everything has to be written; a second signal ends it earlier."""
+"""Deadline of the last checkpoint; a step may have to end first. A second signal cuts it short."""
 
 
-async def make_last(scheduler: str, ending: Ending, output: Output) -> bool:
-    """Make a checkpoint of what the servers hold now, and say where it is, or why there is none.
+async def make_last(scheduler: str, ending: RunEnd, output: Output) -> bool:
+    """Make a checkpoint of what the servers hold now, and print its place or its failure.
 
     Returns:
-        Whether nothing is lost: there is one, or nothing to be written.
+        False if the checkpoint failed; without tables there is none to make.
     """
     with contextlib.suppress(PushpullError):
         async with SchedulerQuery(scheduler) as query:
@@ -43,14 +41,14 @@ async def make_last(scheduler: str, ending: Ending, output: Output) -> bool:
 
 
 def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:
-    """Make a checkpoint; its directory, and the bytes of its files.
+    """Make a checkpoint, and return its directory and the bytes of its files.
 
-    Blocking: until it is complete, at most `timeout_s`.
+    Blocking: until the checkpoint is complete, at most `timeout_s`.
 
     Raises:
-        PushpullError: there is none, and why.
+        PushpullError: the checkpoint failed.
     """
-    # Here, so that the other commands start without torch.
+    # Imported here, because other commands start without torch.
     import ps_worker
 
     with ps_worker.connect(
@@ -61,17 +59,17 @@ def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:
 
 
 def warn_of_earlier_runs(plan: CheckpointPlan, output: Output) -> None:
-    """Say so where a run begins at step 0 beside the checkpoints of another: --resume may have been
-    forgotten.
+    """Warn of a run that begins at step 0 where there are checkpoints of another one, because
+    --resume may have been forgotten.
 
-    Blocking: reads the manifests that are there.
+    Blocking: reads the manifests at `plan.url`.
     """
     if not plan.url or plan.resume:
         return
     try:
         found = list(CheckpointStore(plan.url).runs().values())
     except PushpullError:
-        return  # the scheduler says what is wrong with the place
+        return  # the scheduler reports it
     if found:
         output.warn(
             f"{plan.url} has checkpoints of an earlier run, the newest of them {found[-1]}; this "
@@ -80,7 +78,7 @@ def warn_of_earlier_runs(plan: CheckpointPlan, output: Output) -> None:
 
 
 def tell_beginning(plan: CheckpointPlan, restored_from: str, output: Output) -> None:
-    """Say which checkpoint a run goes on from, where it was to go on from one."""
+    """Print the checkpoint that a run with --resume goes on from, or that there is none."""
     if restored_from:
         output.say(f"goes on from checkpoint {restored_from}")
     elif plan.resume:
@@ -88,13 +86,10 @@ def tell_beginning(plan: CheckpointPlan, restored_from: str, output: Output) -> 
 
 
 class CheckpointWatch:
-    """What a run has heard of its checkpoints.
-
-    Args:
-        output: where a failure is told.
+    """Counts the checkpoints of a run that failed, and warns of each.
 
     Attributes:
-        failed_count: how many failed, all in all.
+        failed_count: failed checkpoints since the run began.
     """
 
     def __init__(self, output: Output) -> None:
@@ -103,7 +98,7 @@ class CheckpointWatch:
         self.failed_count = 0
 
     def observe(self, history: scheduler_pb2.CheckpointHistory) -> None:
-        """Tell what has failed since the last look. A restored cluster begins to count anew."""
+        """Warn of the failures since the last call. A restored cluster counts from 0 again."""
         new_count = history.failed_count - self._told_count
         self._told_count = history.failed_count
         if new_count < 0:

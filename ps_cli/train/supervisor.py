@@ -1,12 +1,11 @@
-"""Watches the roles of a local cluster while something goes on, and ends them all when it ends.
+"""Watches the roles of a local cluster during a run, and stops them all when the run ends.
 
 Rules:
-    - The run ends at the first of: a signal; the end of a role that nobody asked to end, where the
-      rules (`ps_cli.console.exit_rules`) say so; the work itself failing.
-    - Whatever ends it, every role is stopped before `run` returns, unless the run ends well and its
-      roles are kept for the next. A second signal kills at once.
-    - A run that ends well, or by a signal, may have a last thing to do while its roles still serve;
-      a signal ends that.
+    - The run ends at the first of: a signal; a role's end that ends the run by the rules of
+      `ps_cli.console.exit_rules`; an error of the run's own work.
+    - Every role is stopped before `run` returns, unless the run ends well and leaves its roles for
+      the next. A second signal kills the roles at once.
+    - A run that did not fail may do a last thing while its roles still serve; a signal ends that.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ps_cli.console.exit_rules import FAILURE_EXIT_CODE, Ending, ExitRules, StartAgain
+from ps_cli.console.exit_rules import FAILURE_EXIT_CODE, ExitRules, RestartRole, RunEnd
 from ps_cli.console.output import Output
 from ps_core.errors import PushpullError
 from ps_runtime.launch.launcher import Launcher, RoleExit, RoleProcess
 
 
 async def _nothing(_: RoleExit) -> None:
-    """What is done about the end of a role by whoever does nothing about it."""
+    pass
 
 
 class Supervisor:
     """Owns the launcher of one run.
 
     Args:
-        output: where the roles' lines and the reasons go.
-        shown_kinds: the kinds of role whose lines are shown; of others they are kept for the
-            message about their end.
+        output: takes the roles' lines and the messages about their ends.
+        shown_kinds: the kinds of role whose lines are shown; the lines of others appear only in the
+            message about a role's end.
     """
 
     def __init__(self, output: Output, shown_kinds: frozenset[str]) -> None:
@@ -50,22 +49,22 @@ class Supervisor:
         self,
         work: Coroutine[Any, Any, None],
         rules: ExitRules,
-        last: Callable[[Ending], Coroutine[Any, Any, None]] | None = None,
+        last: Callable[[RunEnd], Coroutine[Any, Any, None]] | None = None,
         ended: Callable[[RoleExit], Coroutine[Any, Any, None]] = _nothing,
         *,
-        is_kept: bool = False,
-    ) -> Ending:
+        leaves_roles: bool = False,
+    ) -> RunEnd:
         """Do `work` until the run ends, then stop every role.
 
         Args:
-            work: starts the roles and shows what they do; it is cancelled at the end.
-            rules: what the end of a role means.
-            last: what is done before the roles are stopped, unless the run failed.
-            ended: what is done when a role has ended, before it is started again.
-            is_kept: a run that ends well leaves its roles for another one, or for `stop`.
+            work: starts the roles and shows their progress; it is cancelled at the end.
+            rules: decide what follows from the end of a role.
+            last: called before the roles are stopped, unless the run failed.
+            ended: called when a role has ended, before it is started again.
+            leaves_roles: a run that ends well leaves its roles to another run, or to `stop`.
 
         Returns:
-            How it ended; the caller tells the user.
+            How the run ended; the caller tells the user.
         """
         self._catch_signals()
         working = asyncio.create_task(work)
@@ -77,7 +76,7 @@ class Supervisor:
             if last is not None and ending.exit_code != FAILURE_EXIT_CODE:
                 working.cancel()
                 await self._unless_stopped(self._last(last, ending))
-            goes_on = is_kept and not ending.exit_code
+            goes_on = leaves_roles and not ending.exit_code
             return ending
         finally:
             tasks = (working, watching, *self._following)
@@ -88,7 +87,7 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def stop(self) -> None:
-        """Stop every role, and catch signals no more. Idempotent."""
+        """Stop every role, and stop catching signals. Idempotent."""
         await asyncio.to_thread(self._stop)
         for number in self._caught:
             self._loop.remove_signal_handler(number)
@@ -96,14 +95,14 @@ class Supervisor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether another run may have its roles: none was stopped, and all but workers live."""
+        """True if another run may have the roles: none was stopped, and all but workers live."""
         others = (p for p in self.launcher.processes if p.command.kind != "worker")
         return not self._is_stopping and all(role.exit is None for role in others)
 
     async def _last(
-        self, last: Callable[[Ending], Coroutine[Any, Any, None]], ending: Ending
+        self, last: Callable[[RunEnd], Coroutine[Any, Any, None]], ending: RunEnd
     ) -> None:
-        if not ending.exit_code:  # else roles may be about to be started again
+        if not ending.exit_code:  # otherwise roles may wait to be started again
             await asyncio.gather(*self._following)
         await last(ending)
 
@@ -129,31 +128,30 @@ class Supervisor:
 
     async def _first_ending(
         self, rules: ExitRules, ended: Callable[[RoleExit], Coroutine[Any, Any, None]]
-    ) -> Ending:
+    ) -> RunEnd:
         while True:
             event = await self._events.get()
             if isinstance(event, signal.Signals):
-                return Ending(128 + event, f"stopped by {event.name}")
+                return RunEnd(128 + event, f"stopped by {event.name}")
             if isinstance(event, Exception):
                 raise event
             servers = (p for p in self.launcher.processes if p.command.kind == "server")
-            meaning = rules.judge(event, sum(server.is_serving for server in servers))
-            again = meaning if isinstance(meaning, StartAgain) else None
+            verdict = rules.judge(event, sum(server.is_serving for server in servers))
+            again = verdict if isinstance(verdict, RestartRole) else None
             following = asyncio.create_task(self._follow(event, ended, again))
             self._following.add(following)
             following.add_done_callback(self._following.discard)
-            if isinstance(meaning, Ending):
-                return meaning
-            if meaning.message:
-                self._output.say(meaning.message)
+            if isinstance(verdict, RunEnd):
+                return verdict
+            if verdict.message:
+                self._output.say(verdict.message)
 
     async def _follow(
         self,
         role_exit: RoleExit,
         ended: Callable[[RoleExit], Coroutine[Any, Any, None]],
-        again: StartAgain | None,
+        again: RestartRole | None,
     ) -> None:
-        """What follows the end of a role, beside whatever else happens."""
         try:
             await ended(role_exit)
             if again is not None:
@@ -180,7 +178,7 @@ class Supervisor:
     def _on_exit(self, role_exit: RoleExit) -> None:
         if role_exit.was_stopped:
             return
-        # The loop may be gone if a role ends while the tool does.
+        # The loop may be closed if a role ends while the tool does.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._events.put_nowait, role_exit)
 
@@ -189,11 +187,10 @@ class Supervisor:
             self._output.role_line(process.name, line, process.command.index or 0)
 
 
-def _failure(working: asyncio.Task[None]) -> Ending:
-    """What the work's own end means: its error, or that there was nothing left to do."""
+def _failure(working: asyncio.Task[None]) -> RunEnd:
     error = working.exception()
     if error is None:
-        return Ending(0)
+        return RunEnd(0)
     if isinstance(error, PushpullError):
-        return Ending(FAILURE_EXIT_CODE, error.message)
+        return RunEnd(FAILURE_EXIT_CODE, error.message)
     raise error

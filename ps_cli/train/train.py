@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from ps_cli.console.exit_rules import Ending, ExitRules
+from ps_cli.console.exit_rules import ExitRules, RunEnd
 from ps_cli.console.options import (
     CheckpointEvery,
     CheckpointFullEvery,
@@ -67,13 +67,13 @@ from ps_runtime.system.capacity import usable_core_count
 from pushpull.v1 import scheduler_pb2
 
 LIVE_INTERVAL_S = 0.5
-"""The workers report each second; half of that keeps the table at most half a second behind."""
+"""Between two views of the live table: workers report each second."""
 
 LOOK_S = 1.0
-"""How often the scheduler is asked where nothing is shown meanwhile."""
+"""Between two questions to the scheduler, if nothing is shown before."""
 
 CHECKPOINT_EXIT_CODE = 3
-"""The run ended well, and a checkpoint failed, periodic or last."""
+"""The run ended well, but a checkpoint failed, periodic or last."""
 
 DEFAULT_LINE_INTERVAL_S = 5.0
 
@@ -83,7 +83,7 @@ ALL_KINDS = frozenset({"worker", "server", "scheduler"})
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions(PlansStorage):
-    """The options of `pushpull train` as they are given."""
+    """The options of `pushpull train`."""
 
     script: Script
     script_arguments: Annotated[
@@ -107,33 +107,32 @@ class TrainOptions(PlansStorage):
     max_restarts: MaxRestarts = None
     interval: Annotated[
         float,
-        typer.Option(min=0.1, help="Seconds between progress lines where there is no terminal."),
+        typer.Option(min=0.1, help="Seconds between progress lines without a terminal."),
     ] = DEFAULT_LINE_INTERVAL_S
     verbose: Annotated[
         bool,
-        typer.Option("--verbose", "-v", help="Show what the scheduler and the servers say, too."),
+        typer.Option(
+            "--verbose", "-v", help="Show the output of the scheduler and the servers, too."
+        ),
     ] = False
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """What to train with what.
+    """The script and the cluster of a run.
 
     Attributes:
-        script: the training script.
-        arguments: its own.
-        worker_count: copies of it.
-        server_count: servers that share the parameters.
-        line_interval_s: seconds between progress lines where the output is no terminal.
+        arguments: the script's own.
+        worker_count: workers that the run starts.
+        line_interval_s: seconds between progress lines without a terminal.
         shown_kinds: the kinds of role whose lines are shown.
         environment: variables for the workers alone.
-        max_workers: workers that there may be with those that are started by hand; 0: the copies.
+        max_workers: the most workers at a time, with those started by hand; 0: `worker_count`.
         replica_count: servers that hold each range.
         min_in_sync: replicas that must hold a push before it counts.
-        lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
-        checkpoints: where it keeps them, and which it starts from.
-        update_log: where its servers keep what they did.
-        max_restarts: how many dead roles may be started again, all in all; None: as `ExitRules`.
+        lease_s: seconds of silence after which a node counts as silent; 0: the scheduler's own
+            setting.
+        max_restarts: restarts of workers and servers together; None: as `ExitRules`.
     """
 
     script: Path
@@ -152,15 +151,15 @@ class TrainSettings:
     max_restarts: int | None = None
 
 
-class KeptCluster:
-    """A cluster that several runs have one after the other, each with nothing of those before.
+class SharedCluster:
+    """A cluster for several runs, one after the other; it is emptied between them.
 
     Args:
-        output: where its roles' lines go.
+        output: takes the roles' lines.
         shown_kinds: the kinds of role whose lines are shown.
 
     Attributes:
-        scheduler: its scheduler's address; empty: it has not been started.
+        scheduler: the scheduler's address; empty until it was started.
     """
 
     def __init__(self, output: Output, shown_kinds: frozenset[str]) -> None:
@@ -170,15 +169,13 @@ class KeptCluster:
         self.scheduler = ""
 
     def supervised(self) -> Supervisor:
-        """Who watches it: another one, that has no cluster yet, where the last is not whole."""
+        """The cluster's supervisor; a new one, without roles yet, if roles of the last are gone."""
         if self._supervisor is None or not self._supervisor.is_whole:
             self._supervisor, self.scheduler = Supervisor(self._output, self._shown_kinds), ""
         return self._supervisor
 
     async def renew(self) -> None:
-        """Have it begin anew for the next run; where that cannot be, stop it: then another comes
-        in its place.
-        """
+        """Empty the cluster for the next run; if that fails stop it, and the run gets another."""
         if self._supervisor is None or not self.scheduler:
             return
         if not self._supervisor.is_whole:
@@ -192,7 +189,7 @@ class KeptCluster:
             await self.stop()
 
     async def stop(self) -> None:
-        """Stop its roles. Idempotent."""
+        """Stop the roles. Idempotent."""
         if self._supervisor is not None:
             await self._supervisor.stop()
 
@@ -201,16 +198,16 @@ class TrainRun:
     """One run, from the first process to the last line.
 
     Args:
-        settings: what it trains.
-        output: where it says so.
-        kept: the cluster that it trains on, and leaves where it is; None: one of its own.
+        settings: its script and its cluster.
+        output: takes the roles' lines and the run's own.
+        shared: the cluster that it trains on, and leaves as it is; None: one of its own.
     """
 
     def __init__(
-        self, settings: TrainSettings, output: Output, kept: KeptCluster | None = None
+        self, settings: TrainSettings, output: Output, shared: SharedCluster | None = None
     ) -> None:
         self._settings = settings
-        self._kept = kept
+        self._shared = shared
         self._output = output
         self._rates = RateWindow()
         self._began_s = time.monotonic()
@@ -223,25 +220,20 @@ class TrainRun:
         self._cut_off: set[int] = set()
 
     async def run(self) -> int:
-        """Train to the end, and say how it ended.
-
-        Returns:
-            The exit code, as `ending` has it.
-        """
+        """Train to the end, print how the run ended, and return the exit code of `ending`."""
         ending = await self.ending()
         self._tell(ending)
         return ending.exit_code
 
-    async def ending(self) -> Ending:
+    async def ending(self) -> RunEnd:
         """Train to the end.
 
         Returns:
-            Exit code 0 if every worker finished, 1 if a role died that the run cannot do without,
-            3 if every worker finished and a checkpoint failed, 128 + the number of the signal that
-            ended it.
+            Exit code 0 if every worker finished, 1 if a role died that the run needs, 3 if every
+            worker finished but a checkpoint failed, 128 + the number of the signal that ended it.
 
         Raises:
-            InvalidConfig: there is no such cluster.
+            InvalidConfig: the settings contradict each other.
         """
         settings = self._settings
         environment, remark = thread_environment(
@@ -251,8 +243,8 @@ class TrainRun:
         if remark:
             self._output.say(remark)
         await asyncio.to_thread(warn_of_earlier_runs, settings.checkpoints, self._output)
-        kept = self._kept or KeptCluster(self._output, settings.shown_kinds)
-        supervisor = kept.supervised()
+        cluster = self._shared or SharedCluster(self._output, settings.shown_kinds)
+        supervisor = cluster.supervised()
         rules = ExitRules(
             settings.worker_count,
             settings.replica_count,
@@ -260,43 +252,39 @@ class TrainRun:
             has_update_log=bool(settings.update_log.path),
         )
         ending = await supervisor.run(
-            self._work(supervisor, shape, kept),
+            self._work(supervisor, shape, cluster),
             rules,
             self._last,
             self._ended,
-            is_kept=self._kept is not None,
+            leaves_roles=self._shared is not None,
         )
         self._output.close()
-        if ending.exit_code:
-            return ending
-        return replace(ending, exit_code=self._checkpoint_exit_code())
+        if not ending.exit_code and (self._checkpoints.failed_count or not self._has_last):
+            return replace(ending, exit_code=CHECKPOINT_EXIT_CODE)
+        return ending
 
     async def _ended(self, role_exit: RoleExit) -> None:
-        """Tell the scheduler that a worker's process has ended: nobody waits for its silence."""
+        """Tell the scheduler that a worker's process has ended, so that no lease is waited for."""
         launch_id = role_exit.command.launch_id
         if not launch_id or not self._scheduler:
             return
-        with contextlib.suppress(PushpullError):  # then it is silent until it is gone
+        with contextlib.suppress(PushpullError):  # then its lease runs out
             async with SchedulerQuery(self._scheduler) as query:
                 if await query.process_ended(launch_id, role_exit.fate):
                     self._cut_off.add(role_exit.command.index or 0)
 
-    async def _last(self, ending: Ending) -> None:
-        """What is done while the servers still serve."""
+    async def _last(self, ending: RunEnd) -> None:
         if not self._scheduler:
             return
         await self._look()
         if self._settings.checkpoints.url:
             self._has_last = await make_last(self._scheduler, ending, self._output)
-            await self._look()  # one that a script did not wait for may have failed meanwhile
+            await self._look()  # a checkpoint that the script did not wait for may have failed
 
     async def _look(self) -> None:
         with contextlib.suppress(PushpullError):
             async with SchedulerQuery(self._scheduler) as query:
                 self._observe(await query.status())
-
-    def _checkpoint_exit_code(self) -> int:
-        return CHECKPOINT_EXIT_CODE if self._checkpoints.failed_count or not self._has_last else 0
 
     def _observe(self, status: scheduler_pb2.GetClusterStatusResponse) -> None:
         settings = self._settings
@@ -319,27 +307,29 @@ class TrainRun:
             has_journal=True,
         )
 
-    async def _work(self, supervisor: Supervisor, shape: ClusterShape, kept: KeptCluster) -> None:
+    async def _work(
+        self, supervisor: Supervisor, shape: ClusterShape, cluster: SharedCluster
+    ) -> None:
         settings, launcher = self._settings, supervisor.launcher
-        is_new = not kept.scheduler
+        is_new = not cluster.scheduler
         if is_new:
             self._output.say("starting the scheduler")
             started = await asyncio.to_thread(start_scheduler, launcher, shape)
             await asyncio.to_thread(start_servers, launcher, shape, started.address)
-            kept.scheduler = started.address
+            cluster.scheduler = started.address
             workers = counted(settings.worker_count, "worker")
             servers = counted(settings.server_count, "server")
             self._output.say(
-                f"scheduler at {kept.scheduler}; starting {workers} on {servers}, which import "
+                f"scheduler at {cluster.scheduler}; starting {workers} on {servers}, which import "
                 "torch first"
             )
-        self._scheduler = kept.scheduler
+        self._scheduler = cluster.scheduler
         script = (str(settings.script), *settings.arguments)
         environment = {**shape.environment, **settings.environment}
         for rank in range(settings.worker_count):
-            command = worker_command(rank, kept.scheduler, script, environment)
+            command = worker_command(rank, cluster.scheduler, script, environment)
             await asyncio.to_thread(launcher.start, command)
-        async with SchedulerQuery(kept.scheduler) as query:
+        async with SchedulerQuery(cluster.scheduler) as query:
             if is_new:
                 with contextlib.suppress(PushpullError):
                     view = (await query.status()).view
@@ -347,7 +337,7 @@ class TrainRun:
             await self._show_progress(query)
 
     async def _show_progress(self, query: SchedulerQuery) -> None:
-        """Look often, so that what fails is told at once; show as often as is asked for."""
+        """Ask the scheduler often, so that failures appear at once; show at the set interval."""
         interval_s = LIVE_INTERVAL_S if self._output.is_terminal else self._settings.line_interval_s
         shown_s = -math.inf
         while True:
@@ -376,7 +366,7 @@ class TrainRun:
         if self._note:
             self._output.say(self._note)
 
-    def _tell(self, ending: Ending) -> None:
+    def _tell(self, ending: RunEnd) -> None:
         elapsed_s = time.monotonic() - self._began_s
         if ending.exit_code not in (0, CHECKPOINT_EXIT_CODE):
             self._output.complain(ending.message)
@@ -399,10 +389,10 @@ class TrainRun:
 def thread_environment(
     inherited: Mapping[str, str], core_count: int, worker_count: int
 ) -> tuple[dict[str, str], str]:
-    """How many threads each process may use, and the line that says so.
+    """The variable that limits each process's threads, and a line about it; a user's setting wins.
 
-    Without it every worker starts a thread a core and they fight for the cores: on one machine N
-    workers would be slower than one. What the user set stands.
+    Without it every worker starts a thread for each core, and N workers on one machine would be
+    slower than one.
     """
     if "OMP_NUM_THREADS" in inherited:
         return {}, ""

@@ -1,4 +1,4 @@
-"""`pushpull up`: a local cluster alone, for workers that are started by hand."""
+"""`pushpull up`: a local cluster without workers, which are started by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ps_cli.console.exit_rules import Ending, ExitRules
+from ps_cli.console.exit_rules import ExitRules, RunEnd
 from ps_cli.console.options import (
     CheckpointEvery,
     CheckpointFullEvery,
@@ -44,7 +44,7 @@ from ps_runtime.launch.launcher import ReadyRole, start_scheduler, start_servers
 
 @dataclass(frozen=True, slots=True)
 class UpOptions(PlansStorage):
-    """The options of `pushpull up` as they are given."""
+    """The options of `pushpull up`."""
 
     workers: WorkerCount = 1
     max_workers: MaxWorkerCount = 0
@@ -63,10 +63,10 @@ class UpOptions(PlansStorage):
     max_restarts: MaxRestarts = None
     listen: Annotated[
         str,
-        typer.Option(help="Where the scheduler listens; port 0 takes a free one."),
+        typer.Option(help="host:port of the scheduler; port 0 takes a free one."),
     ] = "127.0.0.1:0"
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Do not show what the roles say.")
+        bool, typer.Option("--quiet", "-q", help="Do not show the output of the roles.")
     ] = False
 
 
@@ -76,16 +76,14 @@ class UpSettings:
 
     Attributes:
         worker_count: the workers that clock 1 of a BSP table waits for.
-        server_count: its servers.
-        listen: the scheduler's "host:port", port 0 for a free one.
-        is_quiet: whether what the roles say is not shown.
-        max_workers: how many workers there may be in the end; 0: `worker_count`.
+        listen: the scheduler's "host:port"; port 0 takes a free one.
+        is_quiet: the output of the roles is not shown.
+        max_workers: the most workers at a time; 0: `worker_count`.
         replica_count: servers that hold each range.
         min_in_sync: replicas that must hold a push before it counts.
-        lease_s: when a node counts as silent, in seconds; 0: the scheduler's own setting.
-        checkpoints: where it keeps them, and which it starts from.
-        update_log: where its servers keep what they did.
-        max_restarts: how many dead servers may be started again; None: as `ExitRules`.
+        lease_s: seconds of silence after which a node counts as silent; 0: the scheduler's own
+            setting.
+        max_restarts: restarts of dead servers; None: as `ExitRules`.
     """
 
     worker_count: int
@@ -102,13 +100,13 @@ class UpSettings:
 
 
 async def run_up(settings: UpSettings, output: Output) -> int:
-    """Run a cluster until a signal ends it, or the death of a role that it cannot do without.
+    """Run a cluster until a signal ends it, or the death of a role that it needs.
 
     Returns:
         The exit code: 128 + the signal's number, or 1 if a role died.
 
     Raises:
-        InvalidConfig: there is no such cluster.
+        InvalidConfig: the settings contradict each other.
     """
     shape = ClusterShape(
         settings.server_count,
@@ -136,13 +134,12 @@ async def run_up(settings: UpSettings, output: Output) -> int:
         addresses.append(scheduler.address)
         output.say(how_to_use(scheduler, settings))
 
-    async def farewell(ending: Ending) -> None:
+    async def last_checkpoint(ending: RunEnd) -> None:
         if addresses:
             await make_last(addresses[0], ending, output)
 
-    work = _work(supervisor, shape, tell)
-    last = None if not settings.checkpoints.url else farewell
-    ending = await supervisor.run(work, rules, last)
+    last = last_checkpoint if settings.checkpoints.url else None
+    ending = await supervisor.run(_work(supervisor, shape, tell), rules, last)
     output.complain(ending.message)
     return ending.exit_code
 
@@ -160,7 +157,7 @@ async def _work(
 
 
 def how_to_use(scheduler: ReadyRole, settings: UpSettings) -> str:
-    """What to type next, with the cluster's address in it."""
+    """The commands to type next, with the cluster's address in them."""
     shells = "a shell" if settings.worker_count == 1 else f"each of {settings.worker_count} shells"
     return "\n".join(
         (

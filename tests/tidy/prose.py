@@ -16,6 +16,10 @@ READ = (
     "ps_runtime/observe/",
     "ps_runtime/settings/",
     "ps_runtime/system/",
+    "ps_cli/__main__.py",
+    "ps_cli/console/",
+    "ps_cli/status/",
+    "ps_cli/train/",
     "ps_worker/client/client.py",
     "tests/tidy/prose.py",
 )

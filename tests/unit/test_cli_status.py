@@ -7,7 +7,8 @@ import json
 
 from rich.console import Console
 
-from ps_cli.status.document import ServerAnswer, StatusDocument, spans, status_document
+from ps_cli.console.scheduler_query import ServerAnswer
+from ps_cli.status.document import StatusDocument, spans, status_document
 from ps_cli.status.view import size, status_view
 from ps_core.errors import Recovering
 from ps_core.keys import TableId
@@ -277,12 +278,12 @@ def test_a_degraded_cluster_says_so_in_a_line() -> None:
     assert "replicas 2 (at least 2 in sync)" in text
     assert "degraded: 4 ranges have fewer than 2 replicas; 4 take no pushes until 2 are in" in text
     assert "backs up" in text
-    assert "0 +1 joining" in text
+    assert "0 +1 catching up" in text
     dead = replicated()
     dead.view.nodes[0].state = types_pb2.NODE_STATE_SILENT
     dead.min_in_sync = 1
     text = shown(dead)
-    assert "degraded: 6 ranges have fewer than 2 replicas; 4 have none that lives" in text
+    assert "degraded: 6 ranges have fewer than 2 replicas; 4 have no living replica" in text
     assert "waiting: 4 of 8 key ranges wait for server 1 at " in text
     assert "not heard for a lease, which alone has their values. Where it cannot come" in text
     for number in range(len(dead.view.ranges)):
@@ -342,7 +343,7 @@ def test_values_that_another_clusters_server_keeps_have_a_row_with_the_remedy() 
     kept = response.kept_values.add(address="h:7", cluster_id="c0", last_heard_ms=1_500)
     text = " ".join(shown(response).split())
     assert "server at h:7 is none of this cluster's: it keeps the values of cluster c0" in text
-    assert "stop it when they are of no use" in text
+    assert "stop it if they are not needed" in text
     kept.file = "/tmp/pushpull-server-1-x.json"  # noqa: S108 - shown, and not opened
     text = " ".join(shown(response).split())
     assert f"pushpull checkpoint rescue {kept.file} OUT.safetensors there, then stop it" in text

@@ -27,9 +27,9 @@ from ps_cli.console.svg import (
     PALETTE,
     Axis,
     Bar,
+    BarSegment,
     Histogram,
     Line,
-    Part,
     colour,
     dashes,
     dot_chart,
@@ -95,7 +95,7 @@ def test_a_plot_of_nothing_says_so() -> None:
     empty = [
         line_chart("a", Axis("x"), Axis("y"), [Line("one", 0, ())]),
         histogram_panels("b", Axis("x"), [Histogram("one", 0, {})]),
-        stacked_bars("c", Axis("s"), [Part("p", "#000")], [Bar("g", "n", (0.0,))]),
+        stacked_bars("c", Axis("s"), [BarSegment("p", "#000")], [Bar("g", "n", (0.0,))]),
     ]
     assert [texts(parsed(svg)) for svg in empty] == [["nothing was recorded"]] * 3
 
@@ -126,9 +126,9 @@ def test_many_values_share_bars() -> None:
 
 
 def test_bars_are_stacked_and_named() -> None:
-    parts = [Part("computing", "#111"), Part("waiting", "#222")]
+    segments = [BarSegment("computing", "#111"), BarSegment("waiting", "#222")]
     bars = [Bar("bsp", "worker 0", (1.0, 3.0)), Bar("asp", "worker 0", (1.0, 0.0))]
-    root = parsed(stacked_bars("Time", Axis("seconds"), parts, bars))
+    root = parsed(stacked_bars("Time", Axis("seconds"), segments, bars))
     drawn = list(root.iter(f"{SVG}rect"))
     assert [bar.get("fill") for bar in drawn] == ["#111", "#222", "#111", "#222"]
     first, second = drawn[:2]
