@@ -14,16 +14,16 @@ from ps_cli.status.tables import SchedulerAddress
 Url = Annotated[
     str,
     typer.Argument(
-        help="A checkpoint's directory, or the root that has several, whose newest good one is "
-        "meant. A path, or any URL of fsspec's, such as s3://bucket/runs/7."
+        help="A checkpoint's directory, or a root, whose newest good checkpoint is taken: a path, "
+        "or any URL that fsspec knows, such as s3://bucket/runs/7."
     ),
 ]
 Root = Annotated[
-    str, typer.Argument(help="The root that has the checkpoints: a path, or a URL of fsspec's.")
+    str, typer.Argument(help="The root of the checkpoints: a path, or any URL that fsspec knows.")
 ]
 
 checkpoint_app = typer.Typer(
-    help="Checkpoints as files: which there are, whether they are whole, what is in them.",
+    help="Make, inspect, check, compare and convert checkpoints.",
     no_args_is_help=True,
 )
 
@@ -31,13 +31,15 @@ checkpoint_app = typer.Typer(
 @checkpoint_app.command()
 def create(
     scheduler: SchedulerAddress = "",
-    reason: Annotated[str, typer.Option(help="Why, for its manifest.")] = "asked for",
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that it may take.")] = 300.0,
+    reason: Annotated[str, typer.Option(help="A note for the manifest.")] = "asked for",
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that the checkpoint may take.")
+    ] = 300.0,
 ) -> None:
-    """Make a checkpoint of a cluster that runs, and print its directory.
+    """Make a checkpoint of a running cluster under its --checkpoint-url, and print its directory.
 
-    The tables are cut at one clock, at most a step ahead of the fastest worker; training goes on
-    while it is written. The cluster's checkpoint URL says where it goes.
+    The checkpoint has the tables at one clock, at most a step ahead of the fastest worker. Training
+    goes on while it is written.
     """
     from ps_cli.train.run_checkpoints import create as create_checkpoint
 
@@ -51,12 +53,12 @@ def create(
 
 @checkpoint_app.command(name="list")
 def list_command(url: Root) -> None:
-    """List the checkpoints under a root, newest last, and of bad ones why they are.
+    """List the checkpoints under a root, newest last; each bad one has its reason.
 
-    Of an incremental one it says how many bytes are in which others. Manifests and headers are
-    read; `verify` reads all.
+    An incremental checkpoint is listed with the others that it needs, and its bytes in them. Only
+    manifests and headers are read; `verify` reads all bytes.
     """
-    # Here as below, so that the other commands start without numpy and fsspec.
+    # Imported here, and below, because other commands start without numpy and fsspec.
     from ps_cli.checkpoint.commands import list_checkpoints
 
     reported(lambda output: list_checkpoints(url, output))
@@ -65,9 +67,9 @@ def list_command(url: Root) -> None:
 @checkpoint_app.command()
 def show(
     url: Url,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as it is.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Show what a checkpoint has: tables, files and workers."""
+    """Show the tables, files and workers of a checkpoint."""
     from ps_cli.checkpoint.commands import show_checkpoint
 
     reported(lambda output: show_checkpoint(url, output, as_json=as_json))
@@ -75,11 +77,13 @@ def show(
 
 @checkpoint_app.command()
 def verify(
-    url: Annotated[str, typer.Argument(help="A checkpoint's directory, or a root: all under it.")],
+    url: Annotated[
+        str, typer.Argument(help="A checkpoint's directory, or a root, for all under it.")
+    ],
 ) -> None:
     """Read every byte of a checkpoint and check it.
 
-    Exit code: 0 when all is as its manifest says; 1 when not, with the file and the reason.
+    Exit code: 0 when all files agree with the manifest; 1 when one does not, with the reason.
     """
     from ps_cli.checkpoint.commands import verify_checkpoints
 
@@ -89,12 +93,12 @@ def verify(
 @checkpoint_app.command()
 def prune(
     url: Root,
-    keep: Annotated[int, typer.Option(min=1, help="How many good ones stay: the newest.")],
+    keep: Annotated[int, typer.Option(min=1, help="The number of good checkpoints to keep.")],
 ) -> None:
     """Remove all but the newest good checkpoints.
 
-    What is older than the oldest that stays goes, good or not, save what one that stays refers to;
-    what is newer stays: it may be about to be written.
+    Removes every checkpoint older than the oldest kept one, good or bad, unless a kept one refers
+    to it. A newer one is kept even if it is bad, because it may still be being written.
     """
     from ps_cli.checkpoint.commands import prune_checkpoints
 
@@ -103,10 +107,10 @@ def prune(
 
 @checkpoint_app.command(name="compact")
 def compact_command(url: Url) -> None:
-    """Write a full checkpoint of the same content as an incremental one, beside it.
+    """Write a full checkpoint beside an incremental one, with the same content.
 
-    It has the same number, counts as the newer of the two, and is verified before it counts at all.
-    `prune` can then remove the others.
+    It has the same number, is verified before it counts, and then counts as the newer of the two.
+    `prune` can then remove the checkpoints that the incremental one needs.
     """
     from ps_cli.checkpoint.commands import compact_checkpoint
 
@@ -115,9 +119,9 @@ def compact_command(url: Url) -> None:
 
 @checkpoint_app.command()
 def diff(first: Url, second: Url) -> None:
-    """Say in what two checkpoints differ: tables, specs, blocks, and by how much.
+    """Print the differences of two checkpoints, in tables, specs and blocks.
 
-    Exit code: 0 when their tables are the same; 1 when not, or when one cannot be read.
+    Exit code: 0 when their tables are the same; 1 when they differ, or one cannot be read.
     """
     from ps_cli.checkpoint.commands import diff_checkpoints
 
@@ -126,11 +130,11 @@ def diff(first: Url, second: Url) -> None:
 
 @checkpoint_app.command()
 def rescue(
-    kept: Annotated[
+    values_file: Annotated[
         Path,
         typer.Argument(
-            help="The file that a server wrote when another cluster's scheduler answered in the "
-            "place of its own; its log line values_kept names it.",
+            help="The file that a server wrote when the scheduler of another cluster answered at "
+            "its scheduler's address; the server's log has its path, at event=values_kept.",
             dir_okay=False,
         ),
     ],
@@ -138,12 +142,12 @@ def rescue(
 ) -> None:
     """Save the parameters of servers whose scheduler is gone.
 
-    They are read from the servers, as each range is then; `import` makes a run's first checkpoint
-    of the file. What optimizers keep is not in it.
+    Each range is read as it is now, without optimizer state. To train on from the file, make a
+    checkpoint of it with `import`.
     """
     from ps_cli.checkpoint.rescue import rescue as rescue_values
 
-    reported(lambda output: rescue_values(kept, out, output))
+    reported(lambda output: rescue_values(values_file, out, output))
 
 
 @checkpoint_app.command()
@@ -151,14 +155,14 @@ def export(
     url: Url,
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.", dir_okay=False)],
     prefix: Annotated[
-        str, typer.Option(help="Only tables of this name, or below it: those of one model.")
+        str, typer.Option(help="Only tables of one model: PREFIX itself, and PREFIX/...")
     ] = "",
     optimizer: Annotated[
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="Write the optimizers' state to this safetensors file too, and what it means to "
-            "a .json beside it.",
+            help="Write the optimizers' state to this safetensors file too, and its description "
+            "to a .json file beside it.",
         ),
     ] = None,
 ) -> None:
@@ -176,7 +180,7 @@ def import_command(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A .safetensors file, or what torch.save makes of a state dict; nothing in it is "
+            help="A .safetensors file, or a state dict written by torch.save; nothing in it is "
             "unpickled.",
             exists=True,
             dir_okay=False,
@@ -186,13 +190,13 @@ def import_command(
     url: Root,
     prefix: Annotated[
         str,
-        typer.Option(help="Only for tables of this name, or below it: those of one model."),
+        typer.Option(help="Only for tables of one model: PREFIX itself, and PREFIX/..."),
     ] = "",
 ) -> None:
     """Make a checkpoint of a plain state dict, from which `pushpull train --resume URL` starts.
 
-    Each tensor of the script's tables begins with the one of its name, at clock 0, on any number of
-    servers; optimizers begin anew.
+    Each tensor of the script's tables takes its initial value from the tensor of the same name, at
+    clock 0, on any number of servers. Optimizers start without state.
 
     Example: `pushpull checkpoint import model.safetensors runs/7`
     """

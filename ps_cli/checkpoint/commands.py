@@ -1,6 +1,6 @@
-"""What `pushpull checkpoint` does with files: list, show, verify, prune, compact and diff.
+"""Commands of `pushpull checkpoint` that work on files: list, show, verify, prune, compact, diff.
 
-A URL is that of one checkpoint, or of the root that has several.
+A URL is that of one checkpoint, or of a root with several.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 
 _SHOWN_SPAN_COUNT = 20
-"""Spans of blocks that differ which are named."""
+"""The most spans of differing blocks that are named."""
 
 
 def list_checkpoints(url: str, output: Output) -> int:
-    """Print a line for each checkpoint under a root, newest last."""
     store = CheckpointStore(url)
     entries = store.entries()
     if not entries:
@@ -56,7 +55,6 @@ def list_checkpoints(url: str, output: Output) -> int:
 
 
 def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
-    """Print what a checkpoint has."""
     with opened(url, output) as reader:
         if as_json:
             output.say(to_json(reader.manifest))
@@ -99,7 +97,7 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
 
 
 def verify_checkpoints(url: str, output: Output) -> int:
-    """Read a checkpoint, or all under a root, and print what is wrong; 1 if something is."""
+    """Read a checkpoint, or all under a root, and print the problems; 1 if there is one."""
     location = locate(url)
     one = CheckpointDirectory(location)
     if number_of(location.name) is not None or one.has_manifest():
@@ -136,7 +134,6 @@ def _verify(directory: CheckpointDirectory, output: Output, *, is_one: bool) -> 
 
 
 def prune_checkpoints(url: str, keep: int, output: Output) -> int:
-    """Remove all but the newest `keep` good checkpoints of a root, and print which went."""
     store = CheckpointStore(url)
     for name in store.prune(keep):
         output.say(f"removed {name}")
@@ -145,7 +142,7 @@ def prune_checkpoints(url: str, keep: int, output: Output) -> int:
 
 
 def diff_checkpoints(first: str, second: str, output: Output) -> int:
-    """Print in what two checkpoints differ; 1 if they do."""
+    """Print the differences of two checkpoints; 1 if there is one."""
     differs = False
     with opened(first, output) as left, opened(second, output) as right:
         output.say(f"from {left.directory.url} to {right.directory.url}")
@@ -159,7 +156,7 @@ def diff_checkpoints(first: str, second: str, output: Output) -> int:
 
 
 def opened(url: str, output: Output) -> CheckpointReader:
-    """The checkpoint that a URL stands for; newer ones that are bad are named."""
+    """The checkpoint at a URL, or the newest good one under it; prints newer ones that are bad."""
     resolved = resolve(url)
     for problem in resolved.passed_over:
         output.complain(f"passed over: {problem}")
@@ -167,7 +164,7 @@ def opened(url: str, output: Output) -> CheckpointReader:
 
 
 def compact_checkpoint(url: str, output: Output) -> int:
-    """Write a full checkpoint of what a URL stands for, and print its directory."""
+    """Write the checkpoint at a URL as a full one, and print its directory."""
     with opened(url, output) as reader:
         if reader.manifest.is_full:
             output.say(f"{reader.directory.url} is a full one; nothing is written")
@@ -179,7 +176,7 @@ def compact_checkpoint(url: str, output: Output) -> int:
 
 
 def _needs(manifest: Manifest) -> str:
-    """Which others it needs, by their numbers, and how much of them."""
+    """The numbers of the checkpoints that an incremental one needs, and the bytes in them."""
     if manifest.is_full:
         return ""
     numbers = ", ".join(str(number_of(base)) for base in manifest.bases)
@@ -214,7 +211,7 @@ def _table_differences(left: CheckpointReader, right: CheckpointReader, name: st
         theirs.spec.block_elements,
         theirs.spec.dtype,
     ):
-        yield "its blocks are others, and are not compared"
+        yield "its blocks differ in size or type, and are not compared"
         return
     yield from _block_differences(left, right, name)
 
@@ -246,16 +243,16 @@ def _block_differences(left: CheckpointReader, right: CheckpointReader, name: st
 def _distance(
     left: CheckpointReader, right: CheckpointReader, place: tuple[str, int, str]
 ) -> float | None:
-    """The largest difference of two tensors' elements; None if they are the same bytes.
+    """The largest difference of two tensors' elements; None if their bytes are the same.
 
-    One that is missing, and elements that are no numbers, count as infinitely far and as NaN.
+    It is infinite if one tensor is missing, and NaN if an element is.
     """
     one, other = left.tensor(*place), right.tensor(*place)
     if one is None or other is None:
         return float("inf")
     if (one.crc32, one.byte_count) == (other.crc32, other.byte_count):
         return None
-    import numpy as np  # a scheduler's image has none, and lists and verifies all the same
+    import numpy as np  # imported here, because list and verify run in images without numpy
 
     element = np.dtype("<f8" if one.dtype == "F64" else "<f4")
     ours, theirs = (
@@ -272,7 +269,7 @@ def _listed(blocks: Sequence[int]) -> str:
 
 
 def _flat(value: Any, path: str = "") -> dict[str, object]:
-    """A JSON value as its leaves, by their paths."""
+    """The leaves of a JSON value, by their paths."""
     if isinstance(value, Mapping):
         entries = [(str(name), inner) for name, inner in value.items()]
     elif isinstance(value, list):

@@ -1,10 +1,9 @@
-"""`pushpull checkpoint export`: a checkpoint's model as one file that torch loads, and beside it on
-demand what its optimizers keep.
+"""`pushpull checkpoint export`: a checkpoint's model as a file that torch loads, and on demand its
+optimizers' state as another.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from collections.abc import Iterator, Sequence
@@ -26,15 +25,15 @@ STATE_VERSION = 1
 
 
 def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Output) -> int:
-    """Write the tables of a checkpoint as tensors, and on demand their optimizers' state.
+    """Write the tables of a checkpoint as tensors, and their optimizers' state to `optimizer`.
 
     Raises:
-        InvalidCheckpoint: it is bad, or has no such table.
-        InvalidConfig: two tensors would have one name, or the file cannot be written.
+        InvalidCheckpoint: the checkpoint is bad, or has no table for `prefix`.
+        InvalidConfig: two tensors have the same name, or a file cannot be written.
     """
     with opened(url, output) as reader:
         tables = _chosen(reader, prefix, output)
-        count = write_tables(out, tables, functools.partial(_read, reader))
+        count = write_tables(out, tables, lambda table, block: reader.read(table.spec.name, block))
         output.say(f"{out}: {count} tensors of {reader.directory.url}")
         if optimizer is not None:
             _export_state(reader, tables, optimizer, output)
@@ -61,17 +60,13 @@ def _chosen(reader: CheckpointReader, prefix: str, output: Output) -> list[Table
     return wide_first(found)
 
 
-def _read(reader: CheckpointReader, table: Table, block: int) -> bytearray:
-    return reader.read(table.spec.name, block)
-
-
 # --- the optimizers' state
 
 
 def _export_state(
     reader: CheckpointReader, tables: Sequence[Table], out: Path, output: Output
 ) -> None:
-    """The optimizers' state: its tensors, and beside them a JSON file that explains them."""
+    """Write the state's tensors, and beside them a JSON file that describes them."""
     entries: list[TensorEntry] = []
     states: dict[str, Any] = {}
     pieces: list[Iterator[bytes]] = []
@@ -126,7 +121,7 @@ def _slots(reader: CheckpointReader, table: Table) -> list[str]:
 
 
 def _steps(reader: CheckpointReader, table: Table) -> dict[str, list[int]]:
-    """By a tensor's name, its step numbers in each of the blocks that it is in."""
+    """The step counts of each tensor, by name: one for each of its blocks."""
     found: dict[str, list[int]] = {}
     for block in range(table.block_count):
         segments = table.segments(block)
@@ -138,7 +133,7 @@ def _steps(reader: CheckpointReader, table: Table) -> dict[str, list[int]]:
 
 
 class _Slot:
-    """One kind of optimizer state of a table; blocks that took no step yet have none."""
+    """One slot of a table's optimizer state; blocks that took no step yet have none."""
 
     def __init__(self, reader: CheckpointReader, table: Table, slot: str) -> None:
         self._reader, self._table, self._slot = reader, table, slot
@@ -149,7 +144,9 @@ class _Slot:
                 self._segments.setdefault(segment.tensor, []).append((block, segment))
 
     def presence(self, tensor: int) -> bool | None:
-        """Whether a tensor has it; None: in part, and what the rest starts with is not known."""
+        """True if a tensor has the slot; None: some of its blocks have none, and the value with
+        which those start is not known.
+        """
         blocks = [block for block, _ in self._segments.get(tensor, ())]
         there = [self._stored(block) for block in blocks]
         if any(there) and not all(there):
@@ -158,7 +155,6 @@ class _Slot:
         return any(there)
 
     def elements(self, tensor: int) -> Iterator[bytes]:
-        """The bytes of a tensor's state, a segment at a time."""
         width = 8 if self._table.spec.dtype is DType.FLOAT64 else 4
         for block, segment in self._segments[tensor]:
             yield self._block(block)[segment.begin * width : segment.end * width]
@@ -178,6 +174,7 @@ class _Slot:
         return self._last[1]
 
     def _start(self) -> float:
-        """What torch's optimizers begin with."""
-        numbers = dict(self._table.spec.optimizer.hyperparameters)
-        return numbers.get("initial_accumulator_value", 0.0) if self._slot == "sum" else 0.0
+        """The first value of the slot in torch's optimizers."""
+        hyperparameters = dict(self._table.spec.optimizer.hyperparameters)
+        is_sum = self._slot == "sum"
+        return hyperparameters.get("initial_accumulator_value", 0.0) if is_sum else 0.0

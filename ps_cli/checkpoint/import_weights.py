@@ -2,12 +2,11 @@
 
 Rules:
     - Nothing is unpickled: a `.pt` file is loaded with `weights_only`.
-    - Tensors lie in one table for each element type, in the order of the file; integers and
-      booleans are float64, as the buffers of a model are. No more than one tensor is in memory.
-    - All is read again before the manifest is written; what came to nothing is removed.
-
-What it deliberately does not do: know a model. Which table begins with which tensor is known when a
-script makes its tables (`ps_core.manifest`).
+    - There is one table for each element type, with its tensors in the order of the file; integers
+      and booleans are float64, as the buffers of a model are. At most one tensor is in memory.
+    - Everything is read again before the manifest is written; a failed import removes its files.
+    - A run takes its initial values by tensor name when a script makes its tables
+      (`ps_core.manifest`): an imported table has no model.
 """
 
 from __future__ import annotations
@@ -16,8 +15,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from google.protobuf.json_format import MessageToDict
 
@@ -41,12 +41,12 @@ CLUSTER_ID = "imported"
 FILE = "imported.safetensors"
 
 _BLOCK_ELEMENTS = 65_536
-"""A block is the least that is read for a small tensor."""
+"""To read a small tensor, a run reads a whole block."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of the file, which is read when it is asked for."""
+    """A tensor of the file; `read` reads its elements."""
 
     name: str
     dtype: DType
@@ -58,9 +58,9 @@ def import_model(file: Path, url: str, prefix: str, output: Output) -> int:
     """Write a state dict's tensors as a checkpoint, and print its directory.
 
     Raises:
-        InvalidConfig: the file is none, has something that no table can hold, or there are
-            checkpoints under the URL.
-        InvalidCheckpoint: it cannot be written.
+        InvalidConfig: the file is no state dict, a table cannot hold one of its tensors, or there
+            are checkpoints under the URL.
+        InvalidCheckpoint: the checkpoint cannot be written.
     """
     if prefix.strip("/") != prefix:
         raise InvalidConfig(f"prefix is '{prefix}'; expected a name such as 'model'")
@@ -96,9 +96,10 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
     """The tensors of a file, in its order.
 
     Raises:
-        InvalidConfig: it cannot be read, is no state dict, or has what no table can hold.
+        InvalidConfig: the file cannot be read or is no state dict, or a table cannot hold one of
+            its tensors.
     """
-    # Here, so that other commands start without it.
+    # Imported here, because other commands start without torch.
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -106,9 +107,10 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
         try:
             if file.suffix == ".safetensors":
                 opened = stack.enter_context(safe_open(file, framework="pt"))
-                # One by one: the types of tensors are known when they are read.
+                tensor_of = opened.get_tensor
+                # Each is read, and freed: only then is its type known.
                 sources = [
-                    _source(file, name, opened.get_tensor(name), _reading(opened, name))
+                    _source(file, name, tensor_of(name), partial(tensor_of, name))
                     for name in opened.keys()  # noqa: SIM118 - it is no mapping
                 ]
             else:
@@ -116,30 +118,21 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
                 if not isinstance(found, Mapping):
                     said = type(found).__name__
                     raise InvalidConfig(f"{file} is a {said}; expected a state dict")
-                sources = [_source(file, name, each, _kept(each)) for name, each in found.items()]
+                sources = [
+                    _source(file, name, each, partial(found.__getitem__, name))
+                    for name, each in found.items()
+                ]
         except (OSError, SafetensorError) as error:
             raise InvalidConfig(f"{file} cannot be read: {error}") from None
         except PushpullError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever is in a file that is none
+        except Exception as error:  # noqa: BLE001 - torch.load raises any for a foreign file
             said = (str(error) or type(error).__name__).splitlines()[0]
             raise InvalidConfig(
                 f"{file} cannot be read: {said}; expected a .safetensors file, or what torch.save "
                 "makes of a state dict"
             ) from None
         yield sources
-
-
-def _reading(opened: Any, name: str) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        tensor: torch.Tensor = opened.get_tensor(name)
-        return tensor
-
-    return read
-
-
-def _kept(tensor: Any) -> Callable[[], torch.Tensor]:
-    return lambda: tensor
 
 
 def _source(file: Path, name: object, value: object, read: Callable[[], torch.Tensor]) -> _Source:
@@ -159,14 +152,14 @@ def _source(file: Path, name: object, value: object, read: Callable[[], torch.Te
     is_integer = not value.dtype.is_floating_point
     if is_integer and not torch.equal(value.to(torch.float64).to(value.dtype), value):
         raise InvalidConfig(
-            f"{file}: tensor '{name}' has integers that float64, in which tables keep them, does "
-            "not hold"
+            f"{file}: tensor '{name}' has integers that float64, in which tables keep them, cannot "
+            "hold"
         )
     return _Source(name, dtype, tuple(value.shape), read)
 
 
 def _dtype_of(tensor: torch.Tensor) -> DType | None:
-    """The type of the table that holds such tensors; None if none does."""
+    """The type of the table that holds such tensors; None if none can."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name in {dtype.value for dtype in DType}:
         return DType(name)
@@ -200,9 +193,9 @@ def _write(
         manifest = _manifest(reason, manifest.tables, parts)
         problems = problems_with(directory, manifest)
         if problems:
-            raise InvalidCheckpoint(f"what was written is not good: {problems[0]}")
+            raise InvalidCheckpoint(f"the written checkpoint is not good: {problems[0]}")
         directory.write_manifest(manifest)
-    except BaseException:  # also Ctrl-C: the next import would take it for a checkpoint
+    except BaseException:  # Ctrl-C too: the next import would find a checkpoint here
         with contextlib.suppress(PushpullError):
             directory.remove()
         raise
@@ -214,7 +207,7 @@ def _spec_of(name: str, dtype: DType, sources: Sequence[_Source]) -> TableSpec:
     for source in sources:
         tensors.append(TensorSpec(source.name, source.shape, end))
         end += tensors[-1].element_count
-    # What is trained with what is the script's to say; this one has values and no state.
+    # The script chooses the optimizer; this one has values and no state.
     optimizer = OptimizerSpec(OptimizerKind.ASSIGN)
     return TableSpec(name, dtype, end, optimizer, _BLOCK_ELEMENTS, tuple(tensors)).validated()
 
@@ -248,7 +241,7 @@ def _part(
     counts = {table.name: table.block_count for table in manifest.tables}
     writer = PartWriter(path, [PlannedTable(n, count, (VALUES,)) for n, count in counts.items()])
     try:
-        # Wide elements first: so all of them are aligned.
+        # Wide elements come first, so that all are aligned.
         for spec in sorted(tables, key=lambda each: -each.accumulator_element_bytes):
             for block, payload in enumerate(_blocks(spec, tables[spec])):
                 wide = "F64" if spec.dtype is DType.FLOAT64 else "F32"
@@ -265,10 +258,10 @@ def _blocks(spec: TableSpec, sources: Sequence[_Source]) -> Iterator[memoryview]
     """The bytes of a table's blocks, in order."""
     import torch
 
-    kept = torch.float64 if spec.dtype is DType.FLOAT64 else torch.float32
-    rest = torch.empty(0, dtype=kept)
+    wide = torch.float64 if spec.dtype is DType.FLOAT64 else torch.float32
+    rest = torch.empty(0, dtype=wide)
     for source in sources:
-        flat = torch.cat((rest, source.read().detach().reshape(-1).to(kept)))
+        flat = torch.cat((rest, source.read().detach().reshape(-1).to(wide)))
         whole = flat.numel() - flat.numel() % spec.block_elements
         for begin in range(0, whole, spec.block_elements):
             yield flat[begin : begin + spec.block_elements].numpy().data.cast("B")

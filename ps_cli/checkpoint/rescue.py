@@ -21,14 +21,14 @@ _DEADLINE_S = 60.0
 _Blocks = dict[tuple[str, int], bytes]
 
 
-def rescue(kept: Path, out: Path, output: Output) -> int:
-    """Read all parameters from their servers and write them as `checkpoint export` does.
+def rescue(values_file: Path, out: Path, output: Output) -> int:
+    """Read all parameters from their servers, and write them as `checkpoint export` does.
 
     Raises:
-        InvalidConfig: the file is not what a server wrote, or `out` cannot be written.
+        InvalidConfig: no server wrote `values_file`, or `out` cannot be written.
         PushpullError: a range cannot be read; the message names it.
     """
-    session, view = kept_values.read(kept)
+    session, view = kept_values.read(values_file)
     found = [t for t in view.tables if t.spec.optimizer.kind is not OptimizerKind.AGGREGATE]
     tables = [table for table in found if not table.run]
     blocks = asyncio.run(_read(session, view, tables))
@@ -71,10 +71,10 @@ async def _read(
 async def _read_range(
     stub: parameters_pb2_grpc.ParameterServiceStub,
     session: types_pb2.SessionIdentity,
-    place: tuple[Table, RangeAssignment],
+    shard: tuple[Table, RangeAssignment],
     blocks: _Blocks,
 ) -> None:
-    table, assignment = place
+    table, assignment = shard
     is_wide = table.spec.dtype is DType.FLOAT64
     request = parameters_pb2.PullRequest(
         session=session,
@@ -87,12 +87,12 @@ async def _read_range(
         deadline_ms=round(_DEADLINE_S * 500),
         codec=types_pb2.CODEC_FP64 if is_wide else types_pb2.CODEC_FP32,
     )
-    async for part in stub.Pull(request, timeout=_DEADLINE_S):
-        if part.HasField("error"):
-            raise error_from_proto(part.error.error)
-        blocks[table.spec.name, part.block.block] = part.block.payload
+    async for response in stub.Pull(request, timeout=_DEADLINE_S):
+        if response.HasField("error"):
+            raise error_from_proto(response.error.error)
+        blocks[table.spec.name, response.block.block] = response.block.payload
 
 
 def _named(error: PushpullError, table: Table, range_id: int, address: str) -> PushpullError:
-    what = f"range {range_id} of table '{table.spec.name}' at {address}"
-    return type(error)(f"{what} cannot be read: {error.message}")
+    where = f"range {range_id} of table '{table.spec.name}' at {address}"
+    return type(error)(f"{where} cannot be read: {error.message}")

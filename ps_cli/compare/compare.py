@@ -1,13 +1,12 @@
 """`pushpull compare`: a training script under several consistency settings, one after the other.
 
 Rules:
-    - The runs have one cluster, one after the other: it begins anew for each, with nothing of the
-      run before. Where a run failed, the next has another cluster.
-    - The runs of a repeat, one a mode, follow each other, so that what disturbs the machine for a
-      while disturbs all modes alike.
-    - The report and its JSON are written anew after each run: whatever ends the tool, what has been
-      measured is there.
-    - A run that failed is in the report with what it said last; the others go on.
+    - The runs share one cluster, which is emptied between them. After a run that failed, the next
+      has another cluster.
+    - The runs of a seed, one for each mode, follow each other, so that a disturbance of the machine
+      disturbs all modes alike.
+    - The report and its JSON are written after each run, so that they survive the tool.
+    - A run that failed is in the report with its last message; the others go on.
 """
 
 from __future__ import annotations
@@ -51,28 +50,25 @@ from ps_core.consistency import Mode, parsed
 from ps_core.errors import InvalidConfig
 
 SEED_PLACE = "{seed}"
-"""In an argument of the script: the repeat's seed stands there in each run."""
+"""Replaced by the run's seed in arguments of the script."""
 
 STOP_EXIT_CODES = 128
-"""Codes above it say that a signal ended a run: then the comparison ends, too."""
+"""Above it a signal ended a run, and ends the comparison."""
 
 INTERRUPT_EXIT_CODE = 130
 
 
 @dataclass(frozen=True, slots=True)
 class CompareSettings:
-    """What to compare.
+    """The script, its settings and the report.
 
     Attributes:
-        script: the training script.
-        arguments: its own; `{seed}` in them is the repeat's seed.
+        arguments: the script's own; `{seed}` in them is the run's seed.
         modes: as `modes_of` gives them.
-        seeds: one repeat each.
-        worker_count: of each run.
-        server_count: of each run.
-        compute: emulated computation, as the setting `compute` has it; empty emulates none.
-        report: where the HTML goes; the JSON goes beside it.
-        shown_kinds: the kinds of role whose lines are shown while it runs.
+        seeds: every mode runs once with each.
+        compute: emulated computation, as in the worker's setting `compute`.
+        report: the HTML file; the JSON file is beside it.
+        shown_kinds: the kinds of role whose lines are shown.
     """
 
     script: Path
@@ -107,24 +103,23 @@ class CompareSettings:
 
     @property
     def json_path(self) -> Path:
-        """Where the figures go for a program."""
         return self.report.with_suffix(".json")
 
 
 def modes_of(text: str) -> tuple[str, ...]:
-    """The modes of a list with commas, each as `pushpull` writes it.
+    """The modes of a list separated by commas, each in its canonical form.
 
-    A comma also stands inside a mode (`bsp:backup=1,grace=5ms`): what names no mode belongs to the
-    one before.
+    A mode itself may have commas (`bsp:backup=1,grace=5ms`): a word that does not begin with a
+    mode's name belongs to the mode before it.
 
     Raises:
-        InvalidConfig: one of them is none, or is there twice.
+        InvalidConfig: one of them is no mode, or comes twice.
     """
     names = {mode.value for mode in Mode}
     words: list[str] = []
     for word in (word.strip() for word in text.split(",")):
-        is_part = "=" in word or word.lower() == "adaptive"
-        if words and is_part and word.partition(":")[0].lower() not in names:
+        is_option = "=" in word or word.lower() == "adaptive"
+        if words and is_option and word.partition(":")[0].lower() not in names:
             words[-1] += f",{word}"
         else:
             words.append(word)
@@ -136,10 +131,9 @@ def modes_of(text: str) -> tuple[str, ...]:
 
 
 def settings_of(options: CompareOptions) -> CompareSettings:
-    """What the command line asks for, checked.
-
+    """
     Raises:
-        InvalidConfig: naming the option, what came and what was expected.
+        InvalidConfig: an option is wrong; the message names it.
     """
     return CompareSettings(
         script=options.script,
@@ -155,7 +149,7 @@ def settings_of(options: CompareOptions) -> CompareSettings:
 
 
 def seeds_of(text: str) -> tuple[int, ...]:
-    """The seeds of a list with commas.
+    """The seeds of a list separated by commas.
 
     Raises:
         InvalidConfig: one of them is no whole number.
@@ -163,7 +157,9 @@ def seeds_of(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise InvalidConfig(f"seeds is '{text}'; expected whole numbers with commas") from None
+        raise InvalidConfig(
+            f"seeds is '{text}'; expected whole numbers separated by commas"
+        ) from None
 
 
 def compare(settings: CompareSettings) -> int:
@@ -191,8 +187,9 @@ def compare(settings: CompareSettings) -> int:
     runs: list[Run] = []
     code = INTERRUPT_EXIT_CODE
     with Output(sys.stderr) as progress, contextlib.suppress(KeyboardInterrupt):
-        # Before the first run and after the last nobody catches signals but Python itself.
-        code = asyncio.run(_all_runs(settings, comparison, TrainOn.begun(progress, settings), runs))
+        # Before the first run and after the last, a signal is Python's KeyboardInterrupt.
+        host = RunHost(progress, SharedCluster(progress, settings.shown_kinds))
+        code = asyncio.run(_all_runs(settings, comparison, host, runs))
     with Output() as output:
         output.print(table_of(comparison, _rows(comparison, runs)))
         for remark in missing_reports(runs):
@@ -202,44 +199,39 @@ def compare(settings: CompareSettings) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainOn:
-    """Where runs say what they do, and the cluster that they have."""
+class RunHost:
+    """The output and the cluster of all runs."""
 
     progress: Output
-    kept: SharedCluster
-
-    @classmethod
-    def begun(cls, progress: Output, settings: CompareSettings) -> TrainOn:
-        """No run has begun yet, and no cluster has been started."""
-        return cls(progress, SharedCluster(progress, settings.shown_kinds))
+    cluster: SharedCluster
 
 
 async def _all_runs(
-    settings: CompareSettings, comparison: Comparison, where: TrainOn, runs: list[Run]
+    settings: CompareSettings, comparison: Comparison, host: RunHost, runs: list[Run]
 ) -> int:
-    """All of them, each added to `runs` when it has ended; the exit code."""
-    _write(settings, comparison, runs)  # where nothing can be written, nothing need be trained
+    """Add each run to `runs` when it has ended, and return the exit code."""
+    _write(settings, comparison, runs)  # fails before the first run if it cannot be written
     plan = [(seed, mode) for seed in settings.seeds for mode in settings.modes]
     try:
         for number, (seed, mode) in enumerate(plan, 1):
-            where.progress.say(f"run {number} of {len(plan)}: {mode}, seed {seed}")
-            await where.kept.renew()
-            run, code = await _one_run(settings, mode, seed, where)
+            title = f"run {number} of {len(plan)}: {mode}, seed {seed}"
+            host.progress.say(title)
+            await host.cluster.renew()
+            run, code = await _one_run(settings, mode, seed, host)
             runs.append(run)
             _write(settings, comparison, runs)
-            outcome = _outcome(run)
-            where.progress.say(f"run {number} of {len(plan)}: {mode}, seed {seed}: {outcome}")
+            host.progress.say(f"{title}: {_outcome(run)}")
             if code > STOP_EXIT_CODES:
                 return code
     finally:
-        await where.kept.stop()
+        await host.cluster.stop()
     return int(any(run.state == FAILED for run in runs))
 
 
 async def _one_run(
-    settings: CompareSettings, mode: str, seed: int, where: TrainOn
+    settings: CompareSettings, mode: str, seed: int, host: RunHost
 ) -> tuple[Run, int]:
-    """One run, and the exit code that it would be."""
+    """Train once; the run, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="pushpull-compare-") as folder:
         trained = TrainSettings(
             script=settings.script,
@@ -253,17 +245,17 @@ async def _one_run(
                 "PUSHPULL_RECORD": folder,
             },
         )
-        ending = await TrainRun(trained, where.progress, where.kept).ending()
+        ending = await TrainRun(trained, host.progress, host.cluster).ending()
         records = read_records(Path(folder))
     state, message = _judged(ending, records, mode)
     return Run(mode, seed, state, message, figures_of(records)), ending.exit_code
 
 
 def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple[str, str]:
-    """What a run was, and what there is to say of it.
+    """The state of a run, and a message about it.
 
-    A script that fixes the consistency of all its tables has not been trained under the mode; one
-    that fixes that of some may have its reasons, which a remark leaves to the reader.
+    A script that sets the consistency of all its tables was not trained under the mode: that is a
+    failure. If it sets that of some, the message names them.
     """
     if ending.exit_code:
         return (STOPPED if ending.exit_code > STOP_EXIT_CODES else FAILED), ending.message
@@ -317,7 +309,7 @@ def _write(settings: CompareSettings, comparison: Comparison, runs: Sequence[Run
 
 
 def _environment() -> dict[str, str]:
-    # Here, so that the other commands start without what the benchmarks need.
+    # Imported here, because other commands start without what benchmarks need.
     from ps_cli.bench.instruments.environment import environment
 
     return {

@@ -1,13 +1,13 @@
-"""What a comparison says of its runs: figures from records, and rows of medians. Pure functions.
+"""Figures of a comparison's runs, and rows of their medians, as pure functions.
 
 Definitions:
-    time          from the begin of the first step's computation of any worker to the end of the
-                  last step of any worker: neither starting processes nor evaluating counts, and
-                  workers that record begin together
+    time          from the start of the first step of any worker to the end of the last step of any
+                  worker, without starting processes and evaluating; workers that record start
+                  together
     steps/s       the steps of all workers over that time
-    quality       as the worker reports whose last step ended last: its model has all updates
-    wait share    of the workers' time between their first and last step, what they spent in
-                  `step` waiting for the commit of their own step or for the read
+    quality       reported by the worker whose last step ended last: its model has all updates
+    wait share    the share of the workers' time that they spent in `step`, waiting for the commit
+                  of their own step or for the pull
     staleness     of a step: the most of any block, in updates by others since the pull
 """
 
@@ -22,14 +22,14 @@ from ps_cli.compare.records import LossEntry, TableRecord, WorkerRecord
 from ps_core import consistency
 
 MAX_CURVE_POINTS = 60
-"""A curve has so many points at most; each is the mean of the losses around it."""
+"""The most points of a curve; each is the mean of the losses around it."""
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTime:
-    """Where a worker's time went."""
+    """The seconds that a worker spent in each phase of its steps."""
 
     rank: int
     step_count: int
@@ -40,19 +40,16 @@ class WorkerTime:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
         return self.compute_s + self.send_s + self.commit_s + self.read_s
 
 
 @dataclass(frozen=True, slots=True)
 class RunFigures:
-    """One run in figures.
+    """The figures of one run, as the module defines them.
 
     Attributes:
-        time_s: see the module.
-        step_count: of all workers.
-        quality: by the measure's name; None where it is not finite.
-        staleness: how many steps had which staleness.
+        quality: by the measure's name; None if it is not finite.
+        staleness: counts of steps by their staleness.
         rejected_count: blocks that were too stale (ASP with a bound).
         discarded_count: steps that came too late (BSP with backup workers).
         skipped_count: steps that were not applied (gradients that are not finite).
@@ -74,30 +71,26 @@ class RunFigures:
 
     @property
     def steps_per_s(self) -> float:
-        """See the module."""
         return self.step_count / self.time_s if self.time_s > 0 else 0.0
 
     @property
     def mean_staleness(self) -> float:
-        """Over all steps."""
-        total = sum(tau * count for tau, count in self.staleness.items())
-        return total / max(1, sum(self.staleness.values()))
+        summed = sum(tau * count for tau, count in self.staleness.items())
+        return summed / max(1, sum(self.staleness.values()))
 
     @property
     def max_staleness(self) -> int:
-        """Over all steps."""
         return max(self.staleness, default=0)
 
     @property
     def wait_share(self) -> float:
-        """See the module; 0 to 1."""
+        """0 to 1."""
         waited_s = sum(worker.commit_s + worker.read_s for worker in self.workers)
         total_s = sum(worker.total_s for worker in self.workers)
         return waited_s / total_s if total_s > 0 else 0.0
 
 
 def figures_of(records: Sequence[WorkerRecord]) -> RunFigures:
-    """The figures of one run."""
     steps = [step for record in records for step in record.steps]
     losses = [entry for record in records for entry in record.losses]
     began = [
@@ -139,7 +132,7 @@ def _worker_time(record: WorkerRecord) -> WorkerTime:
 
 
 def _curve(losses: Sequence[LossEntry], place: Callable[[LossEntry], float]) -> tuple[Point, ...]:
-    """The mean loss in up to MAX_CURVE_POINTS intervals of equal width, at their mean places."""
+    """Mean losses in up to MAX_CURVE_POINTS intervals of equal width, at their mean places."""
     known = [(place(entry), entry.loss) for entry in losses if entry.loss is not None]
     if not known:
         return ()
@@ -156,37 +149,27 @@ def _curve(losses: Sequence[LossEntry], place: Callable[[LossEntry], float]) -> 
 
 
 def other_consistency(records: Sequence[WorkerRecord], mode: str) -> tuple[TableRecord, ...]:
-    """The tables of gradients whose consistency is not the one that the run was to have.
-
-    Buffers are not among them: they are values, of which nothing is too stale to be taken.
-    """
+    """The tables of gradients that have another consistency than the run's mode."""
     wanted = str(consistency.parsed(mode))
     return tuple(table for table in gradient_tables(records) if table.consistency != wanted)
 
 
 def gradient_tables(records: Sequence[WorkerRecord]) -> tuple[TableRecord, ...]:
-    """The tables that gradients are pushed to, each once."""
+    """The tables that gradients are pushed to, each once; buffers are values, not gradients."""
     tables = (table for record in records for table in record.tables)
     return tuple(dict.fromkeys(table for table in tables if table.optimizer != "assign"))
 
 
 @dataclass(frozen=True, slots=True)
 class ModeRow:
-    """A mode's line of the table: medians over its finished runs.
+    """A mode's row of the table: medians over its finished runs.
 
     Attributes:
-        mode: as `pushpull` writes it.
-        finished_count: runs that finished.
-        run_count: runs that were begun.
-        time_s: median.
-        relative_time: `time_s` over that of the first mode; None without it.
-        steps_per_s: median.
+        mode: in its canonical form.
+        run_count: runs that were started.
+        relative_time: `time_s` over that of the first mode; None if that is not known.
         quality: by the measure's name: the median, and each run's.
-        mean_staleness: median.
         max_staleness: the largest of all.
-        wait_share: median, 0 to 1.
-        rejected_count: median.
-        discarded_count: median.
     """
 
     mode: str
@@ -206,14 +189,7 @@ class ModeRow:
 def mode_row(
     mode: str, run_count: int, finished: Sequence[RunFigures], first_time_s: float | None
 ) -> ModeRow:
-    """The line of one mode.
-
-    Args:
-        mode: which.
-        run_count: runs of it that were begun.
-        finished: the figures of those that finished.
-        first_time_s: the median time of the first mode; None if that is not known.
-    """
+    """The row of one mode; `first_time_s` is the median time of the first mode."""
     if not finished:
         return ModeRow(mode, 0, run_count)
     time_s = median_time_s(finished)
@@ -235,7 +211,6 @@ def mode_row(
 
 
 def median_time_s(finished: Sequence[RunFigures]) -> float | None:
-    """Of the runs of one mode; None if none finished."""
     return statistics.median(figures.time_s for figures in finished) if finished else None
 
 

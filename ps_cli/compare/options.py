@@ -1,4 +1,4 @@
-"""What the command line of `pushpull compare` takes."""
+"""Options of `pushpull compare`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ps_cli.console.options import Script, ServerCount, WorkerCount
 
 @dataclass(frozen=True, slots=True)
 class CompareOptions:
-    """The options as they are given."""
+    """The command line of `pushpull compare`."""
 
     script: Script
     script_arguments: Annotated[
@@ -28,8 +28,9 @@ class CompareOptions:
         typer.Option(
             "--modes",
             "-m",
-            help="With commas: bsp, bsp:backup=1, ssp:4, asp, asp:reject=8, asp:damp=0.5, "
-            "asp:divide, asp:compensate=2,adaptive. Times are set against those of the first.",
+            help="The settings to compare, separated by commas: bsp, bsp:backup=1, ssp:4, asp, "
+            "asp:reject=8, asp:damp=0.5, asp:divide, asp:compensate=2,adaptive. Times are relative "
+            "to the first.",
         ),
     ] = "bsp,ssp:4,asp"
     straggler: Annotated[
@@ -39,12 +40,15 @@ class CompareOptions:
             "rotating:30ms,90ms,burst=2,seed=1; permanent:30ms,90ms,rank=0."
         ),
     ] = ""
-    seeds: Annotated[str, typer.Option(help="With commas: every mode runs once with each.")] = "0"
+    seeds: Annotated[
+        str, typer.Option(help="Seeds, separated by commas; every mode runs once with each.")
+    ] = "0"
     workers: WorkerCount = 2
     servers: ServerCount = 1
     report: Annotated[
-        Path, typer.Option("--report", "-o", help="The HTML file; a JSON file goes beside it.")
+        Path,
+        typer.Option("--report", "-o", help="The HTML file; a JSON file is written beside it."),
     ] = Path("compare.html")
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Show what the workers say, too.")
+        bool, typer.Option("--verbose", "-v", help="Show the output of the workers, too.")
     ] = False

@@ -1,9 +1,6 @@
-"""What the workers of a run have recorded, read back; `ps_worker.client.step_record` says what is
-written.
+"""Reads the records of a run's workers, which `ps_worker.client.step_record` writes.
 
-Rules:
-    - A worker that was killed leaves a record that ends anywhere: a last line that is no whole
-      object is left out, and what is before it counts.
+The record of a worker that was killed may end within a line: that line is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TableRecord:
-    """A table that a script made, and what its consistency turned out to be."""
+    """A table that a script made, with the consistency that it had."""
 
     name: str
     optimizer: str
@@ -46,7 +43,7 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class LossEntry:
-    """A loss: of which step of its worker, and when it was reported on the monotonic clock."""
+    """A loss of a worker's step; `at_s` is on the host's monotonic clock."""
 
     step: int
     at_s: float
@@ -65,7 +62,7 @@ class WorkerRecord:
 
 
 def read_records(directory: Path) -> tuple[WorkerRecord, ...]:
-    """The records in a directory, by rank; empty if no worker came so far.
+    """The records in a directory, by rank.
 
     Blocking: reads the files.
     """

@@ -17,16 +17,13 @@ FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was compared, on which machine.
+    """The script, the settings and the machine of a comparison.
 
     Attributes:
-        script: the training script.
-        arguments: its own; `{seed}` in them is the repeat's seed.
-        worker_count: of each run.
-        server_count: of each run.
-        compute: emulated computation; empty if none was.
-        modes: in the order in which they were asked for.
-        began: when, as ISO 8601.
+        arguments: the script's own; `{seed}` in them is the run's seed.
+        compute: emulated computation; empty: none.
+        modes: in the order of the command line.
+        began: ISO 8601.
         environment: the machine and the versions, by name.
     """
 
@@ -42,7 +39,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One cluster: how it ended, and what was recorded until then."""
+    """One run, its end and its figures until then."""
 
     mode: str
     seed: int
@@ -52,7 +49,7 @@ class Run:
 
 
 def missing_reports(runs: Sequence[Run]) -> list[str]:
-    """What a page lacks since no worker of any finished run reported it, and how it is reported."""
+    """Remarks on figures that no worker of a finished run reported, with the call that does."""
     figures = [run.figures for run in runs if run.state == FINISHED]
     if not figures:
         return []
@@ -73,7 +70,7 @@ def missing_reports(runs: Sequence[Run]) -> list[str]:
 def document_of(
     comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]
 ) -> dict[str, Any]:
-    """The JSON; numbers that are not finite are null."""
+    """The JSON document; numbers that are not finite are null."""
     document = {
         "format": FORMAT,
         **asdict(comparison),

@@ -1,4 +1,4 @@
-"""The report as one HTML page: nothing in it is fetched, and nothing in it runs."""
+"""The report as one HTML page, without scripts and without anything to fetch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ps_cli.console.svg import (
 )
 from ps_cli.status.view import size
 
-WAIT_PARTS = ("computing", "sending", "waiting for the commit", "waiting for the read")
-"""The parts of a worker's time, as `WorkerTime` has them."""
+PHASES = ("computing", "sending", "waiting for the commit", "waiting for the pull")
+"""The phases of a step, as `WorkerTime` has them."""
 
-PART_COLOURS = ("#BDBDBD", "#56B4E9", "#D55E00", "#0072B2")
-"""Computing is grey: what waits stands out, for colour-blind people as well."""
+PHASE_COLOURS = ("#BDBDBD", "#56B4E9", "#D55E00", "#0072B2")
+"""Computing is grey, so that waiting is seen, by colour-blind people as well."""
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;
@@ -54,25 +54,24 @@ svg text { font: 12px system-ui, sans-serif; fill: #333; } .end { text-anchor: e
 """
 
 _NOTES = """
-Time: from the begin of the first step's computation of any worker to the end of the last step of
-any worker; neither starting processes nor evaluating at the end counts: all begin together.
+Time: from the start of the first step of any worker to the end of the last step of any worker,
+without starting processes and evaluating at the end. All workers start together.
 
-Quality: as the worker reports whose last step ended last, since its model has every update.
+Quality: as reported by the worker whose last step ended last, because its model has every update.
 
-Staleness of a step: the most of any block of it: updates by others between this worker's pull and
-the application of its gradient. Under BSP there is none.
+Staleness of a step: the most of any of its blocks, in updates by others between this worker's pull
+and the application of its gradient. Under BSP it is 0.
 
 Waiting: the share of the workers' time spent in step(), waiting for the commit of their own step
-(under BSP until every worker's step is there) or for the read (under SSP until no worker is too far
-behind).
+(under BSP until every worker's step has arrived) or for the pull (under SSP until no worker is too
+far behind).
 
-Medians over the runs that finished; with several seeds each run's quality stands behind it.
+Medians over the runs that finished; with several seeds, each run's quality is in brackets.
 """
-"""Paragraphs on what the columns mean."""
+"""Paragraphs on the meaning of the columns."""
 
 
 def page_of(comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]) -> str:
-    """The page."""
     title = escape(f"pushpull compare: {comparison.script}")
     body = "\n".join(
         [
@@ -133,7 +132,7 @@ def _missing(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def _qualities(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
-    """A plot of each measure: what the time bought."""
+    """A plot of each measure over time."""
     finished = [run for run in runs if run.state == FINISHED]
     for measure in dict.fromkeys(name for run in finished for name in run.figures.quality):
         title = f"{measure[:1].upper()}{measure[1:]} against time"
@@ -190,8 +189,9 @@ def _waits(comparison: Comparison, runs: Sequence[Run]) -> Iterator[str]:
     title = "Where the workers' time went"
     bars = [bar for mode in comparison.modes for bar in _bars(mode, runs)]
     yield f"<h2>{title}</h2>"
-    yield from _legend(WAIT_PARTS, PART_COLOURS)
-    plot = stacked_bars(title, Axis("seconds a run, mean of the runs"), _parts(), bars)
+    yield from _legend(PHASES, PHASE_COLOURS)
+    segments = [BarSegment(name, fill) for name, fill in zip(PHASES, PHASE_COLOURS, strict=True)]
+    plot = stacked_bars(title, Axis("seconds a run, mean of the runs"), segments, bars)
     yield f"<figure>{plot}</figure>"
 
 
@@ -202,17 +202,17 @@ def _bars(mode: str, runs: Sequence[Run]) -> Iterator[Bar]:
         by_rank.setdefault(worker.rank, []).append(worker)
     for rank, workers in sorted(by_rank.items()):
         count = len(workers)
-        parts = (
+        lengths = (
             sum(worker.compute_s for worker in workers) / count,
             sum(worker.send_s for worker in workers) / count,
             sum(worker.commit_s for worker in workers) / count,
             sum(worker.read_s for worker in workers) / count,
         )
-        yield Bar(name, f"worker {rank}", parts)
+        yield Bar(name, f"worker {rank}", lengths)
 
 
 def _judged_runs(mode: str, runs: Sequence[Run]) -> tuple[str, list[Run]]:
-    """The finished runs of a mode; where none has finished all of them, and a name that says so."""
+    """The finished runs of a mode; if none has finished, all of them, with a name that says so."""
     of_mode = [run for run in runs if run.mode == mode]
     finished = [run for run in of_mode if run.state == FINISHED]
     if finished or not of_mode:
@@ -220,12 +220,8 @@ def _judged_runs(mode: str, runs: Sequence[Run]) -> tuple[str, list[Run]]:
     return f"{mode}, unfinished", of_mode
 
 
-def _parts() -> list[BarSegment]:
-    return [BarSegment(name, fill) for name, fill in zip(WAIT_PARTS, PART_COLOURS, strict=True)]
-
-
 def _legend(names: Sequence[str], fills: Sequence[str] = ()) -> Iterator[str]:
-    """The names behind a sample of their line, or of their fill where there are fills."""
+    """Names with a sample of their line, or of their fill."""
     yield '<ul class="legend">'
     for style, name in enumerate(names):
         shape = (

@@ -1,4 +1,4 @@
-"""The table of a comparison: its cells as text, for the terminal and for the page alike."""
+"""The table of a comparison: its cells as text, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ Cells = list[str]
 
 
 def head_and_cells(comparison: Comparison, rows: Sequence[ModeRow]) -> tuple[Cells, list[Cells]]:
-    """The head of the table, and its cells row by row."""
     measures = list(dict.fromkeys(name for row in rows for name in row.quality))
     head = [
         "mode",
@@ -50,7 +49,7 @@ def _cells(row: ModeRow, measures: Sequence[str]) -> Cells:
 
 
 def _quality(row: ModeRow, name: str) -> str:
-    """The median, and behind it each run's where there are several."""
+    """The median, and in brackets each run's if there are several."""
     if name not in row.quality:
         return "-"
     median, values = row.quality[name]
@@ -59,7 +58,6 @@ def _quality(row: ModeRow, name: str) -> str:
 
 
 def measure_text(value: float | None) -> str:
-    """A measure as people read it."""
     return "not finite" if value is None else f"{value:.4g}"
 
 
@@ -68,7 +66,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def table_of(comparison: Comparison, rows: Sequence[ModeRow]) -> Table:
-    """For a terminal."""
     head, cells = head_and_cells(comparison, rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, name in enumerate(head):

@@ -1,4 +1,4 @@
-"""`pushpull replay --against`: what a log makes, and a checkpoint, held against each other."""
+"""`pushpull replay --against`: compares the tables of an update log with a checkpoint's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SHOWN_PROBLEM_COUNT = 5
 
 
 def compare(run: RunLog, tables: Sequence[Table], url: str, output: Output) -> int:
-    """Print in what they differ; 1 if they do, or cannot be compared.
+    """Print the differences; 1 if there is one, or tables cannot be compared.
 
     Raises:
         InvalidUpdateLog: the checkpoint has none of the tables.
     """
-    are_other = []
+    are_different = []
     with opened(url, output) as reader:
         where = reader.directory.url
         if not any(table.spec.name in reader.tables for table in tables):
@@ -31,45 +31,45 @@ def compare(run: RunLog, tables: Sequence[Table], url: str, output: Output) -> i
         for table in tables:
             if table.spec.name not in reader.tables:
                 output.say(f"{table.spec.name}: it is not in {where}")
-                are_other.append(True)
+                are_different.append(True)
                 continue
             saved = reader.manifest.table(table.spec.name)
-            again = Replay(run, [table], by_clock=True)
-            how, problems = _brought(again, table, saved, reader)
-            problems = problems or list(_differences(again, table, reader))
+            replay = Replay(run, [table], by_clock=True)
+            how, problems = _go_to_checkpoint(replay, table, saved, reader)
+            problems = problems or list(_differences(replay, table, reader))
             for problem in problems:
                 output.say(f"{table.spec.name}: {problem}")
             if not problems:
                 output.say(f"{table.spec.name}: equal, bit for bit, {how}")
-            are_other.append(bool(problems))
-    return int(any(are_other))
+            are_different.append(bool(problems))
+    return int(any(are_different))
 
 
-def _brought(
-    again: Replay, table: Table, saved: SavedTable, reader: CheckpointReader
+def _go_to_checkpoint(
+    replay: Replay, table: Table, saved: SavedTable, reader: CheckpointReader
 ) -> tuple[str, list[str]]:
-    """Bring the tables to where the checkpoint has them; how, and why that cannot be."""
-    torn = again.torn_at(saved.clock)
+    """Replay up to the checkpoint; a phrase that says up to where, and the problems."""
+    torn = replay.torn_at(saved.clock)
     if not torn and not saved.is_torn:
-        again.go_to(saved.clock)
+        replay.go_to(saved.clock)
         return f"at clock {saved.clock}", []
     if not saved.is_torn:
-        return "", [f"not to be compared at clock {saved.clock}: {torn}"]
+        return "", [f"cannot be compared at clock {saved.clock}: {torn}"]
     wanted = {
         (table.table_id, block): reader.block(saved.name, block).version
         for block in range(table.block_count)
     }
-    problems = again.go_to_versions(wanted)
+    problems = replay.go_to_versions(wanted)
     more = [f"{len(problems) - _SHOWN_PROBLEM_COUNT} more blocks"]
     cut = problems[:_SHOWN_PROBLEM_COUNT] + more * (len(problems) > _SHOWN_PROBLEM_COUNT)
-    return "each block after as many updates as the checkpoint says", cut
+    return "each block at its version in the checkpoint", cut
 
 
-def _differences(again: Replay, table: Table, reader: CheckpointReader) -> Iterator[str]:
+def _differences(replay: Replay, table: Table, reader: CheckpointReader) -> Iterator[str]:
     name = table.spec.name
     others: dict[str, list[int]] = {}
     for block in range(table.block_count):
-        made, stored = again.block(table, block), reader.block(name, block)
+        made, stored = replay.block(table, block), reader.block(name, block)
         if _steps(made.steps) != _steps(stored.steps):
             others.setdefault("counts of steps", []).append(block)
         if made.version != stored.version:
@@ -80,11 +80,10 @@ def _differences(again: Replay, table: Table, reader: CheckpointReader) -> Itera
                 others.setdefault(f"{tensor} in one of them only", []).append(block)
             elif tensors[tensor] != reader.read(name, block, tensor):
                 others.setdefault(tensor, []).append(block)
-    for what, blocks in others.items():
+    for subject, blocks in others.items():
         found = spans(blocks)
-        listed = ", ".join(map(str, found[:_SHOWN_SPAN_COUNT]))
-        more = ", ..." * (len(found) > _SHOWN_SPAN_COUNT)
-        yield f"{what} differ in {len(blocks)} of {table.block_count} blocks ({listed}{more})"
+        listed = ", ".join(found[:_SHOWN_SPAN_COUNT]) + ", ..." * (len(found) > _SHOWN_SPAN_COUNT)
+        yield f"{subject} differ in {len(blocks)} of {table.block_count} blocks ({listed})"
 
 
 def _steps(steps: Sequence[int]) -> tuple[int, ...]:

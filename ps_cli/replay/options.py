@@ -1,4 +1,4 @@
-"""What the command line of `pushpull replay` takes."""
+"""Options of `pushpull replay`."""
 
 from __future__ import annotations
 
@@ -11,69 +11,74 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """The options as they are given."""
+    """The command line of `pushpull replay`."""
 
     directory: Annotated[
         Path,
         typer.Argument(
-            metavar="DIR", help="What --update-log was given: the logs of all servers; or one's."
+            metavar="DIR",
+            help="The directory of --update-log, with all servers' logs, or the log of one server.",
         ),
     ]
     table: Annotated[
         str,
         typer.Option(
-            help="A table's name, or a pattern such as 'model*': together. Without it: all."
+            help="A table's name, or a pattern such as 'model*' for several, which are replayed "
+            "together."
         ),
     ] = "*"
     every: Annotated[
-        int, typer.Option(min=0, help="Show each N-th version; 0: so many that it is a screen.")
+        int, typer.Option(min=0, help="Show every N-th version; 0: about 40 versions of all.")
     ] = 0
     first: Annotated[
-        int | None, typer.Option("--from", min=0, metavar="V", help="Show none before this one.")
+        int | None, typer.Option("--from", min=0, metavar="V", help="The first version to show.")
     ] = None
     to: Annotated[
-        int | None, typer.Option("--to", min=0, metavar="V", help="Show none after this one.")
+        int | None, typer.Option("--to", min=0, metavar="V", help="The last version to show.")
     ] = None
     last: Annotated[int, typer.Option(min=0, help="Show the last N versions; 0: all.")] = 0
     evaluate: Annotated[
         str,
         typer.Option(
             metavar="MODULE:FUNCTION",
-            help="Called with the tensors of each version that is shown, a dict by name; its "
-            "result is the loss. FILE.py:FUNCTION is a file.",
+            help="A function that returns the loss of a version; it is called with a dict of "
+            "tensors by name, for each version that is shown. FILE.py:FUNCTION works, too.",
         ),
     ] = ""
     json_path: Annotated[
-        Path | None, typer.Option("--json", dir_okay=False, help="Write what is shown here, too.")
+        Path | None,
+        typer.Option("--json", dir_okay=False, help="Write the versions to this JSON file, too."),
     ] = None
     plot: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, help="Draw what is shown, as an SVG file."),
+        typer.Option(dir_okay=False, help="Draw the versions in this SVG file."),
     ] = None
     export: Annotated[
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="Write the tensors at --at, or --clock, as safetensors, for `load_state_dict`.",
+            help="Write the tensors of a version (--at or --clock) to this safetensors file, for "
+            "`load_state_dict`.",
         ),
     ] = None
     at: Annotated[
         int | None,
         typer.Option(
-            "--at", min=0, metavar="V", help="The version that is meant; else the newest."
+            "--at", min=0, metavar="V", help="The version of --export; the newest by default."
         ),
     ] = None
     clock: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Every update up to this clock and none beyond it, whatever its version's number.",
+            help="The clock of --export: every update up to it, and none beyond it, under any "
+            "consistency.",
         ),
     ] = None
     against: Annotated[
         str,
         typer.Option(
             metavar="URL",
-            help="Compare with a checkpoint, bit by bit: parameters and what the optimizers keep.",
+            help="Compare parameters and optimizer state with a checkpoint, bit by bit.",
         ),
     ] = ""

@@ -1,4 +1,4 @@
-"""The versions of a replay, drawn: loss, norms, staleness, and how far each worker was."""
+"""Plots of a replay's versions: loss, norms, staleness and the workers' clocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from ps_cli.console.svg import PALETTE, WIDTH, Axis, Line, Point, line_chart
-from ps_cli.replay.view import Row
+from ps_cli.replay.view import VersionRow
 
 _HEIGHT = 340
 _TITLE_HEIGHT = 26
@@ -20,8 +20,8 @@ svg { background: #fff; } text { font: 12px system-ui, sans-serif; fill: #333; }
 """
 
 
-def plot_of(rows: Sequence[Row], tables: str) -> str:
-    """One SVG image with a chart for each thing that there is to see, one below the other."""
+def plot_of(rows: Sequence[VersionRow], tables: str) -> str:
+    """One SVG image, with the charts below each other."""
     charts = [(title, chart.replace("<svg ", "<svg {}", 1)) for title, chart in _charts(rows)]
     step = _TITLE_HEIGHT + _HEIGHT
     inside = []
@@ -38,7 +38,7 @@ def plot_of(rows: Sequence[Row], tables: str) -> str:
     )
 
 
-def _charts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
+def _charts(rows: Sequence[VersionRow]) -> Iterator[tuple[str, str]]:
     axis = Axis("version")
     first = rows[0].version.number
     curves = (
@@ -66,13 +66,13 @@ def _charts(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:
 _COLOUR_NAMES = ("blue", "red", "green", "pink", "orange", "light blue", "black", "grey")
 
 
-def _staleness(rows: Sequence[Row]) -> list[tuple[int, float | None]]:
+def _staleness(rows: Sequence[VersionRow]) -> list[tuple[int, float | None]]:
     if not any(row.version.staleness for row in rows):
         return []
     return [(row.version.number, float(row.version.staleness)) for row in rows]
 
 
-def _workers(rows: Sequence[Row]) -> Iterator[Line]:
+def _workers(rows: Sequence[VersionRow]) -> Iterator[Line]:
     points: dict[int, list[Point]] = {}
     for row in rows:
         version = row.version

@@ -1,4 +1,4 @@
-"""`pushpull replay`: what an update log has, version by version, and its tables at one of them."""
+"""`pushpull replay`: the versions of an update log, and its tables at one of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ps_cli.console.tensor_file import replaced, write_tables
 from ps_cli.replay.against import compare
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.replay.plot import plot_of
-from ps_cli.replay.view import Row, document_of, view_of
+from ps_cli.replay.view import VersionRow, document_of, view_of
 from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
 from ps_core.runs import words
 from ps_core.tables import Table
@@ -36,34 +36,27 @@ from ps_server.replay.replayer import (
 )
 
 _SHOWN_COUNT = 40
-"""Versions that are shown of many; the first and the last are among them."""
+"""Versions that are shown by default; the first and the last are among them."""
 
-_MADE_AT_ONCE = 256
-"""Changes between two looks at the bar."""
+_TURN_LENGTH = 256
+"""Updates between two moves of the progress bar."""
 
 Loss = Callable[[dict[str, torch.Tensor]], float]
 
 
 def replay(options: ReplayOptions, output: Output) -> int:
-    """Do what the options say; 1 if the log is other than the checkpoint that it is held against.
+    """Run the command; 1 if the log differs from the checkpoint of --against.
 
     Raises:
-        InvalidConfig: they contradict each other.
-        InvalidUpdateLog: the log is damaged, or has not what is asked for.
-        TableNotFound: it has no such table.
+        InvalidConfig: the options contradict each other.
+        InvalidUpdateLog: the log is damaged, or does not have the version.
+        TableNotFound: the log has no table for --table.
     """
     _check(options)
-    with _one_thread():
-        return _replayed(options, output)
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """As a server has it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # as in a server
     try:
-        yield
+        return _replayed(options, output)
     finally:
         torch.set_num_threads(before)
 
@@ -77,12 +70,12 @@ def _replayed(options: ReplayOptions, output: Output) -> int:
             output.complain(note)
         if options.against:
             return compare(run, tables, options.against, output)
-        again = Replay(run, tables, by_clock=options.clock is not None)
+        replayer = Replay(run, tables, by_clock=options.clock is not None)
         if options.export is not None:
-            return _export(again, options, output, bars)
-        shown = _shown(again.history.versions, options)
-        rows = list(_rows(again, shown, loss, bars))
-    _show(run, again, rows, options, output)
+            return _export(replayer, options, output, bars)
+        shown = _shown(replayer.history.versions, options)
+        rows = list(_rows(replayer, shown, loss, bars))
+    _show(run, replayer, rows, options, output)
     return 0
 
 
@@ -100,7 +93,7 @@ def _check(options: ReplayOptions) -> None:
         raise InvalidConfig("--at and --clock: give one of them")
 
 
-# --- what there is
+# --- the log
 
 
 @contextlib.contextmanager
@@ -120,7 +113,7 @@ def _read(directory: Path, bars: Progress) -> RunLog:
 
 
 def _chosen(run: RunLog, pattern: str) -> list[Table]:
-    """The tables that fit a shell pattern, but for those that have no parameters."""
+    """The tables with parameters that match a shell pattern."""
     found = [
         table
         for name, table in run.tables.items()
@@ -132,8 +125,8 @@ def _chosen(run: RunLog, pattern: str) -> list[Table]:
     runs = sorted({words(table.run) for table in found})
     if len(runs) > 1:
         raise InvalidConfig(
-            f"'{pattern}' fits tables of {' and of '.join(runs)}; expected those of one run, such "
-            "as --table 'nightly:*' for the run 'nightly'"
+            f"'{pattern}' matches tables of {' and of '.join(runs)}; expected those of one run, as "
+            "--table 'nightly:*' for the run 'nightly'"
         )
     return found
 
@@ -169,35 +162,39 @@ def _extent(versions: Sequence[Version]) -> str:
 
 
 def _rows(
-    again: Replay, shown: Sequence[Version], loss: Loss | None, bars: Progress
-) -> Iterator[Row]:
-    again.watch(shown)
-    task = bars.add_task("replaying", total=again.change_count)
+    replayer: Replay, shown: Sequence[Version], loss: Loss | None, bars: Progress
+) -> Iterator[VersionRow]:
+    replayer.watch(shown)
+    task = bars.add_task("replaying", total=replayer.change_count)
     for version in shown:
-        _go_to(again, version.position, lambda done: bars.update(task, completed=done))
-        found = None if loss is None else float(loss(again.tensors()))
-        yield Row(version, again.gradient_norm(version), again.parameter_norm(), found)
+        _go_to(replayer, version.position, lambda done: bars.update(task, completed=done))
+        found = None if loss is None else float(loss(replayer.tensors()))
+        yield VersionRow(version, replayer.gradient_norm(version), replayer.parameter_norm(), found)
     bars.remove_task(task)
 
 
-def _go_to(again: Replay, position: int, told: Callable[[int], object]) -> None:
-    """In pieces, so that the bar moves."""
-    while not again.go_to(position, _MADE_AT_ONCE):
-        told(again.made_count)
-    told(again.made_count)
+def _go_to(replayer: Replay, position: int, told: Callable[[int], object]) -> None:
+    """Replay in turns, so that the bar moves."""
+    while not replayer.go_to(position, _TURN_LENGTH):
+        told(replayer.made_count)
+    told(replayer.made_count)
 
 
 def _show(
-    run: RunLog, again: Replay, rows: Sequence[Row], options: ReplayOptions, output: Output
+    run: RunLog,
+    replayer: Replay,
+    rows: Sequence[VersionRow],
+    options: ReplayOptions,
+    output: Output,
 ) -> None:
-    history = again.history
-    names = ", ".join(table.spec.name for table in again.tables)
+    history = replayer.history
+    names = ", ".join(table.spec.name for table in replayer.tables)
     output.say(f"{options.directory}: {names}; {_extent(history.versions)}")
     output.print(view_of(rows, is_by_clock=history.is_by_clock))
-    for line in _ends(again, history):
+    for line in _ends(replayer, history):
         output.say(line)
     if options.json_path is not None:
-        document = document_of(rows, again, [*_notes(run)])
+        document = document_of(rows, replayer, [*_notes(run)])
         with replaced(options.json_path) as file:
             file.write((json.dumps(document, indent=1) + "\n").encode())
         output.say(f"{options.json_path}: {len(rows)} versions")
@@ -207,8 +204,8 @@ def _show(
         output.say(f"{options.plot}: {len(rows)} versions")
 
 
-def _ends(again: Replay, history: History) -> Iterator[str]:
-    """What is to be said after the versions."""
+def _ends(replayer: Replay, history: History) -> Iterator[str]:
+    """The lines after the versions."""
     if history.unfinished:
         clocks = sorted({clock for clock, _ in history.unfinished})
         yield (
@@ -217,39 +214,37 @@ def _ends(again: Replay, history: History) -> Iterator[str]:
         )
     if history.lost_count:
         yield f"{history.lost_count} clocks are in no log, and are no versions"
-    if again.checked_count:
-        yield f"compared with {again.checked_count} bases in the log, and equal bit for bit"
+    if replayer.checked_count:
+        yield f"equal, bit for bit, to {replayer.checked_count} snapshots in the log"
 
 
 # --- one version
 
 
-def _export(again: Replay, options: ReplayOptions, output: Output, bars: Progress) -> int:
-    """Write the tensors at a version."""
+def _export(replayer: Replay, options: ReplayOptions, output: Output, bars: Progress) -> int:
     if options.export is None:
         return 0
-    position, name = _wanted(again, options)
-    task = bars.add_task("replaying", total=again.change_count)
-    _go_to(again, position, lambda done: bars.update(task, completed=done))
+    position, name = _wanted(replayer, options)
+    task = bars.add_task("replaying", total=replayer.change_count)
+    _go_to(replayer, position, lambda done: bars.update(task, completed=done))
     count = write_tables(
         options.export,
-        again.tables,
-        lambda table, block: bytes(again.block(table, block).tensors[0][1]),
+        replayer.tables,
+        lambda table, block: bytes(replayer.block(table, block).tensors[0][1]),
     )
     output.say(f"{options.export}: {count} tensors at {name}")
     return 0
 
 
-def _wanted(again: Replay, options: ReplayOptions) -> tuple[int, str]:
+def _wanted(replayer: Replay, options: ReplayOptions) -> tuple[int, str]:
     if options.clock is not None:
-        problem = again.torn_at(options.clock)
+        problem = replayer.torn_at(options.clock)
         if problem:
             raise InvalidUpdateLog(
-                f"the tables were at no moment at clock {options.clock}: {problem}; --at takes any "
-                "version"
+                f"the tables were never at clock {options.clock}: {problem}; --at takes any version"
             )
         return options.clock, f"clock {options.clock}"
-    versions = again.history.versions
+    versions = replayer.history.versions
     number = versions[-1].number if options.at is None else options.at
     for version in versions:
         if version.number == number:
@@ -259,7 +254,7 @@ def _wanted(again: Replay, options: ReplayOptions) -> tuple[int, str]:
 
 
 def _evaluator(given: str) -> Loss:
-    """What MODULE:FUNCTION, or FILE.py:FUNCTION, names.
+    """The function MODULE:FUNCTION, or FILE.py:FUNCTION.
 
     Raises:
         InvalidConfig: there is no such function.

@@ -16,8 +16,8 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A version that is shown: `loss` is what was evaluated, if anything was."""
+class VersionRow:
+    """A version that is shown; `loss` is that of --evaluate."""
 
     version: Version
     gradient_norm: float | None
@@ -25,8 +25,7 @@ class Row:
     loss: float | None
 
 
-def view_of(rows: Sequence[Row], *, is_by_clock: bool) -> Table:
-    """A line for each version."""
+def view_of(rows: Sequence[VersionRow], *, is_by_clock: bool) -> Table:
     view = Table(box=None, pad_edge=False, header_style="dim")
     is_stale = any(row.version.staleness for row in rows)
     is_evaluated = any(row.loss is not None for row in rows)
@@ -47,9 +46,9 @@ def view_of(rows: Sequence[Row], *, is_by_clock: bool) -> Table:
 
 
 def contributors(version: Version) -> str:
-    """Whose steps are in it, in words."""
+    """The workers whose steps are in a version, in words."""
     if version.step is None:
-        return "where the log begins"
+        return "the log's beginning"
     return ", ".join(_contributors(version)) or "nobody"
 
 
@@ -71,25 +70,27 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
 
-def document_of(rows: Sequence[Row], again: Replay, notes: Sequence[str]) -> dict[str, Any]:
-    """The same for a program."""
-    history = again.history
+def document_of(
+    rows: Sequence[VersionRow], replayer: Replay, notes: Sequence[str]
+) -> dict[str, Any]:
+    """The document for programs."""
+    history = replayer.history
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
-        "tables": [table.spec.name for table in again.tables],
+        "tables": [table.spec.name for table in replayer.tables],
         "versions_are_clocks": history.is_by_clock,
         "first_version": history.versions[0].number,
         "last_version": history.versions[-1].number,
         "unfinished_count": len(history.unfinished),
         "lost_count": history.lost_count,
-        "checked_base_count": again.checked_count,
+        "checked_snapshot_count": replayer.checked_count,
         "notes": list(notes),
         "versions": [_entry(row) for row in rows],
     }
 
 
-def _entry(row: Row) -> dict[str, Any]:
+def _entry(row: VersionRow) -> dict[str, Any]:
     version = row.version
     return {
         "version": version.number,

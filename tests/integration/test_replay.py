@@ -152,7 +152,7 @@ def test_a_torn_log_ends_where_it_is_torn(logged: LoggedRun, tmp_path: Path) -> 
     assert not ended.stderr
     assert re.search(r"asp: block \d+ has had \d+ updates in range \d+; expected 30", ended.stdout)
     assert re.search(
-        r"bsp: not to be compared at clock 10: range \d+ is at clock \d+ at the end", ended.stdout
+        r"bsp: cannot be compared at clock 10: range \d+ is at clock \d+ at the end", ended.stdout
     )
     shown = run_here("replay", str(copied), "--table", "bsp", cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
