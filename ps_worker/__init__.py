@@ -1,4 +1,4 @@
-"""The worker's side: what is behind `import pushpull as ps`, which is the API.
+"""The worker's side, and the API of `import pushpull as ps`.
 
 `connect` joins a cluster; `Client` has the verbs (create_table, push, pull, push_pull, wait);
 `DistributedOptimizer` trains a torch module; `local_cluster` starts a cluster of child processes.
@@ -119,7 +119,7 @@ __all__ = [
 ]
 
 _IMPORTED_ON_USE = {
-    # torch takes seconds to import; a process that only reads or only starts a cluster need not
+    # torch takes seconds to import; a process that only pulls or only starts a cluster need not
     "DistributedOptimizer": "ps_worker.training.distributed_optimizer",
     "DistributedSampler": "ps_worker.training.distributed_sampler",
     "RandomState": "ps_worker.checkpoint.random_state",

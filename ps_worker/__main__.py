@@ -1,9 +1,8 @@
 """`pushpull worker SCRIPT [args]`: run a training script as one worker of a cluster.
 
-The script finds its cluster and its rank through the environment (PUSHPULL_SCHEDULER,
-PUSHPULL_RANK), which `connect` reads; flags before SCRIPT are put there. When it ends normally its
-clients leave: nobody waits for it any more. When an exception ends it they do not, and the exit
-status is not 0.
+The script's `connect` reads the environment (PUSHPULL_SCHEDULER, PUSHPULL_RANK), which has the
+flags before SCRIPT. When the script ends normally, its clients leave the cluster. When an exception
+ends it, they do not, and the exit status is not 0.
 """
 
 from __future__ import annotations
@@ -30,28 +29,25 @@ from ps_worker.transport.metrics import open_ports
 
 _FAILED = 1
 _REFUSED = 2
-"""Exit codes; with the second one, to start it again as it is would change nothing."""
+"""Exit status of a script that the cluster refused: a restart would change nothing."""
 _SIGNALLED = 128
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script that `argv` names; the exit status to end with.
-
-    Blocking: until the script has ended and its clients have left.
-    """
+    """Run the script that `argv` names, and close its clients; returns the exit status."""
     reader = parser()
     given = reader.parse_args(argv)
     try:
         shutdown.die_with_parent_if_asked(os.environ)
         config = _take_flags(vars(given))
-        logs.configure(_name(vars(given)), config.log_level, config.log_format)
+        logs.configure(_process_name(vars(given)), config.log_level, config.log_format)
     except InvalidConfig as error:
         reader.error(error.message)
     if not given.script.is_file():
         reader.error(f"there is no script {given.script}")
     signal.signal(signal.SIGTERM, _stop)
     follow_limit(os.environ)
-    spare_import_of("torch")  # the script's own business, as is what it sets before
+    spare_import_of("torch")  # the script imports it, after its own settings
     sys.argv = [str(given.script), *given.arguments]
     sys.path.insert(0, str(given.script.resolve().parent))
     close_ports = open_ports(config)
@@ -62,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_flags(flags: Mapping[str, object]) -> ProcessConfig:
-    """The settings of this process; those of `connect` go where it looks for them.
+    """The settings of this process; those of `connect` go into the environment.
 
     Raises:
         InvalidConfig: a setting is wrong.
@@ -76,8 +72,8 @@ def _take_flags(flags: Mapping[str, object]) -> ProcessConfig:
     return resolve(ProcessConfig, flags, os.environ)
 
 
-def _name(flags: Mapping[str, object]) -> str:
-    """What log lines call this process."""
+def _process_name(flags: Mapping[str, object]) -> str:
+    """The name of this process in log lines."""
     place = job_place(flags, os.environ)
     role = os.environ.get("PUSHPULL_ROLE", "") or "worker"
     rank = os.environ.get("PUSHPULL_RANK", "") if place is None else place.rank
@@ -85,7 +81,7 @@ def _name(flags: Mapping[str, object]) -> str:
 
 
 def _run(script: Path) -> int:
-    """Run the script; leave the cluster if it ended well, else say that it ended in the middle."""
+    """Run the script; leave the cluster if it ended normally, else abandon it."""
     status = _FAILED
     logs.info("script_begins", script=script)
     try:
@@ -95,7 +91,7 @@ def _run(script: Path) -> int:
         status = _status_of(end)
     except KeyboardInterrupt:
         status = _SIGNALLED + signal.SIGINT
-    except BaseException as failure:  # noqa: BLE001 - whatever ends a script is shown as Python does
+    except BaseException as failure:  # noqa: BLE001 - any end of a script is shown as Python does
         status = _show(failure, script)
     has_closed = _close(f"the script ended with {status}" if status else "")
     status = status if has_closed or status else _FAILED
@@ -104,7 +100,7 @@ def _run(script: Path) -> int:
 
 
 def _close(failed_by: str) -> bool:
-    """Close the script's clients; whether they could do so as wished."""
+    """Close the script's clients; False if that failed or was interrupted."""
     try:
         close_all(failed_by)
     except PushpullError as error:
@@ -116,7 +112,7 @@ def _close(failed_by: str) -> bool:
 
 
 def _status_of(end: SystemExit) -> int:
-    """What the interpreter would make of `sys.exit`'s argument."""
+    """The exit status that the interpreter gives the argument of `sys.exit`."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -126,13 +122,13 @@ def _status_of(end: SystemExit) -> int:
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    """SIGTERM: end the script where it is; its `finally` blocks run."""
+    """End the script where it is, on SIGTERM; its `finally` blocks run."""
     raise SystemExit(_SIGNALLED + number)
 
 
 def _show(failure: BaseException, script: Path) -> int:
-    """Print the traceback as the script's author knows it, from the script's first frame on; of a
-    cluster that could not be joined, the reason alone. The exit status that it means.
+    """Print the traceback from the script's first frame on, or, if the cluster could not be joined,
+    the reason alone; returns the exit status.
     """
     trace: TracebackType | None = failure.__traceback__
     frames = traceback.extract_tb(trace)

@@ -1,4 +1,4 @@
-"""A client's part in checkpoints: asking for one, and this worker's own state in each."""
+"""A client's checkpoints: creating and restoring them, and this worker's own state in each."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ps_runtime.checkpoint.calls import MadeCheckpoint, create_checkpoint, resto
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.checkpoint.save_points import HasState, SavePoints
-from ps_worker.client.connection import GRACE_S, Connection
-from ps_worker.client.tables import Tables
+from ps_worker.client.connection import GRACE_S, ClientConnection
+from ps_worker.client.tables import ClientTables
 
 if TYPE_CHECKING:
     from ps_worker.checkpoint.saved_states import RestoredStates
 
 _WRITTEN_WITHIN_S = 60.0
-"""A worker that leaves waits at most so long until its own state is written."""
+"""A worker that leaves waits at most so long for its own state to be written."""
 
 
 class CheckpointTicket:
-    """A checkpoint on its way."""
+    """A checkpoint that is being made."""
 
     def __init__(
         self, future: Future[MadeCheckpoint], deadline_s: float, save_points: SavePoints | None
@@ -41,20 +41,23 @@ class CheckpointTicket:
         return self.future.done()
 
     def wait(self, timeout_s: float | None = None) -> MadeCheckpoint:
-        """Its number, directory and size. For a worker, in the thread that asked for it, this is a
-        save point: it takes no step meanwhile.
+        """Wait for the checkpoint. In the thread of a worker that called `checkpoint` this is a
+        save point: the worker takes no step meanwhile.
 
         Args:
-            timeout_s: how long to wait; None means what `checkpoint` was given.
+            timeout_s: None means that of `checkpoint`.
+
+        Returns:
+            Its number, directory and size.
 
         Blocking: until it is complete.
 
         Raises:
-            InvalidConfig: the cluster has nowhere to put checkpoints.
+            InvalidConfig: the cluster has no directory for checkpoints.
             InvalidCheckpoint: it could not be written; the message says what, and why.
-            WaitExpired: it was not complete in time; the message says who is missing. Within a
-                second or two where another worker has taken a step that it is of and this one has
-                not: take it, and wait again.
+            WaitExpired: it was not complete in time; the message says who is missing. Comes within
+                a second or two if it is of a step that another worker has taken and this one has
+                not: take the step, and wait again.
         """
         waits_s = self._deadline_s if timeout_s is None else timeout_s
         end_s = now_s() + waits_s + GRACE_S
@@ -72,14 +75,10 @@ class CheckpointTicket:
         return made
 
 
-class Checkpoints:
-    """One client's part in checkpoints, and what the one that the cluster was started from has.
+class ClientCheckpoints:
+    """The checkpoint calls of a client, and the checkpoint that the cluster was started from."""
 
-    Attributes:
-        save_points: of this worker.
-    """
-
-    def __init__(self, connection: Connection, tables: Tables) -> None:
+    def __init__(self, connection: ClientConnection, tables: ClientTables) -> None:
         self._connection = connection
         self._engine = connection.engine
         self._restored: RestoredStates | None = None
@@ -92,26 +91,24 @@ class Checkpoints:
     def _copied(
         self, checkpoint: Checkpoint, clock: int, states: Mapping[str, Mapping[str, Any]]
     ) -> Callable[[], PartReport]:
-        # Here, so that those who have no state start without torch.
+        # Imported here, because a worker without state runs without torch.
         from ps_worker.checkpoint.saved_states import copied
 
         return copied(self._engine.session, checkpoint, clock, states)
 
     @property
     def restored_from(self) -> str:
-        """See `ps_worker.client.client.Client.restored_from`."""
         return self._engine.view.restored_from
 
     def restored_state(self, name: str, *, per_rank: bool) -> Any | None:
-        """See `ps_worker.client.client.Client.restored_state`."""
         restored = self._restored_states()
         if restored is None or (per_rank and not restored.is_own):
             return None
         return restored.find(name)
 
     def restored_states(self, name: str) -> dict[int, Any]:
-        """The state that each worker of the checkpoint that the cluster was started from had
-        attached by this name, by rank; without tensors. Empty where there is none.
+        """The attached state of this name of each worker in the checkpoint that the cluster was
+        started from, by rank; without tensors.
 
         Blocking, Raises: as `attach_state`.
         """
@@ -123,7 +120,7 @@ class Checkpoints:
 
     @property
     def imported(self) -> Imported | None:
-        """The contents of the checkpoint that the cluster was started from, if it was imported.
+        """The checkpoint that the cluster was started from, if it was imported.
 
         Blocking, Raises: as `attach_state`.
         """
@@ -132,8 +129,8 @@ class Checkpoints:
 
     @property
     def tables_before(self) -> tuple[str, ...]:
-        """The names of tables that were there before this worker: those of the checkpoint that the
-        cluster was started from, or, for who joins while others train, the cluster's.
+        """The names of tables that existed before this worker: those of the checkpoint that the
+        cluster was started from, or, for a late joiner, the cluster's.
 
         Blocking, Raises: as `attach_state`.
         """
@@ -152,19 +149,18 @@ class Checkpoints:
         return self._restored
 
     def leave(self) -> None:
-        """This worker takes no more steps: a checkpoint that is being settled has its state before
-        that, and those that are made later have it as of now.
+        """Take no more steps: a checkpoint whose clock is being decided gets this worker's state
+        first, and later checkpoints have its state as of now.
         """
         self.save_points.leave()
         if self._engine.scheduler.left_url:
             self.save_points.leave_behind(self._engine.scheduler.left_url)
 
     def close(self, *, has_left: bool) -> None:
-        """End; who has left in order waits until its own state is written."""
+        """End; a worker that has left waits until its own state is written."""
         self.save_points.close(_WRITTEN_WITHIN_S if has_left else 0.0)
 
     def create(self, reason: str, timeout_s: float | None) -> CheckpointTicket:
-        """See `ps_worker.client.client.Client.checkpoint`."""
         connection, save_points = self._connection, self.save_points
         connection.check_usable()
         deadline_s = connection.deadline_s(timeout_s)
@@ -182,10 +178,9 @@ class Checkpoints:
         """Make a checkpoint.
 
         Args:
-            reason: for its manifest.
             deadline_s: from now.
-            covered_by: says which one will do, and by which view; see `SavePoints.asks`. It is
-                asked again when there is a view in which one was cut.
+            covered_by: gives the number of a checkpoint that will do, and of a view; see
+                `SavePoints.asks`. It is called again with each view in which one was cut.
         """
         scheduler, end_s = self._engine.scheduler, now_s() + deadline_s
         while True:
@@ -197,17 +192,13 @@ class Checkpoints:
                 await scheduler.view_at_least(view_number + 1, max(end_s - now_s(), 0.0))
 
     def restore(self, url: str, timeout_s: float | None) -> None:
-        """Take the cluster back to a checkpoint, which ends this session.
-
-        Blocking, Raises: as `ps_worker.client.client.Client.restore`.
-        """
+        """Restore the cluster, which ends this session; blocks and raises as `Client.restore`."""
         deadline_s = self._connection.deadline_s(timeout_s)
-        with contextlib.suppress(Fenced):  # somebody else has restored it
+        with contextlib.suppress(Fenced):  # another client has restored it
             restoring = restore_checkpoint(self._engine.scheduler, url, deadline_s)
             self._connection.asked(restoring, deadline_s)
 
     def attach(self, name: str, state: HasState, *, per_rank: bool) -> None:
-        """See `ps_worker.client.client.Client.attach_state`."""
         self._connection.check_may_push("attach state")
         self.save_points.attach(name, state)
         found = self.restored_state(name, per_rank=per_rank)
@@ -222,7 +213,6 @@ class Checkpoints:
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
     def save_point(self) -> None:
-        """See `ps_worker.client.client.Client.save_point`."""
         self._connection.check_may_push("have save points")
         if not self.save_points.has_state:
             raise InvalidConfig("this worker has attached no state; see attach_state")
@@ -230,5 +220,5 @@ class Checkpoints:
 
 
 def _by_none() -> tuple[int, int]:
-    """A reader has no steps: the next checkpoint will do, whatever was cut."""
+    """For a reader, which has no steps, the next checkpoint will do."""
     return 0, 0

@@ -6,7 +6,7 @@
         weights = client.pull(table)                # BSP: with clock 1 of every worker in it
 
 For `DistributedOptimizer` and other code that moves blocks itself there is a second level, which
-copies nothing: `Client.tables` (`begin_step` gives a `ps_worker.steps.steps.Step` with
+copies nothing: `Client.tables` (`begin_step` gives a `ps_worker.steps.steps.TableStep` with
 `push_blocks` and `seal`) and `Client.pulls`.
 """
 
@@ -24,24 +24,24 @@ from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.tables import Hyperparameters, OptimizerSpec
 from ps_runtime.observe import logs
 from ps_worker.checkpoint.save_points import HasState
-from ps_worker.client.checkpoints import Checkpoints, CheckpointTicket
-from ps_worker.client.collectives import Collectives
-from ps_worker.client.connection import Connection, Ticket
+from ps_worker.client.checkpoints import CheckpointTicket, ClientCheckpoints
+from ps_worker.client.collectives import CollectiveCalls
+from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.open_clients import OPEN, has_worker
 from ps_worker.client.pulls import Pulls
 from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
-from ps_worker.client.tables import Tables
+from ps_worker.client.tables import ClientTables
 from ps_worker.spec.settings import TABLE_DEFAULTS, Layout, SupportsSpec, TableOptions
 from ps_worker.spec.straggler import ComputeTime
-from ps_worker.spec.values import Array, BlockPart, Piece, Values, cut, pieces_of, region_of
+from ps_worker.spec.values import Array, BlockValues, Piece, Values, cut, pieces_of, region_of
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.steps import PullTicket, PushTicket, StepResult, TableHandle, check_handle
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
 
 ResultT = TypeVar("ResultT")
 
-Part: TypeAlias = slice | str | None
-"""A part of a table: a slice of elements, a tensor's name, or all of it."""
+TableSlice: TypeAlias = slice | str | None
+"""A slice of a table's elements, a tensor's name, or None for the whole table."""
 
 
 class ConnectOptions(TypedDict, total=False):
@@ -75,39 +75,41 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             cluster: consistency, checkpoints.
         rank (int | None, None): the rank to ask for; None takes that of torchrun, Slurm, MPI or
             Kubernetes, and where there is none the lowest free one.
-        world_size (int, 0): the workers that the job has: a cluster that is for another number
-            refuses this one at once. 0: the job's if the rank is the job's, else it is not known.
-        run (str, ''): the name of the run that this is of, with ranks and tables of its own
+        world_size (int, 0): the number of workers of the job; a cluster that was started for
+            another number refuses this worker at once. 0: the job's number if the rank comes from
+            the job, else unknown.
+        run (str, ''): the name of this worker's run, which has ranks and tables of its own
             (docs/guides/RUNS.md); empty: the run without a name.
-        identity (str, ''): who this worker is, whichever process it runs in: with the same one it
-            has its rank back at once when it is started again; "hostname": this host's name. Of
-            several workers of one process the first has it. Empty: nobody in particular.
-        cluster_id (str, ''): the cluster that is meant; empty: whichever answers.
-        connect_deadline_s (float, 60.0): how long to go on trying to reach the cluster.
-        request_deadline_s (float, 300.0): how long a push, a pull or a wait may take.
+        identity (str, ''): a name that this worker keeps when its process is started again: with
+            the same identity it gets its rank back at once. "hostname" means this host's name. If a
+            process has several workers, the first has it. Empty: none.
+        cluster_id (str, ''): the cluster to join; empty: whichever answers.
+        connect_deadline_s (float, 60.0): seconds to go on trying to reach the cluster.
+        request_deadline_s (float, 300.0): seconds that a push, a pull or a wait may take.
         lane (str, 'auto'): "auto" shares memory with the servers on this host and sends the others
             bytes, "shm" is an error where memory cannot be shared, "grpc" always sends bytes.
         window_bytes (int, 33554432): payload bytes in flight: sent and not yet received.
-        consistency (str, ''): of tables that name none: "bsp" (also if empty), "ssp:4", "asp", ...
+        consistency (str, ''): the consistency of tables that name none: "bsp" (also if empty),
+            "ssp:4", "asp", ...
         compute (str, ''): emulated computation of a step of `DistributedOptimizer`, such as "30ms",
             or "rotating:30ms,90ms,burst=2,seed=1"; empty emulates none.
         record (str, ''): a directory for a record of the steps, as `pushpull compare` reads it;
             empty records nothing.
-        http_listen (str, ''): "host:port" where this process serves /metrics and /healthz, port 0
-            is a free one (`Client.http_address`); empty: nowhere, but under `pushpull worker` and
-            `pushpull train`, which serve them anyway.
+        http_listen (str, ''): "host:port" where this process serves /metrics and /healthz; port 0
+            takes a free one (`Client.http_address`). Empty: only `pushpull worker` and
+            `pushpull train` serve them.
 
     Returns:
-        The client; a context manager. It leaves the cluster at the end of a `with` block that ends
-        normally, when `close` is called, and at the normal end of the process.
+        The client, a context manager. It leaves the cluster when its `with` block ends normally,
+        when `close` is called, and when the process ends normally.
 
     Blocking: until the cluster has answered, at most `connect_deadline_s`.
 
     Raises:
-        InvalidConfig: a wrong setting; a rank that is taken; a worker beyond the cluster's number.
+        InvalidConfig: a wrong setting; a rank that is taken; more workers than the cluster admits.
         Fenced: the scheduler's cluster is not `cluster_id`.
-        Unauthenticated: this process has not the cluster's join secret.
-        WaitExpired: nobody answered in time.
+        Unauthenticated: this process lacks the cluster's join secret.
+        WaitExpired: no scheduler answered in time.
     """
     unknown = set(options) - set(ConnectOptions.__annotations__)
     if unknown:
@@ -124,7 +126,7 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
     except PushpullError as refusal:
         if place is not None and isinstance(refusal, InvalidConfig):
             refusal = InvalidConfig(f"{refusal.message}; this process is {place}")
-        # What goes on within is no help to who asked, and would hide the reason.
+        # The frames within do not help the caller, and would hide the reason.
         raise refusal.with_traceback(None) from None
     if not client.is_reader:
         logs.info("worker_joined", rank=client.rank, workers=client.world_size)
@@ -134,27 +136,28 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
 class Client:
     """A session with a cluster. Made by `connect`; its verbs may be called from several threads.
 
-    A normal end leaves: a seal marked `last` on every table, so that nobody waits for this worker
-    any more. An end by an exception does not: the others must hear that a worker is missing.
+    A normal end leaves the cluster: it seals a final step on every table, so that nobody waits for
+    this worker any more. An end by an exception does not, because the other workers must learn that
+    one is missing.
 
     Attributes:
-        connection: the session: what every call checks, and waits by.
-        engine: what of it belongs to the background thread.
+        connection: the session; every call checks it and waits by it.
+        engine: the session's side on the background thread.
         tables: the handles of this client, and its steps on them.
         pulls: its pulls.
-        checkpoints: its part in checkpoints.
+        checkpoints: its checkpoint calls, and its own state in them.
         collectives: its collective calls.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         if config.identity and has_worker():
             config = replace(config, identity="")
-        self.connection = Connection(config)
+        self.connection = ClientConnection(config)
         self.engine = self.connection.engine
-        self.tables = Tables(self.connection)
+        self.tables = ClientTables(self.connection)
         self.pulls = Pulls(self.connection, self.tables)
-        self.checkpoints = Checkpoints(self.connection, self.tables)
-        self.collectives = Collectives(self.connection, self.checkpoints.save_points)
+        self.checkpoints = ClientCheckpoints(self.connection, self.tables)
+        self.collectives = CollectiveCalls(self.connection, self.checkpoints.save_points)
         OPEN.add(self)
 
     # --- who and where
@@ -171,49 +174,47 @@ class Client:
 
     @property
     def world_size(self) -> int:
-        """The number of workers that the cluster counted when this client connected: those it was
-        started for, present or not, and those that had come beyond these and were there.
+        """The number of workers of the cluster when this client connected: those that it was
+        started for, present or not, and those that had joined beyond them.
 
-        It stays what it was when others come or leave. Ranks are below it unless a worker that came
-        beyond the first has left.
+        It does not change when workers come or leave. Ranks are below it, unless a worker that
+        joined beyond the first ones has left.
         """
         return self.engine.world_size
 
     @property
     def http_address(self) -> str:
-        """The address of /metrics and /healthz in this process, for a client that asked for it
-        (`http_listen`); empty where it did not, or the port could not be bound.
+        """The address of /metrics and /healthz in this process; empty if this client did not ask
+        for it (`http_listen`), or the port could not be bound.
         """
         return self.connection.http_address
 
     @property
     def is_replacement(self) -> bool:
-        """True if another worker had this rank before, mostly one that was declared gone.
-        `is_late_joiner` is true then, too.
+        """True if another worker had this rank before, usually one that was declared gone. Then
+        `is_late_joiner` is true as well.
         """
         return self.engine.is_replacement
 
     @property
     def is_late_joiner(self) -> bool:
-        """True if this worker came to a cluster that had all its workers: it took the place of one
-        that is gone, or came beyond the number that the cluster was started for.
+        """True if this worker joined a cluster that had all its workers: it replaced one that is
+        gone, or came beyond the number that the cluster was started for.
 
-        It begins where the others are: at `DistributedOptimizer.clock`, or at a table's `clock`
-        after its first pull.
+        It begins at the clock of the others: at `DistributedOptimizer.clock`, or at a table's
+        `clock` after its first pull.
         """
         return self.engine.is_late_joiner
 
     @property
     def is_reader(self) -> bool:
-        """True if this client is no worker: it reads, or, as an operator, only looks after the
-        cluster.
-        """
+        """True if this client is not a worker, but a reader or an operator."""
         return self.connection.is_reader
 
     @property
     def is_main(self) -> bool:
-        """True for the worker of rank 0, the one that writes files and prints. There is none
-        while rank 0 is gone; the worker that takes its place is.
+        """True for the worker of rank 0, which writes files and prints. While rank 0 is gone no
+        worker is; its replacement is again.
         """
         return self.rank == 0 and not self.is_reader
 
@@ -224,7 +225,7 @@ class Client:
 
     @property
     def compute_time(self) -> ComputeTime | None:
-        """The computation that is emulated (the setting `compute`); None if none is."""
+        """The emulated computation (the setting `compute`); None if there is none."""
         compute = self.connection.config.compute
         return ComputeTime.parsed(compute) if compute else None
 
@@ -249,7 +250,7 @@ class Client:
         Args:
             name: unique in the cluster; 1 to 200 bytes.
             layout: the number of elements, or one shape, or (tensor name, shape) pairs.
-            optimizer: what the servers do with an update: `SGD`, `Adam`, ...
+            optimizer: how the servers apply an update: `SGD`, `Adam`, ...
 
         Options:
             dtype (str, 'float32'): the element type of pushes and pulls: "float32", "float64",
@@ -258,15 +259,15 @@ class Client:
                 their short form ("ssp:4"). The client's is BSP unless its option says otherwise.
             reduction (str, 'mean'): "mean": sum in rank order, one multiply by 1 / contributors; or
                 "sum". Under SSP and ASP each step is applied whole in both cases.
-            init (Initial, Zeros()): the values it starts with: `Zeros()`, `Constant(value)`,
+            init (Initial, Zeros()): the initial values: `Zeros()`, `Constant(value)`,
                 `Inline(values)` or `FromRank0()`.
-            block_elements (int, 0): elements a block, a multiple of 64; 0 means 262144.
+            block_elements (int, 0): elements of a block, a multiple of 64; 0 means 262144.
             allow_non_finite (bool, False): accept gradients with infinities and NaNs; else they are
                 refused.
-            gate_bytes (int, 0): the bound of memory for waiting steps on each server; 0 means the
+            gate_bytes (int, 0): the memory quota of waiting steps on each server; 0 means the
                 server's own.
             kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
-            timeout_s (float | None, None): how long to wait for the cluster's servers; None means
+            timeout_s (float | None, None): seconds to wait for the cluster's servers; None means
                 the client's request_deadline_s.
 
         Blocking: until every server of the table knows this client; waits for servers that have not
@@ -280,16 +281,16 @@ class Client:
         return self.tables.create(name, layout, optimizer, options)
 
     def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
-        """Open a table that somebody creates; waits for it.
+        """Open a table that another client creates; waits for it.
 
         Args:
             name: the table's name.
-            timeout_s: how long to wait for it; None means the client's connect_deadline_s.
+            timeout_s: None means the client's connect_deadline_s.
 
         Blocking: until it exists and its servers know this client.
 
         Raises:
-            TableNotFound: nobody created it in time; the message names the tables that there are.
+            TableNotFound: no client created it in time; the message names the existing tables.
         """
         return self.tables.open(name, timeout_s)
 
@@ -301,36 +302,36 @@ class Client:
         after_clock: int = 0,
         timeout_s: float | None = None,
     ) -> int:
-        """Change how far a table's workers may run apart, while they train.
+        """Change a table's consistency while workers train.
 
-        Every server changes at the same clock: what belongs to a clock up to the one that is
-        returned is treated as before, everything beyond under the new setting. Out of SSP or ASP
-        into BSP, workers that are ahead wait at that clock for the others. All workers may call it
-        with the same setting: the first call changes the table, the others find it changed.
+        Every server changes at the same clock: steps up to the returned clock keep the old setting,
+        later ones have the new one. From SSP or ASP to BSP, workers that are ahead wait at that
+        clock for the others. All workers may call it with the same setting: the first call changes
+        the table, and the others return the same clock.
 
         Args:
             table: a handle, or the name of any table of the cluster.
             consistency: `BSP()`, `SSP(staleness)`, `ASP()`, or their short form ("ssp:4").
-            after_clock: the setting of before holds up to this clock at least; the same number at
-                every worker makes runs repeatable. 0 (default): as soon as can be.
-            timeout_s: how long to wait for it; None means the client's request_deadline_s.
+            after_clock: the last clock of the old setting, at least; the same number at every
+                worker makes runs repeatable. 0: as soon as possible.
+            timeout_s: None means the client's request_deadline_s.
 
         Returns:
-            The last clock of the setting before; 0 for a table that was made with this setting and
+            The last clock of the old setting; 0 for a table that was created with this setting and
             never changed.
 
-        Blocking: until every server with a part of the table has promised to change, and the
-        scheduler has said so; a few milliseconds where all are well.
+        Blocking: until every server of the table has prepared the change and the scheduler has
+        committed it; a few milliseconds if all servers are healthy.
 
         Raises:
             TableNotFound: there is no table of that name.
-            InvalidConfig: the setting is wrong, or the table's optimizer cannot have it.
-            WaitExpired: a server has not promised in time, named by the message; nothing changed.
+            InvalidConfig: the setting is wrong, or the table's optimizer does not support it.
+            WaitExpired: a server did not prepare in time, named by the message; nothing changed.
         """
         return self.tables.set_consistency(table, consistency, after_clock, timeout_s)
 
     def consistency_of(self, table: TableHandle) -> Consistency:
-        """The newest setting of a table, as the cluster's newest view has it."""
+        """The consistency of a table in the cluster's newest view."""
         return self.tables.consistency_of(table)
 
     # --- pushing
@@ -340,7 +341,7 @@ class Client:
         table: TableHandle,
         values: Values | Mapping[str, Values],
         *,
-        slice: Part = None,  # noqa: A002 - the verb's own word
+        slice: TableSlice = None,  # noqa: A002 - the verb's own word
         seal: bool = True,
         hyperparameters: Mapping[str, float] | None = None,
         copy: bool = True,
@@ -348,16 +349,14 @@ class Client:
         """Push a gradient, and end the step.
 
         Args:
-            table: where to.
             values: the gradient; or, for a table with a layout, a mapping of tensor names to
                 gradients: tensors that it leaves out are skipped, as torch skips a grad of None.
-            slice: the part that `values` is: a slice of elements that begins and ends at an edge of
-                a block or a tensor, or a tensor's name; None means all.
+            slice: the elements that `values` has: a slice that begins and ends at an edge of a
+                block or a tensor, or a tensor's name; None means all.
             seal: end the step with this push; False leaves it open for more, until `seal`.
-            hyperparameters: the optimizer's numbers for this step (with `seal`); those left out are
-                the table's.
-            copy: keep a copy of the values. With False they must not change before the ticket is
-                done, which saves the copy.
+            hyperparameters: the optimizer's, for this step (with `seal`); the table's fill in.
+            copy: keep a copy of the values. False saves the copy; then they must not change before
+                the ticket is done.
 
         Shapes:
             values: the table's shape, or flat; dtype as the table's.
@@ -366,18 +365,18 @@ class Client:
 
         Raises:
             InvalidTensor: another dtype or shape than the table's.
-            InvalidKeys: a part that the table does not have.
+            InvalidKeys: the table has no such slice.
             InvalidConfig: hyperparameters that the optimizer lacks, or that come without `seal`.
-            NotPermitted: a reader pushes.
+            NotPermitted: this is not a worker.
         """
-        numbers = _numbers(table, hyperparameters)
+        checked = _checked(table, hyperparameters)
         if hyperparameters and not seal:
             raise InvalidConfig("hyperparameters belong to the seal; give them with it")
-        parts = _parts(table, values, slice, copy=copy)
+        blocks = _blocks(table, values, slice, copy=copy)
         with self.connection.loop.together():
             step = self.tables.begin_step(table)
-            step.push_parts(parts)
-            return step.seal(numbers) if seal else step.ticket
+            step.push_tensors(blocks)
+            return step.seal(checked) if seal else step.ticket
 
     def seal(
         self,
@@ -388,42 +387,40 @@ class Client:
         skip: bool = False,
         clip_scale: float | None = None,
     ) -> PushTicket:
-        """End the step: all that was pushed since the last seal takes part in the update.
+        """End the step: the update takes in all that was pushed since the last seal.
 
         Args:
-            table: which table.
-            hyperparameters: the optimizer's numbers for this step; those left out are the table's.
-            contribution_scale: this worker's gradients are multiplied by it; finite, above 0.
-            skip: the step takes no part in the update.
-            clip_scale: clip the gradient by its norm. Where each step is an update of its own (SSP,
-                ASP) it is multiplied by this as well; finite, above 0. Under BSP the update waits:
-                the ticket's result has `squares`, and `scale_update` must follow. All workers give
-                it, or none.
+            hyperparameters: the optimizer's, for this step; the table's fill in.
+            contribution_scale: a factor of this worker's gradients; finite, above 0.
+            skip: keep the step out of the update.
+            clip_scale: clip the gradient by its norm. Under SSP and ASP, where each step is an
+                update of its own, this is one more factor of it; finite, above 0. Under BSP the
+                update waits: the ticket's result has `squares`, and `scale_update` must follow. All
+                workers give it, or none.
 
         Blocking: as `push`.
 
         Raises:
             InvalidConfig: hyperparameters that the optimizer lacks.
-            NotPermitted: a reader seals.
+            NotPermitted: this is not a worker.
         """
-        numbers = _numbers(table, hyperparameters)
+        checked = _checked(table, hyperparameters)
         step = self.tables.begin_step(table)
         return step.seal(
-            numbers, contribution_scale=contribution_scale, skip=skip, clip_scale=clip_scale
+            checked, contribution_scale=contribution_scale, skip=skip, clip_scale=clip_scale
         )
 
     def scale_update(self, table: TableHandle, clock: int, scale: float) -> PushTicket:
-        """Say what an update is multiplied by that waits for it. All workers say the same.
+        """Give the factor of an update that waits for it. All workers give the same one.
 
         Args:
-            table: which table.
             clock: the step, whose result had `squares`.
             scale: 0 or above.
 
-        Blocking: no. The ticket is done when the update has been applied everywhere.
+        Blocking: no. The ticket is done when every server has applied the update.
 
         Raises (the ticket):
-            InvalidConfig: another worker said something else, or the update waits for no scale.
+            InvalidConfig: another worker gave another factor, or the update waits for none.
         """
         self.connection.check_may_push("scale")
         self.tables.check_own(table)
@@ -434,22 +431,22 @@ class Client:
         table: TableHandle,
         values: Values | Mapping[str, Values],
         *,
-        slice: Part = None,  # noqa: A002 - the verb's own word
+        slice: TableSlice = None,  # noqa: A002 - the verb's own word
         seal: bool = True,
         copy: bool = True,
     ) -> PushTicket:
-        """Give a table that starts `FromRank0()` its initial values; until then everybody waits.
+        """Give a table that starts `FromRank0()` its initial values; pulls wait until then.
 
         Args, Shapes, Blocking: as `push`.
 
         Raises:
             NotPermitted: this is not rank 0.
-            InvalidConfig: the table starts otherwise, or has been given its values.
+            InvalidConfig: the table starts otherwise, or has its values already.
             InvalidTensor: another dtype or shape than the table's.
         """
-        parts = _parts(table, values, slice, copy=copy)
+        blocks = _blocks(table, values, slice, copy=copy)
         step = self.tables.begin_assign(table)
-        step.push_parts(parts)
+        step.push_tensors(blocks)
         return step.seal() if seal else step.ticket
 
     def push_pull(
@@ -479,21 +476,20 @@ class Client:
         return pulled.future.result()
 
     def catch_up(self, *tables: TableHandle) -> int:
-        """With backup workers: go on where the others are, as the newest pulls have it. Where every
-        one of these tables has updates that formed without this worker, their clocks are left out,
-        on all of them the same number; each ends as if its worker had been too late with it.
+        """Skip clocks whose updates were made without this worker, under backup workers. If every
+        one of these tables has such updates, as far as the newest pulls show, the worker skips the
+        same number of clocks on all of them, as if its steps had come too late.
 
-        A worker that trains one table need not call it, nor does `DistributedOptimizer` have to be
-        told, if it is all that its client trains. Else no clock is left out unless the script says
-        so: call it between two steps, with all tables that it steps together, one step each. What
-        is left out on one table and not on another would have workers wait for each other as soon
-        as the backup workers are no more.
+        A client that trains one table, or one `DistributedOptimizer` alone, skips them by itself.
+        Any other script calls this between two steps, with all tables that it steps together, one
+        step each. Clocks that were skipped on one table and not on another would have workers wait
+        for each other as soon as the backup workers are no more.
 
-        A table that is made later is taken for one that is stepped with them if they are all that
-        the client has: its first step passes as many clocks. Else it has nothing to do with them.
+        If these are all tables of the client, a table that it creates later counts as stepped with
+        them: its first step skips as many clocks.
 
         Returns:
-            How many clocks were left out; none while a step of any of them is open.
+            The number of clocks skipped; 0 while a step of any of them is open.
 
         Raises:
             InvalidConfig: a handle is another client's.
@@ -508,7 +504,7 @@ class Client:
         table: TableHandle,
         *,
         out: Array | None = None,
-        slice: Part = None,
+        slice: TableSlice = None,
         consistent: bool = False,
         callback: None = None,
         timeout_s: float | None = None,
@@ -520,7 +516,7 @@ class Client:
         table: TableHandle,
         *,
         out: Array | None = None,
-        slice: Part = None,
+        slice: TableSlice = None,
         consistent: bool = False,
         callback: Callable[[Array], None],
         timeout_s: float | None = None,
@@ -531,37 +527,36 @@ class Client:
         table: TableHandle,
         *,
         out: Array | None = None,
-        slice: Part = None,  # noqa: A002 - the verb's own word
+        slice: TableSlice = None,  # noqa: A002 - the verb's own word
         consistent: bool = False,
         callback: Callable[[Array], None] | None = None,
         timeout_s: float | None = None,
     ) -> Array | PullTicket[Array]:
-        """Pull parameters: under BSP with every worker's steps up to this worker's clock in them.
+        """Pull parameters; under BSP they contain every worker's steps up to this worker's clock.
 
         Args:
-            table: where from.
             out: an array or CPU tensor to write into; None makes one.
-            slice: the part to pull: a slice of elements, or a tensor's name; None means all.
-            consistent: readers: exactly the state after one clock, in every part of the table.
-                Under SSP that holds up the workers that are ahead until the others are there, at
-                most `staleness` clocks. Under ASP there is no such state: each range of the table
-                is as it was between two updates. What a worker pulls under BSP is so anyway.
-            callback: called with the values on a thread of its own once they are here; the call
-                then returns a ticket at once. If the pull fails, `wait` on the ticket raises.
-            timeout_s: how long the pull may take; None means the client's request_deadline_s.
+            slice: a slice of elements to pull, or a tensor's name; None means all.
+            consistent: readers: the state after exactly one clock, in the whole table. Under SSP
+                workers that are ahead wait until the others reach it, at most `staleness` clocks.
+                Under ASP there is no such state: each range is as it was between two updates. A
+                worker's pulls under BSP are consistent anyway.
+            callback: called with the values on a thread of its own; the pull then returns a ticket
+                at once. If the pull fails, `wait` on the ticket raises.
+            timeout_s: None means the client's request_deadline_s.
 
         Returns:
             The values: `out`, or a numpy array (a torch tensor for bfloat16).
 
         Shapes:
-            out: the shape of the part, or flat; C-contiguous; dtype as the table's. If the pull
+            out: the shape of the slice, or flat; C-contiguous; dtype as the table's. If the pull
             fails its content is undefined.
 
         Blocking: until the values are here; not with a callback.
 
         Raises:
             InvalidTensor: `out` has another dtype or shape.
-            InvalidKeys: a part that the table does not have.
+            InvalidKeys: the table has no such slice.
             InvalidConfig: `consistent` by a worker, on a table that is not BSP.
             WaitExpired: the message says whom the pull waits for.
         """
@@ -586,20 +581,20 @@ class Client:
         """Wait for a push to be committed, or for a pull's values.
 
         Args:
-            ticket: what `push`, `seal`, `assign` or a pull with a callback gave.
-            timeout_s: how long to wait; None means the client's request_deadline_s.
+            ticket: from `push`, `seal`, `assign` or a pull with a callback.
+            timeout_s: None means the client's request_deadline_s.
 
         Returns:
-            For a push: how its step ended. For a pull: its values.
+            For a push: the result of its step. For a pull: its values.
 
         Blocking: until the ticket is done; under BSP a step is committed when all workers have
         sealed theirs.
 
         Raises:
-            InvalidConfig: the ticket's step has not been sealed, so it would never be done; or the
+            InvalidConfig: the ticket's step is not sealed, so it would never be done; or the
                 workers disagree about the step's hyperparameters.
             InvalidTensor: a server refused a block (a gradient with NaNs); the step was skipped.
-            WaitExpired: it took longer; the message says who is missing. Nothing else changed.
+            WaitExpired: the message says which worker is missing. Nothing else changed.
         """
         self.wait_all([ticket], timeout_s)
         return ticket.future.result()
@@ -620,61 +615,59 @@ class Client:
 
     @property
     def restored_from(self) -> str:
-        """The directory of the checkpoint that the cluster was started from; empty if of none."""
+        """The directory of the checkpoint that the cluster was started from; empty: none."""
         return self.checkpoints.restored_from
 
     def restored_state(self, name: str, *, per_rank: bool = False) -> Any | None:
-        """The state of this name (`attach_state`) in the checkpoint that the cluster was started
-        from; None if it has none.
+        """The attached state of this name (`attach_state`) in the checkpoint that the cluster was
+        started from; None if it has none.
 
         Blocking, Raises: as `attach_state`.
         """
         return self.checkpoints.restored_state(name, per_rank=per_rank)
 
     def checkpoint(self, reason: str = "", *, timeout_s: float | None = None) -> CheckpointTicket:
-        """Make a checkpoint of all tables, their optimizers' state, and what workers attached.
+        """Make a checkpoint of all tables, their optimizers' state, and workers' attached state.
 
-        Workers and operators may ask. For a worker the call is a save point: call it where
+        Workers and operators may call it. For a worker the call is a save point: make it where
         `save_point` would be. If all workers call it after the same step, the checkpoint is of that
-        step; if one does, it is of that step or, where others are further, of one of the next. So
-        one may wait for it while the others wait for that one in a collective call (`barrier`).
-        Training goes on while it is written. Who asks while one is about to be made has that one;
-        so has a worker that asks for the first time since, and has taken no step beyond it.
+        step; if one does, it is of that step or, if others are ahead, of one of the next. So one
+        worker may wait for it while the others wait for that one in a collective call (`barrier`).
+        Training goes on while it is written. A call made while a checkpoint is about to be made
+        returns that one; so does a worker's first call after it, if the worker has taken no step
+        beyond it.
 
         Args:
             reason: for its manifest.
-            timeout_s: how long it may take; None means the client's request_deadline_s.
+            timeout_s: None means the client's request_deadline_s.
 
-        Returns:
-            A ticket, to be waited for.
-
-        Blocking: workers: until it is settled where the tables are cut, usually some milliseconds.
+        Blocking: workers: until the clock of the cut is decided, usually some milliseconds.
         """
         return self.checkpoints.create(reason, timeout_s)
 
     def restore(self, url: str = "", *, timeout_s: float | None = None) -> Self:
-        """Take the whole cluster back to a checkpoint, and connect to it again.
+        """Restore the whole cluster to a checkpoint, and connect to it again.
 
-        Everything since is gone, on the servers and on its way there: the cluster begins a new
-        timeline, and whatever belongs to the old one is refused. Every worker has to call it, with
-        the same URL; the first call restores, the others find that it is done. A worker that does
-        not learns from its next call that its session has ended. Make the tables or the
-        `DistributedOptimizer` again, with the client that is returned: they begin at the
-        checkpoint's clock, and `attach_state` loads what was attached.
+        All later updates are lost, on the servers and on their way there: the cluster begins a new
+        timeline, and refuses entries of the old one. Every worker calls it, with the same URL; the
+        first call restores, the others join. For a worker that does not, the next call fails:
+        its session has ended. Make the tables or the `DistributedOptimizer` again, with the
+        returned client: they begin at the checkpoint's clock, and `attach_state` loads the attached
+        states.
 
         Args:
-            url: a checkpoint's directory, or what has several, whose newest good one is taken;
-                empty: the cluster's own place for them.
-            timeout_s: how long it may take; None means the client's request_deadline_s.
+            url: a checkpoint's directory, or a directory of several, whose newest good one is
+                taken; empty: the cluster's own checkpoint directory.
+            timeout_s: None means the client's request_deadline_s.
 
         Returns:
-            Another client, with this one's rank; this one is closed.
+            A new client with this one's rank; this one is closed.
 
-        Blocking: until the cluster has begun anew and its servers are there again.
+        Blocking: until the cluster has restarted and its servers are there again.
 
         Raises:
             InvalidCheckpoint: there is no good one; nothing has changed.
-            WaitExpired: the scheduler or the servers did not come in time.
+            WaitExpired: the scheduler or the servers did not restart in time.
         """
         self.checkpoints.restore(url, timeout_s)
         self.close(leave=False)
@@ -682,17 +675,17 @@ class Client:
         return type(self)(replace(self.connection.config, rank=rank))
 
     def attach_state(self, name: str, state: HasState, *, per_rank: bool = False) -> None:
-        """Make something part of this worker's checkpoints: a learning rate schedule, a GradScaler,
-        `RandomState()`, the position in the data, anything with `state_dict` and
+        """Make an object's state part of this worker's checkpoints: a learning rate schedule, a
+        GradScaler, `RandomState()`, the position in the data, anything with `state_dict` and
         `load_state_dict`. A `DistributedOptimizer` attaches itself.
 
-        In a cluster that was started from a checkpoint the state that it has by this name is loaded
-        at once. Its values may be None, bools, numbers, strings, bytes, lists, tuples, sets, dicts,
-        torch tensors and numpy arrays: nothing is pickled.
+        In a cluster that was started from a checkpoint, the state of this name is loaded at once.
+        Its values may be None, bools, numbers, strings, bytes, lists, tuples, sets, dicts, torch
+        tensors and numpy arrays: nothing is pickled.
 
         Args:
             name: unique in this worker; the same after a restart.
-            state: what is asked for its state at save points, and given it back here.
+            state: the object; save points call `state_dict`, and this call `load_state_dict`.
             per_rank: it differs from worker to worker, as a position in the data does. Then a
                 worker whose rank the checkpoint does not have keeps `state` as it is; else it takes
                 over the lowest rank's.
@@ -707,40 +700,39 @@ class Client:
         self.checkpoints.attach(name, state, per_rank=per_rank)
 
     def save_point(self) -> None:
-        """Say that everything of the last step has been done, schedules and data position included:
-        here this worker's own state may be written down. Call it at the end of each pass through
-        the training loop.
+        """Mark a point where the last step is complete, schedules and data position included, and
+        this worker's own state may be saved. Call it at the end of each pass through the training
+        loop.
 
-        A script that never calls it has its save points where the next step begins: at
-        `zero_grad`, or at `step` where that comes first.
+        A script that never calls it has its save points at the beginning of the next step: at
+        `zero_grad` or `step`, whichever comes first.
 
-        Blocking: a moment, while a checkpoint is being settled.
+        Blocking: a moment, while the clock of a checkpoint is decided.
 
         Raises:
-            InvalidConfig: nothing was ever attached: there is no `DistributedOptimizer`, and no
-                `attach_state`.
+            InvalidConfig: there is no attached state: no `DistributedOptimizer`, no `attach_state`.
         """
         self.checkpoints.save_point()
 
     # --- collective calls
     #
-    # A call that was interrupted, by WaitExpired or by Ctrl-C, is made again by the same call; what
-    # it gave the first time counts. A worker that joins while others train takes part from its
-    # first step on: before that, `barrier` returns at once, and the other calls are refused.
+    # The same call resumes one that WaitExpired or Ctrl-C interrupted, with the value of the first
+    # time. A worker that joins while others train takes part from its first step on: before that,
+    # `barrier` returns at once, and the other calls are refused.
 
     def barrier(self, name: str = "", *, timeout_s: float | None = None) -> None:
-        """Wait until all workers are here.
+        """Wait until all workers have made the call.
 
         Args:
-            name: of the call, for its errors; workers whose names differ are refused.
-            timeout_s: how long to wait; None means the client's request_deadline_s.
+            name: for error messages; workers whose names differ are refused.
+            timeout_s: None means the client's request_deadline_s.
 
         Blocking: until all workers have made the call.
 
         Raises:
-            WaitExpired: somebody is missing, named by the message. Call it again to go on waiting.
+            WaitExpired: a worker is missing, named by the message. Call it again to go on waiting.
             InvalidConfig: another worker has made another call, named by the message.
-            NotPermitted: this is no worker.
+            NotPermitted: this is not a worker.
         """
         self.collectives.barrier(name, timeout_s)
 
@@ -752,8 +744,7 @@ class Client:
         Args:
             value: a number, a tensor, an array, or a dict, list or tuple of these.
             op: "sum", "mean", "min" or "max".
-            name: as for `barrier`.
-            timeout_s: as for `barrier`.
+            name, timeout_s: as for `barrier`.
 
         Returns:
             A new value of the same kind, a tensor on the same device. Integers are exact, floats
@@ -763,8 +754,8 @@ class Client:
         Blocking: until all workers have made the call.
 
         Raises:
-            InvalidTensor: a value that cannot be reduced so; more than 512 KiB from one worker, or
-                more than 2 MiB from all together.
+            InvalidTensor: `op` cannot reduce the value; more than 512 KiB from one worker, or more
+                than 2 MiB from all together.
             InvalidConfig: as `barrier`; also where shapes, dtypes, keys or `op` differ.
             WaitExpired: as `barrier`.
             NotPermitted: as `barrier`.
@@ -772,16 +763,15 @@ class Client:
         return self.collectives.all_reduce(value, op, name, timeout_s)
 
     def gather(self, value: Any, *, name: str = "", timeout_s: float | None = None) -> list[Any]:
-        """Hand every worker's value to every worker, by rank: torch's all_gather_object.
+        """Give every worker's value to every worker, by rank: torch's all_gather_object.
 
         Args:
             value: None, numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of these
                 (as for `attach_state`); shapes may differ.
-            name: as for `barrier`.
-            timeout_s: as for `barrier`.
+            name, timeout_s: as for `barrier`.
 
         Returns:
-            A list with an item for each worker that took part. Tensors are on the CPU.
+            A list with one item per worker that took part. Tensors are on the CPU.
 
         Blocking, Raises: as `all_reduce`.
         """
@@ -790,13 +780,11 @@ class Client:
     def broadcast(
         self, value: Any = None, src: int = 0, *, name: str = "", timeout_s: float | None = None
     ) -> Any:
-        """Hand the value of rank `src` to every worker.
+        """Give the value of rank `src` to every worker.
 
         Args:
             value: as for `gather`; other ranks need not give one.
-            src: the rank whose value it is.
-            name: as for `barrier`.
-            timeout_s: as for `barrier`.
+            name, timeout_s: as for `barrier`.
 
         Returns:
             A copy, also at `src`. Tensors are on the CPU.
@@ -804,14 +792,14 @@ class Client:
         Blocking: as `all_reduce`.
 
         Raises:
-            InvalidConfig: as `barrier`; also where no worker of that rank is here.
+            InvalidConfig: as `barrier`; also if no worker has that rank.
             InvalidTensor: as `all_reduce`.
             WaitExpired: as `barrier`.
             NotPermitted: as `barrier`.
         """
         return self.collectives.broadcast(value, src, name, timeout_s)
 
-    # --- how training goes
+    # --- progress
 
     def progress(self) -> Progress:
         """This client's counters so far; never blocks."""
@@ -836,18 +824,18 @@ class Client:
         step_count: int | None = None,
         quality: Mapping[str, float] | None = None,
     ) -> None:
-        """Say how training goes, for what `pushpull train` and `pushpull compare` show.
+        """Report training's progress to `pushpull train` and `pushpull compare`.
 
         Args:
-            loss: the last loss; a one-element tensor will do. A bound of staleness that moves
-                heeds it.
-            planned_steps: how many steps the script means to take.
-            step_count: how many it has taken; by default the highest clock of its tables.
-            quality: at the end of training, how good the model is, by the measure's name, such as
-                {"test accuracy": 0.97}. `compare` takes the worker's whose last step ended last:
-                without a barrier the others' models lack steps.
+            loss: the last loss; a one-element tensor will do. An adaptive bound of staleness uses
+                it.
+            planned_steps: the number of steps that the script plans.
+            step_count: the number taken; by default the highest clock of its tables.
+            quality: at the end of training, measures of the model by name, such as
+                {"test accuracy": 0.97}. `compare` takes those of the worker whose last step ended
+                last: without a barrier the others' models lack steps.
 
-        Blocking: no; it travels with the next heartbeat.
+        Blocking: no; the next heartbeat carries it.
         """
         self.connection.check_usable()
         counters = self.engine.counters
@@ -864,22 +852,22 @@ class Client:
     # --- leaving
 
     def leave(self, timeout_s: float | None = None) -> None:
-        """End this worker's part: the others go on without it. Then close.
+        """Leave the cluster, so that the other workers go on without this one, and close.
 
-        Steps left open are dropped: their blocks take no part in an update. A checkpoint that is
-        being settled has this worker's state before that, and those that are made later have it as
-        of now. Idempotent.
+        Open steps are dropped: their blocks take no part in an update. A checkpoint whose clock is
+        being decided gets this worker's state first, and later checkpoints have its state as of
+        now. Idempotent.
 
         Args:
-            timeout_s: how long the steps on their way, and the end itself, may take to be
-                committed; None means the client's request_deadline_s.
+            timeout_s: seconds for the commit of the steps in flight and of the final seals; None
+                means the client's request_deadline_s.
 
-        Blocking: until every server committed the end and the scheduler knows it.
+        Blocking: until every server has committed the final seals and the scheduler knows it.
 
         Raises:
-            WaitExpired: the end was not committed in time, or cannot be because a server has gone;
-                the message says who is missing.
-            PushpullError: the step of a table was refused, so that it cannot end.
+            WaitExpired: they were not committed in time, or cannot be because a server is gone; the
+                message says who is missing.
+            PushpullError: a table's step was refused, so the table cannot be left.
         """
         if self.connection.is_over:
             return
@@ -895,15 +883,15 @@ class Client:
             self._end("left" if has_left else "")
 
     def abandon(self, reason: str) -> None:
-        """End the connection in the middle of the work. The scheduler is told: nobody waits for
+        """End the connection in the middle of the work, and tell the scheduler: nobody waits for
         this worker, and another may take its rank. A reader leaves.
 
         In a forked child, and a second time, it does nothing.
 
         Args:
-            reason: why, for the scheduler's log.
+            reason: for the scheduler's log.
 
-        Blocking: about a second at most, where no scheduler answers.
+        Blocking: about a second at most, if no scheduler answers.
         """
         if self.connection.is_over:
             return
@@ -913,8 +901,8 @@ class Client:
         self._end_by(self.engine.abandon(reason))
 
     def close(self, *, leave: bool = True) -> None:
-        """Leave, and end the connection; with `leave` False only end it, as a crash would: the
-        others wait for this worker until it has been silent for too long.
+        """Leave, and end the connection; with `leave` False only end it, as a crash would: then the
+        others wait for this worker until its lease expires.
 
         In a forked child, and a second time, it does nothing.
 
@@ -926,7 +914,7 @@ class Client:
             self._end("")
 
     def _end(self, reason: str) -> None:
-        """Close everything; with a reason the scheduler is told that this node has left."""
+        """Close everything; with a reason tell the scheduler that this node has left."""
         if not self.is_closed:
             self.checkpoints.close(has_left=bool(reason))
             self._end_by(self.engine.stop(reason))
@@ -951,19 +939,19 @@ class Client:
             self.abandon(type(error).__name__)
 
 
-def _numbers(table: TableHandle, given: Mapping[str, float] | None) -> Hyperparameters:
-    """The numbers of a step, sorted; refused at once where the optimizer lacks one."""
+def _checked(table: TableHandle, given: Mapping[str, float] | None) -> Hyperparameters:
+    """The hyperparameters of a step, sorted; refused at once if the optimizer lacks one."""
     check_handle(table)
     if not given:
         return ()
-    numbers = tuple(sorted((name, float(value)) for name, value in given.items()))
-    table.spec.optimizer.merged(numbers)
-    return numbers
+    found = tuple(sorted((name, float(value)) for name, value in given.items()))
+    table.spec.optimizer.merged(found)
+    return found
 
 
-def _parts(
-    table: TableHandle, values: Values | Mapping[str, Values], part: Part, *, copy: bool
-) -> list[BlockPart]:
+def _blocks(
+    table: TableHandle, values: Values | Mapping[str, Values], part: TableSlice, *, copy: bool
+) -> list[BlockValues]:
     """The blocks of a push, all checked before the first of them leaves."""
     check_handle(table)
     pieces = pieces_of(table.table, values, part)

@@ -1,8 +1,8 @@
 """Collective calls, which all workers of a cluster make together (SEMANTICS S17).
 
-Every worker makes the same calls, in the same order; what they give counts once, whatever was sent
-again, and all are given the same. A call waits for every worker of the cluster that has not left
-and was not declared gone, and for those that have yet to come of the number that it was started
+Every worker makes the same calls, in the same order. Each value counts once, whatever was sent
+again, and all workers get the same result. A call waits for every worker that has not left and is
+not declared gone, and for those that have yet to come of the number that the cluster was started
 for. It needs no scheduler.
 """
 
@@ -17,35 +17,33 @@ from ps_core.collective import Round, Share
 from ps_core.errors import InvalidConfig
 from ps_runtime.system.clock import now_s
 from ps_worker.checkpoint.save_points import SavePoints
-from ps_worker.client.connection import GRACE_S, Connection
+from ps_worker.client.connection import GRACE_S, ClientConnection
 
 
-class _Call(NamedTuple):
-    """A call whose answer the script has not had."""
+class _OpenCall(NamedTuple):
+    """A call whose result the script does not have yet."""
 
     share: Share
     given: Any
 
 
-class Collectives:
+class CollectiveCalls:
     """The collective calls of one worker. One at a time."""
 
-    def __init__(self, connection: Connection, save_points: SavePoints) -> None:
+    def __init__(self, connection: ClientConnection, save_points: SavePoints) -> None:
         self._connection = connection
         self._engine = connection.engine
         self._save_points = save_points
-        self._open_call: _Call | None = None
+        self._open_call: _OpenCall | None = None
         self._in_call = threading.Lock()
 
     def barrier(self, name: str, timeout_s: float | None) -> None:
-        """See `ps_worker.client.client.Client.barrier`."""
         with self._calling("barrier"):
             if self._open_call is None and self._engine.is_before_first_step:
                 return
             self._enter("barrier" + f" '{name}'" * bool(name), None, timeout_s)
 
     def all_reduce(self, value: Any, op: str, name: str, timeout_s: float | None) -> Any:
-        """See `ps_worker.client.client.Client.all_reduce`."""
         from ps_worker.collectives import values as values
 
         with self._calling("all_reduce"):
@@ -57,7 +55,6 @@ class Collectives:
             return values.as_given(values.reduced(all_given, op), first)
 
     def gather(self, value: Any, name: str, timeout_s: float | None) -> list[Any]:
-        """See `ps_worker.client.client.Client.gather`."""
         from ps_worker.collectives import values as values
 
         with self._calling("gather"):
@@ -67,7 +64,6 @@ class Collectives:
             return [values.unpacked(share.payload) for share in ended.shares]
 
     def broadcast(self, value: Any, src: int, name: str, timeout_s: float | None) -> Any:
-        """See `ps_worker.client.client.Client.broadcast`."""
         from ps_worker.collectives import values as values
 
         with self._calling("broadcast"):
@@ -105,12 +101,11 @@ class Collectives:
     def _enter(
         self, words: str, given: tuple[Any, Any] | None, timeout_s: float | None
     ) -> tuple[Round, Any]:
-        """The round that this call is, and what the script gave when it was made first.
+        """The ended round of this call, and the script's value when it was made first.
 
         Args:
-            words: say which call it is.
-            given: what is sent, and what the script gave; None: nothing.
-            timeout_s: None means the client's request_deadline_s.
+            words: the call and its name, for the agreement of workers and for messages.
+            given: the value to send and the script's value; None: neither.
         """
         from ps_worker.collectives.values import check_agreement, packed
 
@@ -120,7 +115,7 @@ class Collectives:
             payload = b"" if given is None else packed(given[0], words)
             me, clock = self._engine.session, self._engine.steps.newest_clock
             share = Share(me.rank, me.incarnation, words, clock, payload)
-            call = self._open_call = _Call(share, None if given is None else given[1])
+            call = self._open_call = _OpenCall(share, None if given is None else given[1])
         elif call.share.call != words:
             raise InvalidConfig(
                 f"{call.share.call} was interrupted, and others may count on it: make that call "

@@ -1,8 +1,8 @@
-"""A process's session with a cluster: joining it, waiting on it, ending it.
+"""A client's session with a cluster: joining, waiting, ending.
 
 Rules:
-    - One background thread per process carries everything gRPC; the caller's thread hands over and
-      waits. Every wait has a deadline, and Ctrl-C interrupts it.
+    - One background thread per process carries all gRPC; the caller's thread hands over and waits.
+      Every wait has a deadline, and Ctrl-C interrupts it.
     - A forked child cannot use its parent's client: each call there raises, and closing does
       nothing.
 """
@@ -22,28 +22,26 @@ from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.engine import STOPPED_WITHIN_S, Engine
 from ps_worker.transport.loop import background
 from ps_worker.transport.metrics import PORT
-from ps_worker.transport.waits import reads_wait_for, step_waits_for
+from ps_worker.transport.waits import pulls_wait_for, step_waits_for
 
 ResultT = TypeVar("ResultT")
 Ticket = PushTicket | PullTicket[Any]
 
 _EXPLAIN_DEADLINE_S = 2.0
 GRACE_S = 5.0
-"""After a request's own deadline its answer may take so much longer, before it is given up."""
+"""An answer may come so much later than the deadline of its request."""
 
 
-class Connection:
+class ClientConnection:
     """A client's session. Any thread.
 
     Blocking, Raises (making one): as `ps_worker.client.client.connect`.
 
     Attributes:
-        config: the client's settings.
         loop: the background thread.
-        engine: what belongs to that thread.
+        engine: the client's side on that thread.
         record: of the steps.
-        http_address: where this process serves /metrics and /healthz; empty: nowhere.
-        is_closed: it has ended.
+        http_address: of /metrics and /healthz; empty: not served.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -64,12 +62,12 @@ class Connection:
 
     @property
     def may_share_memory(self) -> bool:
-        """True if the settings allow to share memory with servers on this host."""
+        """True if the settings allow shared memory with servers on this host."""
         return self.config.lane != "grpc"
 
     @property
     def is_over(self) -> bool:
-        """True if there is nothing to end: it has ended, or belongs to the parent of this fork."""
+        """True if it is closed, or belongs to the parent of this forked process."""
         return self.is_closed or self._pid != os.getpid()
 
     # --- what every call checks
@@ -79,7 +77,7 @@ class Connection:
 
         Raises:
             InvalidConfig: closed, or this is a forked child.
-            PushpullError: what ended the session, such as Fenced.
+            PushpullError: the error that ended the session, such as Fenced.
         """
         if self._pid != os.getpid():
             raise InvalidConfig(
@@ -92,27 +90,19 @@ class Connection:
         self.engine.check_alive()
 
     def check_may_push(self, verb: str) -> None:
-        """Refuse what only workers may do.
-
-        Raises:
-            NotPermitted: this is a reader or an operator.
-        """
+        """Raises NotPermitted for a reader or an operator."""
         self.check_usable()
         if self.is_reader:
             role = self.engine.session.role.value
             raise NotPermitted(f"a {role} may not {verb}; connect with role='worker'")
 
     def check_thread(self) -> None:
-        """Refuse to wait on the background thread for itself."""
+        """Refuse a wait of the background thread for itself."""
         if self.loop.is_current:
             raise InvalidConfig("the client's own thread would wait for itself")
 
     def deadline_s(self, timeout_s: float | None) -> float:
-        """The seconds that a call may take: `timeout_s`, or the client's request_deadline_s.
-
-        Raises:
-            InvalidConfig: `timeout_s` is not above 0.
-        """
+        """`timeout_s`, or the client's request_deadline_s; InvalidConfig if it is not above 0."""
         if timeout_s is None:
             return self.config.request_deadline_s
         if not timeout_s > 0:
@@ -122,7 +112,7 @@ class Connection:
     # --- waiting
 
     def result(self, future: Future[ResultT], timeout_s: float) -> ResultT:
-        """The future's result; its work is cancelled if it takes too long or Ctrl-C comes."""
+        """The future's result; a wait that expires or is interrupted cancels its work."""
         try:
             return future.result(timeout_s)
         except TimeoutError as late:
@@ -131,13 +121,12 @@ class Connection:
             future.cancel()
 
     def asked(self, work: Coroutine[Any, Any, ResultT], deadline_s: float) -> ResultT:
-        """Run a coroutine on the loop that ends by itself within `deadline_s`; its result."""
+        """The result of a coroutine on the loop that ends by itself within `deadline_s`."""
         return self.result(self.loop.start(work), deadline_s + GRACE_S)
 
     def wait_for(self, waited: Sequence[Ticket], timeout_s: float | None) -> None:
-        """See `ps_worker.client.client.Client.wait_all`."""
         limit_s = self.deadline_s(timeout_s)
-        # A pull's own deadline comes with a better message than ours: leave it time to arrive.
+        # A pull that expires by itself has the better message: leave it time to arrive.
         grace_s = GRACE_S if any(isinstance(ticket, PullTicket) for ticket in waited) else 0.0
         wait_until_ended([ticket.future for ticket in waited], limit_s + grace_s)
         late: Ticket | None = None
@@ -150,13 +139,13 @@ class Connection:
             raise WaitExpired(self.why_open(late, limit_s))
 
     def why_open(self, ticket: Ticket, waited_s: float) -> str:
-        """The reason why a ticket is not done, for a person.
-
-        Blocking: up to two seconds, while servers are asked.
+        """The reason why a ticket is not done, for a person. Asks the servers, for two seconds at
+        most.
         """
         name, engine = ticket.table.spec.name, self.engine
         if isinstance(ticket, PullTicket):
-            reason = reads_wait_for(engine.pulls.asked, engine.links, engine.counters.waiting_for)
+            unanswered, answer = engine.pulls.unanswered_by, engine.counters.waiting_for
+            reason = pulls_wait_for(unanswered, engine.links, answer)
             return f"a pull of table '{name}' took longer than {waited_s:g} s: {reason}"
         try:
             table, rank = engine.view.table(ticket.table.table_id), engine.session.rank
@@ -171,10 +160,7 @@ class Connection:
     # --- the end
 
     def end(self, stopping: Coroutine[Any, Any, None]) -> None:
-        """End the session by the engine's `stop` or `abandon`.
-
-        Blocking: until it has ended, `STOPPED_WITHIN_S` at most.
-        """
+        """End the session by the engine's `stop` or `abandon`, in `STOPPED_WITHIN_S` at most."""
         self.is_closed = True
         self.record.close()
         if self.http_address:

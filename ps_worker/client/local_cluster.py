@@ -1,4 +1,4 @@
-"""An embedded cluster for notebooks and tests: one call, real processes, gone with their parent."""
+"""An embedded cluster for notebooks and tests: real processes that end with their parent."""
 
 from __future__ import annotations
 
@@ -18,23 +18,10 @@ from ps_runtime.launch.launcher import (
 class LocalCluster:
     """A scheduler and servers on this machine; workers connect from this or any other process.
 
-    The processes end with `stop`, at the end of the `with` block, and when this process ends,
-    however it ends: a SIGKILL leaves nothing behind.
+    The processes end with `stop`, at the end of the `with` block, and with this process, however it
+    ends: a SIGKILL leaves nothing behind.
 
-    Args:
-        servers: how many servers.
-        workers: how many workers clock 1 of a BSP table waits for.
-        ready_deadline_s: how long each role may take until it serves.
-        replicas: servers that hold each range, so that all but one of them may die.
-        checkpoint_url: where checkpoints go; empty: nowhere.
-        resume: the checkpoint that it starts from: its directory, or where checkpoints are.
-
-    Blocking: until all roles serve.
-
-    Raises:
-        InvalidConfig: `servers` or `workers` is below 1, or `replicas` above `servers`.
-        Recovering: a role ended before it served; the message has its last lines.
-        WaitExpired: a role did not serve in time; the message has its last lines.
+    Args, Blocking, Raises: as `local_cluster`.
     """
 
     def __init__(
@@ -52,7 +39,7 @@ class LocalCluster:
 
     @classmethod
     def of(cls, shape: ClusterShape, ready_deadline_s: float = READY_DEADLINE_S) -> Self:
-        """A cluster of any shape; blocks and raises as the class."""
+        """A cluster of any shape; blocks and raises as `local_cluster`."""
         made = cls.__new__(cls)
         made._start(shape, ready_deadline_s)
         return made
@@ -83,11 +70,11 @@ class LocalCluster:
         return {process.name: process.pid for process in self._launcher.processes}
 
     def stop(self) -> None:
-        """End all processes, after a checkpoint that somebody has asked for. Idempotent.
+        """End all processes, after a checkpoint that is being made. Idempotent.
 
         Blocking: a few seconds at most; half a minute while a checkpoint is written.
         """
-        if self._keeps_checkpoints:  # servers have to be there until it is whole
+        if self._keeps_checkpoints:  # servers have to live until it is complete
             self._launcher.stop_scheduler(CHECKPOINT_GRACE_S)
         self._launcher.stop()
 
@@ -112,16 +99,21 @@ def local_cluster(
             ...
 
     Args:
-        servers: how many servers.
-        workers: how many workers clock 1 of a BSP table waits for.
-        ready_deadline_s: how long each role may take until it serves.
-        replicas: servers that hold each range, so that all but one of them may die.
+        servers: the number of servers.
+        workers: the number of workers that clock 1 of a BSP table waits for.
+        ready_deadline_s: seconds that each role may take until it serves.
+        replicas: the number of servers that hold each range; all but one of them may die.
         checkpoint_url: where checkpoints go; empty: nowhere.
-        resume: the checkpoint that it starts from: its directory, or where checkpoints are.
+        resume: the checkpoint that it starts from: its directory, or a directory of checkpoints.
 
     Returns:
         The cluster, which ends with its `with` block, with `stop`, and with this process.
 
-    Blocking, Raises: as `LocalCluster`.
+    Blocking: until all roles serve.
+
+    Raises:
+        InvalidConfig: `servers` or `workers` is below 1, or `replicas` above `servers`.
+        Recovering: a role ended before it served; the message has its last lines.
+        WaitExpired: a role did not serve in time; the message has its last lines.
     """
     return LocalCluster(servers, workers, ready_deadline_s, replicas, checkpoint_url, resume)

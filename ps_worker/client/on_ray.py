@@ -1,11 +1,11 @@
 """A cluster on Ray: its scheduler and servers are actors, placed by a placement group.
 
 Rules:
-    - A role is a process, as anywhere, the child of its actor: it ends with the actor, and the
-      actor with it.
-    - A server whose actor ended, or whose node died, is placed again by Ray, wherever there is
-      room, and joins as a new server. The scheduler is not: another one would be another cluster.
-    - The join secret travels in arguments, which Ray shows nowhere, and never in a runtime_env.
+    - A role is a child process of its actor; each ends with the other.
+    - Ray places a server whose actor ended or whose node died again, on any node with enough
+      resources, and it joins as a new server. It does not restart the scheduler, because another
+      one would be another cluster.
+    - The join secret travels in arguments, which Ray does not show, and never in a runtime_env.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class RayRole:
     Attributes:
         name: "scheduler", "server 0", ...
         address: its "host:port".
-        node_id: Ray's id of the node that it is on.
-        process_id: its process there.
+        node_id: Ray's id of its node.
+        process_id: on that node.
     """
 
     name: str
@@ -56,9 +56,9 @@ class RayRole:
 class RayCluster:
     """A scheduler and servers on Ray. Made by `ray_cluster`.
 
-    Tasks and actors join it with `connect`, in any process to which it was given as an argument: a
-    copy there knows the way, and only the original can stop the cluster. It ends with `stop`, at
-    the end of its `with` block, and with the Ray job.
+    Tasks and actors that have it as an argument join with its `connect`. Such a copy has the
+    address; only the original can stop the cluster. It ends with `stop`, at the end of its `with`
+    block, and with the Ray job.
     """
 
     def __init__(self, address: str, secret: str, actors: _Actors | None) -> None:
@@ -75,27 +75,27 @@ class RayCluster:
         return self._address
 
     def connect(self, **options: Unpack[ConnectOptions]) -> Client:
-        """Join the cluster as a worker or a reader, as `ps.connect`, whose options it takes.
+        """Join the cluster as a worker or a reader; takes the options of `ps.connect`.
 
-        Blocking, Raises: as there.
+        Blocking, Raises: as `ps.connect`.
         """
         os.environ[join_secret.SECRET] = self._secret
         return connect(self._address, **options)
 
     def roles(self, timeout_s: float = READY_DEADLINE_S) -> list[RayRole]:
-        """Where the scheduler and the servers are. One that is being placed again is waited for.
+        """The places of the scheduler and the servers; waits for one that Ray is placing again.
 
         Blocking: up to `timeout_s`.
 
         Raises:
             InvalidConfig: this is a copy, which does not know.
             Recovering: a role has ended for good; the message says why.
-            WaitExpired: a role was not placed in time: no node has room for it.
+            WaitExpired: a role was not placed in time: no node has enough resources.
         """
         return self._original().roles(timeout_s)
 
     def stop(self) -> None:
-        """End all roles, after a checkpoint that somebody has asked for, and give their place back.
+        """End all roles, after a checkpoint that is being made, and release their resources.
         Idempotent.
 
         Blocking: a few seconds; half a minute while a checkpoint is written.
@@ -135,26 +135,26 @@ def ray_cluster(
     on every node.
 
     Args:
-        servers: how many servers.
-        workers: how many workers clock 1 of a BSP table waits for.
-        replicas: servers that hold each range: with 2, a node may die, and training goes on.
-        resources: what Ray reserves for each server, such as {"CPU": 4}; {"CPU": 1} by default. The
+        servers: the number of servers.
+        workers: the number of workers that clock 1 of a BSP table waits for.
+        replicas: the number of servers that hold each range; with 2, training survives a node.
+        resources: Ray's reservation for each server, such as {"CPU": 4}; {"CPU": 1} by default. The
             scheduler takes {"CPU": 0.1}.
-        checkpoint_url: where checkpoints go, which every node can reach; empty: nowhere.
-        resume: the checkpoint that it starts from: its directory, or where checkpoints are.
+        checkpoint_url: where checkpoints go, reachable from every node; empty: nowhere.
+        resume: the checkpoint that it starts from: its directory, or a directory of checkpoints.
 
     Returns:
-        The cluster, to be given to tasks and actors.
+        The cluster, an argument for tasks and actors.
 
     Blocking: until all roles serve, at most two minutes.
 
     Raises:
-        InvalidConfig: Ray is not there, or a number is wrong.
+        InvalidConfig: Ray is not installed or not initialized, or a number is wrong.
         Recovering: a role ended before it served; the message says why.
-        WaitExpired: Ray has no room for a role.
+        WaitExpired: Ray has too few free resources for a role.
     """
     checkpoints = CheckpointPlan(checkpoint_url, resume=resume)
-    # Ray shows a driver what its actors print: not each transition, unless somebody wants that.
+    # Ray shows a driver what its actors print: by default only warnings.
     level = {_LOG_LEVEL: os.environ.get(_LOG_LEVEL, "warning")}
     shape = ClusterShape(
         servers, workers, replica_count=replicas, checkpoints=checkpoints, environment=level
@@ -194,11 +194,11 @@ class _Actors:
         self._actors: list[Any] = []
 
     def start(self) -> str:
-        """Place all roles; the scheduler's address."""
+        """Place all roles; returns the scheduler's address."""
         bundles = [{"CPU": 0.1}, *[self._resources] * self._shape.server_count]
         self._group = self._ray.util.placement_group(bundles, strategy="SPREAD")
         if not self._group.wait(READY_DEADLINE_S):
-            raise WaitExpired(f"Ray has no room for {bundles} after {READY_DEADLINE_S:g} s")
+            raise WaitExpired(f"Ray could not reserve {bundles} within {READY_DEADLINE_S:g} s")
         self._actors.append(self._actor(None, ""))
         (scheduler,) = self.roles(READY_DEADLINE_S)
         for index in range(self._shape.server_count):
@@ -208,24 +208,23 @@ class _Actors:
 
     def _actor(self, index: int | None, scheduler: str) -> Any:
         strategies = self._ray.util.scheduling_strategies
-        number = 0 if index is None else index + 1
-        taken = {"CPU": 0.1} if index is None else self._resources
-        others = {name: count for name, count in taken.items() if name not in ("CPU", "GPU")}
-        again = 0 if index is None else -1
+        bundle = 0 if index is None else index + 1
+        reserved = {"CPU": 0.1} if index is None else self._resources
+        others = {name: count for name, count in reserved.items() if name not in ("CPU", "GPU")}
+        max_restarts = 0 if index is None else -1
         actor = self._ray.remote(_RoleActor).options(
-            num_cpus=taken.get("CPU", 0),
-            num_gpus=taken.get("GPU", 0),
+            num_cpus=reserved.get("CPU", 0),
+            num_gpus=reserved.get("GPU", 0),
             resources=others,
-            max_restarts=again,
-            max_task_retries=again,
+            max_restarts=max_restarts,
+            max_task_retries=max_restarts,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=number
+                placement_group=self._group, placement_group_bundle_index=bundle
             ),
         )
         return actor.remote(self._secret, self._shape, index, scheduler)
 
     def roles(self, timeout_s: float) -> list[RayRole]:
-        """Where they are."""
         exceptions = self._ray.exceptions
         try:
             found: list[RayRole] = self._ray.get(
@@ -241,8 +240,8 @@ class _Actors:
         return found
 
     def stop(self) -> None:
-        """End them; the servers first, while the scheduler is there, but for a checkpoint that is
-        under way: they have to be there until it is whole.
+        """End the roles, servers first. If the cluster keeps checkpoints, the scheduler ends first,
+        because servers have to live until a checkpoint that is being made is complete.
         """
         actors, self._actors = self._actors, []
         if actors and self._shape.checkpoints.url:
@@ -278,20 +277,19 @@ class _RoleActor:
         self._role = RayRole(name, address, node_id, process.pid)
 
     def where(self) -> RayRole:
-        """The role; asked once it serves."""
+        """The role; Ray answers once it serves."""
         return self._role
 
     def stop_scheduler(self) -> None:
-        """End it, if it is the scheduler, when no checkpoint is under way."""
+        """End the role, if it is the scheduler, when no checkpoint is being made."""
         self._launcher.stop_scheduler(CHECKPOINT_GRACE_S)
 
     def stop(self) -> None:
-        """End it as a role is told to."""
         self._launcher.stop()
 
 
 def print_line(process: RoleProcess, line: str) -> None:
-    """What a role says goes to the actor's log, and with it to the driver."""
+    """Copy a role's output to the actor's log, which Ray sends to the driver."""
     print(f"[{process.name}] {line}", flush=True)
 
 

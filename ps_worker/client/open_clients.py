@@ -1,6 +1,6 @@
-"""The clients of this process that have not been closed: what they do together, and at its end.
+"""The open clients of this process: their common metrics, and their end with the process.
 
-A client stays here until it is closed: one that its script lost has to leave all the same.
+A client stays here until it is closed, because one that its script lost still has to leave.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 
 
 class OpenClient(Protocol):
-    """A client as this module sees it (`ps_worker.client.client.Client`)."""
+    """A `ps_worker.client.client.Client`, which imports this module."""
 
     engine: Engine
 
-    def close(self) -> None:
-        """Leave, and end the connection."""
+    def close(self) -> None: ...
 
-    def abandon(self, reason: str) -> None:
-        """End the connection in the middle of the work."""
+    def abandon(self, reason: str) -> None: ...
 
 
 OPEN: set[OpenClient] = set()
@@ -41,8 +39,8 @@ NODE_MEASURES.watch(
 
 
 def has_worker() -> bool:
-    """True if a worker of this process, or of the one that it was forked from, is open: it may have
-    the identity that this process was given, which is one worker's.
+    """True if a worker of this process, or of the parent that forked it, is open: it may have this
+    process's identity, which only one worker can have.
     """
     roles = [client.engine.session.role for client in list(OPEN) if client.engine.is_alive]
     return Role.WORKER in roles
@@ -52,9 +50,9 @@ def close_all(failed_by: str = "") -> None:
     """Close every client of this process.
 
     Args:
-        failed_by: what ended the script in the middle of its work, in words; empty: nothing did.
+        failed_by: the reason why the script ended in the middle of its work; empty: it did not.
 
-    Blocking, Raises: as `Client.leave`; all are closed before the first failure is raised.
+    Blocking, Raises: as `Client.leave`; the first failure is raised when all are closed.
     """
     failures: list[PushpullError] = []
     for client in list(OPEN):
@@ -67,7 +65,7 @@ def close_all(failed_by: str = "") -> None:
 
 
 def _at_exit() -> None:
-    """A script that ended without closing: it leaves, unless an exception ended it."""
+    """Close the clients of a script that did not; after an exception, abandon them."""
     last = getattr(sys, "last_value", None)
     has_failed = last is not None and not hasattr(sys, "ps1")
     for client in list(OPEN):

@@ -1,8 +1,7 @@
-"""Tickets that an adapter has not yet waited for, table by table.
+"""Tickets of one table that nobody has waited for yet.
 
 Rules:
-    - A ticket is waited for until it is done, once: what it raises is raised once, and a wait that
-      expires leaves it here for the next call.
+    - A ticket's error is raised once; a ticket whose wait expires stays for the next call.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from ps_worker.steps.steps import PullTicket, PushTicket
 
 
-class Pending:
-    """Tickets of one table, in the order in which they were begun."""
+class PendingTickets:
+    """Tickets of one table, oldest first."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -27,21 +26,20 @@ class Pending:
         return bool(self._tickets)
 
     def add(self, ticket: PushTicket | PullTicket[Any]) -> None:
-        """Something was begun."""
         self._tickets.append(ticket)
 
     def wait(self, ignore: tuple[type[PushpullError], ...] = ()) -> None:
-        """Waits until nothing is pending.
+        """Wait for all tickets.
 
         Args:
-            ignore: errors that a ticket may end with without the call raising them.
+            ignore: errors of tickets that the call does not raise.
 
         Raises:
-            PushpullError: as `Client.wait`; what is not done stays pending.
+            PushpullError: as `Client.wait`; tickets that are not done stay.
         """
         while self._tickets:
             try:
-                # All at once: a refused read explains a step that would wait for ever.
+                # All at once: a refused pull explains a step that would wait for ever.
                 self._client.wait_all(self._tickets)
             except PushpullError as first:
                 ended = [ticket for ticket in self._tickets if ticket.done()]

@@ -1,4 +1,4 @@
-"""A client's pulls: into memory that the caller gives, into arrays, and with callbacks."""
+"""A client's pulls: into the caller's memory, into arrays, and with callbacks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from ps_core.errors import InvalidKeys
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_worker.client.connection import Connection
-from ps_worker.client.tables import Tables
+from ps_worker.client.connection import ClientConnection
+from ps_worker.client.tables import ClientTables
 from ps_worker.spec.values import (
     Array,
     Raw,
@@ -25,13 +25,13 @@ from ps_worker.spec.values import (
 from ps_worker.steps.steps import Pulled, PullTicket, TableHandle
 from ps_worker.transport.consistent_pulls import Moment
 from ps_worker.transport.loop import CallbackThread
-from ps_worker.transport.pulls import ReadOrder
+from ps_worker.transport.pulls import PullOrder
 
 
 class Pulls:
     """The pulls of one client. Thread-safe."""
 
-    def __init__(self, connection: Connection, tables: Tables) -> None:
+    def __init__(self, connection: ClientConnection, tables: ClientTables) -> None:
         self._connection = connection
         self._tables = tables
         self._engine = connection.engine
@@ -46,16 +46,14 @@ class Pulls:
         timeout_s: float | None = None,
         at: Moment | None = None,
     ) -> PullTicket[Pulled]:
-        """Begin to pull all of a table at this worker's clock into `raw`.
+        """Begin to pull a whole table at this worker's clock into `raw`.
 
-        With `consistent` a reader may name the clock, and the cut that holds it where there is one;
-        the ticket ends with AlreadyPast where a range is further.
+        With `consistent` a reader may name the moment `at`; the ticket ends with AlreadyPast if a
+        range is past it.
 
         Shapes:
-            raw: 1-D uint8, writable; the table's elements in its dtype. It is written on the
-            background thread until the ticket is done.
-
-        Blocking: no.
+            raw: 1-D uint8, writable; the table's elements in its dtype. The background thread
+            writes it until the ticket is done.
 
         Raises:
             InvalidKeys: `raw` has another length than the table.
@@ -63,26 +61,22 @@ class Pulls:
         order = self._order(table, raw, None, timeout_s, consistent=consistent)
         if at is not None:
             order = replace(order, clock=at.clock, cut=at.cut, is_reader=False)
-        return PullTicket(table.table, self._connection.loop.start(self._engine.read(order)))
+        return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 
     def start_state(self, table: TableHandle, raw: Raw, array: str) -> PullTicket[Pulled]:
-        """Begin to pull an array of optimizer state of a table, at this worker's clock, into `raw`.
+        """Begin to pull an array of a table's optimizer state, at this worker's clock, into `raw`.
 
         Args:
-            table: which table.
-            raw: as below.
-            array: the name of the state; `OptimizerSpec.has_array`.
+            array: see `OptimizerSpec.has_array`.
 
         Shapes:
             raw: 1-D uint8, writable; all elements of the table in the dtype of its arithmetic.
-
-        Blocking: no.
 
         Raises:
             InvalidKeys: `raw` has another length.
         """
         order = self._order(table, raw, None, None, array=array)
-        return PullTicket(table.table, self._connection.loop.start(self._engine.read(order)))
+        return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 
     def start_values(
         self,
@@ -93,7 +87,7 @@ class Pulls:
         consistent: bool = False,
         timeout_s: float | None = None,
     ) -> PullTicket[Array]:
-        """Begin to pull a part of a table into `out`, or into a new array."""
+        """Begin to pull a region of a table into `out`, or into a new array."""
         if out is not None:
             check_shape(shape_of(out), region, "out")
         values = empty(region.shape, table.dtype) if out is None else out
@@ -101,8 +95,8 @@ class Pulls:
         order = self._order(table, raw, region, timeout_s, consistent=consistent)
         return PullTicket(table.table, self._connection.loop.start(self._values(order, values)))
 
-    async def _values(self, order: ReadOrder, values: Array) -> Array:
-        await self._engine.read(order)
+    async def _values(self, order: PullOrder, values: Array) -> Array:
+        await self._engine.pull(order)
         return values
 
     def _order(
@@ -114,7 +108,7 @@ class Pulls:
         *,
         consistent: bool = False,
         array: str = "",
-    ) -> ReadOrder:
+    ) -> PullOrder:
         self._connection.check_usable()
         self._tables.check_own(table)
         region = region or region_of(table.table, None)
@@ -123,7 +117,7 @@ class Pulls:
         expected_bytes = region.element_count * width
         if raw.nbytes != expected_bytes:
             raise InvalidKeys(f"the memory has {raw.nbytes} bytes; expected {expected_bytes}")
-        return ReadOrder(
+        return PullOrder(
             table=table.table,
             region=region,
             raw=raw,
@@ -138,9 +132,7 @@ class Pulls:
     def with_callback(
         self, ticket: PullTicket[Array], callback: Callable[[Array], None]
     ) -> PullTicket[Array]:
-        """Have `callback` called with the values, on a thread of its own; a ticket that is done
-        after that.
-        """
+        """Call `callback` with the values, on a thread of its own; the ticket is done after it."""
         done: Future[Array] = Future()
 
         def arrived(values: Future[Array]) -> None:
@@ -161,8 +153,5 @@ class Pulls:
         return PullTicket(ticket.table, done)
 
     def close(self) -> None:
-        """End after the callbacks that were handed over.
-
-        Blocking: until they have run.
-        """
+        """Wait for the callbacks, and end their thread."""
         self._callbacks.stop()

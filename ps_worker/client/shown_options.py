@@ -1,7 +1,7 @@
-"""Options of a function as its signature shows them, where it takes them as a `TypedDict`.
+"""Signatures that show the options of a `TypedDict`.
 
-Type checkers read `Unpack[TypedDict]`; `help`, notebooks and the API page ask the function, and
-would see `**options` alone.
+Type checkers read `Unpack[TypedDict]`; `help`, notebooks and the API page read the signature, which
+would show only `**options`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class Words(str):
-    """A type or a default that is shown as it is, without quotes."""
+    """A type or a default whose `repr` has no quotes."""
 
     __slots__ = ()
 
@@ -30,11 +30,8 @@ class Words(str):
 
 
 def shows(options: type, defaults: Mapping[str, object]) -> Callable[[FunctionT], FunctionT]:
-    """A decorator: the function's signature has each key of `options`, with its type and default.
-
-    Args:
-        options: the `TypedDict` of what the function takes as `**options`.
-        defaults: what a key is that is left out.
+    """A decorator: the function's signature shows each key of `options`, a `TypedDict`, with its
+    type and default.
     """
     keys = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
@@ -53,11 +50,10 @@ def shows(options: type, defaults: Mapping[str, object]) -> Callable[[FunctionT]
 
 
 THE_CLIENTS = Words("the client's")
-"""A default that is the setting of the client."""
+"""The shown default of an option whose default is the client's setting."""
 
 
 def defaults_of(settings: type[DataclassInstance]) -> dict[str, object]:
-    """The defaults of a dataclass's fields."""
     return {field.name: default_of(field) for field in fields(settings)}
 
 

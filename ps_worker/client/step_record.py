@@ -1,18 +1,18 @@
-"""What a worker writes down of its steps for `pushpull compare`.
+"""A worker's record of its steps, for `pushpull compare`.
 
 A record is a file `worker-RANK.jsonl` in the directory of the setting `record`; each line is an
-object whose `kind` says what it is:
+object with a `kind`:
 
     start     rank, worker_count, began_s (of the host's monotonic clock; t_s count from it)
-    table     name, optimizer, consistency: what a table of the script turned out to be
-    step      clock, t_s (its end), and what `StepLine` has
+    table     name, optimizer, consistency: of a table that the script created
+    step      clock, t_s (its end), and the fields of `StepLine`
     report    t_s, clock, loss: a loss that belongs to no step of a DistributedOptimizer
-    quality   t_s, measures: how good the model is at the end, by name
+    quality   t_s, measures: of the model at the end, by name
     end       t_s: the worker has closed its client
 
 Rules:
-    - A loss is reported after its step, so the line of a step is written when the next begins.
-    - Lines are written whole and at once: what a worker that is killed has recorded can be read.
+    - The line of a step is written when the next step begins, because its loss comes after it.
+    - Lines are written whole and at once, so the record of a killed worker can be read.
     - A number that is not finite is null.
     - Workers that record begin their first step together.
 """
@@ -38,14 +38,14 @@ class StepLine:
 
     Attributes:
         clock: the highest clock of its tables.
-        compute_s: from the end of the step before to the call of `step`; where computation is
-            emulated with the time that was added.
-        send_s: in `step`, until all was handed over.
+        compute_s: from the end of the last step to the call of `step`, emulated computation
+            included.
+        send_s: in `step`, until all gradients were handed over.
         commit_s: then until the servers had committed it. BSP: until all workers' steps were there.
         read_s: then until the parameters were here. SSP: until no worker was too far behind.
-        staleness: the most of any block.
-        rejected: blocks that were too stale.
-        discarded: some part of a table formed its update without the step.
+        staleness: the highest of any block.
+        rejected: the number of blocks that were too stale.
+        discarded: some range of a table was updated without the step.
         applied: False if the step was skipped (a gradient that is not finite).
     """
 
@@ -61,10 +61,10 @@ class StepLine:
 
 
 class StepRecord:
-    """A worker's record; does nothing where no directory is given. Thread-safe.
+    """A worker's record. Thread-safe.
 
     Args:
-        directory: where the file is written; made if it is not there. Empty records nothing.
+        directory: of the file; created if it does not exist. Empty records nothing.
         rank: the worker's.
         worker_count: of the cluster.
 
@@ -93,11 +93,11 @@ class StepRecord:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is written."""
+        """True if the record has a file."""
         return self._file is not None
 
     def table(self, spec: TableSpec) -> None:
-        """The script has made a table, or opened one that it would have made."""
+        """Record a table that the script has created, or found created."""
         with self._lock:
             self._write(
                 {
@@ -109,13 +109,13 @@ class StepRecord:
             )
 
     def step(self, line: StepLine) -> None:
-        """A step has ended now."""
+        """Record a step that has just ended."""
         with self._lock:
             self._flush()
             self._step = {"kind": "step", "t_s": self._now_s(), **asdict(line)}
 
     def loss(self, loss: float, clock: int) -> None:
-        """The loss of the last step; of no step of ours, if that one has its loss."""
+        """Record the loss of the last step, or, if that has one, of no step."""
         with self._lock:
             if self._step is not None and "loss" not in self._step:
                 self._step["loss"] = _finite(loss)
@@ -125,14 +125,14 @@ class StepRecord:
             )
 
     def quality(self, measures: Mapping[str, float]) -> None:
-        """How good the model is."""
+        """Record measures of the model."""
         with self._lock:
             self._flush()
             finite = {name: _finite(value) for name, value in measures.items()}
             self._write({"kind": "quality", "t_s": self._now_s(), "measures": finite})
 
     def close(self) -> None:
-        """Write what is left. Idempotent."""
+        """Write the last lines. Idempotent."""
         with self._lock:
             if self._file is not None:
                 self._flush()

@@ -1,6 +1,4 @@
-"""The tables of a cluster, as one client has them: making, opening and changing them, and this
-worker's steps on them.
-"""
+"""A client's tables: creating, opening and changing them, and this worker's steps on them."""
 
 from __future__ import annotations
 
@@ -20,9 +18,9 @@ from ps_core.errors import (
 from ps_core.keys import TableId
 from ps_core.tables import InitializerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.system.clock import now_s
-from ps_worker.client.connection import GRACE_S, Connection
+from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.spec.settings import Layout, SupportsSpec, TableOptions, consistency_of, table_spec
-from ps_worker.steps.steps import Step, TableHandle, TableSteps, check_handle, left_out
+from ps_worker.steps.steps import TableHandle, TableStep, TableSteps, check_handle, skipped_clocks
 from ps_worker.transport.consistent_pulls import new_cut
 from ps_worker.transport.waits import lost_server
 
@@ -30,21 +28,21 @@ _LOOK_S = 0.5
 _NAMED_TABLE_COUNT = 8
 
 
-class Tables:
+class ClientTables:
     """The handles of one client. Thread-safe."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
         self._engine = connection.engine
         self._handles: dict[TableId, TableHandle] = {}
 
     @property
     def handles(self) -> list[TableHandle]:
-        """Those that the script has made or opened."""
+        """The handles that the script has created or opened."""
         return list(self._handles.values())
 
     def check_own(self, table: TableHandle) -> None:
-        """Refuse what is no handle of this client."""
+        """Refuse a table that is no handle of this client."""
         check_handle(table)
         if self._handles.get(table.table.table_id) is not table:
             raise InvalidConfig(f"the handle of table '{table.name}' belongs to another client")
@@ -58,7 +56,6 @@ class Tables:
         optimizer: SupportsSpec | OptimizerSpec,
         options: TableOptions,
     ) -> TableHandle:
-        """See `ps_worker.client.client.Client.create_table`."""
         connection = self._connection
         connection.check_may_push("create tables")
         options.setdefault("consistency", parsed(connection.config.consistency or "bsp"))
@@ -75,7 +72,6 @@ class Tables:
         return table
 
     def open(self, name: str, timeout_s: float | None) -> TableHandle:
-        """See `ps_worker.client.client.Client.table`."""
         deadline_s = self._opens_within_s(timeout_s)
         return self._adopt(self._connection.asked(self._opened(name, deadline_s), deadline_s))
 
@@ -106,14 +102,13 @@ class Tables:
         """Open all tables whose names begin with `prefix`.
 
         Args:
-            prefix: the beginning of the names.
-            is_complete: called on the background thread; whether these tables are all.
-            timeout_s: how long to wait for that; None means the client's connect_deadline_s.
+            is_complete: called on the background thread; True if these tables are all.
+            timeout_s: None means the client's connect_deadline_s.
 
         Returns:
-            The tables there are: all of them, unless time was up before.
+            The existing tables: fewer than all if `timeout_s` has passed.
 
-        Blocking: until they are complete or time is up.
+        Blocking: until they are complete, or `timeout_s`.
         """
         deadline_s = self._opens_within_s(timeout_s)
         found = self._connection.asked(self._found(prefix, is_complete, deadline_s), deadline_s)
@@ -150,7 +145,7 @@ class Tables:
                 self._engine.steps,
                 is_alone=lambda: len(self._handles) == 1,
                 joins=self._engine.joins(table.table_id),
-                owed_count=max((h.steps.left_out_count for h in self.handles), default=0),
+                owed_count=max((h.steps.skipped_count for h in self.handles), default=0),
             )
             handle = self._handles.setdefault(table.table_id, TableHandle(table, steps))
         return handle
@@ -158,13 +153,13 @@ class Tables:
     # --- joining and changing
 
     def join(self, tables: Sequence[TableHandle]) -> None:
-        """Wait until this worker has joined these tables, which others train; the clock of each
-        handle is then the one after which it has joined.
+        """Wait until this worker has joined these tables, which others train; each handle is then
+        at the clock after which it joined.
 
         Blocking: up to the client's request_deadline_s.
 
         Raises:
-            WaitExpired: the scheduler has not settled it in time.
+            WaitExpired: the scheduler did not admit it in time.
         """
         self._connection.check_usable()
         deadline_s = self._connection.config.request_deadline_s
@@ -200,7 +195,6 @@ class Tables:
         after_clock: int,
         timeout_s: float | None,
     ) -> int:
-        """See `ps_worker.client.client.Client.set_consistency`."""
         connection = self._connection
         connection.check_usable()
         if not isinstance(table, str):
@@ -212,14 +206,13 @@ class Tables:
         return connection.asked(changing, deadline_s).after_clock
 
     def consistency_of(self, table: TableHandle) -> Consistency:
-        """See `ps_worker.client.client.Client.consistency_of`."""
         self._connection.check_usable()
         check_handle(table)
         return self._engine.view.table(table.table.table_id).consistency
 
     def why_no_edit(self, table: TableHandle) -> str:
-        """The reason why the next step of a table cannot be an edit, as far as the newest view
-        says; empty if it can.
+        """The reason why the next step of a table cannot be an edit, in the newest view; empty if
+        it can.
         """
         view = self._engine.view
         return _why_not(view.table(table.table.table_id), table.clock + 1, view.worker_count)
@@ -227,45 +220,39 @@ class Tables:
     def await_view(
         self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
     ) -> None:
-        """Wait for a view of the cluster for which `holds`; `what` names it in the error.
-
-        Blocking: at most `deadline_s`.
-
-        Raises:
-            WaitExpired: none came.
-        """
+        """Wait for a view of the cluster for which `holds`; WaitExpired names it by `what`."""
         self._connection.asked(
             self._engine.scheduler.view_where(holds, what, deadline_s), deadline_s
         )
 
     @contextlib.contextmanager
     def cut(self, tables: Sequence[TableHandle], lasts_s: float) -> Iterator[tuple[int, list[int]]]:
-        """Readers: hold all of these tables, at most `lasts_s`, while consistent reads of one clock
-        of each are made. Gives the cut's number, for `Pulls.start`, and each table's lowest clock.
+        """Readers: suspend updates of these tables, at most `lasts_s`, for consistent pulls of one
+        clock of each. Gives the cut's number, for `Pulls.start`, and each table's lowest clock.
 
-        Blocking: until every server has answered; at the end, until each has let go.
+        Blocking: until every server has begun the cut; at the end, until each has ended it.
 
         Raises:
             PushpullError: a server did not answer, or refused.
         """
         connection, consistent = self._connection, self._engine.consistent
         connection.check_usable()
-        number, held = new_cut(), [table.table for table in tables]
+        number, cut_tables = new_cut(), [table.table for table in tables]
         try:
-            clocks = connection.asked(consistent.begin_cut(number, held, lasts_s), lasts_s)
-            yield number, [clocks[table.table_id] for table in held]
+            clocks = connection.asked(consistent.begin_cut(number, cut_tables, lasts_s), lasts_s)
+            yield number, [clocks[table.table_id] for table in cut_tables]
         finally:
-            connection.asked(consistent.end_cut(number, held), 0.0)
+            connection.asked(consistent.end_cut(number, cut_tables), 0.0)
 
     # --- steps
 
-    def begin_step(self, table: TableHandle) -> Step:
+    def begin_step(self, table: TableHandle) -> TableStep:
         """The open step of this worker on `table`; begins one if there is none.
 
-        Blocking: while MAX_UNCOMMITTED_STEP_COUNT steps of the table are on their way.
+        Blocking: while MAX_UNCOMMITTED_STEP_COUNT steps of the table are not committed.
 
         Raises:
-            NotPermitted: a reader has no steps.
+            NotPermitted: this is not a worker.
             WaitExpired: the oldest step was not committed in time; the message says who is missing.
         """
         self._connection.check_may_push("push")
@@ -275,22 +262,20 @@ class Tables:
             self._next_step(table).seal(skip=True)
         return self._next_step(table)
 
-    def _next_step(self, table: TableHandle) -> Step:
+    def _next_step(self, table: TableHandle) -> TableStep:
         oldest = table.steps.oldest_of_too_many()
-        # A step that failed is its own ticket's to tell; here only its room counts.
+        # The ticket of a failed step raises its error; here it only has to have ended.
         limit_s = self._connection.config.request_deadline_s
         if oldest is not None and not wait([oldest.future], limit_s).done:
             raise WaitExpired(self._connection.why_open(oldest, limit_s))
         return table.steps.open_step()
 
-    def begin_assign(self, table: TableHandle) -> Step:
+    def begin_assign(self, table: TableHandle) -> TableStep:
         """The step of clock 0, in which rank 0 gives a table its initial values.
-
-        Blocking: no.
 
         Raises:
             NotPermitted: this is not rank 0.
-            InvalidConfig: the table starts otherwise, or has been given its values.
+            InvalidConfig: the table starts otherwise, or has its values already.
         """
         self._connection.check_may_push("assign")
         self.check_own(table)
@@ -306,15 +291,14 @@ class Tables:
         return table.steps.assign_step()
 
     def catch_up(self, tables: Sequence[TableHandle]) -> int:
-        """See `ps_worker.client.client.Client.catch_up`."""
         for table in tables:
             self.check_own(table)
         if any(table.steps.has_open_step for table in tables):
             return 0
-        counts = left_out([table.steps.missed_count for table in tables])
+        counts = skipped_clocks([table.steps.missed_count for table in tables])
         is_all = self.are_all_in(tables)
         for table, count in zip(tables, counts, strict=True):
-            table.steps.leave_out(count, is_owed=is_all)
+            table.steps.skip_clocks(count, is_owed=is_all)
         return max(counts, default=0)
 
     def are_all_in(self, tables: Container[TableHandle]) -> bool:
@@ -322,27 +306,24 @@ class Tables:
         return all(handle in tables for handle in self.handles)
 
     def end_steps(self, deadline_s: float) -> None:
-        """Seal a last step on every table, and wait for all that is on its way.
-
-        Blocking, Raises: as `ps_worker.client.client.Client.leave`.
-        """
+        """Seal a final step on every table, and wait for all steps, as `Client.leave` says."""
         connection, pushes = self._connection, self._engine.pushes
         self._engine.check_alive()
         limit_s = now_s() + deadline_s
-        on_their_way = [
+        uncommitted = [
             ticket
             for handle in self.handles
             if handle.table.table_id not in pushes.refused
             for ticket in handle.steps.uncommitted()
         ]
         opens_within_s = connection.config.request_deadline_s
-        last = [
+        final_seals = [
             self._adopt(connection.asked(self._opened(name, opens_within_s), opens_within_s))
             .steps.open_step()
             .seal(skip=True, last=True)
             for name in self._engine.tables_to_end()
         ]
-        for ticket in last + on_their_way:
+        for ticket in final_seals + uncommitted:
             while not wait([ticket.future], min(max(limit_s - now_s(), 0.0), _LOOK_S)).done:
                 if now_s() >= limit_s:
                     raise WaitExpired(connection.why_open(ticket, deadline_s))
@@ -351,15 +332,17 @@ class Tables:
                     raise WaitExpired(
                         f"table '{ticket.table.spec.name}' cannot be left in order: {lost}"
                     )
-        failures = [ticket.future.exception() for ticket in last]
+        failures = [ticket.future.exception() for ticket in final_seals]
         for failure in (*failures, *pushes.refused.values()):
-            # Nobody waits for anybody on a table that has failed.
+            # No worker waits for another on a table whose update has failed.
             if failure is not None and not isinstance(failure, UpdateFailed):
                 raise failure
 
 
 def _why_not(table: Table, clock: int, worker_count: int) -> str:
-    """Why a step of that clock cannot be an edit, as far as this worker knows; empty if it can."""
+    """The reason why a step of that clock cannot be an edit, as far as this worker knows; empty if
+    it can.
+    """
     setting, change = table.consistency, table.change
     if worker_count == 1 and all(join.rank == 0 for join in table.joins):
         return "" if not setting.backup_workers else f"under {setting}"

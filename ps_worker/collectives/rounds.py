@@ -1,9 +1,9 @@
-"""The rounds of collective calls, as one worker has them (SEMANTICS S17).
+"""One worker's rounds of collective calls (SEMANTICS S17).
 
 Rules:
-    - A share is given until its round has ended, whichever server is the host by then, and however
-      often the script was interrupted.
-    - Each host is told of the last round that this worker had, before anything else.
+    - A worker sends its share until the round has ended, whichever server is the host by then, and
+      however often the script was interrupted.
+    - A worker tells each host its last round before anything else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ps_core.collective import Host, Round, Share
 
 
 class Entering(NamedTuple):
-    """What a host is told."""
+    """A worker's message to a host."""
 
     ended_round: int
     last: Round | None
@@ -22,10 +22,10 @@ class Entering(NamedTuple):
 
 
 class Rounds:
-    """What one worker knows of rounds.
+    """One worker's state of rounds.
 
     Args:
-        is_late_joiner: whether hosts have to hear of it before it has taken part in anything.
+        is_late_joiner: hosts must know the worker before it takes part in a round.
     """
 
     def __init__(self, *, is_late_joiner: bool) -> None:
@@ -34,22 +34,21 @@ class Rounds:
         self._told: Host | None = None
 
     def must_announce(self, host: Host) -> bool:
-        """Whether that host has to be told of this worker, though its script makes no call."""
+        """True if that host must know this worker even without a call of its script."""
         return host != self._told and (self._is_late_joiner or self._last is not None)
 
     def entering(self, host: Host, share: Share | None) -> Entering:
-        """What to tell a host."""
         ended_round = 0 if self._last is None else self._last.number
         return Entering(ended_round, self._last if host != self._told else None, share)
 
     def told(self, host: Host) -> None:
-        """The host has answered: it knows the last round."""
+        """The host has answered, so it knows the last round."""
         self._told = host
 
     def must_tell_again(self) -> None:
-        """A host does not know the last round after all."""
+        """A host has answered that it does not know the last round."""
         self._told = None
 
     def ended(self, host: Host, ended: Round) -> None:
-        """The host has said what the round was that this worker was in."""
+        """The host has answered with the ended round of this worker's share."""
         self._last, self._told = ended, host

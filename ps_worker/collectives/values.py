@@ -1,13 +1,11 @@
-"""What workers give in collective calls: to bytes and back, and how it is reduced.
+"""The values of collective calls: their encoding, and their reduction.
 
 Rules:
-    - A reduction goes through the workers in the order of their ranks, so it is the same at each.
+    - A reduction takes the workers in the order of their ranks, so it is the same at each.
     - Python's integers stay exact; its floats are added as float64. A tensor is reduced in its own
       dtype, float16 and bfloat16 in float32, and comes back in its own.
-    - Workers that call the same describe it by the same words: the call, its name, and for a
-      reduction the shapes and dtypes of what is reduced.
-
-What it deliberately does not do: know rounds or the network.
+    - Workers that make the same call describe it by the same words: the call, its name, and for a
+      reduction the shapes and dtypes of the values.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def packed(value: Any, verb: str) -> bytes:
     """A value as bytes; see `ps_worker.checkpoint.state_codec.ACCEPTED`.
 
     Raises:
-        InvalidConfig: something in it cannot be sent.
+        InvalidConfig: the value has a type that cannot be sent.
         InvalidTensor: it is over the limit.
     """
     state, tensors = encode({"value": value})
@@ -57,16 +55,16 @@ def packed(value: Any, verb: str) -> bytes:
     if byte_count > limits.MAX_COLLECTIVE_BYTES:
         raise InvalidTensor(
             f"{verb} was given {byte_count} bytes; expected at most {limits.MAX_COLLECTIVE_BYTES}. "
-            "Push what is larger to a table: Aggregate() sums, FromRank0() hands rank 0's values on"
+            "Push larger values to a table: Aggregate() sums, FromRank0() gives out rank 0's values"
         )
     return b"".join((_LENGTH.pack(len(header)), header, *raws))
 
 
 def unpacked(payload: bytes) -> Any:
-    """The value that `packed` was given; its tensors are on the CPU.
+    """The inverse of `packed`; tensors are on the CPU.
 
     Raises:
-        InvalidTensor: the bytes are not what `packed` makes.
+        InvalidTensor: the bytes are malformed.
     """
     try:
         (length,) = _LENGTH.unpack_from(payload)
@@ -82,9 +80,9 @@ def unpacked(payload: bytes) -> Any:
             tensors[name], begin = empty, end
         return decode(header["state"], tensors)["value"]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise InvalidTensor(f"what a worker gave is of another version: {error}") from error
+        raise InvalidTensor(f"a worker's value is of another version: {error}") from error
     except InvalidCheckpoint as error:
-        raise InvalidTensor(f"what a worker gave is of another version: {error.message}") from error
+        raise InvalidTensor(f"a worker's value is of another version: {error.message}") from error
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
@@ -92,22 +90,22 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def words_of(verb: str, name: str, what: str = "") -> str:
-    """What a call is called, the same at every worker that calls the same."""
+    """The description of a call, the same at every worker that makes the same call."""
     words = verb + f" '{name}'" * bool(name) + f" of {what}" * bool(what)
     raw = words.encode()
     if len(raw) <= limits.MAX_COLLECTIVE_CALL_BYTES:
         return words
     digest = hashlib.sha256(raw).hexdigest()[:16]
-    kept = raw[: limits.MAX_COLLECTIVE_CALL_BYTES - 32].decode(errors="ignore")
-    return f"{kept}... ({digest})"
+    beginning = raw[: limits.MAX_COLLECTIVE_CALL_BYTES - 32].decode(errors="ignore")
+    return f"{beginning}... ({digest})"
 
 
 def check_agreement(ended: Round) -> None:
-    """Refuse a round in which workers made different calls, or that came to nothing.
+    """Refuse a round in which workers made different calls, or that failed.
 
     Raises:
-        InvalidConfig: naming two of them, and their calls.
-        InvalidTensor: why it came to nothing.
+        InvalidConfig: two workers made different calls; the message has both.
+        InvalidTensor: the round failed; the message has the reason.
     """
     first = ended.shares[0]
     for share in ended.shares[1:]:
@@ -115,19 +113,19 @@ def check_agreement(ended: Round) -> None:
             raise InvalidConfig(
                 f"workers made different collective calls: rank {first.rank} called {first.call}, "
                 f"rank {share.rank} called {share.call}. Every worker makes the same calls in the "
-                "same order; this one came to nothing for all of them"
+                "same order; this one failed for all of them"
             )
     if ended.problem:
         raise InvalidTensor(f"{first.call}: {ended.problem}")
 
 
 def reducible(value: Any, op: str, at: str = "value") -> Any:
-    """A value as it is sent to be reduced: numbers, tensors on the CPU, and dicts, lists and tuples
-    of these.
+    """A value as it is sent for a reduction: numbers, tensors on the CPU, and dicts, lists and
+    tuples of these.
 
     Raises:
         InvalidConfig: there is no such `op`.
-        InvalidTensor: something in it cannot be reduced so.
+        InvalidTensor: `op` cannot reduce the value.
     """
     if op not in OPS:
         raise InvalidConfig(f"op is {op!r}; expected one of {', '.join(OPS)}")
@@ -141,7 +139,7 @@ def reducible(value: Any, op: str, at: str = "value") -> Any:
         return _reducible_tensor(value.detach().cpu(), op, at)
     if isinstance(value, dict):
         if not all(isinstance(key, str) for key in value):
-            raise InvalidTensor(f"{at} has keys that are no texts; expected texts")
+            raise InvalidTensor(f"{at} has keys that are not strings; expected strings")
         return {key: reducible(value[key], op, f"{at}[{key!r}]") for key in sorted(value)}
     if isinstance(value, list | tuple):
         return [reducible(one, op, f"{at}[{n}]") for n, one in enumerate(value)]
@@ -164,7 +162,7 @@ def _reducible_tensor(tensor: torch.Tensor, op: str, at: str) -> torch.Tensor:
 
 
 def shape_words(value: Any) -> str:
-    """What has to be alike at all workers of what is reduced."""
+    """The shapes, dtypes and keys of a value, which a reduction needs equal at all workers."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {shape_words(one)}" for key, one in value.items()) + "}"
     if isinstance(value, list):
@@ -175,7 +173,7 @@ def shape_words(value: Any) -> str:
 
 
 def reduced(values: Sequence[Any], op: str) -> Any:
-    """The reduction of what `reducible` has made of all workers' values, in their order."""
+    """The reduction of all workers' `reducible` values, in the order of ranks."""
     first = values[0]
     if isinstance(first, dict):
         return {key: reduced([value[key] for value in values], op) for key in first}
@@ -198,21 +196,21 @@ def _reduced_numbers(values: Sequence[float], op: str) -> float:
 
 
 def _reduced_tensors(tensors: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    fold: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    accumulate: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         "min": torch.minimum,
         "max": torch.maximum,
     }
     dtype = tensors[0].dtype
     total = tensors[0].float() if dtype in _HALF else tensors[0].clone()
     for tensor in tensors[1:]:
-        total = fold.get(op, torch.add)(total, tensor.to(total.dtype))
+        total = accumulate.get(op, torch.add)(total, tensor.to(total.dtype))
     if op == "mean":
         total = total / len(tensors)
     return total.to(dtype)
 
 
 def as_given(value: Any, given: Any) -> Any:
-    """A result in the kind and on the device of what the caller gave."""
+    """A result with the types and on the device of the caller's value."""
     if isinstance(given, dict):
         return {key: as_given(value[key], one) for key, one in given.items()}
     if isinstance(given, list | tuple):

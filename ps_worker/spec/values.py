@@ -153,7 +153,7 @@ class Piece:
     raw: Raw
 
 
-class BlockPart(NamedTuple):
+class BlockValues(NamedTuple):
     """What a push gives of one block: its payload, and which of its segments are present.
 
     Shapes:
@@ -250,7 +250,7 @@ def check_shape(shape: tuple[int, ...], region: Region, what: str) -> None:
         raise InvalidTensor(f"{what} has shape {shape}; expected {region.shape}{flat}")
 
 
-def cut(table: Table, pieces: Sequence[Piece]) -> Iterator[BlockPart]:
+def cut(table: Table, pieces: Sequence[Piece]) -> Iterator[BlockValues]:
     """The blocks that the pieces (in order, apart from each other) give, whole or in part (CUT-2).
 
     Raises:
@@ -269,7 +269,7 @@ def cut(table: Table, pieces: Sequence[Piece]) -> Iterator[BlockPart]:
         elif piece.begin <= begin and end <= piece.end:
             view = piece.raw.data
             start = (begin - piece.begin) * width
-            yield BlockPart(block, view[start : start + (end - begin) * width])
+            yield BlockValues(block, view[start : start + (end - begin) * width])
             block += 1
         else:
             here = takewhile(lambda piece: piece.begin < end, islice(pieces, first, None))  # noqa: B023
@@ -277,7 +277,7 @@ def cut(table: Table, pieces: Sequence[Piece]) -> Iterator[BlockPart]:
             block += 1
 
 
-def _assembled(table: Table, block: int, pieces: Iterable[Piece]) -> BlockPart:
+def _assembled(table: Table, block: int, pieces: Iterable[Piece]) -> BlockValues:
     """The part of a block of which the pieces give some tensors."""
     width = element_bytes(table.spec.dtype)
     start = block * table.spec.block_elements
@@ -303,10 +303,10 @@ def _assembled(table: Table, block: int, pieces: Iterable[Piece]) -> BlockPart:
                 )
             present[index] = True
             index += 1
-    return BlockPart(block, payload.data, pack_presence(tuple(present)))
+    return BlockValues(block, payload.data, pack_presence(tuple(present)))
 
 
-def merged(table: Table, older: BlockPart, newer: BlockPart) -> BlockPart:
+def merged(table: Table, older: BlockValues, newer: BlockValues) -> BlockValues:
     """Both parts of a block in one payload; where both are present, the newer counts."""
     width = element_bytes(table.spec.dtype)
     segments = table.segments(newer.block)
@@ -318,4 +318,4 @@ def merged(table: Table, older: BlockPart, newer: BlockPart) -> BlockPart:
             span = slice(segment.begin * width, segment.end * width)
             payload[span] = newer.payload[span]
     present = tuple(a or b for a, b in zip(before, now, strict=True))
-    return BlockPart(newer.block, payload.data, pack_presence(present))
+    return BlockValues(newer.block, payload.data, pack_presence(present))

@@ -1,4 +1,4 @@
-"""What a worker counts about itself; shown by `pushpull train` and `pushpull status`."""
+"""A worker's own counters, shown by `pushpull train` and `pushpull status`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ps_core.losses import NO_LOSSES, LossTotals
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How a worker does; counters count from its start."""
+    """A worker's progress; counters count from its start."""
 
     pushed_bytes: int
     pulled_bytes: int
@@ -21,12 +21,12 @@ class Progress:
     clocks: dict[str, int]
     """The steps sealed on each table, by the table's name."""
     lane: str
-    """How payloads travel: shm, grpc, or mixed; empty before any server was met."""
+    """The lane of payloads: shm, grpc, or mixed; empty before the first session with a server."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """The live counters. Each field has one writer; readers may see them a moment apart."""
+    """The live counters. Each field has one writer; readers may see them out of step."""
 
     pushed_bytes: int = 0
     pulled_bytes: int = 0
@@ -37,21 +37,21 @@ class Counters:
     staleness: int = 0
     planned_step_count: int = 0
     waits: dict[object, str] = field(default_factory=dict)
-    """What each request that waits was last told."""
+    """The last reason why each waiting request waits."""
 
     def add_loss(self, loss: float) -> None:
-        """The script reported this."""
+        """Take in a loss that the script reported."""
         self.loss = loss
         self.losses = self.losses.with_loss(loss)
 
     @property
     def step_count(self) -> int:
-        """Steps that the script reported, else the highest clock committed on any table."""
+        """The steps that the script reported, else the highest clock committed on any table."""
         if self.reported_step_count is not None:
             return self.reported_step_count
         return self.finished_step_count
 
     @property
     def waiting_for(self) -> str:
-        """One of the waits, for a person; empty if there is none."""
+        """The reason of one of the waits, for a person; empty if there is none."""
         return next(iter(self.waits.copy().values()), "")

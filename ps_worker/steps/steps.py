@@ -1,21 +1,19 @@
-"""A table as a worker's training thread sees it: its handle, and the steps on it.
+"""A table's handle and its steps, for a worker's training thread.
 
     handle = client.create_table(...)
     step = client.tables.begin_step(handle)    # clock = last sealed clock + 1
-    step.push_blocks(parts)                    # as often as a block changes; the last counts
-    ticket = step.seal(hyperparameters=...)    # the end: nothing may be pushed to it now
+    step.push_blocks(blocks)                   # as often as a block changes; the last counts
+    ticket = step.seal(hyperparameters=...)    # ends the step
     client.wait(ticket)                        # every server committed it
 
 Rules:
     - A table has at most one open step; its clock is one more than the last sealed one.
-    - A payload is read on the background thread, later and perhaps more than once: its memory must
-      not change before the step's ticket is done, or before the block is pushed again.
-    - A step has one future, completed on the background thread when every entry of the step has its
-      outcome; all tickets of the step share it.
-    - A ticket of a step that has not been sealed is never waited for: that would hang, so it
-      raises.
-
-What it deliberately does not do: network; everything is handed to the background thread.
+    - The background thread reads a payload later, perhaps more than once: its memory must not
+      change before the step's ticket is done, or before the block is pushed again.
+    - A step has one future, which all its tickets share. The background thread completes it when
+      every entry of the step has its outcome.
+    - A wait for a step that is not sealed raises, because it would hang.
+    - All network work is the background thread's.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ps_core.codec import check_length
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.tables import NATIVE_CODEC, DType, Hyperparameters, Table, TableSpec
-from ps_worker.spec.values import Array, BlockPart, merged, region_of, tensor_named
-from ps_worker.window.push_window import SealTerms
+from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
+from ps_worker.window.push_window import StepTerms
 
 ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """How a step ended: `applied` is False where it was sealed with skip."""
+    """The result of a step; `applied` is False if it was sealed with `skip`."""
 
     clock: int
     applied: bool
@@ -48,18 +46,18 @@ class StepResult:
     rejected: tuple[int, ...] = ()
     """ASP with a bound: the blocks that were too stale. Pull, then compute and push them anew."""
     discarded: bool = False
-    """BSP with backup workers: some part of the table formed its update without the step."""
+    """BSP with backup workers: some range of the table was updated without the step."""
     squares: Mapping[int, float] = field(default_factory=dict)
-    """BSP with `clip_scale`: of each block, the sum of the squares of the reduced gradient; the
-    update waits for `Client.scale_update`. Else empty."""
+    """BSP with `clip_scale`: block -> the sum of the squares of the reduced gradient; the update
+    waits for `Client.scale_update`. Else empty."""
     round_count: int = 0
-    """`DistributedOptimizer.step(closure)`: how often it computed rejected blocks anew. `clock` is
-    that of the last time, and `rejected` what was given up."""
+    """`DistributedOptimizer.step(closure)`: the number of times that it computed rejected blocks
+    anew. `clock` is that of the last time; `rejected` has the blocks that it gave up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """What a pull brought beside the values.
+    """The metadata of pulled values.
 
     Shapes:
         versions: block -> updates applied to it so far.
@@ -68,7 +66,7 @@ class Pulled:
     """
 
     clock: int
-    """The lowest clock of the ranges read. BSP: the newest update that all of it holds; else the
+    """The lowest clock of the pulled ranges. BSP: the newest update that all of them have; else the
     slowest worker's clock."""
     versions: dict[int, int] = field(default_factory=dict)
     presence: dict[int, bytes] = field(default_factory=dict)
@@ -76,7 +74,7 @@ class Pulled:
 
 @dataclass(eq=False)
 class PushTicket:
-    """A step on one table, or a part of it; `client.wait` blocks until the servers committed it."""
+    """A step on one table; `client.wait` blocks until the servers committed it."""
 
     table: Table
     clock: int
@@ -84,15 +82,11 @@ class PushTicket:
     is_sealed: Callable[[], bool]
 
     def done(self) -> bool:
-        """Whether every entry of the step has its outcome; never blocks."""
+        """True once every entry of the step has its outcome; never blocks."""
         return self.future.done()
 
     def check_sealed(self) -> None:
-        """Refuse to wait for a step that nobody has sealed.
-
-        Raises:
-            InvalidConfig: the step is still open.
-        """
+        """Raises InvalidConfig if the step is still open, so that a wait would not end."""
         if not self.is_sealed():
             raise InvalidConfig(
                 f"step {self.clock} of table '{self.table.spec.name}' has not been sealed, so it "
@@ -102,33 +96,32 @@ class PushTicket:
 
 @dataclass(eq=False)
 class PullTicket(Generic[ResultT]):
-    """A pull on its way; `client.wait` blocks until its values are there and returns them."""
+    """A pull in flight; `client.wait` blocks until its values are there and returns them."""
 
     table: Table
     future: Future[ResultT]
 
     def done(self) -> bool:
-        """Whether the pull has ended; never blocks."""
+        """True once the pull has ended; never blocks."""
         return self.future.done()
 
     @property
     def has_expired(self) -> bool:
-        """Whether the pull has ended because its time was up."""
+        """True if the pull has ended because its deadline passed."""
         return self.done() and isinstance(self.future.exception(), WaitExpired)
 
 
 def wait_until_ended(futures: Sequence[Future[Any]], timeout_s: float) -> None:
-    """Wait until all are done, or the first has failed, or time is up: as
-    `concurrent.futures.wait` does, in fewer calls, which a small `push_pull` feels.
-
-    Blocking: up to `timeout_s`; Ctrl-C interrupts it.
+    """Wait until all are done or the first has failed, at most `timeout_s`; Ctrl-C interrupts it.
+    Takes fewer calls than `concurrent.futures.wait`, which a small `push_pull` would feel.
     """
-    numbers = itertools.count(1)
+    done_counts = itertools.count(1)
     ended = threading.Lock()
     ended.acquire()
 
     def note(future: Future[Any]) -> None:
-        if next(numbers) == len(futures) or future.cancelled() or future.exception() is not None:
+        is_last = next(done_counts) == len(futures)
+        if is_last or future.cancelled() or future.exception() is not None:
             with contextlib.suppress(RuntimeError):  # a failure has ended the wait before
                 ended.release()
 
@@ -139,38 +132,37 @@ def wait_until_ended(futures: Sequence[Future[Any]], timeout_s: float) -> None:
 
 
 MAX_UNCOMMITTED_STEP_COUNT = 8
-"""Sealed steps of one table that may be on their way; beginning another waits for the oldest."""
+"""The most sealed steps of one table that are not committed; another one waits for the oldest."""
 
 
 _MAX_SKEW = 8
-"""Clocks that the joins of one model's tables may be apart; tables further apart are so for a
-reason, such as parameters that were unfrozen later."""
+"""The most clocks that the joins of one model's tables may be apart; tables further apart have
+another reason, such as parameters that were unfrozen later."""
 
 
-def left_out(missed_counts: Sequence[int]) -> tuple[int, ...]:
-    """How many clocks a worker leaves out on each of the tables that it steps together.
+def skipped_clocks(missed_counts: Sequence[int]) -> tuple[int, ...]:
+    """The number of clocks that a worker skips on each of the tables that it steps together.
 
     Args:
-        missed_counts: of each table, how many updates have formed without the worker beyond its
-            clock.
+        missed_counts: of each table, the updates beyond the worker's clock made without it.
 
     Returns:
-        The same number for all (SEMANTICS S7): between two tables the clocks of all workers stay
-        equally far apart. So nobody who has to be waited for on one table waits on another for who
-        waits for it, when there are backup workers no more.
+        The same number for all (SEMANTICS S7), so the clocks of two tables stay equally far apart
+        for all workers. Otherwise two workers could wait for each other, each on another table,
+        once the backup workers are no more.
     """
     count = min(missed_counts, default=0)
     return (count,) * len(missed_counts)
 
 
 def passed(clocks: Sequence[int], first_clocks: Sequence[int]) -> tuple[int, ...]:
-    """How many steps a worker that joins ends with nothing on each table of a model, to be where
-    the others are.
+    """The number of empty steps that a joining worker ends on each table of a model, to reach the
+    other workers.
 
     Args:
         clocks: of each table, after which it has joined.
-        first_clocks: where each table began: a checkpoint may have had them a step apart, and they
-            have been for everybody since.
+        first_clocks: of each table, the clock at which it began: a checkpoint may have had them a
+            step apart, and they stay so for all workers.
     """
     taken = [clock - first for clock, first in zip(clocks, first_clocks, strict=True)]
     most = max(taken, default=0)
@@ -178,8 +170,8 @@ def passed(clocks: Sequence[int], first_clocks: Sequence[int]) -> tuple[int, ...
 
 
 class PushBody(NamedTuple):
-    """What a push says of one block, opaque to the push window; the payload is in the table's own
-    codec, or, of optimizer state, in that of its arithmetic.
+    """A push of one block, opaque to the push window; the payload is in the table's own codec, or,
+    of optimizer state, in that of its arithmetic.
     """
 
     block: int
@@ -192,25 +184,24 @@ class PushBody(NamedTuple):
 
 
 class StepSink(Protocol):
-    """The way to the push driver on the background thread. Each call returns at once."""
+    """Hands steps to the push driver on the background thread. Each call returns at once."""
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
-        """A step begins; `future` is completed when it has ended."""
+        """Begin a step; `future` is completed when it has ended."""
 
     def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
-        """Blocks of an open step, in the order in which they shall leave."""
+        """Send blocks of an open step, in this order."""
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
-        """Withdraw all blocks of an open step but these."""
+        """Withdraw all blocks of an open step except `but`."""
 
-    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
-        """The end of a step."""
+    def seal(self, table: Table, clock: int, terms: StepTerms) -> None: ...
 
 
-class Step:
+class TableStep:
     """One step of this worker on one table, written block by block. Not thread-safe.
 
-    Made by `Tables.begin_step` of a client, or `begin_assign` for initial values (clock 0).
+    Made by `ClientTables.begin_step`, or by `begin_assign` for initial values (clock 0).
     """
 
     def __init__(self, table: Table, clock: int, sink: StepSink, steps: TableSteps) -> None:
@@ -219,7 +210,7 @@ class Step:
         self._sink = sink
         self._steps = steps
         self._sealed = False
-        self._parts: dict[int, BlockPart] = {}
+        self._tensors: dict[int, BlockValues] = {}
         width = NATIVE_CODEC[table.spec.dtype].element_bytes
         self._block_bytes = table.spec.block_elements * width
         self._last_block = table.block_count - 1
@@ -230,29 +221,27 @@ class Step:
 
     @property
     def is_sealed(self) -> bool:
-        """True once the step has ended for its worker."""
         return self._sealed
 
     def push_blocks(
         self,
-        parts: Iterable[BlockPart],
+        blocks: Iterable[BlockValues],
         *,
         priority: int = 0,
         eager: Hyperparameters | None = None,
     ) -> None:
-        """Send blocks; a second push of a block in this step replaces the first.
+        """Send blocks, in this order; a second push of a block in this step replaces the first.
 
         Args:
-            parts: the blocks, in the order in which they shall leave; handed over together.
-            priority: lower goes first where the window is full.
-            eager: ASP tables: the hyperparameters that the seal will repeat; the blocks are then
-                applied on arrival. None (default) holds them until the seal.
+            priority: lower goes first when the window is full.
+            eager: ASP tables: the hyperparameters that the seal will repeat; the servers then apply
+                the blocks on arrival. None: at the seal.
 
         Shapes:
-            parts: payloads in the table's own dtype. Not copied: they must not change before the
+            blocks: payloads in the table's own dtype. Not copied: they must not change before the
             step's ticket is done, or the block has been pushed again.
 
-        Blocking: no; the window bounds what is in flight, not what is handed over.
+        Blocking: no; the window bounds the bytes in flight, not those handed over.
 
         Raises:
             InvalidConfig: the step has been sealed.
@@ -262,7 +251,7 @@ class Step:
         self._check_open()
         peer_version = self._steps.pulled_peer_version
         bodies = []
-        for block, payload, presence in parts:
+        for block, payload, presence in blocks:
             self._check_length(block, payload)
             is_initial = self.clock == 0
             bodies.append(
@@ -271,26 +260,25 @@ class Step:
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, priority)
 
-    def edit(self, parts: Iterable[BlockPart], edit: bytes, array: str = "") -> PushTicket:
-        """Make an edit of the step, and end it: these values replace those of the tensors present,
-        if all workers say the same edit. What was pushed before takes no part.
+    def edit(self, blocks: Iterable[BlockValues], edit: bytes, array: str = "") -> PushTicket:
+        """Make the step an edit, and end it: these values replace those of the tensors present, if
+        all workers make the same edit. Blocks pushed before are withdrawn.
 
         Args:
-            parts: the blocks with tensors that were changed.
-            edit: names all that was changed in the model, alike at every worker that did the same.
-            array: of optimizer state, that they are of; empty means the values.
+            blocks: those with changed tensors.
+            edit: a name of all changes of the model, equal at every worker that made the same.
+            array: the array of optimizer state that `blocks` replace; empty: the values.
 
         Shapes:
-            parts: as `push_blocks` has them; of optimizer state in the dtype of the table's
-            arithmetic.
+            blocks: as `push_blocks`; of optimizer state in the dtype of the table's arithmetic.
 
         Raises: as `push_blocks`.
 
-        Blocking: no. The ticket raises EditRefused where the workers do not all mean this.
+        Blocking: no. The ticket raises EditRefused if the workers do not all make this edit.
         """
         self._check_open()
         bodies = []
-        for block, payload, presence in parts:
+        for block, payload, presence in blocks:
             if array:
                 length = self.table.block_length(block)
                 check_length(payload.nbytes, self.table.spec.arithmetic_codec, length)
@@ -301,17 +289,17 @@ class Step:
         self._sink.withdraw(self.table, self.clock, frozenset(body.block for body in bodies))
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, 0)
-        return self._end(SealTerms(edit=edit, array=array))
+        return self._end(StepTerms(edit=edit, array=array))
 
-    def push_parts(self, parts: Iterable[BlockPart]) -> None:
+    def push_tensors(self, blocks: Iterable[BlockValues]) -> None:
         """Send tensors of blocks, beside those that this step has pushed of them before."""
         whole = []
-        for part in parts:
-            older = self._parts.get(part.block)
-            if older is not None and part.presence:
-                part = merged(self.table, older, part)
-            self._parts[part.block] = part
-            whole.append(part)
+        for block in blocks:
+            older = self._tensors.get(block.block)
+            if older is not None and block.presence:
+                block = merged(self.table, older, block)
+            self._tensors[block.block] = block
+            whole.append(block)
         self.push_blocks(whole)
 
     def seal(
@@ -326,15 +314,12 @@ class Step:
         """End the step; the seals leave when every block has been received everywhere.
 
         Args:
-            hyperparameters: this step's numbers, sorted by name; those left out are the table's.
-            contribution_scale: this worker's gradients are multiplied by it.
+            hyperparameters: this step's, sorted by name; the table's fill in.
+            contribution_scale: a factor of this worker's gradients.
             skip: the step takes no part in the update (an overflow of mixed precision).
-            last: from the next clock on nobody waits for this worker.
-            clip_scale: the gradient is clipped by its norm: what this worker's own is multiplied by
-                where each step is an update of its own. Under BSP the update waits for
-                `TableSteps.scale`.
-
-        Blocking: no.
+            last: the final seal: from the next clock on no worker waits for this one.
+            clip_scale: clip the gradient by its norm: a factor of this worker's own where each step
+                is an update of its own. Under BSP the update waits for `TableSteps.scale`.
 
         Raises:
             InvalidConfig: sealed already, or a hyperparameter that the table's optimizer lacks.
@@ -342,11 +327,11 @@ class Step:
         self._check_open()
         if hyperparameters:
             self.table.spec.optimizer.merged(hyperparameters)
-        return self._end(SealTerms(hyperparameters, contribution_scale, skip, last, clip_scale))
+        return self._end(StepTerms(hyperparameters, contribution_scale, skip, last, clip_scale))
 
-    def _end(self, terms: SealTerms) -> PushTicket:
+    def _end(self, terms: StepTerms) -> PushTicket:
         self._sealed = True
-        self._parts = {}  # its ticket and this step hold each other: the values shall not wait
+        self._tensors = {}  # the ticket and this step hold each other: free the values now
         self._steps.sealed(self)
         self._sink.seal(self.table, self.clock, terms)
         return self.ticket
@@ -366,23 +351,22 @@ class Step:
 
 
 class TableSteps:
-    """The clock of this worker on one table, its open step, and what its pulls have seen.
+    """This worker's clock on one table, its open step, and the versions that its pulls have seen.
 
     Thread-safe.
 
     Args:
-        table: the table.
-        sink: where its steps go.
-        is_alone: whether the worker trains nothing beside it. Only then does a pull alone take it
-            past updates that formed without it: a clock is left out on all tables that are stepped
+        is_alone: True if the worker trains no other table. Only then does a pull alone take it past
+            updates made without it, because a clock is skipped on all tables that are stepped
             together, or on none (SEMANTICS S7).
-        joins: whether others train the table already: the first pull says where its worker begins.
-        owed_count: how many clocks its worker had left out when the table was made.
+        joins: others train the table already; the first pull gives the clock where this worker
+            begins.
+        owed_count: the clocks that this worker had skipped when the table was created.
 
     Attributes:
-        owed_count: clocks that are to be passed before the first step.
-        left_out_count: clocks that the worker left out here while it trained no other table than
-            those that it steps together with this one: a later table passes as many.
+        owed_count: clocks to skip before the first step.
+        skipped_count: clocks that the worker skipped here while it trained only tables that it
+            steps together with this one: a later table skips as many.
     """
 
     def __init__(
@@ -396,32 +380,30 @@ class TableSteps:
     ) -> None:
         self.table = table
         self.owed_count = 0 if joins else owed_count
-        self.left_out_count = 0 if joins else owed_count
+        self.skipped_count = 0 if joins else owed_count
         self._sink = sink
         self._is_alone = is_alone
         self._joins = joins
         self._lock = threading.Lock()
         self._clock = self._newest_clock = table.restored_clock or 0
-        self._open: Step | None = None
-        self._assign: Step | None = None
+        self._open: TableStep | None = None
+        self._assign: TableStep | None = None
         self._tickets: list[PushTicket] = []
         self._peer_versions: dict[int, int] = {}
 
     @property
     def clock(self) -> int:
-        """The clock of the last step that this worker sealed on the table, or of the newest update
-        that formed without it.
-        """
+        """The clock of the last step that this worker sealed on the table, or skipped."""
         return self._clock
 
-    def open_step(self) -> Step:
+    def open_step(self) -> TableStep:
         """The open step; begins one if there is none."""
         with self._lock:
             if self._open is None:
-                self._open = Step(self.table, self._clock + 1, self._sink, self)
+                self._open = TableStep(self.table, self._clock + 1, self._sink, self)
             return self._open
 
-    def assign_step(self) -> Step:
+    def assign_step(self) -> TableStep:
         """The step of clock 0 that gives initial values.
 
         Raises:
@@ -429,15 +411,15 @@ class TableSteps:
         """
         with self._lock:
             if self._assign is None:
-                self._assign = Step(self.table, 0, self._sink, self)
+                self._assign = TableStep(self.table, 0, self._sink, self)
             if self._assign.is_sealed:
                 raise InvalidConfig(
                     f"table '{self.table.spec.name}' has been given its initial values already"
                 )
             return self._assign
 
-    def sealed(self, step: Step) -> None:
-        """`step` has ended for this worker."""
+    def sealed(self, step: TableStep) -> None:
+        """Take note that `step` is sealed."""
         with self._lock:
             if len(self._tickets) >= MAX_UNCOMMITTED_STEP_COUNT:
                 self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
@@ -446,15 +428,13 @@ class TableSteps:
                 self._clock, self._open = step.clock, None
 
     def scale(self, clock: int, scale: float) -> PushTicket:
-        """Say what the update of a step is multiplied by, which was sealed with a `clip_scale` and
-        has ended with `squares`. Its ticket is done when every range has applied it.
-
-        Blocking: no.
+        """Give the factor of the update of a step that was sealed with a `clip_scale` and has ended
+        with `squares`. The ticket is done when every range has applied the update.
         """
         future: Future[StepResult] = Future()
         ticket = PushTicket(self.table, clock, future, lambda: True)
         self._sink.open_step(self.table, clock, future)
-        self._sink.seal(self.table, clock, SealTerms(update_scale=scale))
+        self._sink.seal(self.table, clock, StepTerms(update_scale=scale))
         with self._lock:
             self._tickets.append(ticket)
         return ticket
@@ -465,52 +445,49 @@ class TableSteps:
             return [ticket for ticket in self._tickets if not ticket.done()]
 
     def oldest_of_too_many(self) -> PushTicket | None:
-        """The oldest sealed step that has not ended, if there are as many as may be."""
+        """The oldest sealed step that has not ended, if there are the most allowed."""
         if len(self._tickets) < MAX_UNCOMMITTED_STEP_COUNT:
             return None
         tickets = self.uncommitted()
         return tickets[0] if len(tickets) >= MAX_UNCOMMITTED_STEP_COUNT else None
 
     def reached(self, clock: int) -> None:
-        """A pull of the whole table found it at `clock`, perhaps without this worker."""
+        """Take note that a pull found the whole table at `clock`, perhaps past this worker's."""
         with self._lock:
             self._newest_clock = max(self._newest_clock, clock)
             is_begin, self._joins = self._joins, False
         if is_begin:
-            self.leave_out(self.missed_count, is_owed=False)
+            self.skip_clocks(self.missed_count, is_owed=False)
         elif self._is_alone():
-            self.leave_out(self.missed_count)
+            self.skip_clocks(self.missed_count)
 
     @property
     def has_open_step(self) -> bool:
-        """Whether a step was begun that is not sealed."""
         return self._open is not None
 
     @property
     def missed_count(self) -> int:
-        """Updates that have formed without this worker beyond its clock, as far as it knows."""
+        """The updates made without this worker beyond its clock, as far as it knows."""
         return max(self._newest_clock - self._clock, 0)
 
-    def leave_out(self, count: int, *, is_owed: bool = True) -> None:
-        """So many clocks are left out, whose updates have formed without this worker: its next step
-        is for the one after them. An open step stays what it is, and the next takes its turn.
-        """
+    def skip_clocks(self, count: int, *, is_owed: bool = True) -> None:
+        """Skip clocks whose updates were made without this worker, unless a step is open."""
         with self._lock:
             if self._open is None:
                 self._clock += count
-                self.left_out_count += count if is_owed else 0
+                self.skipped_count += count if is_owed else 0
 
     def saw(self, block: int, peer_version: int) -> None:
-        """A pull brought `block` with that peer version."""
+        """Take note of the peer version of a pulled block."""
         self._peer_versions[block] = peer_version
 
     def pulled_peer_version(self, block: int) -> int | None:
-        """What the last pull of the block brought; None if it was never pulled."""
+        """The peer version of the last pull of the block; None if it was never pulled."""
         return self._peer_versions.get(block)
 
 
 class TableHandle:
-    """What `create_table` and `table` hand back; pass it to the client's verbs.
+    """A table for the client's verbs; `create_table` and `table` return it.
 
     A handle belongs to its client. Two calls for the same table give the same handle.
     """
@@ -526,7 +503,7 @@ class TableHandle:
 
     @property
     def spec(self) -> TableSpec:
-        """What the table is, every default filled in."""
+        """The table's specification, with every default filled in."""
         return self.table.spec
 
     @property
@@ -536,12 +513,12 @@ class TableHandle:
 
     @property
     def element_count(self) -> int:
-        """Elements of the table."""
+        """The number of elements of the table."""
         return self.table.spec.element_count
 
     @property
     def clock(self) -> int:
-        """Steps that this worker has sealed on the table; 0 for readers."""
+        """The number of steps that this worker has sealed on the table; 0 for readers."""
         return self.steps.clock
 
     def tensor(self, flat: Array, name: str) -> Array:
@@ -562,10 +539,10 @@ class TableHandle:
         return {tensor.name: self.tensor(flat, tensor.name) for tensor in self.spec.tensors}
 
     def shape_of(self, part: slice | str | None = None) -> tuple[int, ...]:
-        """The shape in which a pull gives that part of the table.
+        """The shape of a pull of that slice of the table.
 
         Raises:
-            InvalidKeys: the table has no such part.
+            InvalidKeys: the table has no such slice.
         """
         return region_of(self.table, part).shape
 
@@ -577,11 +554,7 @@ class TableHandle:
 
 
 def check_handle(table: object) -> None:
-    """Refuse what is no handle; a table's name is what is mostly given instead.
-
-    Raises:
-        InvalidConfig: it is none.
-    """
+    """Raises InvalidConfig if `table` is not a handle; callers mostly give its name instead."""
     if isinstance(table, TableHandle):
         return
     if isinstance(table, str):

@@ -32,7 +32,7 @@ from ps_core.errors import (
 )
 from ps_core.tables import OptimizerKind, TableSpec
 from ps_runtime.system.clock import now_s
-from ps_worker.client.pending import Pending
+from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name
 from ps_worker.training.module_buffers import persistent_buffers, write_values
 from ps_worker.transport.consistent_pulls import Moment
@@ -126,7 +126,7 @@ class _Part:
     def __post_init__(self) -> None:
         dtype = TORCH_DTYPE[self.table.dtype]
         self.values = torch.empty(self.table.element_count, dtype=dtype)
-        self.pending = Pending(self.client)
+        self.pending = PendingTickets(self.client)
 
     @property
     def birth(self) -> int:

@@ -20,7 +20,7 @@ from torch import nn
 
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import DType
-from ps_worker.client.pending import Pending
+from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain_name
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import FromRank0
@@ -29,7 +29,7 @@ from ps_worker.training.tables.staging import FlatBuffer
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
-    from ps_worker.steps.steps import Pulled, PullTicket, Step
+    from ps_worker.steps.steps import Pulled, PullTicket, TableStep
 
 MAX_EXACT_INTEGER = 2**53
 """The largest integer up to which float64 holds every one."""
@@ -106,7 +106,7 @@ class BufferTable:
         self._receives = options.buffers == "mean" or client.rank != 0
         self._sent = FlatBuffer(layout)
         self._received = FlatBuffer(layout)
-        self._pending = Pending(client)
+        self._pending = PendingTickets(client)
         self._pull: PullTicket[Pulled] | None = None
         self._left: dict[str, torch.Tensor] = {}
         self.handle = client.create_table(
@@ -197,7 +197,7 @@ class BufferTable:
                 if name not in before or torch.equal(before[name], target):
                     write_values(target, values)
 
-    def _push(self, step: Step) -> Step:
+    def _push(self, step: TableStep) -> TableStep:
         for name, source, staged in self._current(self._sent):
             self._check(name, source, staged)
             staged.copy_(source)

@@ -31,7 +31,7 @@ from ps_core.tables import (
     OptimizerKind,
     array_words,
 )
-from ps_worker.client.pending import Pending
+from ps_worker.client.pending import PendingTickets
 from ps_worker.training.tables.staging import is_finite, same_bits
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _pull(
     wanted: Sequence[tuple[TrainedTable, str]],
     found: dict[TrainedTable, Arrays],
 ) -> None:
-    pending = Pending(client)
+    pending = PendingTickets(client)
     for table, name in wanted:
         values = found[table][name] = _zeros(table)
         pending.add(table.start_state_pull(name, values))

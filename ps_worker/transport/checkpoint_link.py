@@ -1,4 +1,4 @@
-"""What a worker says to the scheduler about checkpoints, from whichever thread."""
+"""A worker's messages to the scheduler about checkpoints, from any thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ps_worker.checkpoint.save_points import Question
 
 
 class CheckpointLink:
-    """See `ps_worker.checkpoint.save_points.Scheduler`.
+    """A `ps_worker.checkpoint.save_points.Scheduler`.
 
     Args:
-        link: the tie to the scheduler.
+        link: to the scheduler.
         post: calls a function on the loop of `link`, from any thread, in order.
     """
 
@@ -31,7 +31,7 @@ class CheckpointLink:
     def join_checkpoint(
         self, number: int, clocks: Mapping[TableId, int], *, has_state: bool
     ) -> None:
-        """Say where this worker is."""
+        """Report this worker's clocks."""
 
         async def join() -> None:
             await join_checkpoint(self._link, number, clocks, has_state)
@@ -47,7 +47,7 @@ class CheckpointLink:
         has_state: bool,
         answered: Callable[[bool], None],
     ) -> None:
-        """Say where this worker is, and ask; `answered` is called on the loop."""
+        """Report this worker's clocks, and ask; the loop calls `answered`."""
         stays = question is Question.MUST_STEP
 
         async def ask() -> None:
@@ -57,22 +57,22 @@ class CheckpointLink:
         self._post(self._start, ask())
 
     def report_part(self, number: int, part: PartReport) -> None:
-        """Say what was written."""
+        """Report a written part."""
         self._post(self._start, report_part(self._link, number, part))
 
-    def _start(self, saying: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(self._say(saying))
+    def _start(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry_out(call))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     @staticmethod
-    async def _say(saying: Coroutine[Any, Any, None]) -> None:
+    async def _carry_out(call: Coroutine[Any, Any, None]) -> None:
         try:
-            await saying
+            await call
         except PushpullError as error:
             logs.warning("checkpoint_word_unheard", error=error.message)
 
-    async def settled(self, deadline_s: float) -> None:
-        """Wait until all that was said is heard, at most so long."""
+    async def all_answered(self, deadline_s: float) -> None:
+        """Wait until the scheduler has answered all calls, at most `deadline_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)

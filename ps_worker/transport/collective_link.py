@@ -1,8 +1,4 @@
-"""A worker's collective calls on the background loop: to their host, until the round has
-ended.
-
-Everything belongs to the background loop, except what says that any thread may call it.
-"""
+"""A worker's collective calls on the background loop: asks the host until the round has ended."""
 
 from __future__ import annotations
 
@@ -24,7 +20,8 @@ from pushpull.v1 import parameters_pb2
 
 _ANNOUNCED_WITHIN_S = 10.0
 _ASKED_FOR_S = 2.0
-"""Then the host says for whom the round waits, and is asked again."""
+"""The host answers after this at the latest, with the workers that are missing, and is asked
+again."""
 
 _GRACE_S = 1.0
 
@@ -36,7 +33,7 @@ class CollectiveLink:
         session: the worker's.
         links: to the servers.
         view: gives the newest view.
-        waits: of the client: what it waits for, for a person.
+        waits: the reasons why the client waits, for a person.
         is_late_joiner: see `Rounds`.
     """
 
@@ -62,7 +59,7 @@ class CollectiveLink:
         self._failure: PushpullError | None = None
 
     def take_view(self, view: ClusterView) -> None:
-        """A newer view: there may be another host, which is told of this worker."""
+        """Take a newer view; announce this worker to a new host."""
         host = host_of(view)
         if host == self._host:
             return
@@ -76,7 +73,6 @@ class CollectiveLink:
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
     def fail(self, error: PushpullError) -> None:
-        """The session has ended."""
         self._failure = self._failure or error
         if self._announcing is not None:
             self._announcing.cancel()
@@ -84,12 +80,12 @@ class CollectiveLink:
             task.cancel()
 
     async def enter(self, share: Share, deadline_s: float) -> Round:
-        """Give this worker's share of the next round; the round, when it has ended. Who asks again
+        """Give this worker's share of the next round, and wait for the round's end. A second call
         with the same share takes part once.
 
         Raises:
-            WaitExpired: somebody is missing, named by the message.
-            PushpullError: what ended the session.
+            WaitExpired: a worker is missing, named by the message.
+            PushpullError: the error that ended the session.
         """
         task = asyncio.ensure_future(self._asked_until_ended(share, deadline_s))
         self._entering.add(task)
@@ -105,7 +101,7 @@ class CollectiveLink:
             self._waits.pop(self, None)
 
     async def _announce(self) -> None:
-        """Have the host know of this worker: others wait until it does."""
+        """Announce this worker to the host, for which the other workers wait."""
         backoff = Backoff()
         while True:
             try:
@@ -139,20 +135,20 @@ class CollectiveLink:
                 reason = self._reason(error)
                 self._waits[self] = f"{share.call}: {reason}"
                 if isinstance(error, WaitExpired):
-                    continue  # it has waited
+                    continue  # the host has waited already
                 wait_s = min(backoff.next_s(error), max(end_s - now_s(), 0.0))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await moved.wait()
 
     def _reason(self, error: PushpullError) -> str:
-        """Why there is no answer yet, for a person."""
+        """The reason why there is no answer yet, for a person."""
         if self._host is None or error.message.startswith(WAITS_FOR):
             return error.message
-        return f"it meets the others at server {self._host.server}, and {error.message}"
+        return f"the round's host is server {self._host.server}, and {error.message}"
 
     async def _unless(self, moved: asyncio.Event, asking: Coroutine[Any, Any, None]) -> None:
-        """Ask, unless there is another host before an answer."""
+        """Ask, unless the host moves before the answer."""
         asked = asyncio.ensure_future(asking)
         waited = asyncio.ensure_future(moved.wait())
         try:
@@ -168,7 +164,7 @@ class CollectiveLink:
         host = self._host
         link = None if host is None else self._links.find(host.server)
         if host is None or link is None:
-            raise StaleAssignment("there is no server where it could meet the others")
+            raise StaleAssignment("no server can be the round's host")
         entering = self._rounds.entering(host, share)
         request = parameters_pb2.EnterCollectiveRequest(
             view_number=self._view().view_number,
@@ -184,7 +180,7 @@ class CollectiveLink:
             self._rounds.must_tell_again()
             raise
         if host != self._host:
-            return  # what a host of before says is not heard any more
+            return  # an old host's answer does not count
         if share is None:
             self._rounds.told(host)
             return

@@ -19,7 +19,7 @@ from ps_worker.spec.straggler import ComputeTime
 _LAUNCH_ID = re.compile("[0-9a-f]{32}")
 
 ROLES = ("worker", "reader", "operator")
-"""What a client connects as."""
+"""The roles of clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,28 +46,28 @@ class WorkerConfig:
     world_size: int = field(
         default=0,
         metadata={
-            "help": "the workers that the job has: a cluster that is for another number refuses "
-            "this one at once; 0: not known"
+            "help": "the number of workers of the job; a cluster for another number refuses this "
+            "worker at once; 0: unknown"
         },
     )
     run: str = field(
         default="",
         metadata={
-            "help": "the name of the run that this is of, with ranks and tables of its own; empty: "
-            "the run without a name"
+            "help": "the name of this worker's run, with ranks and tables of its own; empty: the "
+            "run without a name"
         },
     )
     identity: str = field(
         default="",
         metadata={
-            "help": "who this worker is, whichever process it runs in: one that is started again "
-            "with the same identity has its rank back at once, and the process before is ended; "
-            "hostname takes the name of this host, as a pod or container has one; empty: nobody in "
-            "particular, who waits until the one before is given up"
+            "help": "a name that this worker keeps when its process is started again: with the "
+            "same identity it gets its rank back at once, and its earlier process is ended; "
+            "hostname takes the name of this host, pod or container; empty: none, so a restarted "
+            "worker waits until its earlier process is declared gone"
         },
     )
     cluster_id: str = field(
-        default="", metadata={"help": "the cluster that is meant; empty accepts whichever answers"}
+        default="", metadata={"help": "the cluster to join; empty accepts whichever answers"}
     )
     connect_deadline_s: float = field(
         default=60.0, metadata={"help": "seconds to go on trying to reach the cluster at start"}
@@ -119,8 +119,8 @@ class WorkerConfig:
         default="",
         metadata={
             "is_internal": True,  # the flag is that of `ProcessConfig`
-            "help": "host:port where this process serves /metrics and /healthz, port 0 is a free "
-            "one; empty: not at all, but under `pushpull worker`, which serves them anyway",
+            "help": "host:port where this process serves /metrics and /healthz; port 0 takes a "
+            "free one; empty: only `pushpull worker` serves them",
         },
     )
 
@@ -128,15 +128,15 @@ class WorkerConfig:
         default="",
         metadata={
             "is_internal": True,
-            "help": "what whoever started this process drew for it, 32 hexadecimal digits: with it "
-            "an operator tells the scheduler that the process has ended (`pushpull train` does); "
-            "empty: nobody can",
+            "help": "32 random hexadecimal digits from the parent of this process, with which it "
+            "tells the scheduler that the process has ended (`pushpull train` does); empty: it "
+            "cannot",
         },
     )
 
     def __post_init__(self) -> None:
         if self.launch_id and not _LAUNCH_ID.fullmatch(self.launch_id):
-            raise InvalidConfig("launch_id has not the form of one; expected 32 hexadecimal digits")
+            raise InvalidConfig("launch_id is malformed; expected 32 hexadecimal digits")
         check_choice("role", self.role, ROLES)
         runs.check_name(self.run)
         runs.check_identity(self.identity)
@@ -193,8 +193,8 @@ def worker_config(
 ) -> WorkerConfig:
     """The settings in force: an argument that is not None, else the environment, else the default.
 
-    A rank in the environment is a worker's; it does not make a reader's connection an error. Where
-    neither has a rank, it is the one that `job_place` finds, if any.
+    Readers ignore a rank in the environment. A worker without a rank takes that of `job_place`, if
+    there is one.
 
     Raises:
         InvalidConfig: an unknown PUSHPULL_* variable, or a setting that is wrong.
@@ -210,10 +210,10 @@ def worker_config(
 
 
 def job_place(arguments: Mapping[str, object], env: Mapping[str, str]) -> JobPlace | None:
-    """The place that a worker takes from its job, where nobody has given it a rank.
+    """The place of a worker without a rank in its job, if it has one.
 
     Raises:
-        InvalidConfig: the job's variables disagree, or have no sense.
+        InvalidConfig: the job's variables contradict each other, or make no sense.
     """
     role = arguments.get("role") or env.get("PUSHPULL_ROLE") or ROLES[0]
     if role != ROLES[0] or arguments.get("rank") is not None or env.get("PUSHPULL_RANK"):
@@ -222,7 +222,7 @@ def job_place(arguments: Mapping[str, object], env: Mapping[str, str]) -> JobPla
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line of `pushpull worker`."""
+    """The parser of the command line of `pushpull worker`."""
     made = argparse.ArgumentParser(
         prog="pushpull worker",
         usage="%(prog)s [OPTIONS] SCRIPT [ARGS...]",

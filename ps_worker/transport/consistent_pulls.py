@@ -1,15 +1,14 @@
-"""Consistent reads of readers: one state of a whole table, while it is trained.
+"""Consistent pulls of readers: one state of a whole table, while it is trained.
 
 Rules:
-    - Under BSP a read names one clock for every range, the newest that any reports. Where a range
-      is past it already, the read asks further ahead, by a margin that grows. Nobody is held up.
-    - Under SSP it cuts first: every range holds what is beyond the clock that it has reached. Then
-      it names the highest of these clocks. A cut that was begun is always ended, and ends by itself
-      soon if this process cannot.
-    - Under ASP there is no clock that all have reached: each range is read as it is between two
-      updates.
+    - Under BSP a pull names one clock for every range, the newest that any reports. If a range is
+      past it already, the pull asks further ahead, by a margin that grows. No worker waits.
+    - Under SSP it begins a cut first: every range suspends updates beyond the clock that it has
+      reached. Then the pull names the highest of these clocks. A cut is always ended; servers end
+      it soon if this process cannot.
+    - Under ASP there is no clock that all ranges have: each is pulled as it is between two updates.
 
-Everything belongs to the background loop.
+Only the background loop calls this.
 """
 
 from __future__ import annotations
@@ -30,30 +29,25 @@ from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.steps.steps import Pulled
-from ps_worker.transport.pulls import ATTEMPT_S, Puller, ReadOrder
+from ps_worker.transport.pulls import ATTEMPT_S, Puller, PullOrder
 
 
 class Moment(NamedTuple):
-    """What a consistent read is of: a clock, and the cut that holds it, or 0."""
+    """The moment of a consistent pull: a clock, and the cut that holds it, or 0."""
 
     clock: int
     cut: int = 0
 
 
 class ConsistentPuller:
-    """The consistent reads of one reader.
-
-    Args:
-        puller: what reads at a clock.
-        view: the newest view.
-    """
+    """The consistent pulls of one reader."""
 
     def __init__(self, puller: Puller, view: Callable[[], ClusterView]) -> None:
         self._puller = puller
         self._view = view
 
-    async def read(self, order: ReadOrder) -> Pulled:
-        """Read as the table's consistency wants it, which may change meanwhile.
+    async def pull(self, order: PullOrder) -> Pulled:
+        """Pull by the rule of the table's consistency, which may change meanwhile.
 
         Raises:
             WaitExpired: not in time.
@@ -64,33 +58,33 @@ class ConsistentPuller:
             try:
                 match setting.mode:
                     case Mode.BSP:
-                        return await self._read_ahead(order)
+                        return await self._pull_ahead(order)
                     case Mode.SSP:
-                        return await self._read_by_cut(order)
+                        return await self._pull_by_cut(order)
                     case Mode.ASP:
-                        return await self._puller.read(replace(order, consistent=False))
+                        return await self._puller.pull(replace(order, consistent=False))
             except InvalidConfig:
                 if self._setting(order) == setting:
                     raise
 
-    def _setting(self, order: ReadOrder) -> Consistency:
+    def _setting(self, order: PullOrder) -> Consistency:
         return self._view().table(order.table.table_id).consistency
 
     # --- BSP
 
-    async def _read_ahead(self, order: ReadOrder) -> Pulled:
+    async def _pull_ahead(self, order: PullOrder) -> Pulled:
         margin = 0
         clock = await self._newest_clock(order)
         while True:
             deadline_s = min(order.deadline_s, now_s() + ATTEMPT_S)
             try:
-                return await self._puller.read_at(order, clock, deadline_s)
+                return await self._puller.pull_at(order, clock, deadline_s)
             except AlreadyPast as past:
                 margin = max(1, 2 * margin)
                 clock = past.clock + margin
                 if now_s() >= order.deadline_s:
                     raise WaitExpired(
-                        f"no clock of table '{order.table.spec.name}' could be read before the "
+                        f"no clock of table '{order.table.spec.name}' could be pulled before the "
                         f"servers had passed it: {past.message}"
                     ) from past
             except WaitExpired:
@@ -99,7 +93,7 @@ class ConsistentPuller:
                 margin = 0
                 clock = await self._newest_clock(order)
 
-    async def _newest_clock(self, order: ReadOrder) -> int:
+    async def _newest_clock(self, order: PullOrder) -> int:
         """The newest clock that any range of the table reports."""
         backoff = Backoff()
         while True:
@@ -118,17 +112,17 @@ class ConsistentPuller:
 
     # --- SSP
 
-    async def _read_by_cut(self, order: ReadOrder) -> Pulled:
+    async def _pull_by_cut(self, order: PullOrder) -> Pulled:
         backoff = Backoff()
         while True:
             lasts_s = min(limits.DEFAULT_CUT_S, max(order.deadline_s - now_s(), 0.001))
             cut = new_cut()
             try:
                 clocks = await self.begin_cut(cut, [order.table], lasts_s)
-                held = replace(order, cut=cut)
                 (clock,) = clocks.values()
-                return await self._puller.read_at(held, clock, now_s() + lasts_s)
-            except PushpullError as error:  # it took a server or a worker too long
+                end_s = now_s() + lasts_s
+                return await self._puller.pull_at(replace(order, cut=cut), clock, end_s)
+            except PushpullError as error:  # a server or a worker took too long
                 if not (is_curable(error) or isinstance(error, AlreadyPast)):
                     raise
                 await self._puller.pause(order, backoff, WaitExpired(error.message))
@@ -138,13 +132,14 @@ class ConsistentPuller:
     async def begin_cut(
         self, cut: int, tables: Sequence[Table], lasts_s: float
     ) -> dict[TableId, int]:
-        """Hold tables beyond what they have reached, `lasts_s` at most.
+        """Suspend updates of tables beyond their clocks, `lasts_s` at most.
 
         Returns:
-            For each table the lowest clock that may be read.
+            For each table the lowest clock to pull.
 
         Raises:
-            PushpullError: a server refused, or was not reached. The others hold, until `end_cut`.
+            PushpullError: a server refused, or was not reached. The others keep the cut until
+                `end_cut`.
         """
         asked = [
             (table.table_id, link) for table in tables for link in self._puller.links_of(table)
@@ -158,7 +153,7 @@ class ConsistentPuller:
         return clocks
 
     async def end_cut(self, cut: int, tables: Sequence[Table]) -> None:
-        """Let go whatever that cut still holds. Never raises: it ends by itself soon."""
+        """End a cut on all servers. Never raises, because servers end it by themselves soon."""
         for table in tables:
             try:
                 links = self._puller.links_of(table)
@@ -168,5 +163,5 @@ class ConsistentPuller:
 
 
 def new_cut() -> int:
-    """A number for a cut that no other of this session has."""
+    """A random number for a cut, unique in the session."""
     return int.from_bytes(os.urandom(7), "big") + 1

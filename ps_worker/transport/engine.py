@@ -1,9 +1,9 @@
 """One client on the background thread: links to scheduler and servers, pushes, pulls.
 
 Rules:
-    - Everything belongs to the background loop, except what says that any thread may call it.
-    - What ends the session (Fenced, a server that refuses this client) fails every open request and
-      every later call with that error.
+    - Only the background loop calls this, except the methods marked for any thread.
+    - An error that ends the session (Fenced, a server that refuses this client) fails every open
+      request and every later call.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.consistent_pulls import ConsistentPuller
 from ps_worker.transport.links import LinkSetting, ServerLinks
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.pulls import Puller, ReadOrder
+from ps_worker.transport.pulls import Puller, PullOrder
 from ps_worker.transport.pushes import PushDriver
-from ps_worker.window.push_window import SealTerms
+from ps_worker.window.push_window import StepTerms
 from pushpull.v1 import scheduler_pb2
 
 PROTOCOL_VERSION = 1
@@ -41,20 +41,20 @@ _HEARD_WITHIN_S = 2.0
 _ABANDONED_WITHIN_S = 1.0
 _CLOSED_WITHIN_S = 5.0
 STOPPED_WITHIN_S = _HEARD_WITHIN_S + FAREWELL_DEADLINE_S + _CLOSED_WITHIN_S
-"""`Engine.stop` takes at most so long, where the scheduler answers nothing."""
+"""The longest that `Engine.stop` takes, if the scheduler does not answer."""
 
 
 class StepSender:
-    """Hands steps from any thread to the push driver on the loop, and knows how far they are.
+    """Hands steps from any thread to the push driver on the loop, and knows the newest clocks.
 
-    It is the `ps_worker.steps.steps.StepSink` of a worker's tables. Thread-safe.
+    A `ps_worker.steps.steps.StepSink`. Thread-safe.
 
     Args:
         post: calls a function on the loop, in order.
-        driver: takes the steps there.
+        driver: of the loop.
 
     Attributes:
-        clocks: of each table, the newest that this worker has sealed.
+        clocks: table -> the newest clock that this worker has sealed.
         assigned: tables to which this worker has given initial values.
     """
 
@@ -66,21 +66,17 @@ class StepSender:
         self._began_s: dict[TableId, tuple[int, float]] = {}
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
-        """See `StepSink`."""
         self._began_s[table.table_id] = (clock, now_s())
         self._post(self._driver.open_step, table, clock, future)
 
     def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
-        """See `StepSink`."""
         self._post(self._driver.submit, table, clock, bodies, priority)
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
-        """See `StepSink`."""
         self._post(self._driver.withdraw, table, clock, but)
 
-    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
-        """See `StepSink`."""
-        is_step = not terms.last and terms.update_scale is None  # a goodbye is none of the script's
+    def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
+        is_step = not terms.last and terms.update_scale is None  # a final seal is not the script's
         if clock and is_step:
             self.clocks[table.table_id] = clock
         elif not clock:
@@ -93,9 +89,7 @@ class StepSender:
         return max(list(self.clocks.values()), default=0)
 
     def observe_pull(self, table_id: TableId, clock: int) -> None:
-        """A pull at this clock is here: the step of that clock, if it is the newest, has taken from
-        its first push until now.
-        """
+        """Measure the step of this clock, from its first push to this pull, if it is the newest."""
         newest, began_s = self._began_s.get(table_id, (-1, 0.0))
         if newest == clock:
             MEASURES.step_duration_seconds.observe(now_s() - began_s)
@@ -106,16 +100,12 @@ class Engine:
 
     Attributes:
         session: the identity that the scheduler gave this client.
-        world_size: how many workers the cluster counted when this client came.
-        counters: what this client has done so far.
+        world_size: the number of workers of the cluster when this client connected.
         scheduler: the link to the scheduler.
         links: to the servers.
-        pushes: what is on its way to them.
         steps: takes steps from any thread.
-        pulls: reads from one server or several.
-        consistent: reads of one clock in all parts, by readers.
-        collectives: this worker's collective calls.
-        checkpoints: what this worker tells the scheduler about checkpoints.
+        consistent: pulls of one clock of a whole table, for readers.
+        checkpoints: this worker's messages to the scheduler about checkpoints.
     """
 
     def __init__(
@@ -133,7 +123,7 @@ class Engine:
         self._view = view
         self._post = post
         self._failure: PushpullError | None = None
-        self._reads: set[asyncio.Task[Any]] = set()
+        self._pulls_in_flight: set[asyncio.Task[Any]] = set()
         identity = wire.session_to_proto(link.session)
         self.links = ServerLinks(LinkSetting(identity, config.lane, self._fail))
         self.pushes = PushDriver(config.window_bytes, view, self.links, self.counters, self._fail)
@@ -160,7 +150,6 @@ class Engine:
         """Register with the scheduler and take its first view.
 
         Args:
-            config: the client's settings.
             post: calls a function on this loop, from any thread, in order.
 
         Blocking: up to `config.connect_deadline_s`.
@@ -190,16 +179,16 @@ class Engine:
         return cls(config, link, view, post)
 
     async def abandon(self, reason: str) -> None:
-        """End everything in the middle of the work, and tell the scheduler so: it waits no more."""
+        """End everything, and tell the scheduler that this worker is gone with steps unfinished."""
         self._fail(Fenced("this client has been closed; connect again"))
-        await self.links.close()  # first: who is gone sends nothing again
+        await self.links.close()  # first: a worker that is gone must send nothing again
         await self.scheduler.deregister(reason, _ABANDONED_WITHIN_S, unfinished=True)
         await self.stop("")
 
     async def stop(self, reason: str) -> None:
         """End everything; with a reason, tell the scheduler that this node has left."""
         if reason:
-            await self.checkpoints.settled(_HEARD_WITHIN_S)
+            await self.checkpoints.all_answered(_HEARD_WITHIN_S)
             await self.scheduler.deregister(reason)
         await self.scheduler.close()
         self._fail(Fenced("this client has been closed; connect again"))
@@ -209,7 +198,7 @@ class Engine:
 
     @property
     def view(self) -> ClusterView:
-        """The newest view that came."""
+        """The newest view."""
         return self._view
 
     @property
@@ -223,14 +212,14 @@ class Engine:
         return self._failure is None
 
     def check_alive(self) -> None:
-        """Raise what ended the session, if anything did."""
+        """Raise the error that ended the session, if one did."""
         if self._failure is not None:
             raise self._failure
 
     def tables_to_end(self) -> list[str]:
-        """The tables on which somebody may wait for this worker, and it can end.
+        """The tables on which another worker may wait for this one's final seal.
 
-        One that starts from rank 0's values and never got them is of no use to anybody.
+        A table that starts from rank 0's values and never got them needs none.
         """
         return [
             table.spec.name
@@ -266,41 +255,37 @@ class Engine:
         return joined is None or self.steps.newest_clock <= joined
 
     def joins(self, table_id: TableId) -> bool:
-        """True if this worker joins that table, which others had before it came. A table that is
-        made later it has from the start, as any other worker.
-        """
+        """True if this worker joins that table, which is older than this worker."""
         return self.is_late_joiner and table_id in self._found_tables
 
     def watch(
         self, take_view: Callable[[ClusterView], None], end: Callable[[PushpullError], None]
     ) -> None:
-        """Call `take_view` with this view and each newer one, and `end` when there will be no more,
-        on the loop.
-        """
+        """Call `take_view` on the loop with this view and each newer one; `end` after the last."""
         self.scheduler.on_view.append(take_view)
         self.scheduler.on_fenced.append(end)
         self._post(lambda: take_view(self._view))
 
     # --- the loop
 
-    async def read(self, order: ReadOrder) -> Pulled:
-        """Carry out a pull; fails at once with whatever ends the session."""
+    async def pull(self, order: PullOrder) -> Pulled:
+        """Carry out a pull; an error that ends the session ends it at once."""
         self.check_alive()
         task = cast("asyncio.Task[Any]", asyncio.current_task())
-        self._reads.add(task)
+        self._pulls_in_flight.add(task)
         try:
             puller = self.consistent if order.consistent and order.is_reader else self.pulls
-            pulled = await puller.read(order)
+            pulled = await puller.pull(order)
         except asyncio.CancelledError:
             if self._failure is not None:
                 raise self._failure from None
             raise
         finally:
-            self._reads.discard(task)
+            self._pulls_in_flight.discard(task)
         if order.array:
             return pulled
-        # All of the table is at this clock or further, with backup workers perhaps without this
-        # worker; a part of it would say nothing of the rest.
+        # The whole table is at this clock or later, with backup workers perhaps without this
+        # worker; a slice would say nothing about the rest.
         if len(pulled.versions) == order.table.block_count:
             order.steps.reached(pulled.clock)
         self.steps.observe_pull(order.table.table_id, order.clock)
@@ -309,7 +294,7 @@ class Engine:
     def _take_view(self, view: ClusterView) -> None:
         self._view = view
         if view.lost_ranges and self.session.role is Role.WORKER:
-            self._fail(ValuesLost(view.lost_words))  # no step can have all of its parts again
+            self._fail(ValuesLost(view.lost_words))  # no step can be complete again
         self.links.update(view)
         self.pushes.take_view(view)
         self.pulls.take_view(view)
@@ -322,7 +307,7 @@ class Engine:
         self._failure = error
         self.pushes.fail(error)
         self.collectives.fail(error)
-        for task in self._reads:
+        for task in self._pulls_in_flight:
             task.cancel()
 
     def _progress(self) -> scheduler_pb2.NodeProgress:

@@ -1,17 +1,17 @@
 """The client's end of the same-host lane: a Unix socket to one server, and the memory behind it.
 
-What is pushed is copied into a ring that the server has mapped; what is pulled is copied out of the
-server's memory, which is mapped here for reading.
+Pushes copy payloads into a ring that the server has mapped; pulls copy values out of the server's
+memory, which is mapped here for reading.
 
 Rules:
-    - A piece of the ring is lent to the server from the moment that its descriptor is written until
-      the first answer to that entry on the same stream. A stream's ring ends with the stream: what
-      a broken stream may still hold is never written to again.
-    - What is sent again while its piece is lent carries its bytes, then and ever after on this
-      stream: of two answers to come nobody could say which of them frees a new piece.
-    - A copy of a value counts only if its stamp is unchanged afterwards.
+    - The server uses a piece of the ring from the moment that its descriptor is written until the
+      first answer to that entry on the same stream. A stream's ring ends with the stream: pieces
+      that a broken stream may still use are never written again.
+    - An entry that is sent again while the server uses its piece carries its bytes, then and ever
+      after on this stream, because two answers would come and either could free a new piece.
+    - A copy of a value counts only if its sequence lock is unchanged afterwards.
 
-Everything belongs to the background loop.
+Only the background loop calls this.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from pushpull.v1 import parameters_pb2
 _MESSAGE_BYTES = 4096
 _HANDSHAKE_DEADLINE_S = 5.0
 _segment_ids = itertools.count(1)
-"""A segment's number is used once in the life of the process, so once in any session."""
+"""Unique in the life of the process, and so in any session."""
 
 
 class EntryName(NamedTuple):
-    """What a server's reply names."""
+    """The name of an entry in a server's reply."""
 
     table_id: int
     range_id: int
@@ -58,15 +58,15 @@ class SharedLane:
         self._ring: Ring | None = None
         self._memory: SharedSegment | None = None
         self._segment_id = 0
-        self._lent: dict[EntryName, int] = {}
+        self._offset_of: dict[EntryName, int] = {}  # of pieces of the ring that the server uses
         self._sent_twice: set[EntryName] = set()
-        self._asked: dict[int, SharedBuffer] = {}
+        self._offered: dict[int, SharedBuffer] = {}
         self._mapped: dict[SharedBuffer, int] = {}
         self._collected_count = 0
-        self._values: dict[int, Bytes] = {}
+        self._segments: dict[int, Bytes] = {}
         self._last_segment_id = 0  # a server numbers its segments upwards, as it makes them
         self.is_open = True
-        self.has_room = asyncio.Event()
+        self.has_space = asyncio.Event()
 
     @classmethod
     async def open(
@@ -75,9 +75,9 @@ class SharedLane:
         """Connect to the server's socket, and share a ring with it if this client pushes.
 
         Args:
-            offer: what the server said.
+            offer: the server's.
             on_lost: called once if the connection ends by itself.
-            pushes: whether a ring is needed.
+            pushes: the client needs a ring.
 
         Raises:
             OSError: the server is not on this host, or there is no memory to share.
@@ -97,7 +97,7 @@ class SharedLane:
         except BaseException:
             lane.close()
             raise
-        asyncio.get_running_loop().add_reader(connection.fileno(), lane._read)
+        asyncio.get_running_loop().add_reader(connection.fileno(), lane._receive_all)
         return lane
 
     def close(self) -> None:
@@ -110,27 +110,27 @@ class SharedLane:
         if self._memory is not None:
             self._memory.close()
         self._ring = None
-        self._values.clear()
-        self.has_room.set()
+        self._segments.clear()
+        self.has_space.set()
 
     # --- pushes
 
     def where(self, payload: memoryview) -> parameters_pb2.SharedPayload | None:
-        """Where the server can read a payload without a copy of it; None if it cannot.
+        """The place of a payload in a buffer that the server has mapped; None if it is in none.
 
-        Nothing frees such a place: its memory does not change before the entry has ended.
+        Such a payload needs no piece of the ring: it does not change before the entry has ended.
         """
         if self._ring is None:
             return None
         if self._collected_count != collected_count():
-            self._let_go()
+            self._drop_collected()
         found = find(payload)
         if found is None:
             return None
         buffer, offset = found
         segment_id = self._mapped.get(buffer, 0)
         if not segment_id:
-            self._ask_to_map(buffer)
+            self._offer_buffer(buffer)
             return None
         if offset % limits.LANE_ALIGNMENT_BYTES:
             return None
@@ -138,25 +138,26 @@ class SharedLane:
             segment_id=segment_id, offset_bytes=offset, byte_count=payload.nbytes
         )
 
-    def _ask_to_map(self, buffer: SharedBuffer) -> None:
-        """Share a buffer with the server; until it says that it has it, the ring serves."""
-        is_asked = buffer in self._asked.values()
-        # One more is the ring; the server would close the connection over one too many.
-        if is_asked or len(self._asked) + len(self._mapped) + 1 >= limits.MAX_LANE_SEGMENT_COUNT:
+    def _offer_buffer(self, buffer: SharedBuffer) -> None:
+        """Share a buffer with the server; payloads go through the ring until it has mapped it."""
+        is_offered = buffer in self._offered.values()
+        # The ring is one more; the server would close the connection over one too many.
+        segment_count = len(self._offered) + len(self._mapped) + 1
+        if is_offered or segment_count >= limits.MAX_LANE_SEGMENT_COUNT:
             return
         segment_id = next(_segment_ids)
-        with contextlib.suppress(OSError):  # not read fast enough: another time
+        with contextlib.suppress(OSError):  # the socket is full: another time
             self._share(segment_id, buffer.byte_count, buffer.fd)
-            self._asked[segment_id] = buffer
+            self._offered[segment_id] = buffer
 
-    def _let_go(self) -> None:
-        """Tell the server about buffers that are gone here: it keeps their memory else."""
+    def _drop_collected(self) -> None:
+        """Tell the server about buffers that are gone here, whose memory it would keep."""
         self._collected_count = collected_count()
         for buffer, segment_id in list(self._mapped.items()):
             if not is_live(buffer):
                 dropped = parameters_pb2.SegmentDropped(segment_id=segment_id)
                 request = parameters_pb2.LaneRequest(dropped=dropped)
-                with contextlib.suppress(OSError):  # not read fast enough: with the next that goes
+                with contextlib.suppress(OSError):  # the socket is full: with the next that goes
                     self._socket.send(request.SerializeToString())
                     del self._mapped[buffer]
 
@@ -166,61 +167,55 @@ class SharedLane:
             return None
         offset = self._ring.take(payload.nbytes)
         if offset is None:
-            self.has_room.clear()
+            self.has_space.clear()
             return None
         target = self._memory.array[offset : offset + payload.nbytes]
         np.copyto(target, np.frombuffer(payload, np.uint8))
-        self._lent[name] = offset
+        self._offset_of[name] = offset
         return parameters_pb2.SharedPayload(
             segment_id=self._segment_id, offset_bytes=offset, byte_count=payload.nbytes
         )
 
     def can_place(self, name: EntryName, byte_count: int) -> bool:
-        """Whether a payload goes into the ring, now or when others have come back.
-
-        One that does not is sent as bytes, which is remembered where it was lent already.
+        """True if a payload goes into the ring, now or when pieces are free; else it is sent as
+        bytes. An entry that is sent again while the server uses its piece stays out from now on.
         """
         if self._ring is None or not (
             limits.LANE_MIN_PAYLOAD_BYTES <= byte_count <= limits.LANE_RING_BYTES
         ):
             return False
-        if name in self._lent:
+        if name in self._offset_of:
             self._sent_twice.add(name)
         return name not in self._sent_twice
 
     def answered(self, replies: Iterable[parameters_pb2.EntryReply]) -> None:
-        """The server answered entries: their pieces of the ring are free."""
-        if self._ring is None or not self._lent:
+        """Free the ring's pieces of entries that the server answered."""
+        if self._ring is None or not self._offset_of:
             return
         for reply in replies:
             name = EntryName(reply.table_id, reply.range_id, reply.sequence)
-            offset = self._lent.pop(name, None)
+            offset = self._offset_of.pop(name, None)
             if offset is not None:
                 self._ring.give_back(offset)
-                self.has_room.set()
+                self.has_space.set()
 
     # --- pulls
 
     def copy(self, value: parameters_pb2.SharedValue, target: Bytes, skip_bytes: int) -> bool:
-        """Copy a part of a value out of the server's memory.
-
-        Args:
-            value: where it lies.
-            target: where to.
-            skip_bytes: where the part begins in the value.
+        """Copy a value, from its byte `skip_bytes` on, out of the server's memory into `target`.
 
         Returns:
-            Whether the copy counts: the value is still as it was when the server answered.
+            True if the copy counts: the value did not change since the server answered.
 
         Raises:
-            Recovering: the connection has ended, and the memory was not shared before.
+            Recovering: the connection ended before the server had shared the memory.
             Internal: the server named memory that it has not shared.
         """
         memory = self._memory_of(value)
         if memory is None:
             return False
         begin = value.offset_bytes + skip_bytes
-        # A server lends only where loads keep their order.
+        # A server shares values only on processors that keep the order of loads.
         return stamps.copied(
             memory[begin : begin + target.nbytes],
             target,
@@ -230,10 +225,10 @@ class SharedLane:
         )
 
     def _memory_of(self, value: parameters_pb2.SharedValue) -> Bytes | None:
-        """The segment that the value lies in; None where the server has withdrawn it since."""
-        if value.segment_id not in self._values:
-            self._read()  # its descriptor came before the answer that names it
-        memory = self._values.get(value.segment_id)
+        """The segment of a value; None if the server has withdrawn it since."""
+        if value.segment_id not in self._segments:
+            self._receive_all()  # its descriptor came before the answer that names it
+        memory = self._segments.get(value.segment_id)
         if memory is None and 0 < value.segment_id <= self._last_segment_id:
             return None
         if memory is None and not self.is_open:
@@ -243,7 +238,7 @@ class SharedLane:
         )
         if memory is None or end > memory.nbytes:
             raise Internal(
-                f"the server lends bytes up to {end} of segment {value.segment_id}, of which "
+                f"the server named bytes up to {end} of segment {value.segment_id}, of which "
                 f"{0 if memory is None else memory.nbytes} are shared"
             )
         return memory
@@ -265,7 +260,7 @@ class SharedLane:
         while not (await self._response()).HasField("mapped"):
             pass  # the server's own segments may come between
         self._ring = Ring(memory.byte_count)
-        self.has_room.set()
+        self.has_space.set()
 
     def _share(self, segment_id: int, byte_count: int, fd: int) -> None:
         shared = parameters_pb2.SharedSegment(segment_id=segment_id, byte_count=byte_count)
@@ -285,8 +280,8 @@ class SharedLane:
             if response is not None:
                 return response
 
-    def _read(self) -> None:
-        """Take what came by itself: the server's segments, or the end."""
+    def _receive_all(self) -> None:
+        """Take all messages of the socket: the server's segments, or its end."""
         try:
             while self._receive() is not None:
                 pass
@@ -311,20 +306,20 @@ class SharedLane:
                 shared = response.segment
                 if shared.byte_count % stamps.STAMP_BYTES:
                     raise Internal(f"the server shares a segment of {shared.byte_count} bytes")
-                self._values[shared.segment_id] = map_segment(descriptor, shared.byte_count)
+                self._segments[shared.segment_id] = map_segment(descriptor, shared.byte_count)
                 self._last_segment_id = max(self._last_segment_id, shared.segment_id)
             if response.HasField("dropped"):
-                self._values.pop(response.dropped.segment_id, None)
+                self._segments.pop(response.dropped.segment_id, None)
             if response.HasField("mapped"):
-                buffer = self._asked.pop(response.mapped.segment_id, None)
+                buffer = self._offered.pop(response.mapped.segment_id, None)
                 if buffer is not None:
                     self._mapped[buffer] = response.mapped.segment_id
-                    self._collected_count = -1  # it may have gone meanwhile
+                    self._collected_count = -1  # it may be collected already
             return response
         except (BlockingIOError, InterruptedError):
             return None
         except DecodeError:
-            raise Internal("the server's Unix socket sent what is no LaneResponse") from None
+            raise Internal("the server's Unix socket sent no LaneResponse") from None
         finally:
             if descriptor >= 0:
                 os.close(descriptor)

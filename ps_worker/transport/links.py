@@ -1,12 +1,12 @@
 """Links to the servers: a channel each, a session, and for workers one long-lived push stream.
 
-Everything belongs to the background loop. A link that breaks comes back by itself, with full
-jitter; what was on its way is the push window's to send again.
+Only the background loop calls this. A broken link comes back by itself, with full jitter; the push
+window sends its entries again.
 
 Rules:
-    - Whoever answers at a server's address is that server only once its OpenSession says so
-      (`ps_runtime.cluster.node_identity`); until then it is a dead address, whatever it says.
-    - What ends this client is a refusal of such a server: after one, it must prove itself again.
+    - A process that answers at a server's address is that server only once its OpenSession says so
+      (`ps_runtime.cluster.node_identity`); until then the address is dead, whatever the answer.
+    - A server's refusal that would end this client counts only after a new proof of its identity.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from ps_runtime.http2.channel import StreamChannel
 from ps_runtime.http2.stream_port import GrpcioCall, ServerCall, StreamPort
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_worker.transport.entry_stream import EntryStream
 from ps_worker.transport.lane import SharedLane
 from ps_worker.transport.metrics import MEASURES
+from ps_worker.transport.push_pull_stream import PushPullStream
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse
-"""A part of a read's answer: a block without its payload and the payload, or anything else."""
+"""A message of a pull's answer: a block without its payload and the payload, or any other."""
 
 SESSION_DEADLINE_S = 10.0
 STATS_DEADLINE_S = 5.0
 MAX_INTERNAL_COUNT = 5
-"""A server that fails so often in a row, without an answer between, will not get better."""
+"""A server that fails so often in a row, without an answer between, has failed for good."""
 
 _SERVICE = "/pushpull.v1.ParameterService/"
 _GREETING_S = 5.0
-"""A stream port answers within this, when the gRPC port has answered."""
+"""A stream port must answer within this, once the gRPC port has answered."""
 
 _BLOCK_FIELD = parameters_pb2.PullResponse.BLOCK_FIELD_NUMBER
 _PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
@@ -58,14 +58,11 @@ _PAYLOAD_FIELD = parameters_pb2.BlockValue.PAYLOAD_FIELD_NUMBER
 class StreamListener(Protocol):
     """The listener of push streams; called on the loop."""
 
-    def stream_opened(self, server: NodeId) -> None:
-        """A push stream to `server` is there."""
+    def stream_opened(self, server: NodeId) -> None: ...
 
-    def stream_closed(self, server: NodeId) -> None:
-        """It broke, or was closed."""
+    def stream_closed(self, server: NodeId) -> None: ...
 
-    def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
-        """Answers came."""
+    def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +70,8 @@ class LinkSetting:
     """The settings of all links of a client.
 
     Attributes:
-        identity: the client's session, for the servers.
-        lane: the setting of PUSHPULL_LANE.
+        identity: the client's session.
+        lane: the value of PUSHPULL_LANE.
         refused: called on the loop when a server has refused this client for good.
     """
 
@@ -84,19 +81,15 @@ class LinkSetting:
 
 
 class ServerCalls:
-    """The calls of one client to one server: by its stream port, where that serves, else by its
-    gRPC port.
-
-    Args:
-        node: the server.
-        channel: to its gRPC port.
+    """The calls of one client to one server, by its stream port if that serves, else by its gRPC
+    port, to which `channel` goes.
     """
 
     def __init__(self, node: Node, channel: grpc.aio.Channel) -> None:
         self._stream_port = StreamPort(node)
         self._streams: StreamChannel | None = None
         self._port = 0
-        # The outbox writes messages around their payloads, and payloads are not copied out of them.
+        # No serializers: the outbox writes messages around payloads, and pulls copy none.
         self._push_pull: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
             f"{_SERVICE}PushPull", request_serializer=None, response_deserializer=None
         )
@@ -110,13 +103,7 @@ class ServerCalls:
         response: parameters_pb2.OpenSessionResponse,
         deadline_s: float,
     ) -> None:
-        """Use the stream port that the answer to an OpenSession names, if it can be reached.
-
-        Args:
-            request: which was answered.
-            response: what it was answered.
-            deadline_s: what may be spent on it.
-        """
+        """Use the stream port in the response to an OpenSession, if it can be reached."""
         port = response.stream_port
         if self._streams is not None and self._streams.is_open and port == self._port:
             return
@@ -136,7 +123,7 @@ class ServerCalls:
             details = cast(grpc.Call, error).details()
             self._stream_port.refuse(f"OpenSession failed there: {details}")
         except DecodeError:
-            self._stream_port.refuse("whoever answers there is no server")
+            self._stream_port.refuse("the process that answers there is not a server")
         else:
             named = (there.cluster_id, there.node_id, there.incarnation)
             if named == (response.cluster_id, response.node_id, response.incarnation):
@@ -144,18 +131,16 @@ class ServerCalls:
                 self._stream_port.confirm()
             else:
                 self._stream_port.refuse(f"server {there.node_id} answers there")
-        finally:  # also where this client is closed meanwhile
+        finally:  # also if this client is closed meanwhile
             if self._streams is not streams:
                 streams.close()
 
     def push_pull(self) -> ServerCall:
-        """A PushPull stream."""
         if self._streams is not None and self._streams.is_open:
             return self._streams.call(f"{_SERVICE}PushPull")
         return GrpcioCall(self._push_pull())
 
     async def pull(self, request: parameters_pb2.PullRequest, timeout_s: float) -> ServerCall:
-        """A Pull."""
         raw = request.SerializeToString()
         if self._streams is not None and self._streams.is_open:
             call = self._streams.call(f"{_SERVICE}Pull", timeout_s)
@@ -165,18 +150,14 @@ class ServerCalls:
         return GrpcioCall(self._pull(raw, timeout=timeout_s))
 
     def close(self) -> None:
-        """Leave the stream port; calls that are open there fail."""
+        """Leave the stream port; its open calls fail."""
         if self._streams is not None:
             self._streams.close()
             self._streams = None
 
 
 class Trouble:
-    """The reason why a server cannot be reached, and since when: a log line per transition.
-
-    Args:
-        node: the server.
-    """
+    """The reason why a server cannot be reached, and since when; logs each transition."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -196,15 +177,15 @@ class Trouble:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds since it could be reached last; 0 if it can."""
+        """Seconds since the server could be reached; 0 if it can."""
         return now_s() - self._since_s if self._reason else 0.0
 
     def note(self, error: PushpullError) -> None:
-        """It could not be reached."""
+        """The server could not be reached."""
         is_taken = isinstance(error, AddressTaken)
         if not self._reason:
             self._since_s = now_s()
-            # Only a server that answers says when to ask again: that is no trouble so far.
+            # Only a server that answers gives a time to retry: it is starting.
             answered = isinstance(error, Recovering) and error.retry_after_ms > 0
             event = "server_not_ready" if answered else "server_unreachable"
             self._log(event, error, is_odd=not answered)
@@ -214,7 +195,7 @@ class Trouble:
         self._reason = error.message
 
     def end(self) -> None:
-        """It was reached."""
+        """The server was reached."""
         if self._reason:
             self._reason = ""
             logs.info("server_reached", server=self._node.node_id, address=self._node.address)
@@ -235,7 +216,7 @@ class ServerLink:
         self._stub = parameters_pb2_grpc.ParameterServiceStub(self._channel)
         self._calls = ServerCalls(node, self._channel)
         self._view_number = 0
-        self._stream: EntryStream | None = None
+        self._stream: PushPullStream | None = None
         self._offer: parameters_pb2.SameHostOffer | None = None
         self._lane: SharedLane | None = None
         self._unheard_count = 0
@@ -250,19 +231,19 @@ class ServerLink:
 
     @property
     def trouble_s(self) -> float:
-        """For how long the server could not be reached; 0 if it can."""
+        """Seconds since the server could be reached; 0 if it can."""
         return self._trouble.lasted_s
 
     def start_stream(self, view_number: int, listener: StreamListener) -> None:
-        """Keep a push stream open from now on; idempotent."""
+        """Keep a push stream open from now on. Idempotent."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep_stream(view_number, listener))
 
     def send(
         self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale | parameters_pb2.Withdrawal
     ) -> None:
-        """Write an entry to the push stream, after what came before it; lost if the stream breaks,
-        or is not there.
+        """Write an entry to the push stream, after all earlier ones; lost if there is none, or it
+        breaks.
         """
         if self._stream is not None:
             self._stream.put((entry, None))
@@ -287,8 +268,8 @@ class ServerLink:
     async def ensure_session(
         self, view_number: int, deadline_s: float, is_wanted: Callable[[ServerLink], bool]
     ) -> None:
-        """Return when the server knows this client and has reached `view_number`, or when it cannot
-        be reached and is not wanted any more: it has left, or others have what it had.
+        """Wait until the server knows this client and has reached `view_number`, or cannot be
+        reached and is not wanted any more: it has left, or others have its ranges.
 
         Raises:
             WaitExpired: it could not be reached, or did not reach the view, in time.
@@ -328,7 +309,7 @@ class ServerLink:
             raise as_of_unknown(error) from error
         named = (
             (response.cluster_id, response.node_id, response.incarnation)
-            if response is not None  # what came does not parse
+            if response is not None  # None: the answer does not parse
             else ("", 0, 0)
         )
         check_answers(self.node, self._setting.identity.cluster_id, named)
@@ -344,14 +325,14 @@ class ServerLink:
         *,
         is_small: bool,
     ) -> None:
-        """Read, and hand over each part of the answer when it comes. A small one comes on the push
-        stream, if there is one: opening a stream costs more than such an answer.
+        """Pull, and give `take` each message of the answer when it comes. A small answer comes on
+        the push stream, if there is one, because opening a stream costs more than such an answer.
 
         Raises:
             PushpullError: the call failed as a whole, or `take` raised it.
         """
         if is_small and self._stream is not None:
-            await self._stream.read(request, timeout_s, lambda part: take(_small_answer(part)))
+            await self._stream.pull(request, timeout_s, lambda answer: take(_small_answer(answer)))
             return
         request.session.CopyFrom(self._setting.identity)
         call: ServerCall | None = None
@@ -373,11 +354,7 @@ class ServerLink:
                 call.cancel()
 
     async def range_stats(self, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
-        """The state of the server's ranges of a table.
-
-        Raises:
-            PushpullError: the call failed.
-        """
+        """The state of the server's ranges of a table."""
         request = parameters_pb2.GetRangeStatsRequest(
             table_id=table_id, session=self._setting.identity
         )
@@ -390,11 +367,7 @@ class ServerLink:
     async def enter_collective(
         self, request: parameters_pb2.EnterCollectiveRequest, timeout_s: float
     ) -> parameters_pb2.EnterCollectiveResponse:
-        """Take part in a collective call; `request` without a session.
-
-        Raises:
-            PushpullError: the call failed.
-        """
+        """Take part in a collective call; this adds the session to `request`."""
         request.session.CopyFrom(self._setting.identity)
         async with self._by_server():
             response: parameters_pb2.EnterCollectiveResponse = await self._stub.EnterCollective(
@@ -403,11 +376,7 @@ class ServerLink:
         return response
 
     async def begin_cut(self, table_id: int, cut: int, lasts_s: float) -> int:
-        """Hold what is beyond the clock that is returned, in all that the server has of a table.
-
-        Raises:
-            PushpullError: the call failed.
-        """
+        """Suspend updates beyond the returned clock, in the server's ranges of a table."""
         request = parameters_pb2.BeginCutRequest(
             session=self._setting.identity,
             table_id=table_id,
@@ -421,11 +390,6 @@ class ServerLink:
         return response.clock
 
     async def end_cut(self, table_id: int, cut: int) -> None:
-        """Hold nothing for the cut any more.
-
-        Raises:
-            PushpullError: the call failed.
-        """
         request = parameters_pb2.EndCutRequest(
             session=self._setting.identity, table_id=table_id, cut=cut
         )
@@ -435,10 +399,10 @@ class ServerLink:
     @contextlib.asynccontextmanager
     async def _by_server(self) -> AsyncIterator[None]:
         """Turn gRPC's failures into the catalogue's. One that no retry cures counts only if the
-        server has said so: right after it, the server must prove that it is there.
+        server proves its identity right after it.
 
         Raises:
-            AddressTaken: somebody else answers there.
+            AddressTaken: another process answers at the address.
         """
         try:
             with _translated():
@@ -464,7 +428,7 @@ class ServerLink:
                 error: PushpullError = Recovering("the server ended the stream")
             except PushpullError as failure:
                 error = failure
-            except Exception as bug:  # noqa: BLE001 - else everybody would hang
+            except Exception as bug:  # noqa: BLE001 - else every step would hang
                 logs.exception("server_link_failed", bug, server=self.node.node_id)
                 error = Internal(f"the link to server {self.node.node_id} failed: {bug!r}")
                 internal_count = MAX_INTERNAL_COUNT
@@ -481,7 +445,7 @@ class ServerLink:
     async def _run_stream(self, listener: StreamListener) -> None:
         lane = await self._new_lane()
         server = self.node.node_id
-        stream = EntryStream(self._calls.push_pull(), lane)
+        stream = PushPullStream(self._calls.push_pull(), lane)
 
         def opened() -> None:
             self._stream = stream
@@ -496,7 +460,7 @@ class ServerLink:
                 lambda replies: listener.replies(server, replies),
             )
         finally:
-            # What was on its way is the push window's to send again.
+            # The push window sends again what this stream had not delivered.
             self._stream = None
             listener.stream_closed(server)
 
@@ -508,17 +472,17 @@ class ServerLink:
         return self._lane if self._lane is not None and self._lane.is_open else None
 
     async def _keep_lane(self) -> None:
-        """For a client without a push stream: open a lane if none is there."""
+        """Open a lane for a client without a push stream, if it has none."""
         async with self._lane_lock:  # a server keeps one connection of a session
             if self.lane is None:
                 await self._new_lane()
 
     async def _new_lane(self) -> SharedLane | None:
-        """Share memory with the server, if both may; what was shared before is given up.
+        """Share memory with the server, if the settings and both ends allow it. Ends an older lane.
 
         Raises:
-            InvalidConfig: this client insists, and it cannot be done.
-            Recovering: it insists, and the server ends or is busy.
+            InvalidConfig: the setting is 'shm', and memory cannot be shared.
+            Recovering: the setting is 'shm', and the server ends or is busy.
         """
         self._drop_lane()
         if self._setting.lane == "grpc":
@@ -538,13 +502,13 @@ class ServerLink:
                 )
                 is_unheard = isinstance(reason, ConnectionRefusedError)
                 self._unheard_count += is_unheard
-                # It may have died since it said where; one that says so again lives.
+                # The server may have died since its offer; a second offer proves that it lives.
                 is_unheard_once = is_unheard and self._unheard_count == 1
                 is_ending = isinstance(reason, ConnectionResetError | BrokenPipeError | WaitExpired)
                 if is_ending or is_unheard_once:
                     raise Recovering(words) from reason
                 raise InvalidConfig(words) from reason
-            # Nobody listens there: another host. All else is worth a look.
+            # Refused: the server is on another host. Any other reason is worth a warning.
             is_odd = self._offer is not None and not isinstance(reason, ConnectionRefusedError)
             self._chose("grpc", str(reason), is_odd=is_odd)
             return None
@@ -561,7 +525,7 @@ class ServerLink:
         self._chose("grpc", "the server closed its Unix socket")
 
     def _chose(self, lane: str, reason: str, *, is_odd: bool = False) -> None:
-        """Payloads travel by `lane` from now on; empty for not at all."""
+        """Take note of the lane of payloads from now on; empty: none."""
         if lane == self.lane_name:
             return
         if self.lane_name:
@@ -577,8 +541,8 @@ class ServerLinks:
     """The links to all servers of the present view.
 
     Attributes:
-        listener: a worker's, before the first view: each link then keeps a push stream. None for
-            readers.
+        listener: a worker's, set before the first view: each link then keeps a push stream. None
+            for readers.
     """
 
     def __init__(self, setting: LinkSetting) -> None:
@@ -588,7 +552,7 @@ class ServerLinks:
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, view: ClusterView) -> None:
-        """Open links to the servers that came, close those to the servers that left."""
+        """Open links to new servers, close those to servers that left."""
         present = {
             node.node_id: node
             for node in view.nodes
@@ -605,17 +569,16 @@ class ServerLinks:
                     self._links[node_id].start_stream(view.view_number, self.listener)
 
     def find(self, server: NodeId | None) -> ServerLink | None:
-        """The link to `server`; None if it is nobody or has left."""
+        """The link to `server`; None if that is None or has left."""
         return None if server is None else self._links.get(server)
 
     async def meet(self, table: Table, view: Callable[[], ClusterView], end_s: float) -> None:
-        """Open a session, at a view with the table, on each server that holds a part of it; where
-        one dies and another takes its part meanwhile, on that one.
+        """Open a session, at a view with the table, on each of its servers; if one dies meanwhile,
+        on the server that takes its ranges.
 
         Args:
-            table: it is in `view()`.
-            view: gives the newest view.
-            end_s: until when, by `ps_runtime.system.clock`.
+            view: gives the newest view, which has the table.
+            end_s: the deadline, by `ps_runtime.system.clock`.
         """
         view_number, range_count = view().view_number, len(view().ranges)
         range_ids = list(table.blocks_by_range(range_count))
@@ -638,16 +601,15 @@ class ServerLinks:
 
     @property
     def lane(self) -> str:
-        """The lane of payloads: shm, grpc or mixed; empty before a server was met. Any thread."""
+        """The lane of payloads: shm, grpc or mixed; empty before the first session. Any thread."""
         found = {link.lane_name for link in list(self._links.values()) if link.lane_name}
         return found.pop() if len(found) == 1 else "mixed" if found else ""
 
     def troubles(self) -> list[str]:
-        """Why servers cannot be reached, for a person."""
+        """The reasons why servers cannot be reached, for a person."""
         return [link.trouble for link in list(self._links.values()) if link.trouble]
 
     async def close(self) -> None:
-        """Close all links."""
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._closing)
 
@@ -660,7 +622,7 @@ def _small_answer(response: parameters_pb2.PullResponse) -> Answer:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Turn gRPC's failures into the catalogue's."""
+    """Turns gRPC's failures into the catalogue's."""
     try:
         yield
     except grpc.RpcError as failure:
@@ -668,7 +630,7 @@ def _translated() -> Iterator[None]:
     except DecodeError as failure:
         raise Internal(f"an answer does not parse: {failure}") from failure
     except asyncio.CancelledError:
-        # A channel that closes cancels its calls; only our own task's cancellation is one of ours.
+        # A channel that closes cancels its calls too; only a cancelled task passes it on.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise

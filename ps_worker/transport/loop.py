@@ -1,7 +1,7 @@
-"""The background thread: one per process, with the event loop that everything gRPC runs on.
+"""The background thread: one per process, with the event loop of all gRPC calls.
 
-It is shared by all clients of the process, since gRPC's asyncio layer wants one loop per process.
-It is a daemon thread, stopped when the interpreter exits, after the clients have closed.
+All clients of the process share it, because gRPC's asyncio layer wants one loop per process. It is
+a daemon thread, stopped when the interpreter exits, after the clients have closed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ResultT = TypeVar("ResultT")
 _STOP_DEADLINE_S = 5.0
 
 
-class _Held(threading.local):
-    """What a thread collects under `BackgroundLoop.together`; None outside."""
+class _Collected(threading.local):
+    """A thread's calls under `BackgroundLoop.together`; None outside."""
 
     calls: list[Callable[[], object]] | None = None
 
@@ -33,18 +33,18 @@ class _Held(threading.local):
 class Together:
     """See `BackgroundLoop.together`; one within another does nothing."""
 
-    def __init__(self, held: _Held, loop: asyncio.AbstractEventLoop) -> None:
-        self._held = held
+    def __init__(self, collected: _Collected, loop: asyncio.AbstractEventLoop) -> None:
+        self._collected = collected
         self._loop = loop
         self._calls: list[Callable[[], object]] | None = None
 
     def __enter__(self) -> None:
-        if self._held.calls is None:
-            self._held.calls = self._calls = []
+        if self._collected.calls is None:
+            self._collected.calls = self._calls = []
 
     def __exit__(self, *_: object) -> None:
         if self._calls is not None:
-            self._held.calls = None
+            self._collected.calls = None
             self._loop.call_soon_threadsafe(_call_all, self._calls)
 
 
@@ -54,35 +54,35 @@ class BackgroundLoop:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self._loop = new_event_loop()
-        self._held = _Held()
+        self._collected = _Collected()
         self._thread = threading.Thread(target=self._run, name="pushpull-client", daemon=True)
         self._thread.start()
 
     @property
     def is_current(self) -> bool:
-        """Whether the caller is on the background thread, where nothing may wait."""
+        """True if the caller is on the background thread, which may not wait."""
         return threading.current_thread() is self._thread
 
     def post(self, function: Callable[..., object], *arguments: object) -> None:
-        """Call `function` on the loop, soon; in the order of the calls of `post`."""
+        """Call `function` on the loop, soon; calls keep their order."""
         call = partial(function, *arguments)
-        if self._held.calls is None:
+        if self._collected.calls is None:
             self._loop.call_soon_threadsafe(call)
         else:
-            self._held.calls.append(call)
+            self._collected.calls.append(call)
 
     def start(self, work: Coroutine[Any, Any, ResultT]) -> Future[ResultT]:
-        """Run a coroutine on the loop; the future has its result, and cancels it if cancelled."""
+        """Run a coroutine on the loop; cancelling the future cancels it."""
         future: Future[ResultT] = Future()
         self.post(self._begin, work, future)
         return future
 
     def together(self) -> Together:
-        """What this thread posts and starts meanwhile happens in one turn of the loop, afterwards.
+        """Collect this thread's `post` and `start` calls, and run them in one turn of the loop.
 
-        One turn is one wake-up of the loop's thread, and what it sends can share a message.
+        One turn wakes the loop's thread once, and its entries can share a message.
         """
-        return Together(self._held, self._loop)
+        return Together(self._collected, self._loop)
 
     def _begin(self, work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) -> None:
         task = self._loop.create_task(_carry(work, future))
@@ -94,10 +94,7 @@ class BackgroundLoop:
         future.add_done_callback(given_up)
 
     def stop(self) -> None:
-        """End the thread. Idempotent.
-
-        Blocking: until it ended, a few seconds at most.
-        """
+        """End the thread; blocks a few seconds at most. Idempotent."""
         if self.pid == os.getpid() and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_STOP_DEADLINE_S)
@@ -114,7 +111,7 @@ class BackgroundLoop:
 
 
 async def _carry(work: Coroutine[Any, Any, ResultT], future: Future[ResultT]) -> None:
-    """Do the work, and say how it ended, without another turn of the loop."""
+    """Do the work, and complete the future in the same turn of the loop."""
     try:
         result = await work
     except asyncio.CancelledError:
@@ -144,7 +141,7 @@ def background() -> BackgroundLoop:
     """The process's background loop; started on first use.
 
     Raises:
-        InvalidConfig: this process was forked from one that has a client: gRPC cannot be used here.
+        InvalidConfig: a process with a client forked this one, which therefore cannot use gRPC.
     """
     global _background
     with _lock:
@@ -160,26 +157,22 @@ def background() -> BackgroundLoop:
 
 
 def stop_background() -> None:
-    """End the background thread, as the process ends. Its clients must have been closed.
-
-    Blocking: as `BackgroundLoop.stop`.
-    """
+    """End the background thread at the end of the process, after its clients have closed."""
     if _background is not None:
         _background.stop()
 
 
 class CallbackThread:
-    """Runs the callbacks of pulls, one after the other, so that none can hold up the loop."""
+    """Runs the callbacks of pulls, one after the other, so that none can block the loop."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = (
-            threading.Lock()
-        )  # of `_thread`: the loop starts it, the caller's thread ends it
+        # The loop starts `_thread`, the caller's thread ends it.
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` soon; what it raises is logged."""
+        """Run `function` soon; its exceptions are logged."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="pushpull-callbacks", daemon=True)
@@ -188,10 +181,7 @@ class CallbackThread:
         self._queue.put(function)
 
     def stop(self) -> None:
-        """End the thread after the callbacks that were handed over.
-
-        Blocking: until they have run; not when called by one of them.
-        """
+        """Wait for the callbacks, and end the thread; returns at once if one of them calls it."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
@@ -203,5 +193,5 @@ class CallbackThread:
         while (function := self._queue.get()) is not None:
             try:
                 function()
-            except Exception as failure:  # noqa: BLE001 - the thread must outlive a bad callback
+            except Exception as failure:  # noqa: BLE001 - a callback may raise anything
                 logs.exception("pull_callback_failed", failure)

@@ -1,8 +1,8 @@
-"""What a worker process shows of itself: metrics of all its clients, /healthz, health, reflection.
+"""The metrics of a worker process, and its ports: /metrics, /healthz, gRPC health, reflection.
 
-The metrics are kept in any case. `pushpull worker` opens ports by itself; a script that was started
-otherwise has an HTTP port if it asks for one (`connect(http_listen=...)`, or
-PUSHPULL_HTTP_LISTEN), since a library that is imported somewhere has no business to listen.
+`pushpull worker` opens the ports; in any other process a client opens an HTTP port only on request
+(`connect(http_listen=...)`, or PUSHPULL_HTTP_LISTEN), because an imported library should not listen
+unasked.
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ _STOP_DEADLINE_S = 5.0
 
 
 def open_ports(config: ProcessConfig) -> Callable[[], None]:
-    """Serve /metrics, /healthz, health and reflection; the result closes them.
-
-    A port that cannot be bound is logged, and training goes on without.
-
-    Blocking: until the ports are open.
+    """Serve /metrics, /healthz, health and reflection, and wait until the ports are open; the
+    result closes them. If a port cannot be bound, this logs it, and training goes on without.
     """
     loop = background()
 
@@ -60,32 +57,29 @@ def open_ports(config: ProcessConfig) -> Callable[[], None]:
     def close() -> None:
         try:
             loop.start(node.stop(0.0)).result(_STOP_DEADLINE_S)
-        except TimeoutError:  # the process ends all the same, with the status that is its script's
+        except TimeoutError:  # the process still ends with its script's exit status
             logs.warning("ports_not_closed", waited_s=_STOP_DEADLINE_S)
 
     return close
 
 
 class HttpPort:
-    """The HTTP port of a process whose clients asked for one; it is open while one of them is."""
+    """The HTTP port of a process whose clients asked for one; open while one of them is."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._endpoint: HttpEndpoint | None = None
         self._user_count = 0
-        self._address = ""  # of a port that stays open whatever clients do
+        self._address = ""  # of a port of the process, which no client closes
 
     def take_over(self, address: str) -> None:
-        """The process has opened one by itself."""
+        """Use the port that the process has opened."""
         self._address = address
 
     def open(self, listen: str) -> str:
-        """Serve /metrics and /healthz, if nobody in this process does; where. Each call that gives
-        an address asks for a `close`.
-
-        A port that cannot be bound is logged, and training goes on without: it is empty then.
-
-        Blocking: until it is bound.
+        """Serve /metrics and /healthz, unless this process does already; returns the address. Each
+        call that returns one needs a `close`. If the port cannot be bound, this logs it and returns
+        an empty address.
         """
         with self._lock:
             if self._address:
@@ -102,7 +96,7 @@ class HttpPort:
             return self._endpoint.address
 
     def close(self) -> None:
-        """A client that has opened it has ended."""
+        """Close the port, if its last client calls this."""
         with self._lock:
             self._user_count = max(self._user_count - 1, 0)
             endpoint = None if self._user_count else self._endpoint
@@ -112,4 +106,4 @@ class HttpPort:
 
 
 PORT = HttpPort()
-"""This process's."""
+"""The port of this process."""

@@ -1,15 +1,15 @@
-"""Pulls: one stream per server, blocks copied straight to where the caller wants them.
+"""Pulls: one request per server, blocks copied straight into the caller's memory.
 
 Rules:
-    - What fails in a way that a later attempt may cure (another primary, a server that restarts, a
-      wait that expired) is asked for again, until the read's own deadline.
-    - A block of an older epoch than the view's is dropped and asked for again (S5).
-    - Values that are read where they lie count range by range: all of a range, as they were when it
-      was answered. If one of them has changed since, the range is asked for again, a few times so,
-      then as bytes. A consistent read takes bytes at once: what it asks for may be past before it
-      is copied.
+    - A request whose failure is curable (another primary, a server that restarts, a wait that
+      expired) is repeated until the pull's deadline.
+    - A block of an older epoch than the view's is dropped and pulled again (S5).
+    - Values in shared memory count range by range: all of a range, as they were when the server
+      answered. If one of them has changed since, the range is pulled again: a few times from shared
+      memory, then as bytes. A consistent pull takes bytes at once, because its clock may be past
+      before the copy is made.
 
-Everything belongs to the background loop.
+Only the background loop calls this, except methods marked for any thread.
 """
 
 from __future__ import annotations
@@ -45,24 +45,25 @@ from ps_worker.transport.metrics import MEASURES
 from pushpull.v1 import parameters_pb2
 
 ATTEMPT_S = 10.0
-"""How long one request waits at a server; then it says whom it waits for, and is sent again."""
+"""The longest that one request waits at a server, which then answers whom it waits for."""
 
 _CALL_GRACE_S = 5.0
-"""How much longer than its request's deadline a call may take: a paused server is noticed so."""
+"""A call ends so much later than its request's deadline, to notice a paused server."""
 
 _LAST_GRACE_S = 1.0
-"""How much longer than the caller's own deadline: time for the answer that says who is missing."""
+"""A call ends at most so much later than the caller's deadline: the last answer says who is
+missing."""
 
 _MAX_TORN_COUNT = 3
-"""Answers whose values changed while they were copied; then a read goes on with bytes."""
+"""After so many answers whose values changed while they were copied, a pull takes bytes."""
 
 
 _Value = parameters_pb2.BlockValue | parameters_pb2.SharedValue
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ReadOrder:
-    """A read as the caller gives it; `deadline_s` is a moment of `ps_runtime.system.clock`."""
+class PullOrder:
+    """A pull as its caller wants it; `deadline_s` is a moment of `ps_runtime.system.clock`."""
 
     table: Table
     region: Region
@@ -73,22 +74,21 @@ class ReadOrder:
     deadline_s: float
     steps: TableSteps
     cut: int = 0
-    """Its reader's number of the cut that it ends; 0: none."""
+    """The reader's number of the cut that holds the clock; 0: none."""
     array: str = ""
-    """Of optimizer state, that is read; empty: the values."""
+    """The array of optimizer state to pull; empty: the values."""
 
     @property
     def codec(self) -> Codec:
-        """What the elements come as."""
         spec = self.table.spec
         return spec.arithmetic_codec if self.array else NATIVE_CODEC[spec.dtype]
 
 
 @dataclass(slots=True, eq=False)
-class _Reading:
-    """A read on its way: what is still wanted, and what came."""
+class _PullProgress:
+    """A pull in flight: the blocks still wanted, and the metadata of those that came."""
 
-    order: ReadOrder
+    order: PullOrder
     clock: int
     deadline_s: float
     wanted: dict[RangeId, set[int]]
@@ -103,10 +103,10 @@ class _Reading:
 
 
 @dataclass(slots=True, eq=False)
-class _Asking:
+class _ServerRequest:
     """One request to one server, and the values copied from its memory, range by range."""
 
-    reading: _Reading
+    progress: _PullProgress
     view: ClusterView
     lane: SharedLane | None
     copied: dict[RangeId, dict[int, parameters_pb2.SharedValue]] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class _Asking:
 
 
 class Puller:
-    """The reads of one client."""
+    """The pulls of one client."""
 
     def __init__(
         self, links: ServerLinks, counters: Counters, view: Callable[[], ClusterView]
@@ -122,24 +122,25 @@ class Puller:
         self._links = links
         self._counters = counters
         self._view = view
-        self._asked: dict[asyncio.Timeout, tuple[NodeId | None, list[RangeId]]] = {}
+        self._unanswered: dict[asyncio.Timeout, tuple[NodeId | None, list[RangeId]]] = {}
 
     def take_view(self, view: ClusterView) -> None:
-        """A newer view came: who waits for a server that ranges have moved from asks another one.
-        A server that is paused or cut off says nothing, not even that it has gone.
+        """Take a newer view: expire requests to servers that ranges have moved from. Such a server,
+        paused or cut off, may not even answer that it has lost them.
         """
-        for patience, (server, ranges) in list(self._asked.items()):
+        for patience, (server, ranges) in list(self._unanswered.items()):
             if any(view.ranges[range_id].primary != server for range_id in ranges):
-                del self._asked[patience]
+                del self._unanswered[patience]
                 patience.reschedule(asyncio.get_running_loop().time())
 
     @property
-    def asked(self) -> list[NodeId]:
-        """The servers that have been asked and have not answered. Any thread."""
-        return sorted({server for server, _ in list(self._asked.values()) if server is not None})
+    def unanswered_by(self) -> list[NodeId]:
+        """The servers with unanswered requests. Any thread."""
+        servers = {server for server, _ in list(self._unanswered.values())}
+        return sorted(server for server in servers if server is not None)
 
-    async def read(self, order: ReadOrder) -> Pulled:
-        """Read what `order` says into its memory.
+    async def pull(self, order: PullOrder) -> Pulled:
+        """Pull into the memory of `order`.
 
         Raises:
             WaitExpired: not in time; the message says whom it waits for.
@@ -147,26 +148,24 @@ class Puller:
         """
         began_s = now_s()
         try:
-            return await self.read_at(order, order.clock, order.deadline_s)
+            return await self.pull_at(order, order.clock, order.deadline_s)
         finally:
             self._counters.waits.pop(order, None)
             MEASURES.pull_duration_seconds.observe(now_s() - began_s)
 
-    # --- reads
-
-    async def read_at(self, order: ReadOrder, clock: int, deadline_s: float) -> Pulled:
-        """Read at a clock, until a deadline; raises as `read`."""
-        reading = self._begin(order, clock, deadline_s)
+    async def pull_at(self, order: PullOrder, clock: int, deadline_s: float) -> Pulled:
+        """Pull at a clock, until a deadline; raises as `pull`."""
+        progress = self._begin(order, clock, deadline_s)
         backoff = Backoff()
         while True:
-            torn_count = reading.torn_count
-            errors = await self._ask_all(reading)
-            if not reading.wanted:
-                return reading.pulled()
+            torn_count = progress.torn_count
+            errors = await self._ask_all(progress)
+            if not progress.wanted:
+                return progress.pulled()
             for error in errors:
                 if not is_curable(error):
                     raise error
-            if not errors and reading.torn_count > torn_count:
+            if not errors and progress.torn_count > torn_count:
                 continue  # there is nothing to wait for
             error = errors[0] if errors else Recovering("a server ended its answer early")
             self._counters.waits[order] = error.message
@@ -174,7 +173,7 @@ class Puller:
 
     async def pause(
         self,
-        order: ReadOrder,
+        order: PullOrder,
         backoff: Backoff,
         error: PushpullError,
         deadline_s: float | None = None,
@@ -189,7 +188,7 @@ class Puller:
         name = order.table.spec.name
         raise WaitExpired(f"a pull of table '{name}' took too long: {error.message}") from error
 
-    def _begin(self, order: ReadOrder, clock: int, deadline_s: float) -> _Reading:
+    def _begin(self, order: PullOrder, clock: int, deadline_s: float) -> _PullProgress:
         by_range = self.blocks_by_range(order.table)
         inside = blocks_of(order.table, order.region)
         wanted = {
@@ -198,49 +197,40 @@ class Puller:
             if (found := {block for block in blocks if block in inside})
         }
         counts = {range_id: len(blocks) for range_id, blocks in by_range.items()}
-        return _Reading(order, clock, deadline_s, wanted, counts)
+        return _PullProgress(order, clock, deadline_s, wanted, counts)
 
     def blocks_by_range(self, table: Table) -> Mapping[RangeId, tuple[int, ...]]:
-        """The table's blocks by range."""
         return table.blocks_by_range(len(self._view().ranges))
 
     def links_of(self, table: Table) -> list[ServerLink]:
-        """The servers that have a part of the table.
-
-        Raises:
-            Recovering: one is not there at present.
-        """
+        """The links to the servers of the table; Recovering if one has none at present."""
         ranges = self._view().ranges
         servers = {ranges[range_id].primary for range_id in self.blocks_by_range(table)}
         return [self.link(server) for server in servers]
 
     def link(self, server: NodeId | None) -> ServerLink:
-        """The link to a server.
-
-        Raises:
-            Recovering: there is none at present.
-        """
+        """The link to a server; Recovering if there is none at present."""
         link = self._links.find(server)
         if link is None:
             raise Recovering(f"server {server} is not there" if server else "a range has no server")
         return link
 
-    async def _ask_all(self, reading: _Reading) -> list[PushpullError]:
-        """Ask every server for what is wanted of it; the errors, those that no retry cures first.
+    async def _ask_all(self, progress: _PullProgress) -> list[PushpullError]:
+        """Ask every server for its wanted blocks; returns the errors, incurable ones first.
 
         When this returns, nothing writes to the caller's memory any more.
         """
         view = self._view()
-        if any(view.ranges[range_id].is_lost for range_id in reading.wanted):
+        if any(view.ranges[range_id].is_lost for range_id in progress.wanted):
             return [ValuesLost(view.lost_words)]
         by_server: dict[NodeId | None, list[RangeId]] = {}
-        for range_id in sorted(reading.wanted):
+        for range_id in sorted(progress.wanted):
             by_server.setdefault(view.ranges[range_id].primary, []).append(range_id)
         if len(by_server) == 1:  # the common case of a small table, without a task
             ((server, ranges),) = by_server.items()
-            return await self._ask(reading, view, server, ranges)
+            return await self._ask(progress, view, server, ranges)
         pending = {
-            asyncio.create_task(self._ask(reading, view, server, ranges))
+            asyncio.create_task(self._ask(progress, view, server, ranges))
             for server, ranges in by_server.items()
         }
         errors: list[PushpullError] = []
@@ -257,116 +247,115 @@ class Puller:
 
     async def _ask(
         self,
-        reading: _Reading,
+        progress: _PullProgress,
         view: ClusterView,
         server: NodeId | None,
         ranges: list[RangeId],
     ) -> list[PushpullError]:
-        """Ask one server; the errors of the ranges that it could not read, or of the call."""
-        left_s = max(reading.deadline_s - now_s(), 0.001)
+        """Ask one server; returns the errors of ranges, or of the call."""
+        left_s = max(progress.deadline_s - now_s(), 0.001)
         wait_s = min(left_s, ATTEMPT_S)
         call_s = min(wait_s + _CALL_GRACE_S, left_s + _LAST_GRACE_S)
-        request = _request(reading, view, ranges, wait_s)
+        request = _request(progress, view, ranges, wait_s)
         errors: list[PushpullError] = []
         try:
             link = self.link(server)
-            asking = _Asking(reading, view, self._lane(link, reading))
-            request.shared = asking.lane is not None
-            is_small = request.shared or reading.order.raw.nbytes <= limits.STREAM_READ_BYTES
+            asked = _ServerRequest(progress, view, self._lane(link, progress))
+            request.shared = asked.lane is not None
+            is_small = request.shared or progress.order.raw.nbytes <= limits.STREAM_READ_BYTES
 
             def take(answer: Answer) -> None:
-                errors.extend(self._take(asking, answer))
+                errors.extend(self._take(asked, answer))
 
             async with asyncio.timeout(None) as patience:
-                self._asked[patience] = server, ranges
+                self._unanswered[patience] = server, ranges
                 try:
                     await link.pull(request, call_s, take, is_small=is_small)
                 finally:
-                    self._asked.pop(patience, None)
-            reading.torn_count += bool(asking.torn)
+                    self._unanswered.pop(patience, None)
+            progress.torn_count += bool(asked.torn)
         except TimeoutError:
-            errors.append(
-                StaleAssignment(f"ranges of server {server} have moved while it was read")
-            )
+            errors.append(StaleAssignment(f"ranges of server {server} have moved during the pull"))
         except PushpullError as error:
-            errors.append(self._by_name(server, error))
+            errors.append(self._naming(server, error))
         return errors
 
-    def _by_name(self, server: NodeId | None, error: PushpullError) -> PushpullError:
-        """What a wait may end with, with a word of which server the call was for."""
+    def _naming(self, server: NodeId | None, error: PushpullError) -> PushpullError:
+        """The error of a call; one that may end a wait names the server."""
         link = self._links.find(server)
         if link is None or not isinstance(error, Recovering | WaitExpired):
             return error
         words = link.trouble or f"server {server} at {link.node.address}: {error.message}"
         return type(error)(words, retry_after_ms=error.retry_after_ms, clock=error.clock)
 
-    def _take(self, asking: _Asking, answer: Answer) -> list[PushpullError]:
-        """Copy what came to its place; what could not be had is an error."""
-        reading, view = asking.reading, asking.view
+    def _take(self, asked: _ServerRequest, answer: Answer) -> list[PushpullError]:
+        """Copy the blocks of an answer to their places; returns its error, if it has one."""
+        progress, view = asked.progress, asked.view
         if isinstance(answer, tuple):
             value, payload = answer
-            length = self._expected(reading, view, value, payload.nbytes)
+            length = self._expected(progress, view, value, payload.nbytes)
             if length:
-                target, skip_bytes = _target(reading.order, value.block, length)
+                target, skip_bytes = _target(progress.order, value.block, length)
                 source = np.frombuffer(payload, np.uint8, target.nbytes, skip_bytes)
                 np.copyto(target, source)
-                self._note(reading, value)
+                self._arrived(progress, value)
                 if value.presence:
-                    reading.presence[value.block] = value.presence
+                    progress.presence[value.block] = value.presence
             return []
-        if asking.lane is None or not answer.HasField("shared"):
+        if asked.lane is None or not answer.HasField("shared"):
             return [error_from_proto(answer.error.error)]
-        for lent in answer.shared.values:
-            self._copy(asking, asking.lane, lent)
+        for shared in answer.shared.values:
+            self._copy(asked, asked.lane, shared)
         return []
 
-    def _copy(self, asking: _Asking, lane: SharedLane, value: parameters_pb2.SharedValue) -> None:
-        """Copy a value from where it lies; its range counts when it is whole."""
-        reading = asking.reading
-        range_id = reading.order.table.range_of_block(value.block, len(asking.view.ranges))
-        length = self._expected(reading, asking.view, value, value.byte_count)
-        if not length or range_id in asking.torn:
+    def _copy(
+        self, asked: _ServerRequest, lane: SharedLane, value: parameters_pb2.SharedValue
+    ) -> None:
+        """Copy a value out of shared memory; its range counts when all its values are copied."""
+        progress = asked.progress
+        range_id = progress.order.table.range_of_block(value.block, len(asked.view.ranges))
+        length = self._expected(progress, asked.view, value, value.byte_count)
+        if not length or range_id in asked.torn:
             return
-        target, skip_bytes = _target(reading.order, value.block, length)
+        target, skip_bytes = _target(progress.order, value.block, length)
         if not lane.copy(value, target, skip_bytes):
-            asking.torn.add(range_id)
+            asked.torn.add(range_id)
             return
-        copied = asking.copied.setdefault(range_id, {})
+        copied = asked.copied.setdefault(range_id, {})
         copied[value.block] = value
-        if len(copied) < len(reading.wanted[range_id]):
-            return
-        for part in copied.values():
-            self._note(reading, part)
+        if len(copied) == len(progress.wanted[range_id]):
+            for each in copied.values():
+                self._arrived(progress, each)
 
     @staticmethod
-    def _lane(link: ServerLink, reading: _Reading) -> SharedLane | None:
-        """Where values may be read; None for tables that are not lent as they are here."""
-        spec = reading.order.table.spec
-        order = reading.order
-        if order.consistent or order.array or reading.torn_count >= _MAX_TORN_COUNT:
+    def _lane(link: ServerLink, progress: _PullProgress) -> SharedLane | None:
+        """The lane to copy from; None if the server cannot share these values as they are."""
+        order = progress.order
+        spec = order.table.spec
+        if order.consistent or order.array or progress.torn_count >= _MAX_TORN_COUNT:
             return None
-        may_be_lent = spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.dtype in (
+        is_shareable = spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.dtype in (
             DType.FLOAT32,
             DType.FLOAT64,
         )
-        return link.lane if may_be_lent else None
+        return link.lane if is_shareable else None
 
     def _expected(
-        self, reading: _Reading, view: ClusterView, value: _Value, byte_count: int
+        self, progress: _PullProgress, view: ClusterView, value: _Value, byte_count: int
     ) -> int:
-        """The elements of a block that came as it should; 0 if it came twice.
+        """The element count of a wanted block; 0 if it came twice.
 
         Raises:
-            StaleAssignment: its range has moved since it was asked for.
-            Internal: it is not what was asked for.
+            StaleAssignment: its range has moved since the request.
+            Internal: it has another codec or length than the request.
         """
-        table = reading.order.table
+        table = progress.order.table
         range_id = table.range_of_block(value.block, len(view.ranges))
-        if value.block not in reading.wanted.get(range_id, ()):
-            return 0  # came twice, over an attempt that was thought lost
+        if value.block not in progress.wanted.get(range_id, ()):
+            return 0  # came twice, by an earlier attempt that was thought lost
         if self._view().ranges[range_id].assignment_epoch != view.ranges[range_id].assignment_epoch:
-            raise StaleAssignment(f"range {range_id} has moved while it was read")
-        codec = reading.order.codec
+            raise StaleAssignment(f"range {range_id} has moved during the pull")
+        codec = progress.order.codec
         length = table.block_length(value.block)
         if value.codec != wire.codec_to_proto(codec) or byte_count != length * codec.element_bytes:
             raise Internal(
@@ -375,26 +364,26 @@ class Puller:
             )
         return length
 
-    def _note(self, reading: _Reading, value: _Value) -> None:
-        """The block is in its place."""
-        table = reading.order.table
+    def _arrived(self, progress: _PullProgress, value: _Value) -> None:
+        """Take note of a block in the caller's memory."""
+        table = progress.order.table
         range_id = table.range_of_block(value.block, len(self._view().ranges))
-        wanted = reading.wanted[range_id]
+        wanted = progress.wanted[range_id]
         wanted.discard(value.block)
         if not wanted:
-            del reading.wanted[range_id]
-        byte_count = table.block_length(value.block) * reading.order.codec.element_bytes
+            del progress.wanted[range_id]
+        byte_count = table.block_length(value.block) * progress.order.codec.element_bytes
         self._counters.pulled_bytes += byte_count
         MEASURES.pulled_bytes.inc(byte_count)
-        reading.versions[value.block] = value.version
-        if not reading.order.array:  # else it has not seen the values that were there then
-            reading.order.steps.saw(value.block, value.peer_version)
-        if reading.lowest_clock is None or value.clock < reading.lowest_clock:
-            reading.lowest_clock = value.clock
+        progress.versions[value.block] = value.version
+        if not progress.order.array:  # optimizer state: the worker has not seen these values
+            progress.order.steps.saw(value.block, value.peer_version)
+        if progress.lowest_clock is None or value.clock < progress.lowest_clock:
+            progress.lowest_clock = value.clock
 
 
-def _target(order: ReadOrder, block: int, length: int) -> tuple[Raw, int]:
-    """Where a block's bytes go, and how many of its first bytes do not."""
+def _target(order: PullOrder, block: int, length: int) -> tuple[Raw, int]:
+    """The memory of a block, and the number of its first bytes that are outside the region."""
     width = order.codec.element_bytes
     start = block * order.table.spec.block_elements
     low = max(order.region.begin, start)
@@ -404,29 +393,27 @@ def _target(order: ReadOrder, block: int, length: int) -> tuple[Raw, int]:
 
 
 def _request(
-    reading: _Reading, view: ClusterView, ranges: list[RangeId], wait_s: float
+    progress: _PullProgress, view: ClusterView, ranges: list[RangeId], wait_s: float
 ) -> parameters_pb2.PullRequest:
-    """What is still wanted of `ranges`; one that is wanted whole is named without its blocks, and
-    so are those with the most, where the others have too many to name.
-    """
-    table = reading.order.table
+    """A request for the wanted blocks of `ranges`; those not `named_by_block` are asked whole."""
+    table = progress.order.table
     request = parameters_pb2.PullRequest(
         table_id=table.table_id,
-        clock=reading.clock,
+        clock=progress.clock,
         deadline_ms=max(int(wait_s * 1000), 1),
-        codec=wire.codec_to_proto(reading.order.codec),
-        consistent=reading.order.consistent,
-        cut=reading.order.cut,
-        array=reading.order.array,
+        codec=wire.codec_to_proto(progress.order.codec),
+        consistent=progress.order.consistent,
+        cut=progress.order.cut,
+        array=progress.order.array,
     )
     named = named_by_block(
-        {range_id: len(reading.wanted[range_id]) for range_id in ranges}, reading.whole_counts
+        {range_id: len(progress.wanted[range_id]) for range_id in ranges}, progress.whole_counts
     )
     for range_id in ranges:
         request.ranges.add(
             range_id=range_id,
             assignment_epoch=view.ranges[range_id].assignment_epoch,
-            blocks=sorted(reading.wanted[range_id]) if range_id in named else [],
+            blocks=sorted(progress.wanted[range_id]) if range_id in named else [],
         )
     return request
 
@@ -435,16 +422,16 @@ def named_by_block(
     counts: Mapping[RangeId, int], whole_counts: Mapping[RangeId, int]
 ) -> set[RangeId]:
     """The ranges whose blocks a request names one by one: those of which not all are wanted, the
-    fewest first, as many as it has room for.
+    fewest first, up to MAX_NAMED_BLOCK_COUNT.
 
     Args:
-        counts: blocks that are wanted, by range.
-        whole_counts: blocks that there are.
+        counts: wanted blocks by range.
+        whole_counts: all blocks by range.
     """
-    room = limits.MAX_NAMED_BLOCK_COUNT
+    left_count = limits.MAX_NAMED_BLOCK_COUNT
     named: set[RangeId] = set()
     for range_id, count in sorted(counts.items(), key=lambda item: item[1]):
-        if count != whole_counts.get(range_id) and count <= room:
+        if count != whole_counts.get(range_id) and count <= left_count:
             named.add(range_id)
-            room -= count
+            left_count -= count
     return named

@@ -1,7 +1,7 @@
-"""Carries out what the push window decides: builds messages, writes them, completes the tickets.
+"""Carries out the push window's effects: builds messages, writes them, completes the tickets.
 
-Everything belongs to the background loop. What to send, when, and again, is the pure machine's
-(`ps_worker.window.push_window`); this side only knows messages, timers and futures.
+Only the background loop calls this. The pure machine (`ps_worker.window.push_window`) decides what
+is sent and when; this side has the messages, timers and futures.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from ps_worker.window.push_window import (
     Effect,
     PushWindow,
     Reply,
-    SealPart,
-    SealTerms,
+    SealRange,
     SendPush,
     SendSeal,
     SendWithdrawal,
     StepEnded,
     StepRefused,
+    StepTerms,
 )
 from pushpull.v1 import parameters_pb2, types_pb2
 
 TICK_INTERVAL_S = 0.05
-"""The window looks for due retries so often, while anything is on its way."""
+"""The window looks for due retries so often, while a step is not committed."""
 
 _EPOCHS_TO_RETURN = 3
-"""Another takes a range, lets the one before join it, and is followed by it: three at least."""
+"""A range that moves to another primary and back passes at least three epochs: the other takes it,
+adds the old one as a backup, and hands it over."""
 
 _NOBODY = NodeId(0)
 
@@ -66,8 +67,7 @@ _OUTCOMES = {
 }
 
 
-_KIND_OF_GRADIENT = parameters_pb2.PUSH_KIND_GRADIENT
-_KIND_OF_VALUES = parameters_pb2.PUSH_KIND_ASSIGN
+_KIND_GRADIENT, _KIND_ASSIGN = parameters_pb2.PUSH_KIND_GRADIENT, parameters_pb2.PUSH_KIND_ASSIGN
 _RECEIVED, _COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
 _APPLIED = Ending(Outcome.APPLIED)
 
@@ -97,15 +97,15 @@ class PushDriver:
     """The pushes and seals of one worker.
 
     Args:
-        window_bytes: payload bytes in flight, at most.
-        view: the view that the client starts with.
+        window_bytes: the most payload bytes in flight.
+        view: the first view.
         links: to the servers.
         counters: of the client.
-        session_ended: called where a server does not accept this client any more.
+        session_ended: called if a server does not accept this client any more.
 
     Attributes:
-        refused: for tables of which a server has refused a seal for good, why: this worker's clock
-            stands still there. Any thread reads it.
+        refused: table -> the error of a seal that a server has refused for good: this worker's
+            clock stops there. Any thread reads it.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PushDriver:
         self._view = view
         self._plans: dict[TableId, _TablePlan] = {}
         self._futures: dict[tuple[TableId, int], Future[StepResult]] = {}
-        self._leaving: set[tuple[TableId, int]] = set()
+        self._final_seals: set[tuple[TableId, int]] = set()
         self._failure: PushpullError | None = None
         self._pump_is_due = False
         self._timer: asyncio.TimerHandle | None = None
@@ -133,7 +133,6 @@ class PushDriver:
     # --- from the training thread
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
-        """A step begins."""
         if self._failure is not None:
             future.set_exception(self._failure)
             return
@@ -142,7 +141,6 @@ class PushDriver:
         self._futures[(table.table_id, clock)] = future
 
     def submit(self, table: Table, clock: int, bodies: Sequence[PushBody], priority: int) -> None:
-        """Blocks of an open step."""
         if self._failure is not None:
             return
         table_id, range_of_block = table.table_id, self._plans[table.table_id].range_of_block
@@ -154,24 +152,22 @@ class PushDriver:
         self._pump_soon()
 
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
-        """Withdraw all blocks of an open step but these."""
         if self._failure is None:
             self._window.withdraw(table.table_id, clock, but=but)
             self._pump_soon()
 
-    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
-        """The end of a step."""
+    def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
         if self._failure is not None:
             return
         if terms.last:
-            self._leaving.add((table.table_id, clock))
+            self._final_seals.add((table.table_id, clock))
         elif clock and terms.update_scale is None:
             MEASURES.steps.inc()
         self._window.seal(table.table_id, clock, self._plans[table.table_id].ranges, terms)
         self._pump_soon()
 
     def fail(self, error: PushpullError) -> None:
-        """Nothing will be sent any more: every step that has not ended fails with `error`."""
+        """Send no more; every step that has not ended fails with `error`."""
         self._failure = error
         futures, self._futures = list(self._futures.values()), {}
         for future in futures:
@@ -183,8 +179,8 @@ class PushDriver:
     # --- from the network
 
     def take_view(self, view: ClusterView) -> None:
-        """A newer view came. Views in between may not have: a server that lost a range and is its
-        primary again has forgotten what it had received.
+        """Take a newer view. In views that this client did not get, a range may have left its
+        primary and come back, and the server has forgotten the entries that it had received.
         """
         before, self._view = self._view, view
         owners = {a.range_id: a.primary for a in view.ranges if a.primary is not None}
@@ -200,18 +196,15 @@ class PushDriver:
         self._pump_soon()
 
     def stream_opened(self, server: NodeId) -> None:
-        """A push stream to `server` is there."""
         self._window.connected(server)
         self._pump_soon()
 
     def stream_closed(self, server: NodeId) -> None:
-        """It broke."""
         self._window.disconnected(server)
         if self._futures and self._failure is None:
             MEASURES.resent_entries.labels(Recovering.code).inc()
 
     def replies(self, server: NodeId, response: parameters_pb2.PushResponse) -> None:
-        """Answers came."""
         came_s = now_s()
         for message in response.replies:
             reply = _reply(message)
@@ -256,7 +249,7 @@ class PushDriver:
             self._send_push(effect)
         elif isinstance(effect, SendSeal):
             make = self._seal if effect.terms.update_scale is None else self._scale
-            message = make(effect.table_id, effect.clock, effect.parts, effect.terms)
+            message = make(effect.table_id, effect.clock, effect.ranges, effect.terms)
             self._send(effect.server, message)
         elif isinstance(effect, SendWithdrawal):
             withdrawal = parameters_pb2.Withdrawal(
@@ -271,7 +264,7 @@ class PushDriver:
         elif isinstance(effect, StepRefused):
             self.refused.setdefault(effect.table_id, effect.error)
             self._finish(effect.table_id, effect.clock, effect.error)
-        # ViewNeeded: views come by themselves, and the window tries again by its own clock.
+        # ViewNeeded: views come by themselves, and the window's ticks retry.
 
     def _send(
         self,
@@ -283,7 +276,7 @@ class PushDriver:
             link.send(entry)
 
     def _send_push(self, effect: SendPush) -> None:
-        body = cast(PushBody, effect.body)  # opaque to the window; only `submit` gives it bodies
+        body = cast(PushBody, effect.body)  # opaque to the window; `submit` makes them
         key, plan = effect.key, self._plans[effect.key.table_id]
         message = parameters_pb2.BlockPush(
             range_id=key.range_id,
@@ -294,7 +287,7 @@ class PushDriver:
             sequence=key.sequence,
             confirmed_sequence=effect.confirmed_sequence,
             codec=plan.state_codec if body.is_state else plan.codec,
-            kind=_KIND_OF_VALUES if body.is_assign else _KIND_OF_GRADIENT,
+            kind=_KIND_ASSIGN if body.is_assign else _KIND_GRADIENT,
             pulled_peer_version=body.pulled_peer_version,
         )
         if effect.replaces:
@@ -306,25 +299,25 @@ class PushDriver:
             message.eager.hyperparameters.extend(wire.hyperparameters_to_proto(body.eager))
         if effect.inline_seal is not None:
             sequence, terms = effect.inline_seal
-            part = SealPart(key.range_id, sequence, effect.confirmed_sequence)
+            sealed = SealRange(key.range_id, sequence, effect.confirmed_sequence)
             message.seal.table_id, message.seal.clock = key.table_id, effect.clock
-            self._fill(message.seal, (part,), terms)
+            self._fill(message.seal, (sealed,), terms)
         link = self._links.find(effect.server)
         if link is not None:
             self._counters.pushed_bytes += body.payload.nbytes
             link.send_block(message, body.payload)
 
     def _seal(
-        self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
+        self, table_id: TableId, clock: int, ranges: tuple[SealRange, ...], terms: StepTerms
     ) -> parameters_pb2.Seal:
         seal = parameters_pb2.Seal(table_id=table_id, clock=clock)
-        self._fill(seal, parts, terms)
+        self._fill(seal, ranges, terms)
         return seal
 
     def _fill(
-        self, seal: parameters_pb2.Seal, parts: tuple[SealPart, ...], terms: SealTerms
+        self, seal: parameters_pb2.Seal, ranges: tuple[SealRange, ...], terms: StepTerms
     ) -> None:
-        self._add_ranges(seal, parts)
+        self._add_ranges(seal, ranges)
         if terms.hyperparameters:
             seal.hyperparameters.extend(wire.hyperparameters_to_proto(terms.hyperparameters))
         seal.skip, seal.last = terms.skip, terms.last
@@ -338,21 +331,21 @@ class PushDriver:
             seal.edit = terms.edit
 
     def _scale(
-        self, table_id: TableId, clock: int, parts: tuple[SealPart, ...], terms: SealTerms
+        self, table_id: TableId, clock: int, ranges: tuple[SealRange, ...], terms: StepTerms
     ) -> parameters_pb2.UpdateScale:
         scale = parameters_pb2.UpdateScale(table_id=table_id, clock=clock, scale=terms.update_scale)
-        self._add_ranges(scale, parts)
+        self._add_ranges(scale, ranges)
         return scale
 
     def _add_ranges(
-        self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale, parts: tuple[SealPart, ...]
+        self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale, ranges: tuple[SealRange, ...]
     ) -> None:
-        for part in parts:
+        for each in ranges:
             entry.ranges.add(
-                range_id=part.range_id,
-                assignment_epoch=self._epoch(part.range_id),
-                sequence=part.sequence,
-                confirmed_sequence=part.confirmed_sequence,
+                range_id=each.range_id,
+                assignment_epoch=self._epoch(each.range_id),
+                sequence=each.sequence,
+                confirmed_sequence=each.confirmed_sequence,
             )
 
     def _epoch(self, range_id: RangeId) -> int:
@@ -368,8 +361,8 @@ class PushDriver:
                 failures[0].add_note(f"also: {error.message}")
             self._finish(ended.table_id, ended.clock, failures[0])
             return
-        # The seal that says goodbye is no step of the script's.
-        if (ended.table_id, ended.clock) not in self._leaving:
+        # A final seal is not a step of the script.
+        if (ended.table_id, ended.clock) not in self._final_seals:
             finished = max(self._counters.finished_step_count, ended.clock)
             self._counters.finished_step_count = finished
         self._counters.staleness = ended.staleness
@@ -404,7 +397,7 @@ class PushDriver:
 
 
 def _reply(message: parameters_pb2.EntryReply) -> Reply | None:
-    """The server's word as the window takes it; None for a kind that this version does not know."""
+    """The window's event of a message; None for a kind that this version does not know."""
     kind = _KINDS.get(message.kind)
     error = ending = None
     if kind is _COMMITTED:

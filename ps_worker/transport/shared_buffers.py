@@ -1,9 +1,9 @@
-"""Arrays in memory that servers on this host read where it lies.
+"""Arrays in memory that servers on this host can read.
 
-A gradient that is pushed from such an array (with ``copy=False``) is not copied by its worker: the
-server takes it from here. Everywhere else they are arrays like any other.
+A worker does not copy a gradient that it pushes from such an array with ``copy=False``: the server
+reads it there. In all else they are ordinary arrays.
 
-Thread-safe. The memory goes away with the last view of it.
+Thread-safe. The memory is freed with the last view of it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, order=True)
 class SharedBuffer:
-    """Where one such array lies in this process, and the file that it can be mapped from.
+    """The address of such an array, and the file that it can be mapped from.
 
-    The number is its own: the address and the descriptor may soon be another's.
+    `number` is unique in the process; the address and the descriptor may be used again.
     """
 
     begin: int
@@ -44,8 +44,8 @@ _buffers: list[SharedBuffer] = []
 """By address."""
 
 _gone: deque[SharedBuffer] = deque()
-"""Collected, and still among `_buffers`. The collector may come at any moment, to a thread that
-holds the lock too: what it calls takes none.
+"""Collected buffers that are still among `_buffers`. The collector may call `_forget` at any
+moment, even in a thread that holds the lock, so `_forget` takes none.
 """
 
 _collected = [0]
@@ -77,7 +77,7 @@ def empty_shared(shape: int | tuple[int, ...], dtype: npt.DTypeLike = "float32")
 
 
 def find(payload: memoryview) -> tuple[SharedBuffer, int] | None:
-    """The buffer that a payload lies in, and where in it; None for ordinary memory."""
+    """The buffer of a payload, and its offset there; None for ordinary memory."""
     if not _buffers:
         return None
     begin = np.frombuffer(payload, np.uint8).__array_interface__["data"][0]
@@ -91,12 +91,12 @@ def find(payload: memoryview) -> tuple[SharedBuffer, int] | None:
 
 
 def collected_count() -> int:
-    """How many have gone so far; when it changes, somebody's `is_live` may have become false."""
+    """The number of buffers collected so far; when it changes, check `is_live` again."""
     return _collected[0]
 
 
 def is_live(buffer: SharedBuffer) -> bool:
-    """Whether anybody still has a view of the buffer."""
+    """True while a view of the buffer exists."""
     with _lock:
         _sweep()
         return buffer in _buffers

@@ -1,4 +1,4 @@
-"""Whom a step or a pull waits for, in words for a person, and servers that are gone for good."""
+"""Reasons why a step or a pull waits, for a person, and servers that are gone for good."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from pushpull.v1 import parameters_pb2
 
 
 def lost_server(view: ClusterView, links: ServerLinks, patience_s: float) -> str:
-    """A server of the view that has left, or was away for so long; empty if there is none."""
+    """The reason why a server is lost: it has left, or could not be reached for `patience_s`; empty
+    if none is.
+    """
     for server in _primaries(view):
         link = links.find(server)
         if link is None:
@@ -24,29 +26,23 @@ def lost_server(view: ClusterView, links: ServerLinks, patience_s: float) -> str
     return ""
 
 
-def reads_wait_for(asked: Sequence[NodeId], links: ServerLinks, answer: str) -> str:
-    """The reasons why pulls on their way are not done. Any thread.
+def pulls_wait_for(unanswered: Sequence[NodeId], links: ServerLinks, answer: str) -> str:
+    """The reasons why pulls in flight are not done. Any thread.
 
     Args:
-        asked: servers that have not answered.
+        unanswered: the servers that have not answered.
         links: to the servers.
-        answer: what servers said last of what a pull waits for; empty: nothing.
+        answer: the servers' last reason why a pull waits; empty: none.
     """
-    servers = ", ".join(map(str, asked)) or "any server"
+    servers = ", ".join(map(str, unanswered)) or "any server"
     return "; ".join([answer or f"no answer yet of server {servers}", *links.troubles()])
 
 
 async def step_waits_for(
     view: ClusterView, links: ServerLinks, table: Table, clock: int, own_rank: int
 ) -> str:
-    """The reasons why step `clock` of a table is not committed. Asks the servers.
-
-    Args:
-        view: the newest.
-        links: to the servers.
-        table: as the newest view has it.
-        clock: of the step.
-        own_rank: whose step waits.
+    """The reasons why step `clock` of a table, of rank `own_rank`, is not committed. Asks the
+    servers; `view` and `table` are the newest.
     """
     reasons = links.troubles()
     seen: dict[int, parameters_pb2.WorkerStats] = {}
@@ -75,7 +71,7 @@ def _primaries(view: ClusterView) -> set[NodeId]:
 def _absent_workers(
     seen: dict[int, parameters_pb2.WorkerStats], clock: int, ranks: Sequence[int], own_rank: int
 ) -> list[str]:
-    """The workers whose step is missing somewhere, each with what is known of it."""
+    """The workers whose step is missing on some server, with their clocks."""
     absent = []
     for rank in ranks:
         worker = seen.get(rank)

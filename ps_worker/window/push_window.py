@@ -1,32 +1,31 @@
-"""The push window: what a worker sends, sends again, and holds back (SEMANTICS S2-S4).
+"""The push window: sends a worker's entries, sends them again, and bounds them (SEMANTICS S2-S4).
 
-A pure machine. `submit` and `seal` number the entries of a step; `poll` says what to send now;
-replies, connections and ticks come in as events. Everything that an entry needs to be sent again is
-kept until its outcome has come, so a resend carries identical bytes.
+A pure machine. `submit` and `seal` number the entries of a step; `poll` gives the entries to send
+now; replies, connections and ticks come in as events. An entry is kept until its outcome has come,
+so a resend carries identical bytes.
 
     queued --poll--> sent --RECEIVED--> received --COMMITTED--> ended
        ^               |                   |
        +--- REFUSED ---+---- GIVEN_BACK ---+      (and: the connection broke, or no answer in time)
 
 Rules:
-    - Payload bytes sent and not yet answered stay within `window_bytes`; one entry may always go.
-    - After REFUSED or GIVEN_BACK nothing of that (server, table) is sent before CREDIT or the
+    - Payload bytes sent and not yet answered stay within `window_bytes`; one entry may always be
+      sent.
+    - After REFUSED or GIVEN_BACK no entry of that (server, table) is sent before CREDIT or the
       retry time.
-    - The seals of a step leave when each of its pushes is received or invalid on every server; all
-      of them with skip if one push is invalid.
+    - The seals of a step are sent when each of its pushes is received or invalid on every server;
+      all of them with skip if one push is invalid.
 
 Invariants:
-    PW-1  Sequences of a (range, table) are given out from 1 without gap.
+    PW-1  Sequence numbers of a (range, table) begin at 1 and have no gap.
     PW-2  in_flight_bytes is the sum over entries in state SENT.
     PW-3  A seal is never sent before every push of its step was received or ended.
     PW-4  COMMITTED carries an outcome.
     PW-5  Only a push has a block.
     PW-6  Only a sealed step has terms.
 
-What is made for every block is a named tuple: that costs a third of a frozen dataclass, and its
-hash a fifth.
-
-What it deliberately does not do: touch payloads (`body` is opaque), know addresses, or wait.
+Values that are made for every block are named tuples: one costs a third of a frozen dataclass, and
+its hash a fifth. The window does not touch payloads: `body` is opaque.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from ps_core.tables import Hyperparameters
 
 
 class EntryState(Enum):
-    """Where an entry is on its way."""
+    """The state of an entry; see the diagram above."""
 
     QUEUED = "queued"
     SENT = "sent"
@@ -62,7 +61,7 @@ class EntryKey(NamedTuple):
 
 
 class BlockPlace(NamedTuple):
-    """Where a block lives."""
+    """The table and the range of a block."""
 
     table_id: TableId
     range_id: RangeId
@@ -70,10 +69,14 @@ class BlockPlace(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SealTerms:
-    """What a seal says, beside its place. `clip_scale`: what the worker's own gradient needs where
-    it is clipped; `update_scale`: this is no seal, but what follows one that asked for it; `edit`:
-    names the edit that the step is; empty: it is none; `array`: what it is of, as in the protocol.
+class StepTerms:
+    """The terms of a step's seals, alike on all ranges.
+
+    Attributes:
+        clip_scale: the factor of the worker's own gradient, which is clipped.
+        update_scale: the factor of an update that waits for it: the entries are no seals.
+        edit: the name of the step's edit; empty: it is none.
+        array: the array of optimizer state that the edit replaces; empty: the values.
     """
 
     hyperparameters: Hyperparameters = ()
@@ -87,12 +90,15 @@ class SealTerms:
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A push (`block` says of what) or a seal (`block` is None) without an outcome.
+class PushEntry:
+    """A push of a block, or a seal (`block` is None), without an outcome.
 
-    `number` counts all entries of the window; `body` is kept for a resend; `carried` is the seal
-    that travels with this push, and `carrier` the push that this seal travels with; `given_up`:
-    replaced or refused, so a resend is a withdrawal.
+    Attributes:
+        number: counts all entries of the window.
+        body: kept for a resend.
+        carried: the seal that travels with this push.
+        carrier: the push that this seal travels with.
+        given_up: replaced or refused, so a resend is a withdrawal.
     """
 
     key: EntryKey
@@ -107,21 +113,20 @@ class Entry:
     sent_s: float = 0.0
     sent_count: int = 0
     retry_s: float | None = None
-    carried: Entry | None = None
-    carrier: Entry | None = None
+    carried: PushEntry | None = None
+    carrier: PushEntry | None = None
     given_up: bool = False
 
     @property
     def pushed_block(self) -> int:
-        """The block of a push."""
         if self.block is None:
             raise InvariantViolation("PW-5", f"{self.key} is a seal; a push was meant")
         return self.block
 
     @property
     def travels_along(self) -> bool:
-        """A seal: whether its carrier will bring it, now or by a resend. One that was received, and
-        with it the seal, is not sent again before the seal has ended.
+        """True for a seal that its carrier will bring, now or by a resend. A carrier that was
+        received, with its seal, is not sent again before the seal has ended.
         """
         push = self.carrier
         if push is None or push.given_up:
@@ -129,30 +134,29 @@ class Entry:
         return push.state in (EntryState.QUEUED, EntryState.SENT)
 
 
-class Numbering:
-    """The numbers of one (table, range): given out from 1 without gap, open until they end."""
+class SequenceNumbers:
+    """The sequence numbers of one (table, range), from 1 without gap, and their open entries."""
 
-    __slots__ = ("_given", "_low_water", "open")
+    __slots__ = ("_last", "_low_water", "open")
 
     def __init__(self) -> None:
-        self._given = 0
+        self._last = 0
         self._low_water = 0
-        self.open: dict[int, Entry] = {}
+        self.open: dict[int, PushEntry] = {}
 
     @property
     def low_water(self) -> int:
-        """Every number up to it has ended."""
+        """The highest number up to which all have ended."""
         return self._low_water
 
-    def number(self) -> int:
-        """The next number; its entry goes into `open` at once."""
-        self._given += 1
-        return self._given
+    def next(self) -> int:
+        """The next number; the caller puts its entry into `open`."""
+        self._last += 1
+        return self._last
 
-    def end(self, number: int) -> None:
-        """The number has its outcome."""
-        del self.open[number]
-        while self._low_water < self._given and self._low_water + 1 not in self.open:
+    def end(self, sequence: int) -> None:
+        del self.open[sequence]
+        while self._low_water < self._last and self._low_water + 1 not in self.open:
             self._low_water += 1
 
 
@@ -160,20 +164,21 @@ class Numbering:
 class WindowStep:
     """One step of one table until all its entries have ended.
 
-    `blocks` has the newest push of each block. `awaited` are its pushes that were neither received
-    nor ended: no seal leaves before they are.
+    Attributes:
+        blocks: the newest push of each block.
+        awaited: pushes that were neither received nor ended; the seals wait for them.
     """
 
     table_id: TableId
     clock: int
-    blocks: dict[int, Entry] = field(default_factory=dict)
-    awaited: set[Entry] = field(default_factory=set)
-    seals: list[Entry] = field(default_factory=list)
-    terms: SealTerms | None = None
+    blocks: dict[int, PushEntry] = field(default_factory=dict)
+    awaited: set[PushEntry] = field(default_factory=set)
+    seals: list[PushEntry] = field(default_factory=list)
+    terms: StepTerms | None = None
     seals_released: bool = False
     open_count: int = 0
     problems: list[tuple[int | None, PushpullError]] = field(default_factory=list)
-    invalid: set[Entry] = field(default_factory=set)
+    invalid: set[PushEntry] = field(default_factory=set)
     skipped: bool = False
     staleness: int = 0
     rejected: list[int] = field(default_factory=list)
@@ -181,16 +186,13 @@ class WindowStep:
     squares: dict[RangeId, tuple[float, ...]] = field(default_factory=dict)
 
     @property
-    def sealed_with(self) -> SealTerms:
-        """The terms of a step that was sealed."""
+    def sealed_with(self) -> StepTerms:
         if self.terms is None:
             raise InvariantViolation("PW-6", f"clock {self.clock} is not sealed")
         return self.terms
 
     def forget_entries(self) -> None:
-        """All have ended: entries that point to a step that points to them would be kept until
-        Python's collector comes by.
-        """
+        """Break the reference cycles of an ended step, so that no collector has to."""
         for entry in (*self.blocks.values(), *self.seals):
             entry.carried = entry.carrier = None
         self.blocks.clear()
@@ -198,7 +200,7 @@ class WindowStep:
 
 
 class SendPush(NamedTuple):
-    """Send this push to `server` now."""
+    """Send a push to `server` now."""
 
     server: NodeId
     key: EntryKey
@@ -207,18 +209,18 @@ class SendPush(NamedTuple):
     replaces: int
     confirmed_sequence: int
     body: object
-    inline_seal: tuple[int, SealTerms] | None
+    inline_seal: tuple[int, StepTerms] | None
 
 
 class SendWithdrawal(NamedTuple):
-    """Tell `server` that this number is given up."""
+    """Tell `server` that an entry is given up."""
 
     server: NodeId
     key: EntryKey
 
 
-class SealPart(NamedTuple):
-    """One range's place in a seal."""
+class SealRange(NamedTuple):
+    """One range of a seal."""
 
     range_id: RangeId
     sequence: int
@@ -231,17 +233,19 @@ class SendSeal(NamedTuple):
     server: NodeId
     table_id: TableId
     clock: int
-    parts: tuple[SealPart, ...]
-    terms: SealTerms
+    ranges: tuple[SealRange, ...]
+    terms: StepTerms
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """Every entry of the step has its outcome; nothing of it will be sent again.
+    """Every entry of the step has its outcome.
 
-    `problems` holds (block, error) for every entry that was refused for good; block is None for
-    seals. `rejected` are the blocks that were too stale; `discarded`: an update of some range has
-    formed without the step. `squares`: what ranges told whose updates wait for their scale.
+    Attributes:
+        problems: (block, error) of every entry that was refused for good; block is None for seals.
+        rejected: the blocks that were too stale.
+        discarded: some range was updated without the step.
+        squares: of ranges whose updates wait for their scale: the sums of squares.
     """
 
     table_id: TableId
@@ -256,7 +260,7 @@ class StepEnded:
 
 @dataclass(frozen=True, slots=True)
 class StepRefused:
-    """A range refused the step's seal for good: the step cannot end there."""
+    """A range refused the step's seal for good, so the step cannot end there."""
 
     table_id: TableId
     clock: int
@@ -265,7 +269,7 @@ class StepRefused:
 
 @dataclass(frozen=True, slots=True)
 class ViewNeeded:
-    """A server said that the assignment is another: a newer view is needed."""
+    """A server answered that the assignment has changed: a newer view is needed."""
 
     server: NodeId
 
@@ -274,7 +278,7 @@ Effect = SendPush | SendSeal | SendWithdrawal | StepEnded | StepRefused | ViewNe
 
 
 class Reply(NamedTuple):
-    """A server's word about one entry (`ending` with COMMITTED, `error` with the refusals)."""
+    """A server's reply to one entry; COMMITTED has `ending`, a refusal `error`."""
 
     kind: ReplyKind
     table_id: TableId
@@ -287,27 +291,28 @@ class Reply(NamedTuple):
 _RETRYABLE = frozenset({"STALE_ASSIGNMENT", "NOT_OWNER", "RECOVERING", "DRAINING", "OVERLOADED"})
 
 
-# To find a member through its class costs Python 3.11 ten times as much as a name of the module
-# does, and every block needs a score of them.
+# In Python 3.11 a member looked up through its class costs ten times as much as a module's name,
+# and every block needs twenty.
 _QUEUED, _SENT, _RECEIVED, _ENDED = EntryState
 _SAYS_RECEIVED, _SAYS_COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
 _SAYS_CREDIT, _APPLIED = ReplyKind.CREDIT, Outcome.APPLIED
 
-_Queued = tuple[int, int, Entry]
-"""Priority, number, entry. Two of one entry compare as equal, so entries need no order."""
+_Queued = tuple[int, int, PushEntry]
+"""Priority, number, entry. Numbers differ between entries, so entries are never compared."""
 
 
 class PushWindow:
-    """All pushes and seals of one worker, over all tables and servers."""
+    """All pushes and seals of one worker, over all tables and servers.
+
+    Args:
+        window_bytes: the most payload bytes in flight, over all servers; above 0.
+        resend_after_s: seconds after which an entry without an answer is sent again.
+
+    Raises:
+        InvalidConfig: `window_bytes` is not above 0.
+    """
 
     def __init__(self, window_bytes: int, resend_after_s: float = 10.0) -> None:
-        """Args:
-            window_bytes: payload bytes in flight, over all servers; above 0.
-            resend_after_s: an entry without an answer for that long is sent again.
-
-        Raises:
-            InvalidConfig: `window_bytes` is not above 0.
-        """
         if window_bytes <= 0:
             raise InvalidConfig(f"window_bytes is {window_bytes}; expected more than 0")
         self._window_bytes = window_bytes
@@ -316,22 +321,21 @@ class PushWindow:
         self._owner: dict[RangeId, NodeId] = {}
         self._connected: set[NodeId] = set()
         self._blocked: dict[tuple[NodeId, TableId], float] = {}
-        self._numberings: dict[tuple[TableId, RangeId], Numbering] = {}
+        self._numbers: dict[tuple[TableId, RangeId], SequenceNumbers] = {}
         self._steps: dict[tuple[TableId, int], WindowStep] = {}
         self._queue: list[_Queued] = []
         self._held_back: list[_Queued] = []
-        self._waiting_seals: set[Entry] = set()
+        self._waiting_seals: set[PushEntry] = set()
         self._submitted_count = 0
         self._due_s = -math.inf
 
-    # --- what the training loop does
+    # --- events of the training loop
 
     def submit(
         self, at: BlockPlace, clock: int, body: object, *, byte_count: int, priority: int = 0
     ) -> EntryKey:
-        """Queue a push of a block; a second push of it in the same step replaces the first.
-
-        Lower `priority` goes first. `body` is kept until the entry has ended.
+        """Queue a push of a block; a second push of it in the same step replaces the first. Lower
+        `priority` goes first.
 
         Raises:
             InvalidConfig: the step has been sealed.
@@ -353,7 +357,7 @@ class PushWindow:
         return entry.key
 
     def withdraw(self, table_id: TableId, clock: int, *, but: Collection[int]) -> None:
-        """Of the step, which is open, nothing takes part but these blocks."""
+        """Withdraw all blocks of an open step except `but`."""
         step = self._open_step(table_id, clock)
         for block in [block for block in step.blocks if block not in but]:
             entry = step.blocks.pop(block)
@@ -362,19 +366,19 @@ class PushWindow:
                 self._requeue(entry)
 
     def seal(
-        self, table_id: TableId, clock: int, ranges: Iterable[RangeId], terms: SealTerms
+        self, table_id: TableId, clock: int, ranges: Iterable[RangeId], terms: StepTerms
     ) -> None:
-        """End the step on all `ranges` that hold blocks of the table; `poll` sends the seals in
-        time. The scale of its update is a step of its own, of seals alone.
+        """End the step on all `ranges` of the table; `poll` sends the seals in time. The scale of
+        an update is a step of its own, of seals alone.
 
         Raises:
             InvalidConfig: the step has been sealed.
         """
         step = self._open_step(table_id, clock)
         step.terms = terms
-        places = sorted(ranges)
-        carrier = self._carrier(step, places)
-        for range_id in places:
+        range_ids = sorted(ranges)
+        carrier = self._carrier(step, range_ids)
+        for range_id in range_ids:
             entry = self._new_entry(step, range_id)
             step.seals.append(entry)
             if carrier is not None:
@@ -382,9 +386,9 @@ class PushWindow:
         step.seals_released = carrier is not None
 
     @staticmethod
-    def _carrier(step: WindowStep, places: Sequence[RangeId]) -> Entry | None:
+    def _carrier(step: WindowStep, range_ids: Sequence[RangeId]) -> PushEntry | None:
         """The push that may carry the seal: the step's only message, not sent yet."""
-        if len(places) != 1 or len(step.blocks) != 1:
+        if len(range_ids) != 1 or len(step.blocks) != 1:
             return None
         (push,) = step.blocks.values()
         return push if push.sent_count == 0 else None
@@ -397,21 +401,21 @@ class PushWindow:
             raise InvalidConfig(f"step {clock} of table {table_id} has been sealed")
         return step
 
-    def _new_entry(self, step: WindowStep, range_id: RangeId) -> Entry:
+    def _new_entry(self, step: WindowStep, range_id: RangeId) -> PushEntry:
         """A seal, unless the caller makes it a push."""
         place = (step.table_id, range_id)
-        numbering = self._numberings.get(place)
-        if numbering is None:
-            numbering = self._numberings[place] = Numbering()
-        sequence = numbering.number()
+        numbers = self._numbers.get(place)
+        if numbers is None:
+            numbers = self._numbers[place] = SequenceNumbers()
+        sequence = numbers.next()
         self._submitted_count += 1
         key = EntryKey(step.table_id, range_id, sequence)
-        entry = numbering.open[sequence] = Entry(key, step, self._submitted_count)
+        entry = numbers.open[sequence] = PushEntry(key, step, self._submitted_count)
         step.open_count += 1
         return entry
 
-    def _give_up(self, entry: Entry) -> None:
-        """Another entry replaces this one; its number stays open until the server has ended it."""
+    def _give_up(self, entry: PushEntry) -> None:
+        """Give up an entry that another replaces; it stays open until the server has ended it."""
         entry.given_up = True
         entry.body = None
         self._leave_flight(entry)
@@ -423,10 +427,12 @@ class PushWindow:
         step.invalid.discard(entry)
         step.problems = [p for p in step.problems if p[0] != entry.block]
 
-    # --- what the network does
+    # --- events of the network
 
     def assign(self, owner: Mapping[RangeId, NodeId]) -> None:
-        """A view says who serves which range: what was refused, or is elsewhere, goes again."""
+        """Take the primaries of a view; entries that were refused, or whose range has moved, are
+        sent again.
+        """
         before, self._owner = self._owner, dict(owner)
         moved = {r for r, server in self._owner.items() if before.get(r, server) != server}
         for entry in list(self._open()) if moved else ():
@@ -435,13 +441,12 @@ class PushWindow:
         self._let_go()
 
     def connected(self, server: NodeId) -> None:
-        """A stream to `server` is there."""
         self._connected.add(server)
         self._let_go()
 
     def disconnected(self, server: NodeId) -> None:
-        """The stream to `server` broke: all that has no outcome there goes again (RECEIVED is
-        volatile).
+        """The stream to `server` broke: all its entries without an outcome are sent again, because
+        RECEIVED is volatile.
         """
         self._connected.discard(server)
         for place in [place for place in self._blocked if place[0] == server]:
@@ -452,16 +457,16 @@ class PushWindow:
                 self._requeue(entry)
 
     def reply(self, server: NodeId, reply: Reply, now_s: float) -> list[Effect]:
-        """A server answered. To an entry that is queued again, or has another owner by now, nothing
-        but an outcome counts; to one that has ended, or is unknown, nothing.
+        """Take a server's reply. For an entry that is queued again, or whose range has moved, only
+        an outcome counts; for an entry that has ended, or is unknown, no reply does.
         """
         kind = reply.kind
         if kind is _SAYS_CREDIT:
             self._blocked.pop((server, reply.table_id), None)
             self._let_go()
             return []
-        numbering = self._numberings.get((reply.table_id, reply.range_id))
-        entry = numbering.open.get(reply.sequence) if numbering is not None else None
+        numbers = self._numbers.get((reply.table_id, reply.range_id))
+        entry = numbers.open.get(reply.sequence) if numbers is not None else None
         if entry is None:
             return []
         if kind is _SAYS_COMMITTED:
@@ -481,7 +486,7 @@ class PushWindow:
         return self._failed(server, entry, reply.error, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Time passed: blocked tables whose time has come, and unanswered entries, go again."""
+        """Send again unanswered entries, and those of blocked tables whose retry time has come."""
         for place in [place for place, until_s in self._blocked.items() if until_s <= now_s]:
             del self._blocked[place]
             self._let_go()
@@ -500,20 +505,22 @@ class PushWindow:
                 self._probe(entry, now_s)
             self._due_s = min(self._due_s, self._entry_due_s(entry))
 
-    def _entry_due_s(self, entry: Entry) -> float:
+    def _entry_due_s(self, entry: PushEntry) -> float:
         if entry.retry_s is not None:
             return entry.retry_s
         if entry.state is _QUEUED:  # not before it has been sent
             return math.inf
         return entry.sent_s + self._resend_after_s
 
-    def _open(self) -> Iterator[Entry]:
+    def _open(self) -> Iterator[PushEntry]:
         """Every entry without an outcome."""
-        for numbering in self._numberings.values():
-            yield from numbering.open.values()
+        for numbers in self._numbers.values():
+            yield from numbers.open.values()
 
-    def _probe(self, entry: Entry, now_s: float) -> None:
-        """Held for long: a seal asks again, a push once its seal has ended: an answer is lost."""
+    def _probe(self, entry: PushEntry, now_s: float) -> None:
+        """An entry was received long ago. Ask again for a seal, and for a push whose seals have
+        ended, because its answer is lost.
+        """
         seals = entry.step.seals
         seals_ended = bool(seals) and all(s.state is _ENDED for s in seals)
         if entry.block is None or seals_ended or entry.given_up:
@@ -521,7 +528,7 @@ class PushWindow:
         else:
             entry.sent_s = now_s
 
-    def _received(self, entry: Entry) -> None:
+    def _received(self, entry: PushEntry) -> None:
         if entry.state is _SENT:
             self._in_flight_bytes -= entry.byte_count
             entry.state = _RECEIVED
@@ -530,14 +537,14 @@ class PushWindow:
             self._arrived_with(entry, entry.carried)
 
     @staticmethod
-    def _arrived_with(push: Entry, seal: Entry) -> None:
-        """The push arrived, and so did the seal that it carried."""
+    def _arrived_with(push: PushEntry, seal: PushEntry) -> None:
+        """The push was received, and so was the seal that it carried."""
         if seal.state is _QUEUED:
             seal.state = _RECEIVED
             seal.sent_s = push.sent_s
 
     def _failed(
-        self, server: NodeId, entry: Entry, error: PushpullError | None, now_s: float
+        self, server: NodeId, entry: PushEntry, error: PushpullError | None, now_s: float
     ) -> list[Effect]:
         problem = error or PushpullError("the server refused an entry without saying why")
         if problem.code in _RETRYABLE:
@@ -547,7 +554,7 @@ class PushWindow:
             return [ViewNeeded(server)]
         if entry.block is None or entry.given_up:
             return self._end(entry, Ending(Outcome.INVALID, problem))
-        # The refusal consumed no number: it is given up, or the step's seal would wait for it.
+        # The server did not count the refused entry: withdraw it, or its seal would wait for it.
         entry.step.problems.append((entry.block, problem))
         entry.step.invalid.add(entry)
         entry.step.awaited.discard(entry)
@@ -558,20 +565,20 @@ class PushWindow:
 
     # --- moving entries
 
-    def _enqueue(self, entry: Entry) -> None:
+    def _enqueue(self, entry: PushEntry) -> None:
         heapq.heappush(self._queue, (entry.priority, entry.number, entry))
 
     def _let_go(self) -> None:
-        """What was held back may go now, or be held back again."""
+        """Queue again what was held back; `poll` may hold it back once more."""
         for item in self._held_back:
             heapq.heappush(self._queue, item)
         self._held_back.clear()
 
-    def _requeue(self, entry: Entry) -> None:
+    def _requeue(self, entry: PushEntry) -> None:
         self._leave_flight(entry)
         entry.state = _QUEUED
         if entry.block is None:
-            # A seal that lost its carrier's answer travels alone from now on.
+            # A seal whose carrier does not bring it again travels alone from now on.
             if not entry.travels_along:
                 self._waiting_seals.add(entry)
         else:
@@ -579,11 +586,11 @@ class PushWindow:
                 entry.step.awaited.add(entry)
             self._enqueue(entry)
 
-    def _leave_flight(self, entry: Entry) -> None:
+    def _leave_flight(self, entry: PushEntry) -> None:
         if entry.state is _SENT:
             self._in_flight_bytes -= entry.byte_count
 
-    def _end(self, entry: Entry, ending: Ending) -> list[Effect]:
+    def _end(self, entry: PushEntry, ending: Ending) -> list[Effect]:
         self._leave_flight(entry)
         entry.state = _ENDED
         entry.body = None
@@ -591,7 +598,7 @@ class PushWindow:
         if entry.carried is not None:
             self._arrived_with(entry, entry.carried)
         self._waiting_seals.discard(entry)
-        self._numberings[(key.table_id, key.range_id)].end(key.sequence)
+        self._numbers[(key.table_id, key.range_id)].end(key.sequence)
         step.open_count -= 1
         step.awaited.discard(entry)
         refused: list[Effect] = []
@@ -606,8 +613,8 @@ class PushWindow:
         return [*refused, self._end_step(step, step.terms)]
 
     @staticmethod
-    def _ended_otherwise(entry: Entry, ending: Ending) -> list[Effect]:
-        """The entry is not in the parameters."""
+    def _ended_otherwise(entry: PushEntry, ending: Ending) -> list[Effect]:
+        """Note an entry that was not applied."""
         step = entry.step
         if ending.outcome is Outcome.SKIPPED:
             step.skipped = True
@@ -620,11 +627,11 @@ class PushWindow:
         problem = ending.error or PushpullError("refused without saying why")
         step.problems.append((entry.block, problem))
         step.invalid.add(entry)
-        if entry.block is not None or isinstance(problem, EditRefused):  # that ends the clock
+        if entry.block is not None or isinstance(problem, EditRefused):  # a refused edit ends too
             return []
         return [StepRefused(step.table_id, step.clock, problem)]
 
-    def _end_step(self, step: WindowStep, terms: SealTerms) -> StepEnded:
+    def _end_step(self, step: WindowStep, terms: StepTerms) -> StepEnded:
         del self._steps[(step.table_id, step.clock)]
         step.forget_entries()
         skipped = step.skipped or terms.skip or bool(step.invalid)
@@ -639,12 +646,10 @@ class PushWindow:
             tuple(step.squares.items()),
         )
 
-    # --- what to send
+    # --- effects
 
     def poll(self, now_s: float) -> list[Effect]:
-        """What may be sent now, in order of priority; each entry counts as sent when it is
-        returned.
-        """
+        """Send the entries that may be sent now, in order of priority; they count as sent."""
         effects: list[Effect] = []
         if self._queue:
             self._poll_pushes(now_s, effects)
@@ -662,7 +667,7 @@ class PushWindow:
         while queue:
             entry = queue[0][2]
             if entry.state is not _QUEUED:
-                heapq.heappop(queue)  # ended, or queued twice and sent by the other item
+                heapq.heappop(queue)  # ended, or queued twice and sent already
                 continue
             server = self._owner.get(entry.key.range_id)
             if (
@@ -686,7 +691,7 @@ class PushWindow:
             else:
                 effects.append(self._send_push(server, entry))
 
-    def _send_push(self, server: NodeId, entry: Entry) -> SendPush:
+    def _send_push(self, server: NodeId, entry: PushEntry) -> SendPush:
         inline = None
         if entry.carried is not None:
             inline = (entry.carried.key.sequence, entry.step.sealed_with)
@@ -702,7 +707,7 @@ class PushWindow:
         )
 
     def _poll_seals(self, now_s: float, effects: list[Effect]) -> None:
-        grouped: dict[tuple[NodeId, TableId, int], list[Entry]] = {}
+        grouped: dict[tuple[NodeId, TableId, int], list[PushEntry]] = {}
         for entry in sorted(self._waiting_seals, key=lambda seal: seal.key):
             key = entry.key
             server = self._owner.get(key.range_id)
@@ -711,10 +716,10 @@ class PushWindow:
         for (server, _, _), entries in grouped.items():
             effects.append(self._send_seal(server, entries, now_s))
 
-    def _send_seal(self, server: NodeId, entries: list[Entry], now_s: float) -> SendSeal:
+    def _send_seal(self, server: NodeId, entries: list[PushEntry], now_s: float) -> SendSeal:
         step = entries[0].step
         terms = step.sealed_with
-        # A seal that travelled with its push was not held until that was answered.
+        # A seal that travelled with its push did not wait for the push's answer.
         is_skipped = step.skipped or (entries[0].carrier is not None and bool(step.invalid))
         if is_skipped and not terms.skip:
             terms = replace(terms, skip=True, edit=b"", array="")
@@ -722,16 +727,16 @@ class PushWindow:
             entry.state = _SENT
             entry.sent_s = now_s
             self._waiting_seals.discard(entry)
-        parts = tuple(
-            SealPart(e.key.range_id, e.key.sequence, self._confirmed(e.key)) for e in entries
+        ranges = tuple(
+            SealRange(e.key.range_id, e.key.sequence, self._confirmed(e.key)) for e in entries
         )
-        return SendSeal(server, step.table_id, step.clock, parts, terms)
+        return SendSeal(server, step.table_id, step.clock, ranges, terms)
 
     def _confirmed(self, key: EntryKey) -> int:
-        """Up to where the outcomes of the key's place have been seen, without gap."""
-        return self._numberings[(key.table_id, key.range_id)].low_water
+        """The sequence number up to which all outcomes of the key's range have come."""
+        return self._numbers[(key.table_id, key.range_id)].low_water
 
-    # --- what it is waiting for
+    # --- state
 
     @property
     def in_flight_bytes(self) -> int:

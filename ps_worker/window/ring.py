@@ -1,14 +1,14 @@
-"""A ring of memory: pieces are taken one behind the other and come back in about that order.
+"""An allocator of pieces of a ring, which are freed in about the order of their allocation.
 
-A pure allocator; the memory itself is elsewhere (`ps_worker.transport.lane`).
+Pure; `ps_worker.transport.lane` has the memory.
 
 Rules:
     - A piece is contiguous and begins at a multiple of ALIGNMENT_BYTES.
-    - What comes back out of order is free only once all that was taken before it is.
+    - A piece that is freed out of order can be used again once all older pieces are free.
 
 Invariants:
-    RING-1  Pieces that were taken and not given back never overlap.
-    RING-2  When everything has been given back, a piece of the whole ring can be taken.
+    RING-1  Pieces in use never overlap.
+    RING-2  When no piece is in use, a piece of the whole ring can be taken.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ ALIGNMENT_BYTES = 64
 
 
 class Ring:
-    """Which bytes of a ring are in use."""
+    """The used bytes of a ring; its size is a multiple of ALIGNMENT_BYTES."""
 
     def __init__(self, byte_count: int) -> None:
-        """Args:
-        byte_count: its size, a multiple of ALIGNMENT_BYTES.
-        """
         check(byte_count % ALIGNMENT_BYTES == 0, "RING-1", f"a ring of {byte_count} bytes")
         self._byte_count = byte_count
         self._begin = 0

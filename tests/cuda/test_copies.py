@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ps_worker.spec.flat_layout import dtype_of, layout_of
-from ps_worker.spec.values import BlockPart
+from ps_worker.spec.values import BlockValues
 from ps_worker.training.tables.device_copies import (
     from_host,
     stream_from_host,
@@ -128,7 +128,7 @@ def parameters_on(device: torch.device, *counts: int) -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(count, device=device)) for count in counts]
 
 
-def all_that_left(loop: Loop) -> list[BlockPart]:
+def all_that_left(loop: Loop) -> list[BlockValues]:
     """During backward, and as the rest arrived."""
     return [*loop.left, *(part for parts in loop.staging.arriving() for part in parts)]
 

@@ -285,7 +285,7 @@ def test_a_host_that_does_not_answer_is_named(small: LaneCluster) -> None:
     late = error_of(lambda: first.barrier(timeout_s=0.5))
     assert isinstance(late, ps.WaitExpired)
     assert re.match(
-        "barrier is not over after 0.5 s: it meets the others at server 1, and ", str(late)
+        "barrier is not over after 0.5 s: the round's host is server 1, and ", str(late)
     )
     for client in (first, second):
         client.close(leave=False)

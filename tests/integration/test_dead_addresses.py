@@ -26,7 +26,7 @@ from ps_worker.spec.values import Region
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import TableSteps
 from ps_worker.transport.links import LinkSetting, ServerLink, ServerLinks
-from ps_worker.transport.pulls import Puller, ReadOrder
+from ps_worker.transport.pulls import Puller, PullOrder
 from pushpull.v1 import parameters_pb2, replication_pb2, types_pb2
 from tests.property.shard_twin import table
 
@@ -309,7 +309,7 @@ def test_a_read_that_waits_names_the_server_that_it_waits_for() -> None:
             links.update(view)
             puller = Puller(links, Counters(), lambda: view)
             raw = np.zeros(256, np.uint8)
-            order = ReadOrder(
+            order = PullOrder(
                 MODEL,
                 Region(0, 64, (64,)),
                 raw,
@@ -320,7 +320,7 @@ def test_a_read_that_waits_names_the_server_that_it_waits_for() -> None:
                 cast(TableSteps, None),
             )
             with pytest.raises(WaitExpired) as late:
-                await puller.read(order)
+                await puller.pull(order)
             await links.close()
         named = f"server 1 at {address} cannot be reached"
         assert late.value.message.startswith(f"a pull of table 'model' took too long: {named}")

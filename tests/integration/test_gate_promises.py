@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 import ps_worker as ps
-from ps_worker.spec.values import BlockPart
+from ps_worker.spec.values import BlockValues
 from tests.integration.lane_cluster import lane_cluster, until
 
 RUNS = 20
@@ -65,7 +65,7 @@ def _train(workers: list[ps.Client], run: int) -> list[Floats]:
         for rank, block in left:
             part = gradients[rank][step][BLOCK * block : BLOCK * (block + 1)]
             handle = workers[rank].tables.begin_step(tables[rank])
-            handle.push_blocks([BlockPart(block, part.view(np.uint8).data, b"")])
+            handle.push_blocks([BlockValues(block, part.view(np.uint8).data, b"")])
         for rank in draw.sample(range(WORKERS), WORKERS):
             workers[rank].seal(tables[rank])
         values = [worker.pull(table) for worker, table in zip(workers, tables, strict=True)]

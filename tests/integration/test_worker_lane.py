@@ -50,9 +50,9 @@ def test_a_piece_is_free_at_its_first_answer(wire: Wire) -> None:
         assert [p.offset_bytes for p in places if p] == [n * LARGE.nbytes for n in range(4)]
         assert lane.place(_name(4), LARGE) is None
         assert lane.can_place(_name(4), LARGE.nbytes), "it waits for a piece to come back"
-        assert not lane.has_room.is_set()
+        assert not lane.has_space.is_set()
         lane.answered(_answer(7, 0, 0))  # of another entry, and twice: frees one piece, once
-        assert lane.has_room.is_set()
+        assert lane.has_space.is_set()
         again = lane.place(_name(4), LARGE)
         assert again is not None
         assert again.offset_bytes == 0

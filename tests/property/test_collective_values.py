@@ -100,7 +100,7 @@ def test_dicts_and_lists_are_reduced_item_by_item_and_come_back_as_they_were() -
     ("value", "words"),
     [
         ("text", "value is a str; expected a number"),
-        ({1: 2}, "value has keys that are no texts"),
+        ({1: 2}, "value has keys that are not strings"),
         ({"a": [None]}, r"value\['a'\]\[0\] is a NoneType"),
         (torch.tensor([True]), "value is of torch.bool"),
     ],
@@ -118,7 +118,7 @@ def test_an_unknown_op_is_refused() -> None:
 def test_too_much_is_refused_with_what_to_do() -> None:
     fits = torch.zeros(limits.MAX_COLLECTIVE_BYTES // 4 - 64)
     assert values.unpacked(values.packed(fits, "gather")).shape == fits.shape
-    with pytest.raises(InvalidTensor, match=r"gather was given .* Push what is larger to a table"):
+    with pytest.raises(InvalidTensor, match=r"gather was given .* Push larger values to a table"):
         values.packed(torch.zeros(limits.MAX_COLLECTIVE_BYTES // 4), "gather")
 
 

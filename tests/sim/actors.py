@@ -33,12 +33,12 @@ from ps_worker.window.push_window import (
     EntryKey,
     PushWindow,
     Reply,
-    SealTerms,
     SendPush,
     SendSeal,
     SendWithdrawal,
     StepEnded,
     StepRefused,
+    StepTerms,
 )
 from tests.sim.arithmetic import Reading, numbers_of
 from tests.sim.grads import Grad
@@ -385,7 +385,7 @@ class SimWorker:
             return
         self.summed[key] = effect
         squares = [square for _, told in effect.squares for square in told]
-        self.window.seal(*key, ranges, SealTerms(update_scale=scale_of(squares)))
+        self.window.seal(*key, ranges, StepTerms(update_scale=scale_of(squares)))
 
     def _carry(self, server: NodeId, *events: EntryEvent | None) -> None:
         def deliver() -> None:
@@ -452,7 +452,7 @@ class SimWorker:
                     scale,
                     part.confirmed_sequence,
                 )
-                for part in effect.parts
+                for part in effect.ranges
             ]
         return [
             SealEvent(
@@ -462,11 +462,11 @@ class SimWorker:
                 _terms(effect.clock, effect.terms),
                 part.confirmed_sequence,
             )
-            for part in effect.parts
+            for part in effect.ranges
         ]
 
 
-def _terms(clock: int, terms: SealTerms) -> ServerTerms:
+def _terms(clock: int, terms: StepTerms) -> ServerTerms:
     return ServerTerms(
         clock,
         terms.hyperparameters,

@@ -36,7 +36,7 @@ from ps_worker.spec.late_joiners import (
     may_load,
 )
 from ps_worker.training.planned_edits import PASSED
-from ps_worker.window.push_window import BlockPlace, SealTerms
+from ps_worker.window.push_window import BlockPlace, StepTerms
 from tests.sim.actors import SimWorker, Waits
 from tests.sim.edits import Edit, arrays_of
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Grad
@@ -172,7 +172,7 @@ def loading(worker: SimWorker, load: Load, terms: Terms) -> Waits:
     for table in tables:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))
-        worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
+        worker.window.seal(table.table_id, clock, ranges, StepTerms(skip=True, last=True))
         truth.left.add((table.table_id, worker.incarnation))
     for table in tables:
         key = table.table_id, clocks[table.table_id] + 1
@@ -236,7 +236,7 @@ def _edit(
         items = [edit.item(block, worker.rank) for block in blocks]
         shown = "" if array == _PASSED else edit.array_name(worker.rank)
         terms.said.says(table, clock, worker.incarnation, (name, shown), items)
-        _seal(worker, terms, table, clock, SealTerms(edit=name, array=shown))
+        _seal(worker, terms, table, clock, StepTerms(edit=name, array=shown))
     return (yield from _ended(worker, terms, clocks))
 
 
@@ -260,7 +260,7 @@ def _step(worker: SimWorker, terms: Terms, clocks: dict[TableId, int]) -> Ended:
     return (yield from _ended(worker, terms, clocks))
 
 
-def _seal(worker: SimWorker, terms: Terms, table: Table, clock: int, sealed: SealTerms) -> None:
+def _seal(worker: SimWorker, terms: Terms, table: Table, clock: int, sealed: StepTerms) -> None:
     settings, truth = worker.layout.settings, terms.said.truth
     settings.stepped[table.table_id] = max(settings.stepped[table.table_id], clock)
     truth.sealed[table.table_id, worker.incarnation] = clock

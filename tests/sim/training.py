@@ -8,8 +8,8 @@ from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
 from ps_core.tables import Table
-from ps_worker.steps.steps import left_out, passed
-from ps_worker.window.push_window import BlockPlace, SealTerms, StepEnded
+from ps_worker.steps.steps import passed, skipped_clocks
+from ps_worker.window.push_window import BlockPlace, StepEnded, StepTerms
 from tests.sim.actors import ReadTerms, SimWorker, Waits
 from tests.sim.arithmetic import numbers_of
 from tests.sim.edits import Edit
@@ -53,7 +53,7 @@ def training(worker: SimWorker, truth: Truth, steps: int) -> Waits:
     for table in stays:
         clock = clocks[table.table_id] + 1
         ranges = list(table.blocks_by_range(worker.layout.range_count))
-        worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True, last=True))
+        worker.window.seal(table.table_id, clock, ranges, StepTerms(skip=True, last=True))
         truth.left.add((table.table_id, worker.incarnation))
         worker.says_goodbye()
         yield lambda key=(table.table_id, clock): key in worker.ended  # type: ignore[misc]
@@ -80,7 +80,7 @@ def _leave_out(
     """As `ps_worker.Client.catch_up`: a clock is left out on all tables, or on none (S7). They are
     as far apart as a checkpoint had them.
     """
-    counts = left_out([clock - clocks[table_id] for table_id, clock in newest.items()])
+    counts = skipped_clocks([clock - clocks[table_id] for table_id, clock in newest.items()])
     for table_id, count in zip(newest, counts, strict=True):
         clocks[table_id] += count
         worker.world.counts["clocks left out"] += count
@@ -105,7 +105,7 @@ def begin_where_the_others_are(
         newest = joined[table.table_id] + count
         for clock in range(joined[table.table_id] + 1, newest + 1):
             worker.world.counts["steps that are passed"] += 1
-            worker.window.seal(table.table_id, clock, ranges, SealTerms(skip=True))
+            worker.window.seal(table.table_id, clock, ranges, StepTerms(skip=True))
         clocks[table.table_id] = truth.sealed[table.table_id, worker.incarnation] = newest
         stepped = worker.layout.settings.stepped
         stepped[table.table_id] = max(stepped[table.table_id], newest)
@@ -146,7 +146,7 @@ def _edit(worker: SimWorker, truth: Truth, edit: Edit) -> Waits:
         table_id,
         clock,
         ranges,
-        SealTerms(edit=edit.name(worker.rank), array=edit.array_name(worker.rank)),
+        StepTerms(edit=edit.name(worker.rank), array=edit.array_name(worker.rank)),
     )
     layout.settings.stepped[table_id] = max(layout.settings.stepped[table_id], clock)
     truth.sealed[table_id, worker.incarnation] = clock
@@ -253,7 +253,7 @@ def _note_lost(worker: SimWorker, truth: Truth, ended: StepEnded) -> None:
 
 def terms_of(
     worker: SimWorker, table: Table, clock: int, *, skip: bool, last: bool, eager: bool
-) -> SealTerms:
+) -> StepTerms:
     """What a worker says of its step; what it said is written down."""
     settings, key = worker.layout.settings, (table.table_id, worker.incarnation, clock)
     scale = 0.5 if clock and not eager and clock % 4 == worker.rank % 4 else 1.0
@@ -264,7 +264,7 @@ def terms_of(
         settings.was_eager(table, worker.incarnation, clock)
     else:  # eager pushes have been applied with theirs
         settings.rates[key] = numbers
-    return SealTerms(numbers, scale, skip, last, CLIP_SCALE if clips else None)
+    return StepTerms(numbers, scale, skip, last, CLIP_SCALE if clips else None)
 
 
 def read_and_check(worker: SimWorker, truth: Truth, table: Table, clock: int) -> Waits:

@@ -24,6 +24,12 @@ READ = (
     "ps_cli/status/",
     "ps_cli/train/",
     "ps_worker/client/client.py",
+    "ps_worker/client/",
+    "ps_worker/collectives/",
+    "ps_worker/steps/",
+    "ps_worker/transport/",
+    "ps_worker/window/",
+    "ps_worker/__",
     "tests/tidy/prose.py",
 )
 """Beginnings of the paths of files that were read for their words and sentences; in the end all."""

@@ -12,7 +12,7 @@ from torch import nn
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_worker.spec.flat_layout import TORCH_DTYPE, dtype_of, layout_of
-from ps_worker.spec.values import BlockPart
+from ps_worker.spec.values import BlockValues
 from ps_worker.training.tables.device_copies import to_host
 from ps_worker.training.tables.staging import CopyToHost, GradientStaging
 
@@ -33,7 +33,7 @@ class Loop:
         ).validated()  # fmt: skip
         self.table = Table(TableId(1), 0, spec)
         self.staging = GradientStaging(layout, self.table, accumulate, copy=copy)
-        self.left: list[BlockPart] = []
+        self.left: list[BlockValues] = []
         for index, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(self._hook(index))
 
@@ -52,7 +52,7 @@ class Loop:
             parameter.grad = None
         self.staging.discard()
 
-    def held(self, parts: list[BlockPart]) -> dict[int, torch.Tensor]:
+    def held(self, parts: list[BlockValues]) -> dict[int, torch.Tensor]:
         dtype = TORCH_DTYPE[self.table.spec.dtype]
         return {p.block: torch.frombuffer(bytearray(p.payload), dtype=dtype) for p in parts}
 

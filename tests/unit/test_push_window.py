@@ -19,12 +19,12 @@ from ps_worker.window.push_window import (
     EntryKey,
     PushWindow,
     Reply,
-    SealTerms,
     SendPush,
     SendSeal,
     SendWithdrawal,
     StepEnded,
     StepRefused,
+    StepTerms,
     ViewNeeded,
 )
 
@@ -123,7 +123,7 @@ def test_lower_priority_numbers_go_first(window: PushWindow) -> None:
 def test_seals_wait_for_every_push_on_every_server(window: PushWindow) -> None:
     near, far = _push(window, 0), _push(window, 1, block=1)
     window.poll(0.0)
-    window.seal(TABLE, 1, PLACES, SealTerms())
+    window.seal(TABLE, 1, PLACES, StepTerms())
     _say(window, ReplyKind.RECEIVED, near)
     assert window.poll(0.0) == []
     _say(window, ReplyKind.RECEIVED, far)
@@ -133,7 +133,7 @@ def test_seals_wait_for_every_push_on_every_server(window: PushWindow) -> None:
 def test_all_seals_skip_if_one_push_is_invalid(window: PushWindow) -> None:
     near, far = _push(window, 0), _push(window, 1, block=1)
     window.poll(0.0)
-    window.seal(TABLE, 1, PLACES, SealTerms())
+    window.seal(TABLE, 1, PLACES, StepTerms())
     _commit(window, near, Outcome.INVALID, error=InvalidTensor("non-finite"))
     _say(window, ReplyKind.RECEIVED, far)
     seals = [e for e in window.poll(0.0) if isinstance(e, SendSeal)]
@@ -148,10 +148,10 @@ def test_all_seals_skip_if_one_push_is_invalid(window: PushWindow) -> None:
 
 def test_a_step_of_one_message_carries_its_seal(window: PushWindow) -> None:
     key = _push(window)
-    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    window.seal(TABLE, 1, PLACES[:1], StepTerms())
     (push,) = window.poll(0.0)
     assert isinstance(push, SendPush)
-    assert push.inline_seal == (2, SealTerms())
+    assert push.inline_seal == (2, StepTerms())
     _commit(window, key)
     assert window.poll(0.0) == []
     (ended,) = _commit(window, _seal_key(0, 2))
@@ -160,25 +160,25 @@ def test_a_step_of_one_message_carries_its_seal(window: PushWindow) -> None:
 
 def test_a_carried_seal_whose_answer_is_lost_is_asked_for_alone(window: PushWindow) -> None:
     key = _push(window)
-    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    window.seal(TABLE, 1, PLACES[:1], StepTerms())
     window.poll(0.0)
     _commit(window, key)
     window.tick(6.0)
     (seal,) = window.poll(6.0)
     assert isinstance(seal, SendSeal)
-    assert [part.sequence for part in seal.parts] == [2]
+    assert [part.sequence for part in seal.ranges] == [2]
 
 
 def test_a_carried_seal_is_asked_for_alone_when_its_push_was_received(window: PushWindow) -> None:
     """Both outcomes are lost on a stream that stays."""
     key = _push(window)
-    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    window.seal(TABLE, 1, PLACES[:1], StepTerms())
     window.poll(0.0)
     _say(window, ReplyKind.RECEIVED, key)
     window.tick(6.0)
     (seal,) = window.poll(6.0)
     assert isinstance(seal, SendSeal)
-    assert [part.sequence for part in seal.parts] == [2]
+    assert [part.sequence for part in seal.ranges] == [2]
     _commit(window, _seal_key(0, 2))
     window.tick(12.0)
     (push,) = window.poll(12.0)
@@ -190,7 +190,7 @@ def test_a_carried_seal_is_asked_for_alone_when_its_push_was_received(window: Pu
 def test_a_carried_seal_whose_push_was_invalid_skips_when_it_goes_alone(window: PushWindow) -> None:
     """The next owner may know nothing of the push that it came with."""
     key = _push(window)
-    window.seal(TABLE, 1, [RangeId(0)], SealTerms())
+    window.seal(TABLE, 1, [RangeId(0)], StepTerms())
     window.poll(0.0)
     _say(window, ReplyKind.RECEIVED, _seal_key(0, 2))
     _commit(window, key, Outcome.INVALID, error=InvalidTensor("non-finite"))
@@ -281,7 +281,7 @@ def test_a_refusal_that_consumed_no_number_gives_it_up(window: PushWindow) -> No
     _say(window, ReplyKind.ERROR, key, error=InvalidKeys("no such block"))
     (withdrawal,) = window.poll(0.0)
     assert withdrawal == SendWithdrawal(NEAR, key)
-    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    window.seal(TABLE, 1, PLACES[:1], StepTerms())
     (seal,) = window.poll(0.0)
     assert isinstance(seal, SendSeal)
     assert seal.terms.skip
@@ -292,7 +292,7 @@ def test_a_push_beside_a_refused_one_carries_no_seal(window: PushWindow) -> None
     window.poll(0.0)
     _say(window, ReplyKind.ERROR, refused, error=InvalidKeys("no such block"))
     kept = _push(window, block=1)
-    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    window.seal(TABLE, 1, PLACES[:1], StepTerms())
     withdrawal, push = window.poll(0.0)
     assert withdrawal == SendWithdrawal(NEAR, refused)
     assert isinstance(push, SendPush)
@@ -339,15 +339,15 @@ def test_what_is_confirmed_has_no_gap(window: PushWindow) -> None:
     sent = {e.key: e.confirmed_sequence for e in window.poll(0.0) if isinstance(e, SendPush)}
     assert sent == {third: 2, fourth: 2}
     _commit(window, fourth)
-    window.seal(TABLE, 1, PLACES[:1], SealTerms())
+    window.seal(TABLE, 1, PLACES[:1], StepTerms())
     _say(window, ReplyKind.RECEIVED, third)
     (seal,) = window.poll(0.0)
     assert isinstance(seal, SendSeal)
-    assert [(part.sequence, part.confirmed_sequence) for part in seal.parts] == [(5, 2)]
+    assert [(part.sequence, part.confirmed_sequence) for part in seal.ranges] == [(5, 2)]
 
 
 def test_a_refused_seal_is_told_at_once(window: PushWindow) -> None:
-    window.seal(TABLE, 1, PLACES, SealTerms())
+    window.seal(TABLE, 1, PLACES, StepTerms())
     window.poll(0.0)
     problem = InvalidConfig("workers 0 and 1 disagree")
     (refused,) = _commit(window, _seal_key(0, 1), Outcome.INVALID, error=problem)
@@ -355,11 +355,11 @@ def test_a_refused_seal_is_told_at_once(window: PushWindow) -> None:
 
 
 def test_a_sealed_step_takes_no_more(window: PushWindow) -> None:
-    window.seal(TABLE, 1, PLACES, SealTerms())
+    window.seal(TABLE, 1, PLACES, StepTerms())
     with pytest.raises(InvalidConfig, match="has been sealed"):
         _push(window)
     with pytest.raises(InvalidConfig, match="has been sealed"):
-        window.seal(TABLE, 1, PLACES, SealTerms())
+        window.seal(TABLE, 1, PLACES, StepTerms())
 
 
 def test_a_window_needs_room() -> None:

@@ -16,7 +16,7 @@ from ps_server.replication.backup import MAX_DRIFT, Replica
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from ps_server.values.mutations import Put
-from ps_worker.window.push_window import BlockPlace, EntryState, PushWindow, Reply, SealTerms
+from ps_worker.window.push_window import BlockPlace, EntryState, PushWindow, Reply, StepTerms
 from tests.unit.cluster_harness import Harness
 from tests.unit.machine_harness import make_table
 from tests.unit.snapshots import snapshots_of
@@ -494,7 +494,7 @@ def test_what_another_server_held_goes_to_the_new_primary() -> None:
     window.poll(0.0)
     for sequence in (1, 2):
         window.reply(ONE, Reply(ReplyKind.RECEIVED, TABLE, RANGE, sequence), 0.1)
-    window.seal(TABLE, 1, [RANGE], SealTerms())
+    window.seal(TABLE, 1, [RANGE], StepTerms())
     window.poll(0.2)
     window.reply(ONE, Reply(ReplyKind.RECEIVED, TABLE, RANGE, 3), 0.3)
     assert {state for _, state in window.open_entries()} == {EntryState.RECEIVED}

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from ps_core.keys import TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_worker.steps.steps import PushBody, StepResult, TableSteps, left_out, passed
-from ps_worker.window.push_window import SealTerms
+from ps_worker.steps.steps import PushBody, StepResult, TableSteps, passed, skipped_clocks
+from ps_worker.window.push_window import StepTerms
 
 
 class Sealed:
     """What was sealed, in order."""
 
     def __init__(self) -> None:
-        self.seals: list[tuple[Table, int, SealTerms]] = []
+        self.seals: list[tuple[Table, int, StepTerms]] = []
 
     def open_step(self, table: Table, clock: int, future: Future[StepResult]) -> None:
         """Nothing is sent here."""
@@ -29,7 +29,7 @@ class Sealed:
     def withdraw(self, table: Table, clock: int, but: Collection[int]) -> None:
         """Nothing is sent here."""
 
-    def seal(self, table: Table, clock: int, terms: SealTerms) -> None:
+    def seal(self, table: Table, clock: int, terms: StepTerms) -> None:
         """Remembered."""
         self.seals.append((table, clock, terms))
 
@@ -41,7 +41,7 @@ def table() -> Table:
 
 @given(st.lists(st.integers(0, 50), min_size=1))
 def test_all_tables_go_forward_alike_and_none_beyond_what_has_formed(missed: list[int]) -> None:
-    counts = left_out(missed)
+    counts = skipped_clocks(missed)
     assert len(set(counts)) == 1
     assert all(count <= there for count, there in zip(counts, missed, strict=True))
 
@@ -50,7 +50,7 @@ def test_a_worker_of_one_table_goes_where_the_others_are() -> None:
     steps = TableSteps(table(), Sealed())
     steps.open_step().seal()
     steps.reached(5)
-    assert (steps.clock, steps.left_out_count) == (5, 4)
+    assert (steps.clock, steps.skipped_count) == (5, 4)
 
 
 def test_a_pull_of_one_of_several_tables_leaves_out_nothing() -> None:
@@ -58,7 +58,7 @@ def test_a_pull_of_one_of_several_tables_leaves_out_nothing() -> None:
     steps.open_step().seal()
     steps.reached(5)
     assert (steps.clock, steps.missed_count) == (1, 4)
-    steps.leave_out(2)
+    steps.skip_clocks(2)
     assert (steps.clock, steps.missed_count) == (3, 2)
 
 
@@ -72,7 +72,7 @@ def test_an_open_step_keeps_its_clock() -> None:
 def test_a_worker_that_joins_begins_where_its_first_pull_says() -> None:
     steps = TableSteps(table(), Sealed(), is_alone=lambda: False, joins=True, owed_count=3)
     steps.reached(7)
-    assert (steps.clock, steps.left_out_count, steps.owed_count) == (7, 0, 0)
+    assert (steps.clock, steps.skipped_count, steps.owed_count) == (7, 0, 0)
     steps.reached(9)
     assert steps.clock == 7
 

@@ -16,7 +16,7 @@ from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.spec.optimizers import SGD
 from ps_worker.spec.settings import ASP
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.spec.values import BlockPart
+from ps_worker.spec.values import BlockValues
 from ps_worker.steps.steps import TableHandle
 from ps_worker.training.tables.trained_table import TrainedTable
 
@@ -46,7 +46,7 @@ class Pushed:
     def begin_step(self, _: TableHandle) -> Pushed:
         return self
 
-    def push_blocks(self, parts: list[BlockPart], eager: object) -> None:
+    def push_blocks(self, parts: list[BlockValues], eager: object) -> None:
         assert eager == NUMBERS
         self.blocks += [part.block for part in parts]
 

@@ -233,10 +233,10 @@ def test_a_session_lets_go_what_no_range_is_in_any_more() -> None:
         target = np.ones(place.byte_count, np.uint8)
         assert lane.copy(lent, target, 0)
         assert not target.any()
-        mapped = weakref.ref(lane._values[first.segment_id])
+        mapped = weakref.ref(lane._segments[first.segment_id])
         for part in PARTS:
             homes.remove(part.range_id)
-        lane._read()
+        lane._receive_all()
         assert mapped() is None
         assert not lane.copy(lent, target, 0), "an answer that was on its way is asked for again"
         again = homes.add(PARTS)[RangeId(0)]
@@ -244,7 +244,7 @@ def test_a_session_lets_go_what_no_range_is_in_any_more() -> None:
         assert homes.lends(WORKER, TABLE, None)
         assert lane.copy(replaced(lent, again), target, 0)
         lane.close()
-        assert lane._values == {}
+        assert lane._segments == {}
 
     ran(scene, lanes)
 

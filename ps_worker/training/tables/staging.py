@@ -37,7 +37,7 @@ import torch
 from ps_core.errors import InvalidTensor
 from ps_core.tables import Table, pack_presence
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
-from ps_worker.spec.values import BlockPart, Raw
+from ps_worker.spec.values import BlockValues, Raw
 from ps_worker.training.tables.device_copies import Arrival, to_host
 from ps_worker.transport.shared_buffers import empty_shared
 
@@ -184,17 +184,17 @@ class FlatBuffer:
         self.views = layout.views(self.values)
         self.raw: Raw = self.values.view(torch.uint8).numpy()
 
-    def blocks(self, table: Table) -> Iterator[BlockPart]:
+    def blocks(self, table: Table) -> Iterator[BlockValues]:
         """All of it, block by block, where it lies."""
         return blocks_in(table, self.values)
 
 
-def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockPart]:
+def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockValues]:
     """A vector that has all elements of a table, block by block, where it lies."""
     size = table.spec.block_elements * values.element_size()
     raw = values.view(torch.uint8).numpy().data
     for block in range(table.block_count):
-        yield BlockPart(block, raw[block * size : (block + 1) * size])
+        yield BlockValues(block, raw[block * size : (block + 1) * size])
 
 
 def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -255,7 +255,7 @@ class GradientStaging:
 
     # --- while backward runs
 
-    def hooked(self, index: int) -> list[BlockPart]:
+    def hooked(self, index: int) -> list[BlockValues]:
         """Parameter `index` has its gradient: copies it; what may leave now, if anything.
 
         Blocking: copies one gradient (CPU), or queues the copy (device).
@@ -284,7 +284,7 @@ class GradientStaging:
 
     # --- when the step ends
 
-    def arriving(self) -> Iterator[list[BlockPart]]:
+    def arriving(self) -> Iterator[list[BlockValues]]:
         """What may leave of a streamed table as the last gradients come from their device.
 
         A device is far behind the hooks: most of a backward pass is still to come when the last of
@@ -315,7 +315,7 @@ class GradientStaging:
                     return self.layout.placed[index].name
         return None
 
-    def take(self) -> list[BlockPart]:
+    def take(self) -> list[BlockValues]:
         """All that has to leave before the step's seal (STG-1), and the step's bookkeeping ends.
 
         Blocking: reads every gradient once (CPU), or waits for the device.
@@ -468,7 +468,7 @@ class GradientStaging:
         is_present = any(self._places[tensor].is_present for tensor in block.tensors)
         return block.is_changed if block.has_left else is_present
 
-    def _leave(self, number: int) -> BlockPart:
+    def _leave(self, number: int) -> BlockValues:
         block = self._blocks[number]
         block.has_left = True
         block.is_changed = False
@@ -476,7 +476,7 @@ class GradientStaging:
         start = number * self.table.spec.block_elements * width
         payload = self._buffer.raw.data[start : start + self.table.block_length(number) * width]
         present = tuple(self._places[tensor].is_present for tensor in block.tensors)
-        return BlockPart(number, payload, pack_presence(present))
+        return BlockValues(number, payload, pack_presence(present))
 
 
 def is_finite(values: torch.Tensor) -> bool:

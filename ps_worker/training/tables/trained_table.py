@@ -20,12 +20,12 @@ import torch
 
 from ps_core.errors import GradientChangedAfterPush, InvalidConfig, InvalidTensor
 from ps_core.tables import Hyperparameters, pack_presence, unpack_presence
-from ps_worker.client.pending import Pending
+from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.optimizers import Add, ServerOptimizer
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.spec.values import BlockPart
+from ps_worker.spec.values import BlockValues
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
 from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in, is_finite
@@ -101,7 +101,7 @@ class TrainedTable:
         self._lock = threading.RLock()
         self._moved: FlatBuffer | None = None
         self._only: frozenset[int] | None = None
-        self._pending = Pending(client)
+        self._pending = PendingTickets(client)
         self._pull: PullTicket[Pulled] | None = None
 
     @property
@@ -244,7 +244,7 @@ class TrainedTable:
 
         Blocking: copies the parameters; `finish` waits.
         """
-        parts: list[BlockPart] = []
+        parts: list[BlockValues] = []
         if indexes:
             self._edit = FlatBuffer(self.layout, is_shared=self._client.connection.may_share_memory)
             for index in indexes:
@@ -254,7 +254,7 @@ class TrainedTable:
                 is_double = values.dtype is torch.float64
                 values = values.to(torch.float64 if is_double else torch.float32)
             parts = [
-                BlockPart(part.block, part.payload, pack_presence(present))
+                BlockValues(part.block, part.payload, pack_presence(present))
                 for part in blocks_in(self.handle.table, values)
                 if any(present := self._presence(part.block, indexes))
             ]
@@ -274,12 +274,12 @@ class TrainedTable:
 
         Blocking: no; `finish` waits.
         """
-        parts: Iterator[BlockPart] | tuple[BlockPart, ...] = ()
+        parts: Iterator[BlockValues] | tuple[BlockValues, ...] = ()
         if values is not None:
             parts = blocks_in(self.handle.table, values)
         return self._end_edit(parts, name, array)
 
-    def _end_edit(self, parts: Iterable[BlockPart], name: bytes, array: str) -> PushTicket:
+    def _end_edit(self, parts: Iterable[BlockValues], name: bytes, array: str) -> PushTicket:
         ticket = self._client.tables.begin_step(self.handle).edit(parts, name, array)
         self._pending.add(ticket)
         self.begin_pull()
@@ -497,7 +497,7 @@ class TrainedTable:
         if self._staging is not None:
             self._staging.finish()
 
-    def _push(self, parts: list[BlockPart], hyperparameters: Hyperparameters) -> None:
+    def _push(self, parts: list[BlockValues], hyperparameters: Hyperparameters) -> None:
         if not parts:
             return
         if self._applies_on_arrival and self._eager is None:

@@ -1,16 +1,15 @@
-"""One PushPull stream to a server: entries and small reads go out, answers come back.
+"""One PushPull stream to a server: entries and small pulls go out, answers come back.
 
 Rules:
-    - Entries and reads leave in the order in which they were put.
-    - Blocks whose payloads are in shared memory, or small, leave several to a message: a message
-      costs about as much as a hundred kilobytes of payload. A large payload that travels as bytes
-      has a message of its own, written around it.
-    - A read that follows an entry at once travels in its message.
-    - Where the ring is full, everything waits for the server's answers, which do not wait for us.
-    - A read has a number of its own and waits for nothing but its answer; if the stream breaks it
-      fails with Recovering.
+    - Entries and pulls leave in the order of `put`.
+    - Blocks whose payloads are small or in shared memory share a message, because a message costs
+      about as much as a hundred kilobytes of payload. A large payload that travels as bytes has a
+      message of its own, written around it.
+    - A pull that follows an entry at once travels in its message.
+    - While the ring is full, all entries wait for the server's answers, which never wait for them.
+    - A pull has a number of its own; if the stream breaks, it fails with Recovering.
 
-Everything belongs to the background loop.
+Only the background loop calls this.
 """
 
 from __future__ import annotations
@@ -31,21 +30,21 @@ from ps_runtime.http2.stream_port import ServerCall
 from ps_worker.transport.lane import EntryName, SharedLane
 from pushpull.v1 import parameters_pb2
 
-Entry = (
+StreamEntry = (
     parameters_pb2.BlockPush
     | parameters_pb2.Seal
     | parameters_pb2.UpdateScale
     | parameters_pb2.Withdrawal
     | parameters_pb2.PullRequest
 )
-Frame = tuple[Entry, memoryview | None]
-"""An entry to be sent; a block leaves out its payload, which comes beside it."""
+Frame = tuple[StreamEntry, memoryview | None]
+"""An entry, and the payload of a block, which the entry leaves out."""
 
 Message = tuple[bytes | memoryview, ...]
-"""A serialized message in pieces; a large payload is one, and lies where its caller has it."""
+"""A serialized message in pieces; a large payload is one of them, in its caller's memory."""
 
 _REQUEST = parameters_pb2.PushPullRequest
-_FIELD: dict[type[Entry], int] = {
+_FIELD: dict[type[StreamEntry], int] = {
     parameters_pb2.BlockPush: _REQUEST.BLOCK_FIELD_NUMBER,
     parameters_pb2.Seal: _REQUEST.SEAL_FIELD_NUMBER,
     parameters_pb2.UpdateScale: _REQUEST.UPDATE_SCALE_FIELD_NUMBER,
@@ -58,22 +57,19 @@ _PADDING_FIELD = parameters_pb2.BlockPush.PADDING_FIELD_NUMBER
 
 
 class Outbox:
-    """The entries that one stream has still to write."""
+    """The unwritten entries of one stream."""
 
     def __init__(self) -> None:
         self._frames: deque[Frame] = deque()
         self._has_frames = asyncio.Event()
 
     def put(self, frame: Frame) -> None:
-        """Behind all that waits."""
         self._frames.append(frame)
         self._has_frames.set()
 
     async def next_message(self, lane: SharedLane | None) -> Message:
-        """The next message for the stream, serialized, in pieces; waits for one.
-
-        Args:
-            lane: where payloads may lie instead of in the message.
+        """The next message for the stream, serialized, in pieces; waits for one. Its payloads may
+        be in the memory of `lane`.
         """
         while True:
             while not self._frames:
@@ -83,10 +79,10 @@ class Outbox:
             if message is not None:
                 return message
             if lane is not None:
-                await lane.has_room.wait()
+                await lane.has_space.wait()
 
     def _next(self, lane: SharedLane | None) -> Message | None:
-        """Blocks that go together, or one entry, and a read behind; None: the ring is full."""
+        """Blocks that share a message, or one entry, and a pull behind; None: the ring is full."""
         entry, payload = self._frames[0]
         if payload is None or not isinstance(entry, parameters_pb2.BlockPush):
             self._frames.popleft()
@@ -97,7 +93,7 @@ class Outbox:
                 return None
             if not blocks:
                 self._frames.popleft()
-                # On a lane the next may have to wait for the ring, and so for these answers.
+                # On a lane the next may have to wait for the ring, and so for the answers to these.
                 entry.more_follow = lane is None and self._more_follow
                 rest = entry.SerializeToString()
                 return pieces(
@@ -115,15 +111,15 @@ class Outbox:
 
     @property
     def _more_follow(self) -> bool:
-        """True if another message comes behind the one that is being made."""
+        """True if another message follows the one that is being made."""
         if not self._frames:
             return False
         travels_along = isinstance(self._frames[0][0], parameters_pb2.PullRequest)
         return len(self._frames) > 1 or not travels_along
 
     def _small_blocks(self, lane: SharedLane | None) -> list[bytes] | None:
-        """Blocks that can share a message, serialized; none if the first cannot; None: it could,
-        but the ring is full.
+        """Blocks that can share a message, serialized; empty if the first cannot; None if it waits
+        for the ring.
         """
         blocks: list[bytes] = []
         byte_count = 0
@@ -153,54 +149,52 @@ class Outbox:
         return blocks
 
 
-class _Read:
-    """A read that has been asked for."""
+class _StreamPull:
+    """A pull that waits for its answer."""
 
     def __init__(self, take: Callable[[parameters_pb2.PullResponse], None]) -> None:
         self._take = take
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def part(self, part: parameters_pb2.PushPullResponse) -> None:
-        """A part of its answer came."""
-        if self.answered.done():  # given up, or failed with a part before
+    def take(self, response: parameters_pb2.PushPullResponse) -> None:
+        """Take one message of the answer."""
+        if self.answered.done():  # given up, or failed at an earlier message
             return
         try:
-            if part.HasField("pull"):
-                self._take(part.pull)
+            if response.HasField("pull"):
+                self._take(response.pull)
         except PushpullError as failure:
             self.answered.set_exception(failure)
         else:
-            if part.is_last or part.HasField("end"):
+            if response.is_last or response.HasField("end"):
                 self.answered.set_result(None)
 
     def expire(self, timeout_s: float) -> None:
-        """Time is up."""
-        self.fail(WaitExpired(f"a server did not answer a read within {timeout_s:.1f} s"))
+        self.fail(WaitExpired(f"a server did not answer a pull within {timeout_s:.1f} s"))
 
     def fail(self, failure: PushpullError) -> None:
-        """There will be no more."""
         if not self.answered.done():
             self.answered.set_exception(failure)
 
 
-class EntryStream:
+class PushPullStream:
     """A stream that is open, or about to be; `run` carries it.
 
     Args:
-        call: the call, of serialized messages.
-        lane: where payloads may lie; None sends them all.
+        call: the gRPC call, of serialized messages.
+        lane: memory for payloads; None sends them all as bytes.
     """
 
     def __init__(self, call: ServerCall, lane: SharedLane | None) -> None:
         self.lane = lane
         self._call = call
         self._outbox = Outbox()
-        self._reads: dict[int, _Read] = {}
+        self._pulls: dict[int, _StreamPull] = {}
         self._numbers = itertools.count(1)
         self._end: PushpullError | None = None
 
     def put(self, frame: Frame) -> None:
-        """Write a frame after those before it; lost if the stream breaks."""
+        """Write a frame after all earlier ones; lost if the stream breaks."""
         self._outbox.put(frame)
 
     async def run(
@@ -213,7 +207,7 @@ class EntryStream:
 
         Raises:
             grpc.RpcError: it broke.
-            Exception: what kept it from being written, a bug.
+            Exception: a bug of the writer.
         """
         writer: asyncio.Task[None] | None = None
         try:
@@ -235,21 +229,19 @@ class EntryStream:
                 await asyncio.gather(writer, return_exceptions=True)
             self._call.cancel()
             self._end = Recovering("the push stream to the server ended")
-            for read in self._reads.values():
-                read.fail(self._end)
+            for pull in self._pulls.values():
+                pull.fail(self._end)
 
-    async def read(
+    async def pull(
         self,
         request: parameters_pb2.PullRequest,
         timeout_s: float,
         take: Callable[[parameters_pb2.PullResponse], None],
     ) -> None:
-        """Read, until the answer is there in full.
+        """Pull, until the answer is complete.
 
         Args:
-            request: what to read.
-            timeout_s: how long it may take.
-            take: called with each part when it comes; what it raises ends the read.
+            take: called with each message of the answer; an error that it raises ends the pull.
 
         Raises:
             Recovering: the stream ended first.
@@ -258,14 +250,14 @@ class EntryStream:
         if self._end is not None:
             raise self._end
         number = request.read_number = next(self._numbers)
-        read = self._reads[number] = _Read(take)
+        pull = self._pulls[number] = _StreamPull(take)
         self._outbox.put((request, None))
-        timer = asyncio.get_running_loop().call_later(timeout_s, read.expire, timeout_s)
+        timer = asyncio.get_running_loop().call_later(timeout_s, pull.expire, timeout_s)
         try:
-            await read.answered
+            await pull.answered
         finally:
             timer.cancel()
-            del self._reads[number]
+            del self._pulls[number]
 
     def _take(
         self,
@@ -278,9 +270,9 @@ class EntryStream:
             return
         if response.HasField("with_replies"):
             self._answered(response.with_replies, on_replies)
-        read = self._reads.get(response.read_number)
-        if read is not None:  # else nobody waits for it any more
-            read.part(response)
+        pull = self._pulls.get(response.read_number)
+        if pull is not None:  # else nobody waits for it any more
+            pull.take(response)
 
     def _answered(
         self,
@@ -292,11 +284,11 @@ class EntryStream:
         on_replies(replies)
 
     async def _write(self) -> None:
-        """Write what comes, as fast as the stream takes it. If it breaks, the reader says why."""
+        """Write messages as fast as the stream takes them. The reading side raises its errors."""
         try:
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 while True:
                     await self._call.write(await self._outbox.next_message(self.lane))
         except Exception:
-            self._call.cancel()  # else nobody would notice that nothing is written any more
+            self._call.cancel()  # ends the reading side, which would wait for ever
             raise
