@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ps_core.errors import InvalidUpdateLog, PushpullError
+from ps_core.errors import InvalidUpdateLog, PushpullError, check
 from ps_core.keys import TableId
 from ps_core.tables import DType, OptimizerKind, Reduction, Table
 from ps_server.lane.lane_socket import SharedLanes
@@ -153,11 +153,14 @@ class Replay:
         return self._next < until or self._next == len(self._changes)
 
     def go_to_versions(self, wanted: Mapping[tuple[TableId, int], int]) -> list[str]:
-        """Make as much of each range as its blocks have had so many updates; what cannot be so.
+        """Make as much of each range as its blocks have had so many updates, first and last of all;
+        what cannot be so.
 
         Args:
             wanted: how many, of each block.
         """
+        check(not self._next, "RP-1", f"{self._next} changes have been made already")
+        self._next = len(self._changes)
         behind = set(self._reached)
         for _, change in self._changes:
             place = change.place

@@ -25,7 +25,7 @@ Rules:
       it is a backup that grants no lease and counts as no replica.
 
 Invariants:
-    LOG-1 Nothing is released that the update log does not have, if there is one.
+    LOG-1  Nothing is released that the update log does not have, if there is one.
     RL-1  Nothing is released before what was decided before it.
     RL-2  Nothing is released that an in-sync backup does not have, nor while there are candidates.
 

@@ -10,6 +10,7 @@ Rules:
     - Where much waits to be written, bases that nobody waits for wait too.
 
 Invariants:
+    LOG-2  A range that is not given back to a server is ended in its log, and not gone on with.
     LOG-4  What a batch follows is in the log before it.
 
 What it deliberately does not do: write (`ps_server.update_log.encoder` does).

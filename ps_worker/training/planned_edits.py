@@ -14,7 +14,7 @@ Rules:
     - A wait that expired leaves what is left to the next call. A refusal begins all of it anew.
 
 Invariants:
-    PLAN-1  What is next is asked for only while there is something.
+    EDIT-1  What is next is asked for only while there is something.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class PlannedEdits:
         """The array that is to be laid beside or put in place; empty: parameters, at once; ASLEEP:
         those of tables that sleep, at once; PASSED: nothing.
         """
-        check(bool(self._left), "PLAN-1", "nothing is planned")
+        check(bool(self._left), "EDIT-1", "nothing is planned")
         return self._left[0]
 
     def values(self, table: TrainedTable) -> torch.Tensor | None:
         """Of the array that is next, a table's; None if it has none. Parameters have their own."""
-        check(self._loaded is not None, "PLAN-1", "no state was loaded")
+        check(self._loaded is not None, "EDIT-1", "no state was loaded")
         if self._loaded is None:
             return None
         return self._loaded.arrays.get(table, {}).get(self.next)

@@ -17,8 +17,8 @@ Rules:
 
 Invariants:
     CL-1  Node ids, incarnations, table ids and ordinals are never given twice.
-    CL-2  A range's assignment_epoch grows by one with each change of its primary or its backups,
-          and only then.
+    CL-2  A range's assignment_epoch never goes back, and grows by one with each change of its
+          primary or its backups.
     CL-3  A range that holds blocks has a primary; another only if that one was its backup.
     CL-4  No two members have one rank; ranks are below max_workers.
     CL-5  The view fits a message (`scheduler.machine.view_size`).

@@ -31,7 +31,6 @@ Rules:
       ones that are too many are given up under a new epoch, from which their primary begins anew.
 
 Invariants:
-    CF-1  An epoch names one configuration of its range, and epochs grow.
     CF-2  A primary is never its own backup, and who joins is neither.
 
 What it deliberately does not do: move ranges for balance, or know what they hold.

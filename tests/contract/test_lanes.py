@@ -356,7 +356,9 @@ def test_consistent_reads_keep_up_with_training(team: Team) -> None:
 
 
 def test_no_read_is_torn_while_others_push(team: Team) -> None:
-    """ASP: all that a range holds changes together, so a read of it has one value, a whole one."""
+    """ASP: all that a range holds changes together, so a read of it has one value, a whole one
+    (SH-2).
+    """
     block_elements, block_count = 16_384, 300
     size = block_elements * block_count
     tables = team.tables(size, consistency=ps.ASP(), block_elements=block_elements)

@@ -269,6 +269,7 @@ def _wrong_batch(table: Table, assignment: RangeAssignment, number: int) -> list
 def test_a_backup_that_was_told_what_does_not_fit_begins_anew(
     scene: Scene, session: types.SessionIdentity
 ) -> None:
+    """RR-1."""
     cluster = scene.cluster
     cluster.have(2)
     table = COUNTED.create(scene.client, "new").table  # in ranges that nobody had before

@@ -296,6 +296,7 @@ async def test_all_whose_step_it_was_are_told_and_values_are_as_they_were(stages
 
 @on_a_loop
 async def test_what_comes_later_is_refused_with_the_cause(stages: Stages) -> None:
+    """SM-4."""
     bsp = stages.trained()
     _break(bsp)
     bsp.take(0, bsp.push(0, 3, 5, 1.0), bsp.seal(0, 3, 6))
@@ -319,7 +320,7 @@ async def test_what_was_asked_again_gets_the_same_answer(stages: Stages) -> None
 
 @on_a_loop
 async def test_the_other_ranges_of_the_table_fail_with_it(stages: Stages) -> None:
-    """A step that is in some ranges and not in others is nobody's."""
+    """A step that is in some ranges and not in others is nobody's (SM-4)."""
     bsp = stages.trained()
     waiting = bsp.read(0, 2, block=1)
     bsp.take(0, bsp.push(0, 2, 3, 1.0, block=1), bsp.seal(0, 2, 4, block=1))

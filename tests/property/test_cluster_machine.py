@@ -392,7 +392,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
 
     @invariant()
     def the_journal_is_written(self) -> None:
-        """What has changed, after each event."""
+        """What has changed, after each event (JR-1, with `start_again`)."""
         delta = self.differences.since(self.cluster.kept(self.now_s))
         for key in delta.removed:
             del self.records[key]

@@ -110,6 +110,7 @@ class ConfigurationsAtWork(RuleBasedStateMachine):
 
     @invariant()
     def look_at_what_changed(self) -> None:
+        """CL-2, CL-3."""
         view, before = self.harness.cluster.view, self.before
         for old, new in zip(before.ranges, view.ranges, strict=True):
             assert new.assignment_epoch - old.assignment_epoch in (0, 1)

@@ -51,7 +51,7 @@ def histories(draw: st.DrawFn) -> list[tuple[int, list[int]]]:
 def test_what_was_seen_does_not_come_again_and_nothing_else_is_left_out(
     length: int, history: list[tuple[int, list[int]]], last_places: int, drop_last: bool
 ) -> None:
-    """The twin has a list of samples, and crosses out one after the other."""
+    """The twin has a list of samples, and crosses out one after the other (PLAN-1)."""
     epoch = Epoch(length, 3, 5)
     unseen = epoch.left().tolist()
     seen: Counter[int] = Counter()

@@ -200,7 +200,9 @@ class Twin:
 
 
 class Gate(RuleBasedStateMachine):
-    """Three workers that step, read and leave in any order, while the setting changes."""
+    """Three workers that step, read and leave in any order, while the setting changes (RM-4,
+    RM-6).
+    """
 
     @initialize(text=st.sampled_from(SETTINGS), clips=st.booleans())
     def begin(self, text: str, clips: bool) -> None:

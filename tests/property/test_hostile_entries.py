@@ -102,7 +102,7 @@ def _send(machine: RangeMachine, event: Entry) -> list[Effect]:
 
 
 def _check_parts(effects: list[Effect]) -> None:
-    """What is accumulated or assigned has its payload (NODE-1)."""
+    """What is accumulated or assigned has its payload (SH-1)."""
     for effect in effects:
         if isinstance(effect, Accumulate | Assign):
             assert all(payload is not None for _, payload in effect.parts)

@@ -32,6 +32,7 @@ from ps_core.tables import (
 
 @given(st.integers(1, 5_000))
 def test_ranges_cover_every_slot_once(count: int) -> None:
+    """KEY-1."""
     ranges = key_ranges(count)
     assert ranges[0].begin == 0
     assert ranges[-1].end == SLOT_COUNT
@@ -42,6 +43,7 @@ def test_ranges_cover_every_slot_once(count: int) -> None:
 
 @given(st.integers(1, 5_000), st.integers(0, SLOT_COUNT - 1))
 def test_range_of_slot_contains_it(count: int, slot: int) -> None:
+    """KEY-2."""
     assert slot in key_ranges(count)[range_of_slot(Slot(slot), count)]
 
 
@@ -81,6 +83,7 @@ def _tables(draw: st.DrawFn) -> Table:
 
 @given(_tables(), st.integers(1, 300))
 def test_blocks_and_segments_cover_every_element_once(table: Table, range_count: int) -> None:
+    """TAB-1."""
     owner = np.full(table.spec.element_count, -1)
     blocks = [b for found in table.blocks_by_range(range_count).values() for b in found]
     assert sorted(blocks) == list(range(table.block_count))
@@ -105,7 +108,7 @@ def test_presence_survives_the_wire(present: list[bool]) -> None:
 
 @given(st.sampled_from(list(Codec)), st.binary(min_size=1, max_size=64))
 def test_decode_then_encode_gives_the_same_bytes(kind: Codec, raw: bytes) -> None:
-    """Every bit pattern that is a number survives; a NaN stays a NaN."""
+    """Every bit pattern that is a number survives; a NaN stays a NaN (COD-1)."""
     payload = raw[: len(raw) // kind.element_bytes * kind.element_bytes]
     values = codec.decode(payload, kind)
     again = codec.encode(values, kind)

@@ -21,6 +21,7 @@ ACTIONS = st.one_of(
 
 @given(st.lists(ACTIONS, max_size=80))
 def test_it_answers_as_a_dictionary_would(actions: list[tuple[str, int, Ending]]) -> None:
+    """LED-1, LED-2."""
     ledger, twin, confirmed = Ledger(), dict[int, Ending](), 0
     for kind, sequence, ending in actions:
         low = next(n for n in range(1, 100) if n not in twin) - 1
@@ -53,6 +54,7 @@ def test_a_sequence_out_of_reach_is_refused(sequence: int) -> None:
 
 
 def test_a_sender_that_never_confirms_costs_a_bounded_number_of_outcomes() -> None:
+    """LED-3."""
     ledger = Ledger()
     for sequence in range(1, MAX_LEDGER_GAP_COUNT + 11):
         ledger.end(sequence, Ending(Outcome.APPLIED))
@@ -120,6 +122,7 @@ def test_many_that_end_alike_end_as_one_after_the_other(
 
 
 def test_of_many_outcomes_as_few_are_kept_as_of_single_ones() -> None:
+    """LED-3."""
     ledger = Ledger()
     ledger.end_all(range(1, MAX_LEDGER_GAP_COUNT + 11), Ending(Outcome.APPLIED))
     assert len(ledger.kept) == MAX_LEDGER_GAP_COUNT

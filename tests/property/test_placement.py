@@ -82,6 +82,7 @@ def test_a_table_of_more_blocks_than_slots_takes_every_slot_as_often(first: int)
 def test_blocks_spread_evenly_over_servers_from_an_empty_map(
     block_count: int, first: int, server_count: int
 ) -> None:
+    """PL-2."""
     held = bytes_by_range(table_of(block_count, first), range_count_for(server_count))
     servers = [NodeId(n) for n in range(1, server_count + 1)]
     placed = place({}, held, servers)

@@ -26,7 +26,10 @@ from ps_core.tables import (
     Reduction,
 )
 from ps_core.work import at_once
+from ps_server.values import contributions
 from ps_server.values.buffer_pool import BufferPool
+from ps_server.values.contributions import Contribution
+from ps_server.values.optimizers import padded_length
 from ps_server.values.shard_store import ShardStore
 from tests.examples import examples
 from tests.property.shard_twin import (
@@ -45,6 +48,7 @@ from tests.property.shard_twin import (
 @settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_store_does_what_its_dumb_twin_does(data: st.DataObject) -> None:
+    """CON-1, STO-2."""
     subject = data.draw(tables())
     pool = PoisonedPool()
     store, twin = ShardStore(subject, range(subject.block_count), pool), Twin(subject)
@@ -53,9 +57,9 @@ def test_a_store_does_what_its_dumb_twin_does(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         steps = data.draw(st.lists(worker_steps(subject), max_size=4))
         kept = [[decoded(store, part) for part in parts] for parts, _ in steps]
-        before = [[part.payload[:] for part in parts] for parts, _ in steps]
-        for (parts, scale), contributions in zip(steps, kept, strict=True):
-            store.accumulate(clock + 1, contributions, scale)
+        before = [[bytearray(part.payload) for part in parts] for parts, _ in steps]
+        for (parts, scale), taken in zip(steps, kept, strict=True):
+            store.accumulate(clock + 1, taken, scale)
             twin.accumulate(parts, scale)
         if data.draw(st.integers(0, 4)) == 0:
             store.drop(clock + 1)
@@ -301,6 +305,7 @@ def test_what_is_checked_of_shared_memory_is_the_copy() -> None:
     [k for k in OptimizerKind if k not in (OptimizerKind.ASSIGN, OptimizerKind.CUSTOM)],
 )
 def test_no_optimizer_writes_into_a_payload(kind: OptimizerKind, kernels: Kernels) -> None:
+    """OPT-2."""
     spec = OptimizerSpec(kind, kernels=kernels, maximize=True)
     subject = table([30, 98], optimizer=spec)
     pool = PoisonedPool()
@@ -313,6 +318,28 @@ def test_no_optimizer_writes_into_a_payload(kind: OptimizerKind, kernels: Kernel
         store.apply(clock, (("weight_decay", 0.1),) if kind in WITH_DECAY else (), 1)
     assert payload == before
     assert not pool.out
+
+
+@pytest.mark.parametrize("presence", [b"", b"\1"])
+def test_what_a_shard_owns_is_padded_with_zeros(presence: bytes) -> None:
+    """CON-2, of every way to come to own memory."""
+    pool = PoisonedPool()
+    store = ShardStore(table([10, 57]), range(2), pool)
+
+    def read(codec: Codec = Codec.FP32, *, is_shared: bool = False) -> Contribution:
+        return store.decode(1, codec, ones(3, codec), b"", is_shared=is_shared)
+
+    converted, shared = read(Codec.FP16), read(is_shared=True)
+    scaled = contributions.scaled(read(), 3.0, pool)
+    copied, padded = contributions.owned(read(), pool), contributions.padded(read(), pool)
+    added = contributions.added(read(), read(), pool)
+    first = ShardStore(table([10, 57], block=128), range(1), pool)
+    parts = [first.decode(0, Codec.FP32, ones(67), presence) for _ in range(2)]
+    both = contributions.added(parts[0], parts[1], pool)
+    for part in (converted, shared, scaled, copied, padded, added, both):
+        assert part.is_owned
+        assert part.values.numel() == padded_length(part.length) > part.length
+        assert not part.values[part.length :].any()
 
 
 WITH_DECAY = {

@@ -128,7 +128,7 @@ def check_goes_on_alike(data: st.DataObject, clock: int, *stores: ShardStore) ->
 @settings(max_examples=examples(200), deadline=None)
 @given(st.data())
 def test_a_store_that_was_restored_goes_on_bit_for_bit(data: st.DataObject) -> None:
-    """Sums in the making are lost, those that wait for their scale are not."""
+    """Sums in the making are lost, those that wait for their scale are not (COPY-1)."""
     subject = data.draw(any_tables())
     blocks = range(subject.block_count)
     first, other = (ShardStore(subject, blocks, PoisonedPool()) for _ in range(2))
@@ -230,6 +230,7 @@ def apply(store: ShardStore, put: Put, accumulator: Accumulator) -> None:
 
 
 def test_what_is_folded_after_a_sum_was_taken_is_another_sum() -> None:
+    """SUM-1."""
     store = ShardStore(table([64]), range(1))
     one = b"\0\0\x80\x3f" * 64
     store.accumulate(1, [(0, store.decode(0, Codec.FP32, one, b""))], 1.0)

@@ -212,6 +212,7 @@ class TestRegistration:
     def test_nobody_joins_a_finished_cluster(
         self, full: tuple[Harness, Session, Session, Session, Session]
     ) -> None:
+        """CL-6."""
         harness, _, _, one, two = full
         harness.leave(one)
         harness.leave(two)

@@ -81,6 +81,7 @@ class Changing(Harness):
 
 
 def test_a_change_is_after_the_highest_clock_that_a_server_named() -> None:
+    """CH-1."""
     cluster = Changing()
     pending = cluster.wanted()
     assert isinstance(pending, Pending)

@@ -229,6 +229,7 @@ class TestTables:
     def test_nothing_makes_the_view_larger_than_a_message(
         self, full: tuple[Harness, Session, Session, Session, Session]
     ) -> None:
+        """CL-5."""
         harness, _, _, worker, _ = full
         inline = Initializer(InitializerKind.INLINE, inline=bytes(750_000))
         large = replace(SPEC, element_count=187_500, initializer=inline)

@@ -290,6 +290,7 @@ def test_a_discarded_worker_goes_on_from_the_newest_clock() -> None:
 
 
 def test_nobody_skips_an_update_that_has_not_formed() -> None:
+    """RM-6."""
     bench = _bench("bsp:backup=1", workers=3)
     steps = Steps(bench)
     steps.step(2, 2)  # clock 1 has not formed

@@ -133,6 +133,7 @@ def by_tensor(
 def test_it_is_what_one_process_computes_however_it_is_cut(
     kind: type, presences: list[Presence], block: int, dtype: DType
 ) -> None:
+    """CU-2."""
     theirs = torch.float64 if dtype is DType.FLOAT64 else torch.float32
     shard = Shard(kind, block, dtype=dtype)
     steps = list(zip(gradients(len(presences), dtype=theirs), presences, strict=True))
@@ -192,6 +193,7 @@ def test_elements_of_one_age_are_handed_over_together() -> None:
 @pytest.mark.parametrize("breach", BREACHES)
 @pytest.mark.parametrize("from_step", [1, 2])
 def test_what_it_must_not_do_changes_nothing(breach: str, from_step: int) -> None:
+    """CU-1."""
     then, words = BREACHES[breach]
     shard = Shard(Given(then, from_step))
     first, second = gradients(2)

@@ -26,6 +26,7 @@ from pushpull.v1 import parameters_pb2, replication_pb2
 def test_a_joined_message_is_what_protobuf_would_write(
     sequence: int, payload: bytes, presence: bytes
 ) -> None:
+    """ENV-1, with the next."""
     rest = parameters_pb2.BlockPush(range_id=7, sequence=sequence, presence=presence)
     joined = join(2, rest.SerializeToString(), 15, memoryview(payload))
     parsed = parameters_pb2.PushRequest.FromString(joined)
@@ -95,6 +96,7 @@ BATCH, BLOCKS, PAYLOAD, PADDING = 2, 2, 4, 3
 
 @given(st.binary(max_size=300), st.lists(st.binary(max_size=300), max_size=4))
 def test_several_joined_are_what_protobuf_would_write(head: bytes, payloads: list[bytes]) -> None:
+    """ENV-1."""
     batch = replication_pb2.ReplicatedBatch(more_follow=True)
     batch.head.range_id = len(head)
     blocks = [replication_pb2.BlockElements(block=n, presence=head) for n in range(len(payloads))]

@@ -72,6 +72,7 @@ def test_a_refusal_is_an_answer_and_anything_else_is_the_end(
 
 
 def test_whatever_an_effect_raises_is_the_end_and_nothing_is_begun_after_it() -> None:
+    """FS-1."""
     mortal, failure = Mortal(), InvalidConfig("found too late")
     with pytest.raises(InvalidConfig):
         mortal.decide(lambda: mortal.carry_out(_raising(failure)))
@@ -130,6 +131,8 @@ def _step(node: ParameterNode, origin: int, clock: int = 1) -> list[PushEvent | 
 
 
 def test_an_update_that_fails_ends_the_server() -> None:
+    """ND-2."""
+
     async def scenario() -> None:
         node = _node(FrailShards(SharedLanes(), {}))
         told: list[Exception] = []

@@ -20,6 +20,7 @@ def looked_at(detector: FailureDetector, from_s: float, to_s: float) -> list[tup
 
 
 def test_a_node_is_silent_once_the_lease_has_passed_and_not_at_its_end() -> None:
+    """FD-1, FD-2."""
     detector = FailureDetector(lease_s=3, now_s=0)
     detector.heard(ONE, 0)
     assert looked_at(detector, 0, 3) == []
@@ -37,6 +38,7 @@ def test_hearing_a_node_puts_the_silence_off() -> None:
 
 
 def test_hearing_a_silent_node_says_so_once_and_it_can_fall_silent_again() -> None:
+    """FD-2."""
     detector = FailureDetector(lease_s=3, now_s=0)
     detector.heard(ONE, 0)
     assert looked_at(detector, 0, 4) == [(3.5, ONE)]

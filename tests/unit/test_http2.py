@@ -274,6 +274,7 @@ def test_a_lost_connection_breaks_every_stream_once() -> None:
 
 
 def test_what_does_not_fit_the_window_waits_and_leaves_in_order() -> None:
+    """HST-1."""
     pair = Pair()
     stream, _, at_server = pair.open()
     sent = [LARGE, b"", LARGE, LARGE, LARGE, b"last"]
@@ -306,6 +307,7 @@ def test_a_sender_may_write_once_all_has_left() -> None:
 
 
 def test_trailers_leave_behind_a_message_that_waits() -> None:
+    """HST-1."""
     pair = Pair()
     _, at_client, at_server = pair.open()
     server = pair.server.connection

@@ -47,6 +47,7 @@ def test_a_piece_is_used_again_when_nobody_has_a_view_of_it() -> None:
     ids=["slice", "read-only", "array", "tensor", "container"],
 )
 def test_a_piece_that_somebody_reads_is_nobody_elses(reads: object) -> None:
+    """MEM-1."""
     memory = MessageMemory()
     view = memory.take(MIB)
     at = place(view)

@@ -110,6 +110,7 @@ def epoch(number: int) -> AssignmentEpoch:
 
 
 def test_a_range_that_is_placed_begins_with_nothing() -> None:
+    """LOG-1, LOG-4."""
     server = Server()
     server.see((ME, PLACED_EPOCH, ()), (OTHER, PLACED_EPOCH, ()))
     batch = server.decide()
@@ -119,6 +120,7 @@ def test_a_range_that_is_placed_begins_with_nothing() -> None:
 
 
 def test_a_range_that_is_taken_over_waits_for_its_base() -> None:
+    """LOG-4."""
     server = Server()
     server.see((OTHER, PLACED_EPOCH, (ME,)), (OTHER, PLACED_EPOCH, ()))
     server.paper.is_busy = True
@@ -153,6 +155,7 @@ def test_what_the_log_gave_back_goes_on_in_it() -> None:
 
 
 def test_what_another_has_is_ended_and_not_joined_from_the_log() -> None:
+    """LOG-2."""
     server = Server()
     replica = Replica(ZERO, PLACED_EPOCH, LEASE_S, PLACED_EPOCH, {}, 11)
     server.replication.recover([replica])

@@ -127,7 +127,7 @@ def test_a_seal_of_a_large_table_lets_others_in() -> None:
 
 
 def test_a_long_answer_is_as_the_range_was_when_it_was_decided_on() -> None:
-    """Made piece by piece, while a step changes the range before the second piece is made."""
+    """Made piece by piece; a step changes the range before the second piece is made (RA-1)."""
     node, _ = a_node(ranges=1, blocks_a_range=3 * limits.SLICE_BLOCK_COUNT)
     blocks = node.machine.shards[TableId(1), RangeId(0)].state.blocks
     place = Place(TableId(1), RangeId(0), AssignmentEpoch(1))

@@ -236,6 +236,7 @@ def torch_run(case: Case, dtype: torch.dtype, course: Sequence[Step]) -> Iterato
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_exact_kernels_equal_torch_however_the_table_is_cut(case: Case, dtype: torch.dtype) -> None:
+    """OPT-1."""
     course = list(steps(case, dtype, scheduled, absent=True))
     cuts = [Shards(case.spec(Kernels.EXACT), initial(dtype), block) for block in (64, 192, 4096)]
     for clock, expected in enumerate(torch_run(case, dtype, course), start=1):
@@ -250,6 +251,7 @@ def test_exact_kernels_equal_torch_however_the_table_is_cut(case: Case, dtype: t
 def test_fast_kernels_do_not_depend_on_the_cut(
     case: Case, dtype: torch.dtype, absent: bool
 ) -> None:
+    """OPT-1, STO-2."""
     course = list(steps(case, dtype, scheduled, absent))
     cuts = [Shards(case.spec(Kernels.FAST), initial(dtype), block) for block in (64, 192, 4096)]
     for clock, step in enumerate(course, start=1):
@@ -261,6 +263,7 @@ def test_fast_kernels_do_not_depend_on_the_cut(
 
 
 def test_fast_kernels_do_not_depend_on_the_presence_of_neighbours() -> None:
+    """OPT-1."""
     case = Case(ADAM, {"lr": 0.01, "weight_decay": 0.1})
     course = list(steps(case, torch.float32, constant, absent=False))
     shards = Shards(case.spec(Kernels.FAST), initial(torch.float32), 4096)
@@ -331,6 +334,7 @@ def test_a_fast_step_from_equal_state_is_within_8_ulp(case: Case, dtype: torch.d
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_numbers_of_threads_do_not_change_a_bit(case: Case) -> None:
+    """OPT-1."""
     count = 100_032  # above torch's grain of 32,768 elements, so that threads cut it
     draw = torch.Generator().manual_seed(5)
     start, gradient = torch.randn(2, count, generator=draw).unbind()

@@ -17,6 +17,7 @@ def moved(at: Bench) -> Bench:
 
 
 def test_what_was_answered_is_answered_again_alike() -> None:
+    """PC-1."""
     at = Bench(make_table(), workers=2)
     for rank in range(2):
         at.push(rank, 1, 1, block=rank)
@@ -31,6 +32,7 @@ def test_what_was_answered_is_answered_again_alike() -> None:
 
 
 def test_what_was_not_answered_comes_again_and_counts_once() -> None:
+    """PC-1."""
     at = Bench(make_table(), workers=2)
     at.push(0, 1, 1)
     at.seal(0, 2, 1)

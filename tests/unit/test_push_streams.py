@@ -80,7 +80,7 @@ def test_a_read_whose_turn_never_came_has_not_begun() -> None:
 
 
 def test_what_is_owed_of_a_range_that_was_given_up_is_refused() -> None:
-    """Who half-closed reads to the end: it has to come to one."""
+    """Who half-closed reads to the end: it has to come to one (STR-1)."""
 
     async def whole() -> None:
         stream = EntryStream(1, SESSION)

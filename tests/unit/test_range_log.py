@@ -44,6 +44,7 @@ def test_without_backups_all_is_released_at_once() -> None:
 
 
 def test_nothing_is_released_that_a_backup_does_not_have() -> None:
+    """RL-1, RL-2."""
     log = log_with(TWO, THREE)
     log.decide(TABLE, delta(), (), ["a"])
     log.follow(["read of a"])
@@ -105,6 +106,7 @@ def batch(number: int, epoch: int = EPOCH, term: int = EPOCH) -> Batch:
 
 
 def test_batches_are_taken_in_order_and_once() -> None:
+    """RE-1."""
     replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
     fresh = lambda: fresh_copy(make_table(), range(4))  # noqa: E731
     assert not replica.take(batch(2), fresh)

@@ -369,6 +369,7 @@ def test_a_push_after_the_seal_of_its_clock_is_invalid(bsp: Bench) -> None:
 
 
 def test_a_read_waits_for_the_update_of_its_clock(bsp: Bench) -> None:
+    """RM-4."""
     bsp.seal(0, 1, 1)
     assert answers(bsp.pull(0, 1)) == []
     assert answers(bsp.seal(1, 1, 1)) == [1]

@@ -72,6 +72,7 @@ def test_a_newcomers_first_clock_is_not_taken_for_steps() -> None:
 def test_a_state_that_is_of_a_later_clock_than_the_cut_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """SV-1."""
     worker = Worker()
     worker.attach()
     worker.propose()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ps_core.consistency import Consistency, Mode
-from ps_core.errors import InvalidUpdateLog
+from ps_core.errors import InvalidUpdateLog, InvariantViolation
 from ps_core.keys import RangeId
 from ps_core.tables import Table
 from ps_server.lane.lane_socket import SharedLanes
@@ -135,6 +135,7 @@ def asp_log(path: Path) -> tuple[Owner, Owner, list[dict[int, bytes]]]:
 
 
 def test_versions_are_steps_in_the_order_in_which_they_were_done(tmp_path: Path) -> None:
+    """VER-1."""
     _, _, after = asp_log(tmp_path)
     again = replayed(tmp_path)
     assert not again.history.is_by_clock
@@ -183,6 +184,28 @@ def test_a_setting_that_ends_counts_for_its_last_clock(tmp_path: Path) -> None:
     again = replayed(tmp_path)
     found = [(v.number, v.clock, v.ranks) for v in again.history.versions]
     assert found == [(0, 0, ()), (1, 1, (1,)), (2, 1, (0,)), (3, 2, (0, 1))]
+
+
+def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
+    """RP-1: neither one by one, nor towards the versions of a checkpoint."""
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begun(owner)
+    for clock in (1, 2):
+        log.batch(owner.update(clock, (0,), clock))
+    again = replayed(tmp_path)
+    check_all(again, owner)
+    for version in again.history.versions:
+        again.go_to(version.position)
+    check_all(again, owner)
+    wanted = dict.fromkeys(((MODEL.table_id, block) for block in owner.values()), 2)
+    with pytest.raises(InvariantViolation, match="RP-1"):
+        again.go_to_versions(wanted)
+    other = replayed(tmp_path)
+    assert other.go_to_versions(wanted) == []
+    check_all(other, owner)
+    with pytest.raises(InvariantViolation, match="RP-1"):
+        other.go_to_versions(wanted)
 
 
 # --- what is left of a log
@@ -292,6 +315,7 @@ def test_what_lies_between_two_logs_is_no_version(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    """LF-1."""
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
     log.begun(owner)

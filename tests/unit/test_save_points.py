@@ -107,6 +107,7 @@ def test_the_save_point_that_was_named_is_not_left_before_the_cut_is_settled(
 
 
 def test_the_state_is_saved_where_the_worker_comes_to_the_cut(worker: Worker) -> None:
+    """SV-1."""
     worker.points.reach()
     worker.propose()
     worker.step()

@@ -155,6 +155,7 @@ class Without(Runs):
 
 
 def test_nothing_is_left_of_a_table_that_is_removed() -> None:
+    """SM-7."""
     server = Without()
     server.step_of("a", 0, 2)
     server.push("a", 1, 2)

@@ -71,6 +71,7 @@ class Servers:
 
 
 def test_what_is_not_decided_is_given_up_and_nothing_is_held() -> None:
+    """SC-2."""
     servers = Servers()
     servers.propose(1)
     assert servers.holds(servers.first) == servers.holds(servers.other) == {True}
@@ -123,6 +124,7 @@ def test_who_does_not_have_the_first_range_says_nothing() -> None:
 
 
 def test_what_was_taken_is_never_given_up() -> None:
+    """SC-2."""
     servers = Servers()
     servers.propose(1)
     servers.propose(1, decided_after=3)

@@ -58,6 +58,7 @@ def value(shards: Shards) -> float:
 
 
 def test_a_store_that_is_there_is_not_made_again(shards: Shards) -> None:
+    """SH-3."""
     shards.make(Put(record(), SUM))
     stores = dict(shards.stores)
     shards.add([*PARTS, ShardAdded(MODEL, RangeId(2), (4, 5))])
@@ -67,6 +68,7 @@ def test_a_store_that_is_there_is_not_made_again(shards: Shards) -> None:
 
 
 def test_a_range_that_is_removed_begins_anew(shards: Shards) -> None:
+    """SH-3."""
     shards.make(Put(record(), SUM))
     shards.remove(LEFT)
     shards.remove(LEFT)
@@ -170,6 +172,27 @@ def test_the_memory_that_is_lent_goes_with_the_last_of_its_ranges(lending: Shard
     assert not lending.homes.lends(WORKER, TABLE, None)
     lending.add(PARTS)
     assert value(lending) == 0.0
+
+
+def test_a_block_that_changes_has_another_stamp_and_the_others_have_theirs(lending: Shards) -> None:
+    """SH-2: initial values, an update, and what is decided and dropped."""
+    (home,) = lending.homes._homes[TABLE]
+    lent = home.lent
+    assert lent is not None
+
+    def stamps() -> list[int]:
+        return [lent.place(block)[1] for block in range(4)]
+
+    initial = Assigned(record(is_assign=True), (Elements(0, b"", TWO),))
+    for change, becomes in ((initial, 2.0), (Put(record(), SUM), 1.0)):
+        before = stamps()
+        lending.make(change)
+        assert value(lending) == becomes
+        assert stamps() == [before[0] + 2, *before[1:]]
+    before = stamps()
+    lending.make(Kept(record(2), SUM))
+    lending.make(Dropped(record(2)))
+    assert (value(lending), stamps()) == (1.0, before)
 
 
 def snapshot(*held: Change) -> Snapshot:

@@ -168,6 +168,8 @@ def test_what_was_staged_is_there_still_and_who_has_left_meanwhile_is_not_waited
 
 
 def test_it_takes_and_answers_nothing_meanwhile() -> None:
+    """SM-5."""
+
     async def scenario(server: Server) -> None:
         server.push(0, 2)
         machine, place = server.node.machine, Place(MODEL, RANGE, AssignmentEpoch(2))

@@ -245,7 +245,7 @@ def test_the_segment_in_which_a_range_is_about_to_begin_is_kept(tmp_path: Path) 
 @pytest.mark.parametrize("is_synced", [False, True])
 def test_a_flipped_bit_is_damage_or_ends_the_log(tmp_path: Path, is_synced: bool) -> None:
     """Never values that nobody ever had; and it ends the log at its end only: there all or nothing
-    is claimed.
+    is claimed (ULF-1, ULR-1).
     """
     states: list[Values] = []
 
@@ -426,6 +426,7 @@ def test_a_log_ends_whatever_is_appended_behind_its_end(tmp_path: Path) -> None:
 
 
 def test_one_process_has_a_directory(tmp_path: Path) -> None:
+    """LOG-3."""
     first = LogDirectory(tmp_path)
     with pytest.raises(Recovering, match="another server writes this update log"):
         LogDirectory(tmp_path)

@@ -42,6 +42,7 @@ def floats(count: int, start: float = 1.0) -> np.ndarray[Any, np.dtype[np.float3
 
 @given(st.data())
 def test_the_blocks_of_a_region_are_those_that_hold_its_elements(data: st.DataObject) -> None:
+    """CUT-1."""
     found = table(data.draw(st.integers(1, 1000)))
     begin = data.draw(st.integers(0, found.spec.element_count - 1))
     end = data.draw(st.integers(begin + 1, found.spec.element_count))
@@ -85,6 +86,7 @@ def test_parts_of_a_mapping_give_exactly_the_named_tensors(
 
 
 def test_whole_blocks_are_views_of_what_was_given() -> None:
+    """CUT-2."""
     found = table(200)
     values = floats(200)
     parts = list(cut(found, pieces_of(found, values, None)))

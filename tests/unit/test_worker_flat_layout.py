@@ -23,6 +23,7 @@ def layouts(parameters: Any, module: nn.Module | None = None) -> list[FlatLayout
 
 
 def test_a_module_is_one_group_in_registration_order() -> None:
+    """FL-1."""
     (layout,) = layouts(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
     assert layout.table_name == "m/0/float32"
     assert [(e.name, e.offset) for e in layout.placed] == [
@@ -33,6 +34,7 @@ def test_a_module_is_one_group_in_registration_order() -> None:
 
 
 def test_one_table_for_each_dtype_and_frozenness_of_a_group() -> None:
+    """FL-1."""
     first, second = nn.Linear(2, 2), nn.Linear(2, 2).double()
     second.weight.requires_grad_(False)
     found = layouts([{"params": first.parameters()}, {"params": [*second.parameters()], "lr": 1}])

@@ -401,6 +401,7 @@ def server() -> Server:
 def test_whatever_it_sends_after_its_fence_is_refused(
     server: Server, send: Callable[[Server, int, int, int], list[Effect]]
 ) -> None:
+    """SM-3."""
     server.push(2, 1, 1)
     server.machine.ended([dead()], 100.0)
     found = send(server, 2, 2, 1)
@@ -411,6 +412,7 @@ def test_whatever_it_sends_after_its_fence_is_refused(
 
 
 def test_it_cannot_read_either(server: Server) -> None:
+    """SM-3."""
     server.machine.ended([dead()], 100.0)
     event = PullEvent(PLACE, 1, dead().incarnation, 0, False, 110.0)
     assert isinstance(problem(server.machine.pull(event, 100.0)), Fenced)

@@ -24,6 +24,7 @@ def test_blocks_leave_when_all_their_tensors_have_gradients() -> None:
 
 
 def test_blocks_with_a_tensor_unused_leave_at_the_end_with_presence_bits() -> None:
+    """STG-1."""
     loop = Loop(ones(40), ones(40), ones(64))
     assert loop.backward(0, 2) == [2]
     parts = loop.staging.take()
@@ -39,6 +40,7 @@ def test_no_gradient_at_all_leaves_nothing() -> None:
 
 
 def test_a_gradient_changed_in_place_leaves_again() -> None:
+    """STG-1."""
     loop = Loop(ones(64), ones(64))
     assert sorted(loop.backward(0, 1)) == [0, 1]
     gradient = loop.parameters[1].grad
