@@ -17,7 +17,7 @@ from ps_worker.window.push_window import (
     EntryState,
     PushWindow,
     Reply,
-    SealTerms,
+    StepTerms,
 )
 from tests.examples import examples
 
@@ -59,7 +59,7 @@ class Numbers(RuleBasedStateMachine):
 
     @rule(ranges=st.sampled_from([RANGES, RANGES[:1]]))
     def seal(self, ranges: tuple[RangeId, ...]) -> None:
-        self.window.seal(TABLE, self.clock, ranges, SealTerms())
+        self.window.seal(TABLE, self.clock, ranges, StepTerms())
         self.clock += 1
         self.newest.clear()
 

@@ -74,8 +74,8 @@ def test_there_is_a_part_for_each_range_of_ours_that_holds_blocks_and_no_other(
             for range_id, blocks in table.blocks_by_range(RANGE_COUNT).items()
             if range_id in ours
         }
-        assert machine.parts.keys() == expected.keys()
-        assert machine.suspended.keys() & machine.parts.keys() == set()
+        assert machine.shards.keys() == expected.keys()
+        assert machine.suspended.keys() & machine.shards.keys() == set()
         assert {table_id for table_id, _ in machine.suspended} <= {t.table_id for t in tables}
         for part in added:
             assert part.blocks == expected[part.table.table_id, part.range_id]
@@ -85,7 +85,7 @@ def test_what_is_of_another_epoch_reaches_no_part() -> None:
     """SM-2."""
     machine = ServerMachine(ME, 2)
     machine.observe(view_of(3, (ME,), [FIRST]))
-    (part,) = machine.parts.values()
+    (part,) = machine.shards.values()
     sender = Sender(Incarnation(1000), 0, 0)
     for epoch in (AssignmentEpoch(2), AssignmentEpoch(4)):
         place = PLACE._replace(assignment_epoch=epoch)
