@@ -55,7 +55,7 @@ from ps_server.service.change_doubts import ChangeDoubts
 from ps_server.service.departure import REASON, until_kept
 from ps_server.service.node import ParameterNode
 from ps_server.service.replication_service import ReplicationServicer
-from ps_server.service.scheduler_requests import BackupRequests, Promises
+from ps_server.service.scheduler_requests import BackupRequests, PrepareReports
 from ps_server.service.servicer import FEATURES, ParameterServicer, ViewAtLeast
 from ps_server.update_log.recovery import KeptLog, open_log
 from ps_server.update_log.writer import LogSetting
@@ -206,17 +206,17 @@ async def _run(
         finished, failed, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
         waits: list[bool] = []  # whether what looks between works has its turn to come
         node.health.on_failure = partial(_note_failure, failed)
-        promises = Promises(
+        votes = PrepareReports(
             lambda each: link.prepare_change(each.table_id, each.number, each.clock, each.outcome)
         )
-        stack.callback(promises.close)
+        stack.callback(votes.close)
         doubts = ChangeDoubts(node, link.session)
         stack.push_async_callback(doubts.close)
         link.on_view.append(doubts.observe)
         link.before_view = node.prepare
         link.on_view.append(node.observe)
         restored = _keep_checkpoints(link, node, settings, stack)
-        link.on_view.append(lambda _: node.works.between(lambda: promises.stand(node.promises)))
+        link.on_view.append(lambda _: node.works.between(lambda: votes.send(node.prepared_changes)))
         asked = _backup_requests(link, node, stack)
         link.on_view.append(lambda view: finished.set() if view.finished else None)
         link.on_view.append(partial(_say_if_ready, server, link, stop))
@@ -237,8 +237,8 @@ async def _run(
             silent_s = clock.now_s() - link.last_scheduler_contact_s
             doubts.look(is_alone=silent_s > link.lease_s)
             restored.look()
-            promises.stand(node.promises)
-            asked.stand(node.replicas.backup_requests if node.replicas is not None else ())
+            votes.send(node.prepared_changes)
+            asked.request(node.replicas.backup_requests if node.replicas is not None else ())
 
         leaving = asyncio.create_task(_leave_when_told(stop, server, link, settings, left))
         stack.callback(leaving.cancel)
@@ -267,7 +267,7 @@ def _backup_requests(
     asked = BackupRequests(lambda requests: link.set_backups(requests, link.lease_s))
     stack.callback(asked.close)
     if node.replicas is not None:
-        node.replicas.ask = asked.stand
+        node.replicas.ask = asked.request
     return asked
 
 

@@ -58,7 +58,7 @@ from ps_server.checkpoint.written_blocks import (
 )
 from ps_server.ranges.events import AnswerPull, RefusePull
 from ps_server.service.node import ParameterNode
-from ps_server.values.copy_on_write import Captures, CopyRoom, Key
+from ps_server.values.copy_on_write import CopyQuota, Key, RangeSnapshots
 from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 
 _THREAD_COUNT = 2
@@ -207,7 +207,7 @@ class _Part:
         self._rate_bytes_s, self._copies, self._disk, self._stall_s = means
         self._loop = asyncio.get_running_loop()
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint", give_way)
-        self._captures = Captures(self._about_to_change)
+        self._snapshots = RangeSnapshots(self._about_to_change)
         self._memory = written
         self._base: Base = written.base(checkpoint.base)
         self._referred: dict[BlockKey, WrittenBlock] = {}
@@ -217,7 +217,7 @@ class _Part:
         self._specs: dict[TableId, Table] = {}
         self._is_cut = self._is_over = False
         self._problem = ""
-        self._room = CopyRoom(self._copies.byte_count)
+        self._quota = CopyQuota(self._copies.byte_count)
         self._progress_s = 0.0  # when the store last took something, or training began to wait
         self._copied: deque[_Copied] = deque()
         self._writing_count = 0
@@ -265,7 +265,7 @@ class _Part:
         if self._is_cut or self._has_ended():
             return
         self._progress_s = self._loop.time()
-        self._node.shards.captures = self._captures
+        self._node.shards.snapshots = self._snapshots
         for key in list(self._node.machine.shards):
             yield
             if self._has_ended():  # meanwhile
@@ -273,7 +273,7 @@ class _Part:
             cut = view.tables_by_id[key[0]].cut
             if cut is None or cut.checkpoint != self.number:
                 continue
-            if not self._room.plan(key, self._node.shards.stores[key].state_bytes):
+            if not self._quota.plan(key, self._node.shards.stores[key].state_bytes):
                 self._node.hold_copies(key, cut)
             waiter = self._node.next_number()
             self._waiters[waiter] = key
@@ -290,7 +290,7 @@ class _Part:
             return
         self._wake.set()
         if isinstance(effect, RefusePull):
-            self._room.captured(key, 0)
+            self._quota.captured(key, 0)
             self._problem = self._problem or effect.error.message
             return
         blocks = self._node.machine.shards[key].state.blocks
@@ -302,9 +302,9 @@ class _Part:
         changed = [block for block in blocks if (key[0], block) not in same]
         self._lineages.update(((key[0], block), store.lineage) for block in changed)
         unchanged_bytes = sum(each.byte_count for each in same.values())
-        self._room.captured(key, max(0, store.state_bytes - unchanged_bytes) if changed else 0)
+        self._quota.captured(key, max(0, store.state_bytes - unchanged_bytes) if changed else 0)
         if changed:
-            self._captures.add(key, store, changed)
+            self._snapshots.add(key, store, changed)
         table = self._tables[key[0]]
         self._tables[key[0]] = replace(table, block_count=table.block_count + len(blocks))
 
@@ -326,7 +326,7 @@ class _Part:
         """
         piece = self._copies.take(block.byte_count)
         view = memoryview(bytearray(block.byte_count)) if piece is None else piece.view
-        self._room.copied(key, block.byte_count, is_last=not self._captures.has(key))
+        self._quota.copied(key, block.byte_count, is_last=not self._snapshots.has(key))
         self._copied.append((key[0], block.copied_to(view), piece))
 
     def _start(
@@ -361,7 +361,7 @@ class _Part:
         self._wake.set()
 
     def _give_back(self, byte_count: int, piece: Piece | None) -> None:
-        self._room.written(byte_count)
+        self._quota.written(byte_count)
         if piece is not None:
             self._copies.give_back(piece)
 
@@ -391,7 +391,7 @@ class _Part:
         """Everything up to a file that is durable under its own name."""
         while not self._is_done:
             self._check()
-            for key in self._room.opened():
+            for key in self._quota.opened():
                 await self._node.works.in_turn(partial(self._node.copied, key, self.number))
             await self._write_next()
         self._check()
@@ -424,7 +424,7 @@ class _Part:
     @property
     def _is_done(self) -> bool:
         """Whether everything is written."""
-        is_captured = self._is_cut and not self._waiters and not self._captures.has_more
+        is_captured = self._is_cut and not self._waiters and not self._snapshots.has_more
         is_written = not self._copied and not self._writing_count and self._opening.done()
         return is_captured and is_written
 
@@ -435,8 +435,8 @@ class _Part:
         if not self._opening.done():
             await self._wait()
             return
-        if not self._copied and self._room.waiting_bytes <= self._copies.byte_count // 2:
-            found = self._captures.next(self._room.turns)
+        if not self._copied and self._quota.waiting_bytes <= self._copies.byte_count // 2:
+            found = self._snapshots.next(self._quota.turns)
             if found is not None:
                 self._take(*found)
         if not self._copied or self._writing_count >= 2 * _THREAD_COUNT:
@@ -448,7 +448,7 @@ class _Part:
 
     async def _wait(self) -> None:
         """Until something has happened; not for ever where training waits for it, too."""
-        until_s = self._progress_s + self._stall_s if self._room.held else None
+        until_s = self._progress_s + self._stall_s if self._quota.held else None
         try:
             async with asyncio.timeout_at(until_s):
                 await self._wake.wait()
@@ -462,7 +462,7 @@ class _Part:
 
     async def _pause(self, block: SavedBlock) -> None:
         """Keep to the rate, unless training waits: this block is on its way."""
-        is_training = not self._room.held and self._node.since_update_s < _BUSY_S
+        is_training = not self._quota.held and self._node.since_update_s < _BUSY_S
         is_busy = self._rate_bytes_s and is_training
         await asyncio.sleep(block.byte_count / self._rate_bytes_s if is_busy else 0)
 
@@ -506,17 +506,17 @@ class _Part:
 
     def _release(self) -> None:
         self._is_over = True
-        if self._node.shards.captures is self._captures:
-            self._node.shards.captures = None
+        if self._node.shards.snapshots is self._snapshots:
+            self._node.shards.snapshots = None
         for waiter in list(self._waiters):
             self._node.end_read(waiter)
         self._waiters.clear()
-        self._captures.end()
+        self._snapshots.end()
         if self._copied:
             copied, self._copied = self._copied, deque()
-            self._room.written(sum(block.byte_count for _, block, _ in copied))
+            self._quota.written(sum(block.byte_count for _, block, _ in copied))
             self._threads.submit(self._give_back_all, copied)
-        for key in self._room.held:
+        for key in self._quota.held:
             self._node.works.between(partial(self._let_change, key))
 
     def _give_back_all(self, copied: deque[_Copied]) -> None:

@@ -35,7 +35,7 @@ from ps_server.values import contributions
 from ps_server.values.block_values import ReadyBlock, ready_block
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution
-from ps_server.values.copy_on_write import Captures
+from ps_server.values.copy_on_write import RangeSnapshots
 from ps_server.values.custom_updates import CheckedUpdate
 from ps_server.values.mutations import (
     Assigned,
@@ -91,7 +91,7 @@ class Shards:
         received_bytes: payload bytes that came, wherever they lay.
         sent_bytes: those of answers to reads.
         lanes: the sessions on this host.
-        captures: what has to be written for a checkpoint before it changes, if anything.
+        snapshots: what has to be written for a checkpoint before it changes, if anything.
         homes: where values lie that are lent.
         pool: the working memory of all stores.
     """
@@ -102,7 +102,7 @@ class Shards:
         self.sent_bytes = 0
         self._ready: dict[_Key, _Ready] = {}
         self._held: dict[_Key, list[ref[HeldAnswer]]] = {}
-        self.captures: Captures | None = None
+        self.snapshots: RangeSnapshots | None = None
         self.lanes = lanes
         self._updates = updates
         self.pool = BufferPool()
@@ -360,8 +360,8 @@ class Shards:
     def _before_change(self, key: _Key, blocks: Sequence[int]) -> None:
         if key in self._held:
             self._keep_held(key, blocks)
-        if self.captures is not None:
-            self.captures.before_change(key, blocks)
+        if self.snapshots is not None:
+            self.snapshots.before_change(key, blocks)
 
     def hold(self, key: _Key, answer: HeldAnswer) -> None:
         """This answer is not all made: before the range changes it is told, if anybody has it."""

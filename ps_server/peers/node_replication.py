@@ -29,10 +29,10 @@ from ps_server.lane.shards import Shards, fixed_for_backup, for_backup
 from ps_server.peers.peer_links import PeerLinks
 from ps_server.ranges.events import Effect
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
-from ps_server.ranges.server_machine import Promise, ServerMachine, ShardAdded
+from ps_server.ranges.server_machine import PreparedChange, ServerMachine, ShardAdded
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy, Snapshot
-from ps_server.replication.output_commit import Deed, OutputCommit
+from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import BEATS_A_LEASE, Beats, PeerPacing
 from ps_server.replication.peer_queues import PeerQueues
 from ps_server.replication.range_roles import Replication
@@ -222,20 +222,20 @@ class ReplicatedRanges:
 
     # --- what was decided
 
-    def deciding(self, effects: Iterable[Effect]) -> Work[list[Deed]]:
+    def deciding(self, effects: Iterable[Effect]) -> Work[list[CommittedEffect]]:
         """See `OutputCommit.deciding`."""
         return self.output.deciding(effects, self._now)
 
-    def settling(self) -> Work[list[Deed]]:
-        """See `OutputCommit.settle`. The machine has observed the view that `serve` gave."""
+    def telling_prepared(self) -> Work[list[CommittedEffect]]:
+        """See `OutputCommit.tell_prepared`. The machine has observed the view that `serve` gave."""
         if self.update_log is not None:
             yield from self._logged.looking()
-        return (yield from self.output.settling(self._now))
+        return (yield from self.output.telling_prepared(self._now))
 
     @property
-    def promises(self) -> tuple[Promise, ...]:
-        """See `OutputCommit.promises`."""
-        return self.output.promises
+    def prepared_changes(self) -> tuple[PreparedChange, ...]:
+        """See `OutputCommit.prepared_changes`."""
+        return self.output.prepared_changes
 
     def keep_up(self) -> None:
         """Ask for the lease, and send again what was not acknowledged; to be called ten times a
@@ -247,14 +247,14 @@ class ReplicatedRanges:
         if beats is not None:
             self._beat(beats)
 
-    def going_on(self) -> Work[list[Deed]]:
+    def going_on(self) -> Work[list[CommittedEffect]]:
         """Copy ranges for those who join, and look at the log; what may be done now."""
         yield from self._giving_snapshots()
         if self.update_log is not None:
             yield from self._looking_at(self.update_log)
         return self.output.release(self._now(), self.replication.primaries)
 
-    def released(self, range_ids: Iterable[RangeId]) -> list[Deed]:
+    def released(self, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
         """What may be done now of these ranges."""
         return self.output.release(self._now(), range_ids)
 

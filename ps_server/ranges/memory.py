@@ -4,7 +4,8 @@ S3).
 Rules:
     - A step is staged until it is added to a sum; then the sum counts, until the update is applied.
       What takes part in a sum first becomes the sum, so together they never take more by it.
-    - A step is (clock, rank). Room goes to the lowest step among those with something sent here.
+    - A step is (clock, rank). StagingMemory goes to the lowest step among those with something sent
+      here.
     - Where a lower step finds no room, the highest steps are given back, whole, to be sent again.
     - So two servers never favour two different workers for good, and no order of arrival deadlocks.
 
@@ -40,8 +41,8 @@ class Admission:
 _ADMITTED = Admission(True)
 
 
-class GateRoom:
-    """Room for staged steps, whatever ranges they are in."""
+class StagingQuota:
+    """StagingMemory for staged steps, whatever ranges they are in."""
 
     def __init__(self, capacity_bytes: int, step_bytes: int) -> None:
         """Args:
@@ -69,11 +70,11 @@ class GateRoom:
         """Ask for room for one more payload of `step`."""
         free = self._capacity_bytes - self.held_bytes
         if free < byte_count:
-            return self._make_room(step, byte_count, free)
+            return self._make_space(step, byte_count, free)
         self._stage(step, byte_count)
         return _ADMITTED
 
-    def _make_room(self, step: Step, byte_count: int, free: int) -> Admission:
+    def _make_space(self, step: Step, byte_count: int, free: int) -> Admission:
         given_back: list[Step] = []
         for other in sorted((s for s in self._staged if s > step), reverse=True):
             if free >= byte_count:
@@ -144,7 +145,7 @@ class GateRoom:
         return tuple(turns)
 
 
-class TableRoom:
+class TableStaging:
     """One table's gate memory on this server, shared by its ranges."""
 
     def __init__(self, table: Table) -> None:
@@ -152,12 +153,12 @@ class TableRoom:
         self._shards: list[RangeMachine] = []
         self._senders: dict[int, Sender] = {}
         self._step_bytes = 0
-        self._room = GateRoom(0, 0)
+        self._quota = StagingQuota(0, 0)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of what is staged, and of sums, in all ranges."""
-        return self._room.held_bytes
+        return self._quota.held_bytes
 
     def add(self, shard: RangeMachine) -> None:
         """A range joins; the room grows with the step."""
@@ -181,7 +182,7 @@ class TableRoom:
         bound = self._table.spec.gate_bytes or (
             self._step_bytes + max(self._step_bytes, limits.DEFAULT_GATE_EXTRA_BYTES)
         )
-        self._room.resize(bound, self._step_bytes)
+        self._quota.resize(bound, self._step_bytes)
 
     def remove(self, shard: RangeMachine) -> None:
         """The range is not here any more, nor what it held."""
@@ -191,26 +192,26 @@ class TableRoom:
         self._resize()
 
     def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:
-        """See `range_state.Room`."""
-        admission = self._room.admit(step, byte_count)
+        """See `range_state.StagingMemory`."""
+        admission = self._quota.admit(step, byte_count)
         for given in admission.given_back:
             for shard in self._shards:
                 shard.give_back(given, effects)
             if given.rank not in self._senders:  # gone: it waits for no turn
-                self._room.forget(given.rank)
+                self._quota.forget(given.rank)
         return admission.admitted
 
     def release(self, step: Step, byte_count: int) -> None:
-        """See `range_state.Room`."""
-        self._room.release(step, byte_count)
+        """See `range_state.StagingMemory`."""
+        self._quota.release(step, byte_count)
 
     def add_sum(self, byte_count: int) -> None:
-        """See `range_state.Room`."""
-        self._room.add_sum(byte_count)
+        """See `range_state.StagingMemory`."""
+        self._quota.add_sum(byte_count)
 
     def end_sum(self, byte_count: int) -> None:
-        """See `range_state.Room`."""
-        self._room.end_sum(byte_count)
+        """See `range_state.StagingMemory`."""
+        self._quota.end_sum(byte_count)
 
     def heard(self, sender: Sender) -> None:
         """Remember where to send credit."""
@@ -221,11 +222,11 @@ class TableRoom:
         sender = self._senders.get(node.rank)
         if sender is None or sender.incarnation <= node.incarnation:
             self._senders.pop(node.rank, None)
-            self._room.forget(node.rank)
+            self._quota.forget(node.rank)
 
     def credits(self, out: list[Effect]) -> None:
         """Tell those whose turn has come."""
-        for step in self._room.credit():
+        for step in self._quota.credit():
             sender = self._senders.get(step.rank)
             if sender is not None:
                 reply = ReplyTo(sender, ReplyKind.CREDIT, self._table.table_id, RangeId(0), 0)

@@ -27,7 +27,7 @@ from ps_core.tables import InitializerKind, Table
 from ps_core.work import Work
 from ps_server.ranges.events import Effect, Record, ReplyTo
 from ps_server.ranges.range_state import RangeState, RangeWorker, Said
-from ps_server.ranges.schedule import Promises, Schedule
+from ps_server.ranges.schedule import Prepared, Schedule
 
 
 class Facts(NamedTuple):
@@ -47,7 +47,7 @@ class Facts(NamedTuple):
     said: Said | None
     settings: tuple[tuple[int, Consistency], ...]
     change_number: int
-    promised: int
+    prepared: int
     hold_point: int | None
     minds_reads: bool
     failure: UpdateFailed | None
@@ -194,7 +194,7 @@ def facts_of(state: RangeState) -> Facts:
         state.said,
         schedule.settings,
         schedule.number,
-        schedule.promised,
+        schedule.prepared,
         schedule.hold_point,
         schedule.minds_reads,
         state.failure,
@@ -273,7 +273,7 @@ def restore(copy: ShardCopy, state: RangeState, now_s: float) -> None:
     state.schedule.restore(
         facts.settings,
         facts.change_number,
-        Promises(facts.promised, facts.hold_point, facts.minds_reads, facts.taken),
+        Prepared(facts.prepared, facts.hold_point, facts.minds_reads, facts.taken),
     )
     for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
         _restore_worker(worker, state, now_s)

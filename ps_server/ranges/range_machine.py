@@ -7,8 +7,8 @@ This file takes entries in and gives them back, and says what may be wrong with 
 has what follows from a seal, `read_gate` the reads, `range_state` what is known.
 
 Rules:
-    - An entry that passed session and epoch checks ends in exactly one outcome; a refusal for room
-      ends nothing.
+    - An entry that passed session and epoch checks ends in exactly one outcome; a refusal over
+      quota ends nothing.
     - An entry that comes again gets the answer that it got, or would have got, before.
 
 What it deliberately does not do: look into payloads, or know sessions and epochs (`server_machine`
@@ -49,7 +49,13 @@ from ps_server.ranges.events import (
     Step,
     WithdrawEvent,
 )
-from ps_server.ranges.range_state import HeldPush, PendingStep, RangeState, RangeWorker, Room
+from ps_server.ranges.range_state import (
+    HeldPush,
+    PendingStep,
+    RangeState,
+    RangeWorker,
+    StagingMemory,
+)
 from ps_server.ranges.read_gate import ReadGate
 from ps_server.ranges.schedule import CutId
 from ps_server.ranges.update_gate import UpdateGate
@@ -70,12 +76,12 @@ class RangeMachine:
         range_id: RangeId,
         blocks: tuple[int, ...],
         worker_count: int,
-        room: Room,
+        staging: StagingMemory,
         versions: dict[int, int] | None = None,
     ) -> None:
         """A fresh shard. `versions`: 0 for each block, if that has been made before."""
         self.resent_count = 0  # entries that were answered from the ledger
-        self.state = RangeState(table, range_id, blocks, worker_count, room, versions)
+        self.state = RangeState(table, range_id, blocks, worker_count, staging, versions)
         self.reads = ReadGate(self.state)
         self._gate = UpdateGate(self.state, self.reads)
         self._rules = EntryRules(self.state)
@@ -393,7 +399,7 @@ class RangeMachine:
         if event.replaces:
             self._replace(event, worker, out)
         problem = event.problem or self._rules.push_problem(event, worker, step)
-        if problem is None and not self.state.room.admit(
+        if problem is None and not self.state.staging.admit(
             Step(event.clock, event.sender.rank), event.byte_count, out
         ):
             retry_ms = int(limits.ROOM_RETRY_S * 1000)
@@ -510,7 +516,7 @@ class RangeMachine:
         self.state.end(worker, event.sender, event.sequence, Ending(Outcome.WITHDRAWN), out)
 
     def give_back(self, given: Step, out: list[Effect]) -> None:
-        """Room is needed for a lower step: what is staged of this one must be sent again.
+        """StagingMemory is needed for a lower step: what is staged of this one must be sent again.
 
         The room has already taken the bytes off this step.
         """
@@ -522,7 +528,7 @@ class RangeMachine:
         if not staged:
             return
         error = Overloaded(
-            f"the gate of table '{self.state.name}' gives room to a lower step",
+            f"the gate of table '{self.state.name}' gives way to a lower step",
             retry_after_ms=int(limits.ROOM_RETRY_S * 1000),
         )
         for push in staged:

@@ -23,7 +23,7 @@ from ps_server.ranges.events import Compensation, Effect, Record, ReplyTo, SealE
 from ps_server.ranges.schedule import Schedule
 
 
-class Room(Protocol):
+class StagingMemory(Protocol):
     """What a range asks of its table's gate memory; giving back reaches every range of the
     table.
     """
@@ -194,7 +194,7 @@ class RangeState:
         range_id: RangeId,
         blocks: tuple[int, ...],
         worker_count: int,
-        room: Room,
+        staging: StagingMemory,
         versions: dict[int, int] | None = None,
     ) -> None:
         """A fresh shard: clock 0, initialised unless rank 0 is to do it. One that is restored is at
@@ -220,7 +220,7 @@ class RangeState:
         self.versions = dict.fromkeys(blocks, 0) if versions is None else versions
         self.worker_count = worker_count
         self.ranks: Sequence[int] = range(worker_count)  # and those that joined beyond these
-        self.room = room
+        self.staging = staging
         self.workers: dict[Incarnation, RangeWorker] = {}
         self.by_rank: dict[int, RangeWorker] = {}
         self.replaced: dict[
@@ -378,7 +378,7 @@ class RangeState:
         """The payload is held no more; its room is free."""
         if push.payload is not None:
             push.payload = None
-            self.room.release(Step(step.clock, worker.rank), push.byte_count)
+            self.staging.release(Step(step.clock, worker.rank), push.byte_count)
 
     def unstage_step(self, step: PendingStep, worker: RangeWorker) -> None:
         """No payload of the step is held any more."""
@@ -387,14 +387,14 @@ class RangeState:
             if push.payload is not None:
                 push.payload = None
                 byte_count += push.byte_count
-        self.room.release(Step(step.clock, worker.rank), byte_count)
+        self.staging.release(Step(step.clock, worker.rank), byte_count)
 
     def add_to_sum(self, step: PendingStep) -> None:
         """BSP: what was staged of the step is in the sum of its clock now."""
         summed = self._summed
         more = {p.block: p.byte_count for p in step.pushes.values() if p.block not in summed}
         summed.update(more)
-        self.room.add_sum(sum(more.values()))
+        self.staging.add_sum(sum(more.values()))
 
     @property
     def summed_bytes(self) -> int:
@@ -404,7 +404,7 @@ class RangeState:
     def end_sum(self) -> None:
         """The sum in the making, if there was one, has been applied or dropped."""
         if self._summed:
-            self.room.end_sum(self.summed_bytes)
+            self.staging.end_sum(self.summed_bytes)
             self._summed = {}
 
     def unstage_all(self) -> None:

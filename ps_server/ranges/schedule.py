@@ -1,15 +1,15 @@
 """Which setting holds at which clock, and beyond which clock all must wait (SEMANTICS S6, S10).
 
-    settled   --proposed-->   promised: nothing beyond `hold_point` takes effect here
-    promised  --committed-->  settled, with another setting from some clock on
-    promised  --withdrawn-->  settled, as it was
-    promised  --given up-->   settled, as it was: the scheduler is not heard
+    settled   --proposed-->   prepared: nothing beyond `hold_point` takes effect here
+    prepared  --committed-->  settled, with another setting from some clock on
+    prepared  --withdrawn-->  settled, as it was
+    prepared  --given up-->   settled, as it was: the scheduler is not heard
 
-Who decides is the table's first range. When the scheduler says that all have promised, that range
+Who decides is the table's first range. When the scheduler says that all have prepared, that range
 takes the change, unless it has given it up by then; the others take it when a view has it, or when
 the first range's primary says so. What that one has said once it says for ever.
 
-The clock of a change is the highest that any range had reached when it promised. So every range
+The clock of a change is the highest that any range had reached when it prepared. So every range
 treats a clock alike, and none has to undo anything.
 
 A cut is the same for a reader that wants one state of the whole table where updates are not formed
@@ -74,12 +74,12 @@ class Cut:
     deadline_s: float
 
 
-class Promises(NamedTuple):
-    """What a range has promised: the newest change; beyond which clock it holds, and whether reads
+class Prepared(NamedTuple):
+    """What a range has prepared: the newest change; beyond which clock it holds, and whether reads
     too; and the newest that it took as the range that decides, and after which clock.
     """
 
-    promised: int
+    prepared: int
     hold_point: int | None
     minds_reads: bool
     taken: tuple[int, int]
@@ -97,7 +97,7 @@ class Schedule:
 
     def __init__(self, table: Table) -> None:
         self._settings = [(_BEFORE_ALL, table.spec.consistency)]  # (after which clock, setting)
-        self._promised = 0
+        self._prepared = 0
         self.hold_point: int | None = None
         self.number = 0
         self._holds_reads = True
@@ -182,11 +182,11 @@ class Schedule:
                 f"{max(reached, read_clock)} was reached",
             )
             self._add(table.change)
-        if table.proposed is None or table.proposed.number != self._promised:
+        if table.proposed is None or table.proposed.number != self._prepared:
             self.hold_point = None
         self._proposed = 0 if table.proposed is None else table.proposed.number
-        if table.proposed is not None and self._proposed > self._promised:
-            self._promised = table.proposed.number
+        if table.proposed is not None and self._proposed > self._prepared:
+            self._prepared = table.proposed.number
             self._holds_reads = not table.proposed.checkpoint
             at_present = max(reached, read_clock) if self._holds_reads else stepped
             self.hold_point = max(table.proposed.after_clock, at_present)
@@ -198,12 +198,12 @@ class Schedule:
     @property
     def held_for(self) -> int:
         """The change for which later clocks are held; 0: none. A cut is none."""
-        return self._promised if self.hold_point is not None and self._holds_reads else 0
+        return self._prepared if self.hold_point is not None and self._holds_reads else 0
 
     @property
     def is_open(self) -> bool:
-        """Whether the newest view has a proposal that was promised here, settled since or not."""
-        return 0 < self._proposed == self._promised
+        """Whether the newest view has a proposal that was prepared here, settled since or not."""
+        return 0 < self._proposed == self._prepared
 
     @property
     def taken(self) -> tuple[int, int]:
@@ -214,7 +214,7 @@ class Schedule:
         """What became of the newest proposal here, in the range that decides; None: it is open."""
         if number == self._taken[0]:
             return Settled(ChangeOutcome.TAKEN, self._taken[1])
-        is_given_up = number == self._promised and self.hold_point is None
+        is_given_up = number == self._prepared and self.hold_point is None
         return Settled(ChangeOutcome.GIVEN_UP) if is_given_up else None
 
     def take(self, change: Change) -> bool:
@@ -234,10 +234,10 @@ class Schedule:
 
     def give_up(self, number: int) -> bool:
         """Never take that change, nor one before; whether anything may go on for that."""
-        if number < self._promised or number <= self._taken[0]:
+        if number < self._prepared or number <= self._taken[0]:
             return False
         was_held = self.hold_point is not None
-        self._promised, self.hold_point = number, None
+        self._prepared, self.hold_point = number, None
         return was_held
 
     def give_up_cut(self) -> bool:
@@ -344,20 +344,20 @@ class Schedule:
         return self._holds_reads
 
     @property
-    def promised(self) -> int:
-        """The newest change that was promised; 0 before the first."""
-        return self._promised
+    def prepared(self) -> int:
+        """The newest change that was prepared; 0 before the first."""
+        return self._prepared
 
     def restore(
         self,
         settings: tuple[tuple[int, Consistency], ...],
         number: int,
-        promises: Promises,
+        prepared: Prepared,
     ) -> None:
         """As another server had it, whose place this one takes. Cuts ended with that one."""
         self._settings = list(settings)
         self.number = number
-        self._promised, self.hold_point, self._holds_reads, self._taken = promises
+        self._prepared, self.hold_point, self._holds_reads, self._taken = prepared
         if self.hold_point is not None:
             self._lets_go = self._is_torn_from(self.hold_point)
 

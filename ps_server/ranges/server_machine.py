@@ -55,7 +55,7 @@ from ps_server.ranges.events import (
     SealEvent,
 )
 from ps_server.ranges.failed_update import instead, lost_records
-from ps_server.ranges.memory import TableRoom
+from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_copy import ShardCopy, restore
 from ps_server.ranges.range_machine import RangeMachine
 from ps_server.ranges.read_gate import WaitCause
@@ -72,7 +72,7 @@ class ShardAdded:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class PreparedChange:
     """Nothing of the table takes effect here beyond `clock` until the change is settled; or, with
     an outcome, it is settled by the range that decides.
     """
@@ -102,7 +102,7 @@ class ServerMachine:
         self._primaries: dict[RangeId, NodeId | None] = {}
         self._tables: dict[TableId, Table] = {}
         self._is_open = False  # whether the view has anything that is proposed
-        self._rooms: dict[TableId, TableRoom] = {}
+        self._staging: dict[TableId, TableStaging] = {}
         self._shards: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._suspended: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._adopted: dict[tuple[TableId, RangeId], tuple[ShardCopy, float]] = {}
@@ -174,7 +174,7 @@ class ServerMachine:
         self._new_shards = [shard for shard in self._new_shards if shard not in places]
         self._adopted = {p: copy for p, copy in self._adopted.items() if p[0] not in table_ids}
         for table_id in table_ids:
-            self._rooms.pop(table_id, None)
+            self._staging.pop(table_id, None)
         return effects
 
     def adopt(self, range_id: RangeId, copies: Mapping[TableId, ShardCopy], now_s: float) -> None:
@@ -196,7 +196,7 @@ class ServerMachine:
         for place in [place for place in self._suspended if place[1] in range_ids]:
             shard = self._suspended.pop(place)
             self._past_resent_count += shard.resent_count
-            self._rooms[place[0]].remove(shard)
+            self._staging[place[0]].remove(shard)
             yield
         return effects
 
@@ -229,14 +229,14 @@ class ServerMachine:
             self._timed[shard] = None
 
     def _add_shard(self, table: Table, range_id: RangeId, blocks: tuple[int, ...]) -> ShardAdded:
-        room = self._rooms.setdefault(table.table_id, TableRoom(table))
+        staging = self._staging.setdefault(table.table_id, TableStaging(table))
         versions = self._ready.pop((table.table_id, range_id), None)
         worker_count = self._worker_counts.get(table.run, self._worker_count)
-        shard = RangeMachine(table, range_id, blocks, worker_count, room, versions)
+        shard = RangeMachine(table, range_id, blocks, worker_count, staging, versions)
         adopted = self._adopted.pop((table.table_id, range_id), None)
         if adopted is not None:
             restore(adopted[0], shard.state, adopted[1])
-        room.add(shard)
+        staging.add(shard)
         self._shards[table.table_id, range_id] = shard
         self._new_shards.append(shard)
         return ShardAdded(table, range_id, blocks)
@@ -265,19 +265,19 @@ class ServerMachine:
                 if node.run == shard.state.table.run:  # SM-6
                     effects += shard.ended(node, now_s)
                 yield
-            for table_id, room in self._rooms.items():
+            for table_id, staging in self._staging.items():
                 if node.run == self._tables[table_id].run:  # SM-6
-                    room.forget(node)
-                    room.credits(effects)
+                    staging.forget(node)
+                    staging.credits(effects)
                 yield
         yield from self._noting_times()
         return effects
 
-    def settle(self, now_s: float) -> list[Effect]:
-        """`settling`, at once."""
-        return at_once(self.settling(now_s))
+    def observe_changes(self, now_s: float) -> list[Effect]:
+        """`observing_changes`, at once."""
+        return at_once(self.observing_changes(now_s))
 
-    def settling(self, now_s: float) -> Work[list[Effect]]:
+    def observing_changes(self, now_s: float) -> Work[list[Effect]]:
         """Changes of tables' consistency that were proposed, withdrawn or committed by the view
         that was observed last; to be said again when shards were added.
         """
@@ -290,15 +290,15 @@ class ServerMachine:
             for join in table.joins:
                 if join.incarnation in self._ended:  # who joined may have gone already
                     effects += shard.ended(self._ended[join.incarnation], now_s)
-        for room in self._rooms.values():
-            room.credits(effects)
+        for staging in self._staging.values():
+            staging.credits(effects)
             yield
         yield from self._noting_times()
         return effects
 
     @property
-    def promises(self) -> tuple[Promise, ...]:
-        """What this server has promised and the scheduler has not settled."""
+    def prepared_changes(self) -> tuple[PreparedChange, ...]:
+        """What this server has prepared and the scheduler has not settled."""
         if not self._is_open:
             return ()
         held: dict[TableId, int] = {}
@@ -308,7 +308,7 @@ class ServerMachine:
                 held[table_id] = max(clock, held.get(table_id, 0))
         outcomes = self._outcomes()
         return tuple(
-            Promise(table_id, proposed.number, clock)
+            PreparedChange(table_id, proposed.number, clock)
             for table_id, clock in held.items()
             if (proposed := self._tables[table_id].proposed) is not None
             and table_id not in outcomes
@@ -321,9 +321,9 @@ class ServerMachine:
         range_id = self._tables[table_id].deciding_range(self.total_range_count)
         return self._shards.get((table_id, range_id))
 
-    def _outcomes(self) -> dict[TableId, Promise]:
+    def _outcomes(self) -> dict[TableId, PreparedChange]:
         """What shards that are here have decided, and the newest view has as proposed."""
-        found: dict[TableId, Promise] = {}
+        found: dict[TableId, PreparedChange] = {}
         for table_id, table in self._tables.items():
             if table.proposed is None:
                 continue
@@ -334,7 +334,7 @@ class ServerMachine:
             settled = None if shard is None else shard.state.schedule.settled(number)
             if settled is not None:
                 clock = max(settled.after_clock, table.proposed.after_clock)
-                found[table_id] = Promise(table_id, number, clock, settled.outcome)
+                found[table_id] = PreparedChange(table_id, number, clock, settled.outcome)
         return found
 
     def go_on_alone(self, now_s: float) -> list[Effect]:
@@ -405,8 +405,8 @@ class ServerMachine:
         return self._credited(effects)
 
     def _credited(self, effects: list[Effect]) -> list[Effect]:
-        for room in self._rooms.values():
-            room.credits(effects)
+        for staging in self._staging.values():
+            staging.credits(effects)
         self._note_times(self._shards.values())
         return effects
 
@@ -480,8 +480,8 @@ class ServerMachine:
             shard = self.shard(event.place)
         except PushpullError as error:
             return [self._refusal(event, error)]
-        room = self._rooms[event.place.table_id]
-        room.heard(event.sender)
+        staging = self._staging[event.place.table_id]
+        staging.heard(event.sender)
         if isinstance(event, PushEvent | SealEvent) and isinstance(event.problem, Recovering):
             return [self._refusal(event, event.problem)]  # the payload is lost, not wrong
         if isinstance(event, PushEvent):
@@ -492,7 +492,7 @@ class ServerMachine:
             effects = shard.scale(event, now_s)
         else:
             effects = shard.withdraw(event, now_s)
-        room.credits(effects)
+        staging.credits(effects)
         if shard.wake_s is not None:
             self._timed[shard] = None
         return effects
@@ -530,7 +530,7 @@ class ServerMachine:
         out = list(instead(rest, lost, error))
         for shard in self._shards_of(table_id):
             out += shard.fail(error)
-        self._rooms[table_id].credits(out)
+        self._staging[table_id].credits(out)
         return out
 
     def loaded(
@@ -538,7 +538,7 @@ class ServerMachine:
     ) -> list[Effect]:
         """See `RangeMachine.loaded`."""
         effects = self._shards[place].loaded(versions, now_s)
-        self._rooms[place[0]].credits(effects)
+        self._staging[place[0]].credits(effects)
         self._note_times([self._shards[place]])
         return effects
 
@@ -566,7 +566,7 @@ class ServerMachine:
         effects = shard.pull(event, now_s)
         if shard.reads.waits_for(event.waiter):
             self._waiting[event.waiter] = shard
-        self._rooms[event.place.table_id].credits(effects)
+        self._staging[event.place.table_id].credits(effects)
         return effects
 
     def begin_cut(self, table_id: TableId, cut_id: CutId, deadline_s: float) -> int:
@@ -592,7 +592,7 @@ class ServerMachine:
         effects: list[Effect] = []
         for shard in self._shards_of(table_id):
             effects += shard.end_cut(cut_id, now_s)
-        self._rooms[table_id].credits(effects)
+        self._staging[table_id].credits(effects)
         return effects
 
     def hold_copies(
@@ -611,7 +611,7 @@ class ServerMachine:
                 self._suspended[key].state.schedule.end_cut(copies_cut(number))
             return []
         effects = shard.end_cut(copies_cut(number), now_s)
-        self._rooms[key[0]].credits(effects)
+        self._staging[key[0]].credits(effects)
         return effects
 
     def _shards_of(self, table_id: TableId) -> list[RangeMachine]:
@@ -639,7 +639,7 @@ class ServerMachine:
         shards = dict.fromkeys([*self._waiting.values(), *self._timed])
         effects = [effect for shard in shards for effect in shard.tick(now_s)]
         for table_id in dict.fromkeys(shard.state.table.table_id for shard in shards):
-            self._rooms[table_id].credits(effects)
+            self._staging[table_id].credits(effects)
         timed, self._timed = self._timed, {}
         self._note_times(timed)
         return effects
@@ -685,7 +685,7 @@ class ServerMachine:
     @property
     def gate_bytes(self) -> int:
         """Bytes of what is staged, and of sums, all tables."""
-        return sum(room.held_bytes for room in self._rooms.values())
+        return sum(staging.held_bytes for staging in self._staging.values())
 
     @property
     def resent_count(self) -> int:

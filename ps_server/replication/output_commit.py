@@ -7,7 +7,7 @@ Rules:
       update is decided, since the next one may have its clock.
     - Outcomes, reads and changes of values are held by the range's log; `RECEIVED`, credit and
       refusals promise nothing and are not.
-    - What changes without an effect, a promise, is told by `settle`.
+    - What changes without an effect, a prepared change, is told by `tell_prepared`.
 
 Invariants:
     OC-1  What is done of a range, and could be seen, is done in the order in which it was decided.
@@ -39,13 +39,13 @@ from ps_server.ranges.events import (
     ReplyTo,
 )
 from ps_server.ranges.range_copy import Delta, Facts, WorkerFacts, delta_of, facts_of
-from ps_server.ranges.server_machine import Promise, ServerMachine
+from ps_server.ranges.server_machine import PreparedChange, ServerMachine
 from ps_server.replication.messages import Batch, Snapshot
 from ps_server.replication.range_roles import Replication
 from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put
 
 _Place = tuple[TableId, RangeId]
-Deed = Effect | Change
+CommittedEffect = Effect | Change
 """What there is to do."""
 
 
@@ -87,13 +87,13 @@ class _Told:
 
 
 class Told(NamedTuple):
-    """Held: the backups have been told of what a part has promised or decided, the newest at that
-    time. `promised` is None while there is nobody to tell, and nothing is held.
+    """Held: the backups have been told of what a part has prepared or decided, the newest at that
+    time. `prepared` is None while there is nobody to tell, and nothing is held.
     """
 
     place: _Place
     number: int
-    promised: object
+    prepared: object
 
 
 class OutputCommit:
@@ -126,29 +126,31 @@ class OutputCommit:
         self._told: dict[_Place, _Told] = {}
         self._kept: set[tuple[TableId, RangeId, int]] = set()
         self._untold: dict[_Place, Told] = {}
-        self._known: dict[_Place, object] = {}  # what the backups know to be promised or decided
+        self._known: dict[_Place, object] = {}  # what the backups know to be prepared or decided
         self._marks = itertools.count(1)
 
-    def decide(self, effects: Iterable[Effect], now_s: float) -> list[Deed]:
+    def decide(self, effects: Iterable[Effect], now_s: float) -> list[CommittedEffect]:
         """`deciding`, at once."""
         return at_once(self.deciding(effects, lambda: now_s))
 
-    def deciding(self, effects: Iterable[Effect], now: Callable[[], float]) -> Work[list[Deed]]:
+    def deciding(
+        self, effects: Iterable[Effect], now: Callable[[], float]
+    ) -> Work[list[CommittedEffect]]:
         """Hold what must not be seen yet. `now` is asked when something is released: long after
         this began, a lease may be over (OC-2).
 
         Returns:
             What is to be done now, in order.
         """
-        deeds: list[Deed] = []
+        committed: list[CommittedEffect] = []
         parts: dict[_Place, _Decided] = {}
         work = list(effects)
         if not work:
-            return deeds
+            return committed
         for effect in work:  # grows by what follows from a sum
             place = _place_of(effect)
             if self._replication.decides_alone(place[1]):
-                deeds.append(effect)
+                committed.append(effect)
             elif isinstance(effect, Accumulate):
                 for some in effect.pieces:
                     self._sums.accumulate(some)
@@ -156,15 +158,15 @@ class OutputCommit:
             elif isinstance(effect, Forget) or (
                 isinstance(effect, ReplyTo) and effect.ending is None
             ):
-                deeds.append(effect)
+                committed.append(effect)
             else:
                 into = parts.get(place)
                 if into is None:
                     into = parts[place] = _Decided()
                 yield from self._hold(effect, into, work)
         for place, decided in parts.items():
-            deeds += yield from self._decide(place, decided)
-        return deeds + self.release(now(), {range_id for _, range_id in parts})
+            committed += yield from self._decide(place, decided)
+        return committed + self.release(now(), {range_id for _, range_id in parts})
 
     def _hold(self, effect: Effect, into: _Decided, work: list[Effect]) -> Work[None]:
         change: Change | None = None
@@ -196,7 +198,7 @@ class OutputCommit:
             into.effects.append(effect)
             into.held.append(effect)
 
-    def _decide(self, place: _Place, decided: _Decided) -> Work[list[Deed]]:
+    def _decide(self, place: _Place, decided: _Decided) -> Work[list[CommittedEffect]]:
         part = self._machine.shards.get(place)
         primary = self._replication.primaries.get(place[1])
         if part is None or primary is None:  # it was given up
@@ -237,12 +239,12 @@ class OutputCommit:
             told.workers = {w.incarnation: w for w in delta.workers}
         return None if is_known else news
 
-    def settle(self, now_s: float) -> list[Deed]:
-        """`settling`, at once."""
-        return at_once(self.settling(lambda: now_s))
+    def tell_prepared(self, now_s: float) -> list[CommittedEffect]:
+        """`telling_prepared`, at once."""
+        return at_once(self.telling_prepared(lambda: now_s))
 
-    def settling(self, now: Callable[[], float]) -> Work[list[Deed]]:
-        """Tell what changed without an effect: what is promised of a table, before anybody is told.
+    def telling_prepared(self, now: Callable[[], float]) -> Work[list[CommittedEffect]]:
+        """Tell what changed without an effect: what is prepared of a table, before anybody is told.
 
         Args, Returns:
             As `deciding`.
@@ -251,27 +253,27 @@ class OutputCommit:
         for place, part in tuple(self._machine.shards.items()):
             yield
             schedule = part.state.schedule
-            promised = schedule.promised, schedule.hold_point, schedule.taken
+            prepared = schedule.prepared, schedule.hold_point, schedule.taken
             if self._replication.decides_alone(place[1]):
                 self._untold.pop(place, None)
-                self._known[place] = promised
+                self._known[place] = prepared
                 continue
             before = self._told.get(place)
             is_news = before is None or before.facts != facts_of(part.state)
             marked = self._untold.get(place)  # it may be of a promise before this one
-            is_marked = marked is not None and marked.promised == promised
-            if is_news or (self._is_promised_unheard(place) and not is_marked):
+            is_marked = marked is not None and marked.prepared == prepared
+            if is_news or (self._is_prepare_unheard(place) and not is_marked):
                 is_said = self._can_be_told(place[1])
-                mark = Told(place, next(self._marks), promised if is_said else None)
+                mark = Told(place, next(self._marks), prepared if is_said else None)
                 self._untold[place] = mark
                 if is_said:
                     yield from self._decide(place, _Decided(held=[mark]))
                     told.add(place[1])
             elif not is_marked:
-                if marked is not None and marked.promised is None:  # it came with something else
+                if marked is not None and marked.prepared is None:  # it came with something else
                     del self._untold[place]
                 if schedule.is_open:
-                    self._known[place] = promised
+                    self._known[place] = prepared
         return self.release(now(), told)
 
     def _can_be_told(self, range_id: RangeId) -> bool:
@@ -281,7 +283,7 @@ class OutputCommit:
         primary = self._replication.primaries.get(range_id)
         return primary is None or not primary.log.is_short or primary.is_heard
 
-    def _is_promised_unheard(self, place: _Place) -> bool:
+    def _is_prepare_unheard(self, place: _Place) -> bool:
         """Whether a promise, or what became of it, may be on its way to the backups, with something
         else.
         """
@@ -290,15 +292,15 @@ class OutputCommit:
         return is_open and primary is not None and not primary.log.is_settled
 
     @property
-    def promises(self) -> tuple[Promise, ...]:
-        """What the backups know that this server has promised; nothing while it is to serve a range
+    def prepared_changes(self) -> tuple[PreparedChange, ...]:
+        """What the backups know that this server has prepared; nothing while it is to serve a range
         that it does not serve yet, which may have reached a later clock; nor while another may be
         made primary of one in its place, which knows nothing of it.
         """
         if self._replication.waits or self._replication.has_candidates:
             return ()
         untold = {table_id for table_id, _ in self._untold}
-        return tuple(p for p in self._machine.promises if p.table_id not in untold)
+        return tuple(p for p in self._machine.prepared_changes if p.table_id not in untold)
 
     def outcome(self, table_id: TableId, number: int) -> Settled | None:
         """What became of a change, if the range that decides is here and its backups know it; None:
@@ -310,22 +312,22 @@ class OutputCommit:
         settled, part = self._machine.outcome(table_id, number), self._machine.decider(table_id)
         schedule, place = part.state.schedule, (table_id, part.state.range_id)
         is_known = self._known.get(place) == (
-            schedule.promised,
+            schedule.prepared,
             schedule.hold_point,
             schedule.taken,
         )
         return settled if is_known and place not in self._untold else None
 
-    def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[Deed]:
+    def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
         """What was held of these ranges and may be done now, in order."""
-        deeds: list[Deed] = []
+        committed: list[CommittedEffect] = []
         for held in self._replication.release(now_s, range_ids):
             if not isinstance(held, Told):
-                deeds.append(held)  # type: ignore[arg-type]
+                committed.append(held)  # type: ignore[arg-type]
             elif self._untold.get(held.place) is held:
                 del self._untold[held.place]
-                self._known[held.place] = held.promised
-        return deeds
+                self._known[held.place] = held.prepared
+        return committed
 
     def copies(
         self, now_s: float, has_room: Callable[[NodeId], bool]

@@ -52,8 +52,8 @@ class ChangeDoubts:
         """To be called now and then: whether the scheduler is not heard."""
         if is_alone is not self._node.is_alone:
             self._node.is_alone = is_alone
-            if is_alone and self._node.promises:
-                logs.warning("scheduler_silent", promises=len(self._node.promises))
+            if is_alone and self._node.prepared_changes:
+                logs.warning("scheduler_silent", prepared_changes=len(self._node.prepared_changes))
         if is_alone:
             self._node.go_on_alone()
         doubts = set(self._node.doubts) if is_alone else set()
@@ -62,7 +62,7 @@ class ChangeDoubts:
         for doubt in doubts:
             if doubt.decided_by == self._node.session.node_id:
                 with contextlib.suppress(NotOwner):  # it does not serve the range yet
-                    self._learn(doubt, self._node.settle_change(doubt.table_id, doubt.number))
+                    self._learn(doubt, self._node.change_outcome(doubt.table_id, doubt.number))
             elif doubt not in self._asking or self._asking[doubt].done():
                 self._asking[doubt] = asyncio.get_running_loop().create_task(self._ask(doubt))
 

@@ -55,8 +55,8 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import checkpoint_cut
-from ps_server.ranges.server_machine import Doubt, Promise, ServerMachine, ShardAdded
-from ps_server.replication.output_commit import Deed
+from ps_server.ranges.server_machine import Doubt, PreparedChange, ServerMachine, ShardAdded
+from ps_server.replication.output_commit import CommittedEffect
 from ps_server.service.collective_calls import CollectiveCalls
 from ps_server.service.push_stream import EntryStream, UnreadAnswers
 from ps_server.service.range_read import RangeRead, ReadWaits
@@ -203,19 +203,23 @@ class ParameterNode:
                 yield
         ended = yield from self.machine.ending(view.ended_workers, self.now())
         yield from self._carrying_out(ended)
-        yield from self._carrying_out((yield from self.machine.settling(self.now())))
+        yield from self._carrying_out((yield from self.machine.observing_changes(self.now())))
         yield from self._telling()
 
     def _telling(self) -> Work[None]:
         """Tell the backups what was promised."""
         if self.replicas is not None:
-            yield from self._doing((yield from self.replicas.settling()))
+            yield from self._doing((yield from self.replicas.telling_prepared()))
         self._arm()
 
     @property
-    def promises(self) -> tuple[Promise, ...]:
+    def prepared_changes(self) -> tuple[PreparedChange, ...]:
         """What this server has promised, and would still hold if it died. Between two works."""
-        return self.machine.promises if self.replicas is None else self.replicas.promises
+        return (
+            self.machine.prepared_changes
+            if self.replicas is None
+            else self.replicas.prepared_changes
+        )
 
     # --- while the scheduler is not heard
 
@@ -229,7 +233,7 @@ class ParameterNode:
         """What is held for here, and may be settled elsewhere."""
         return self.machine.doubts
 
-    def settle_change(self, table_id: TableId, number: int) -> Settled | None:
+    def change_outcome(self, table_id: TableId, number: int) -> Settled | None:
         """What became of a change, by the range that decides: another server holds for it and does
         not hear the scheduler. If this one does not either, what was not taken is given up.
 
@@ -509,13 +513,15 @@ class ParameterNode:
             self._reply_to(replies)
 
     def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
-        deeds: Sequence[Deed] = effects
+        committed: Sequence[CommittedEffect] = effects
         if self.replicas is not None:
-            deeds = yield from self._deciding(self.replicas, effects)
-        yield from self._doing(deeds)
+            committed = yield from self._deciding(self.replicas, effects)
+        yield from self._doing(committed)
 
     @carries_out
-    def _deciding(self, replicas: ReplicatedRanges, effects: Sequence[Effect]) -> Work[list[Deed]]:
+    def _deciding(
+        self, replicas: ReplicatedRanges, effects: Sequence[Effect]
+    ) -> Work[list[CommittedEffect]]:
         return (yield from replicas.deciding(effects))
 
     def _release(self, range_ids: Iterable[RangeId]) -> None:
@@ -527,42 +533,42 @@ class ParameterNode:
             yield from self._doing(self.replicas.released(range_ids))
 
     @carries_out
-    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
+    def _doing(self, committed: Sequence[CommittedEffect]) -> Work[None]:
         """Do it now; then answer."""
         replies: list[ReplyTo] = []
         reduced: list[tuple[Record, tuple[float, ...]]] = []
         piece_count = 0  # blocks that were worked on in this step
-        for done_count, deed in enumerate(deeds, 1):
-            match deed:
+        for done_count, effect in enumerate(committed, 1):
+            match effect:
                 case ReplyTo():
-                    replies.append(deed)
-                case Accumulate() if len(deed.parts) <= PIECE_COUNT:
-                    self.shards.accumulate(deed)
-                    piece_count += len(deed.parts)
+                    replies.append(effect)
+                case Accumulate() if len(effect.parts) <= PIECE_COUNT:
+                    self.shards.accumulate(effect)
+                    piece_count += len(effect.parts)
                 case Accumulate():
-                    yield from self.shards.accumulating(deed)
-                case Apply() if self.shards.is_brief(deed.record):
-                    self._apply_brief(deed.record)
-                    piece_count += len(deed.record.blocks)
+                    yield from self.shards.accumulating(effect)
+                case Apply() if self.shards.is_brief(effect.record):
+                    self._apply_brief(effect.record)
+                    piece_count += len(effect.record.blocks)
                 case Apply():
-                    failure = yield from self._applying(deed.record)
+                    failure = yield from self._applying(effect.record)
                     if failure is not None:
-                        rest = [*replies, *_effects(deeds[done_count:])]
-                        yield from self._carrying_out(self._failed(deed.record, failure, rest))
+                        rest = [*replies, *_effects(committed[done_count:])]
+                        yield from self._carrying_out(self._failed(effect.record, failure, rest))
                         return
                 case Put():
-                    failure = yield from self._applying(deed.record, deed.accumulator)
+                    failure = yield from self._applying(effect.record, effect.accumulator)
                     if failure is not None:
                         raise InvariantViolation("ND-1", f"a replicated update: {failure.message}")
                 case Reduce():
-                    squares = yield from self.shards.reducing(deed.record)
-                    reduced.append((deed.record, squares))
+                    squares = yield from self.shards.reducing(effect.record)
+                    reduced.append((effect.record, squares))
                 case Assign():
-                    yield from self.shards.assigning(deed)
+                    yield from self.shards.assigning(effect)
                 case Assigned():
-                    yield from self.shards.assigning(Assign(deed.record, deed.parts))
+                    yield from self.shards.assigning(Assign(effect.record, effect.parts))
                 case _:
-                    self._do_other(deed)
+                    self._do_other(effect)
             if piece_count >= PIECE_COUNT:
                 piece_count = 0
                 yield
@@ -572,20 +578,20 @@ class ParameterNode:
         for record, squares in reduced:
             yield from self._carrying_out(self.machine.reduced(record, squares))
 
-    def _do_other(self, deed: Deed) -> None:
+    def _do_other(self, effect: CommittedEffect) -> None:
         """What is done at once."""
-        match deed:
+        match effect:
             case Drop():
-                self.shards.drop(deed.record)
-                self._dropped(deed.record)
+                self.shards.drop(effect.record)
+                self._dropped(effect.record)
             case Dropped():
-                self._dropped(deed.record)
+                self._dropped(effect.record)
             case AnswerPull():
-                self._answer(deed)
+                self._answer(effect)
             case Forget():
-                self.shards.forget(deed)
+                self.shards.forget(effect)
             case RefusePull():
-                self._refuse(deed)
+                self._refuse(effect)
 
     def _failed(
         self, record: Record, failure: UpdateFailed, rest: Sequence[Effect]
@@ -610,7 +616,7 @@ class ParameterNode:
             elif effect.error is not None:
                 self._count_refusal(effect.kind, effect.error)
             if effect.kind is not ReplyKind.RECEIVED:
-                self._settle(effect)
+                self._end_entry(effect)
             stream = self._streams.get(effect.sender.origin)
             if stream is not None:
                 since_s = stream.reply(effect)
@@ -625,11 +631,11 @@ class ParameterNode:
         else:
             self.metrics.quota_refusals.inc()
 
-    def _settle(self, effect: ReplyTo) -> None:
+    def _end_entry(self, effect: ReplyTo) -> None:
         """An entry that was sent again on another stream owes its first stream nothing more."""
         for other in self._streams_of.get(effect.sender.incarnation, ()):
             if other.origin != effect.sender.origin:
-                other.settle((effect.table_id, effect.range_id, effect.sequence))
+                other.end((effect.table_id, effect.range_id, effect.sequence))
 
     def _applying(
         self, record: Record, accumulator: Accumulator | None = None
@@ -699,6 +705,8 @@ def _nothing(effect: AnswerPull | RefusePull) -> None:
     del effect
 
 
-def _effects(deeds: Sequence[Deed]) -> list[Effect]:
+def _effects(committed: Sequence[CommittedEffect]) -> list[Effect]:
     """Those that are no changes of values: what replication held is of no table that can fail."""
-    return [deed for deed in deeds if not isinstance(deed, Put | Kept | Dropped | Assigned)]
+    return [
+        effect for effect in committed if not isinstance(effect, Put | Kept | Dropped | Assigned)
+    ]

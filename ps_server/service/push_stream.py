@@ -101,7 +101,7 @@ class EntryStream:
             self._ready.set()
         return None if is_received else self.pending.pop(entry, None)
 
-    def settle(self, entry: _Entry) -> None:
+    def end(self, entry: _Entry) -> None:
         """The entry's outcome went out on another stream."""
         if self.pending.pop(entry, None) is not None:
             self._ready.set()

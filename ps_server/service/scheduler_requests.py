@@ -1,8 +1,8 @@
-"""A server's promises, and its requests for backups of its ranges, on their way to the scheduler.
-Its answers to both come with later views.
+"""Messages of a server to the scheduler: prepared changes, and requests for backups of its ranges.
+Later views bring the answers.
 
 Rules:
-    - A promise is sent until it is heard, or of no use any more.
+    - A prepared change is sent until the scheduler has it, or the change is no longer open.
     - Requests for backups are made one call at a time.
 """
 
@@ -14,62 +14,54 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from ps_core.cluster_view import BackupRequest
 from ps_core.errors import PushpullError, WaitExpired
 from ps_runtime.observe import logs
-from ps_server.ranges.server_machine import Promise
+from ps_server.ranges.server_machine import PreparedChange
 
-Send = Callable[[Promise], Awaitable[None]]
-"""Sends one promise. WaitExpired: no answer came in good time; it may be sent again."""
+Send = Callable[[PreparedChange], Awaitable[None]]
+"""Sends one prepared change. WaitExpired: no answer came in time; it may be sent again."""
 
 Ask = Callable[[Sequence[BackupRequest]], Awaitable[object]]
 
 
-class Promises:
-    """The promises of one server. Belongs to one event loop.
-
-    Args:
-        send: how one is sent.
-    """
+class PrepareReports:
+    """Sends one server's prepared changes. Belongs to one event loop."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._sending: dict[Promise, asyncio.Task[None]] = {}
+        self._sending: dict[PreparedChange, asyncio.Task[None]] = {}
 
-    def stand(self, promises: Iterable[Promise]) -> None:
-        """These are not settled: send those that are new, and no others any more."""
-        standing = set(promises)
-        for old in self._sending.keys() - standing:
+    def send(self, prepared: Iterable[PreparedChange]) -> None:
+        """Send those of these that are new, and stop sending any other."""
+        wanted = set(prepared)
+        for old in self._sending.keys() - wanted:
             self._sending.pop(old).cancel()
-        for new in standing - self._sending.keys():
+        for new in wanted - self._sending.keys():
             self._sending[new] = asyncio.get_running_loop().create_task(self._deliver(new))
 
-    async def _deliver(self, promise: Promise) -> None:
+    async def _deliver(self, change: PreparedChange) -> None:
         while True:
             try:
-                await self._send(promise)
+                await self._send(change)
             except WaitExpired:  # the scheduler was reached and did not answer in time
                 continue
             except PushpullError as error:
-                logs.warning("promise_unheard", table_id=promise.table_id, error=error.message)
+                logs.warning("prepare_unheard", table_id=change.table_id, error=error.message)
             return
 
     def close(self) -> None:
         """Send no more."""
-        self.stand(())
+        self.send(())
 
 
 class BackupRequests:
-    """The requests of one server. Belongs to one event loop.
-
-    Args:
-        ask: how they get to the scheduler.
-    """
+    """Sends one server's requests for backups. Belongs to one event loop."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._asking: asyncio.Task[None] | None = None
         self._is_unheard = False
 
-    def stand(self, requests: Sequence[BackupRequest]) -> None:
-        """These stand now: ask, unless an answer is awaited; then they are to be said again."""
+    def request(self, requests: Sequence[BackupRequest]) -> None:
+        """Ask, unless a call is open: the caller repeats its requests."""
         if requests and (self._asking is None or self._asking.done()):
             self._asking = asyncio.get_running_loop().create_task(self._deliver(requests))
 

@@ -171,7 +171,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         """See parameters.proto."""
         self._node.sessions.admit(request.session, "SettleChange")
         change = TableId(request.table_id), request.number
-        settled = await self._node.works.in_turn(partial(self._node.settle_change, *change))
+        settled = await self._node.works.in_turn(partial(self._node.change_outcome, *change))
         return parameters_pb2.SettleChangeResponse(
             outcome=change_outcome_to_proto(None if settled is None else settled.outcome),
             after_clock=0 if settled is None else settled.after_clock,

@@ -35,7 +35,7 @@ TakeBlock = Callable[[Key, SavedBlock], None]
 """Gets a block of a range: views that are good for the length of the call."""
 
 
-class Captures:
+class RangeSnapshots:
     """What a server has captured for one checkpoint.
 
     Args:
@@ -106,7 +106,7 @@ def _nothing(key: Key, block: SavedBlock) -> None:
     del key, block
 
 
-class CopyRoom:
+class CopyQuota:
     """The room for the copies of one checkpoint.
 
     Args:

@@ -306,7 +306,7 @@ def facts_to_proto(facts: Facts, records: RecordTable) -> replication_pb2.PartFa
         initialized=facts.initialized,
         settings=_settings_to_proto(facts.settings),
         change_number=facts.change_number,
-        promised=facts.promised,
+        promised=facts.prepared,
         hold_point=facts.hold_point,
         minds_reads=facts.minds_reads,
         past_reached_clock=facts.past_reached_clock,

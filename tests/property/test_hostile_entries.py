@@ -31,7 +31,7 @@ from ps_server.ranges.events import (
     Sender,
     WithdrawEvent,
 )
-from ps_server.ranges.memory import TableRoom
+from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_machine import RangeMachine
 from tests.examples import examples
 from tests.unit.machine_harness import make_table
@@ -84,13 +84,13 @@ WITHDRAWALS = st.builds(WithdrawEvent, st.just(PLACE), SENDERS, SEQUENCES)
 ENTRIES = st.lists(st.one_of(PUSHES, PUSHES, SEALS, WITHDRAWALS), min_size=1, max_size=40)
 
 
-def _machine(mode: Mode, *, from_rank_zero: bool) -> tuple[RangeMachine, TableRoom]:
+def _machine(mode: Mode, *, from_rank_zero: bool) -> tuple[RangeMachine, TableStaging]:
     table = make_table(mode, blocks=3, from_rank_zero=from_rank_zero)
     table = Table(table.table_id, 0, replace(table.spec, gate_bytes=1))
-    room = TableRoom(table)
-    machine = RangeMachine(table, RangeId(0), (0, 1, 2), 2, room)
-    room.add(machine)
-    return machine, room
+    staging = TableStaging(table)
+    machine = RangeMachine(table, RangeId(0), (0, 1, 2), 2, staging)
+    staging.add(machine)
+    return machine, staging
 
 
 def _send(machine: RangeMachine, event: Entry) -> list[Effect]:
@@ -108,7 +108,7 @@ def _check_parts(effects: list[Effect]) -> None:
             assert all(payload is not None for _, payload in effect.parts)
 
 
-def _check_state(machine: RangeMachine, room: TableRoom) -> None:
+def _check_state(machine: RangeMachine, staging: TableStaging) -> None:
     """RM-1, and that the gate counts exactly what is staged, and the sum."""
     staged = 0
     for worker in machine.state.by_rank.values():
@@ -121,7 +121,7 @@ def _check_state(machine: RangeMachine, room: TableRoom) -> None:
             assert not any(sequence in worker.held for sequence in step.missing)
         assert sorted(found) == sorted(worker.held)
         assert not any(worker.ledger.has_ended(sequence) for sequence in worker.held)
-    assert room.held_bytes == staged + machine.state.summed_bytes
+    assert staging.held_bytes == staged + machine.state.summed_bytes
 
 
 @pytest.mark.parametrize("from_rank_zero", [False, True])
@@ -131,7 +131,7 @@ def _check_state(machine: RangeMachine, room: TableRoom) -> None:
 def test_every_number_ends_at_most_once(
     mode: Mode, from_rank_zero: bool, entries: list[Entry]
 ) -> None:
-    machine, room = _machine(mode, from_rank_zero=from_rank_zero)
+    machine, staging = _machine(mode, from_rank_zero=from_rank_zero)
     endings: dict[tuple[int, int], Outcome] = {}
     applied_count = 0
     for event in entries:
@@ -142,7 +142,7 @@ def test_every_number_ends_at_most_once(
             for e in effects
         )
         _check_parts(effects)
-        _check_state(machine, room)
+        _check_state(machine, staging)
         applied_count += sum(isinstance(effect, Apply) for effect in effects)
         for effect in effects:
             if isinstance(effect, ReplyTo) and effect.ending is not None:

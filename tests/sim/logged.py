@@ -13,7 +13,7 @@ from ps_core.work import Work, at_once
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import Batch, Snapshot
-from ps_server.replication.output_commit import Deed, OutputCommit
+from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import PeerPacing
 from ps_server.replication.range_roles import Replication
 from ps_server.replication.replication_log import RangeLog
@@ -286,13 +286,15 @@ class LoggedServer(ReplicatedServer):
     def _lost(self, range_ids: Sequence[RangeId]) -> None:
         self.logged.observe(range_ids)
 
-    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
-        for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
+    def _doing(self, committed: Sequence[CommittedEffect]) -> Work[None]:
+        for range_id in {
+            range_id for effect in committed if (range_id := _shows(effect)) is not None
+        }:
             log = self.replication.primaries[range_id].log
             assert self.log.has(range_id, log.term, log.released), (
                 f"LOG-1: batch {log.released} of range {range_id} is seen, and is not in the log"
             )
-        yield from super()._doing(deeds)
+        yield from super()._doing(committed)
 
 
 def fresh_part(

@@ -26,9 +26,9 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.ranges.schedule import CutId
-from ps_server.ranges.server_machine import Doubt, Promise
+from ps_server.ranges.server_machine import Doubt, PreparedChange
 from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
-from ps_server.replication.output_commit import Deed, OutputCommit
+from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import BEATS_A_LEASE, PeerPacing
 from ps_server.replication.peer_queues import PeerQueues
 from ps_server.replication.range_roles import Replication
@@ -252,7 +252,7 @@ class ReplicatedServer(SimServer):
     def _telling(self) -> Work[None]:
         """As `ParameterNode._telling`."""
         yield from self._looking()
-        yield from self._doing((yield from self.output.settling(self.now)))
+        yield from self._doing((yield from self.output.telling_prepared(self.now)))
 
     def _looking(self) -> Work[None]:
         """As `ReplicatedRanges`: what is served now gets into the log."""
@@ -444,16 +444,18 @@ class ReplicatedServer(SimServer):
     def _releasing(self, range_ids: Sequence[RangeId]) -> Work[None]:
         yield from self._doing(self.output.release(self.now_s, range_ids))
 
-    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
+    def _doing(self, committed: Sequence[CommittedEffect]) -> Work[None]:
         self._note_taken()
-        if not deeds:
+        if not committed:
             yield
             return
-        for range_id in {range_id for deed in deeds if (range_id := _shows(deed)) is not None}:
+        for range_id in {
+            range_id for effect in committed if (range_id := _shows(effect)) is not None
+        }:
             log = self.replication.primaries[range_id].log
             self._begin(range_id)
             self.watch.seen(self, range_id, log.released + log._is_past)
-        yield from super()._doing(deeds)
+        yield from super()._doing(committed)
 
     def _putting(self, change: Put) -> Work[None]:
         record = change.record
@@ -514,9 +516,9 @@ class ReplicatedServer(SimServer):
             self.updates[record.table_id, block].append(workers)
 
     @property
-    def promises(self) -> tuple[Promise, ...]:
+    def prepared_changes(self) -> tuple[PreparedChange, ...]:
         """Those that every backup has."""
-        return () if self.works.is_busy else self.output.promises
+        return () if self.works.is_busy else self.output.prepared_changes
 
     @property
     def asks(self) -> bool:
@@ -744,15 +746,15 @@ def _key_of(record: Record) -> tuple[TableId, RangeId, int]:
     return record.table_id, record.range_id, record.clock
 
 
-def _shows(deed: Deed) -> RangeId | None:
+def _shows(effect: CommittedEffect) -> RangeId | None:
     """Of which range somebody sees something by this, if so."""
-    match deed:
+    match effect:
         case Put(record) | Assigned(record) | Apply(record):
             return record.range_id
         case AnswerPull():
-            return deed.range_id
+            return effect.range_id
         case ReplyTo(kind=ReplyKind.COMMITTED):
-            return deed.range_id
+            return effect.range_id
         case _:
             return None
 

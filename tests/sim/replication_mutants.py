@@ -36,10 +36,10 @@ REPLICATION_MUTANTS = (
         _AWAY,
     ),
     Mutant(
-        "what was given up is promised again",
+        "what was given up is prepared again",
         "S6",
         _SCHEDULE,
-        "        if table.proposed is not None and self._proposed > self._promised:",
+        "        if table.proposed is not None and self._proposed > self._prepared:",
         "        if table.proposed is not None and self.hold_point is None:",
         _AWAY,
     ),
@@ -249,11 +249,11 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
-        "what was promised is not moved",
+        "what was prepared is not moved",
         "S6",
         _SCHEDULE,
-        "        self._promised, self.hold_point, self._holds_reads, self._taken = promises",
-        "        del promises",
+        "        self._prepared, self.hold_point, self._holds_reads, self._taken = prepared",
+        "        del prepared",
         _FAILOVER,
     ),
     Mutant(
@@ -427,8 +427,8 @@ REPLICATION_MUTANTS = (
         "what could be told to nobody is never told",
         "S6",
         _OUTPUT,
-        "promised if is_said else None)",
-        "promised)",
+        "prepared if is_said else None)",
+        "prepared)",
         ("failover", "effects"),
     ),
     Mutant(

@@ -1,6 +1,7 @@
 """A simulated cluster with its scheduler at work: heartbeats, views, and tables that change.
 
-Heartbeats and promises go over the faulty network; views come late, and each server sees others.
+Heartbeats and prepared_changes go over the faulty network; views come late, and each server sees
+others.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class ScheduledSimulation(Simulation):
         self.layout.settings.may_change = True
         for session in self.sessions[:-WORKERS]:
             self._beat(session, None)
-            self._promise(session, self.cluster[session.node_id])
+            self._prepare(session, self.cluster[session.node_id])
         for session, worker in zip(self.sessions[-WORKERS:], self.workers, strict=True):
             self._beat(session, worker)
         self._look()
@@ -145,18 +146,18 @@ class ScheduledSimulation(Simulation):
         del table
         return self.sessions[-WORKERS:]
 
-    def _promise(self, session: Session, server: SimServer) -> None:
+    def _prepare(self, session: Session, server: SimServer) -> None:
         """What stands is sent again and again."""
         if server not in self.checkpointer.sessions:
             self.checkpointer.sessions[server] = session
             server.on_view = lambda view: self.checkpointer.viewed(server, view)
-        for promise in server.promises:
+        for prepared in server.prepared_changes:
 
             def arrive(
-                table_id: object = promise.table_id,
-                number: int = promise.number,
-                clock: int = promise.clock,
-                outcome: ChangeOutcome | None = promise.outcome,
+                table_id: object = prepared.table_id,
+                number: int = prepared.number,
+                clock: int = prepared.clock,
+                outcome: ChangeOutcome | None = prepared.outcome,
             ) -> None:
                 with self._no_answer_for(session):
                     decision: Decision[None] = self.scheduler.promise_change(
@@ -169,8 +170,8 @@ class ScheduledSimulation(Simulation):
                     self._publish(decision.transitions)
 
             link = session.node_id, SCHEDULER
-            self.world.send("promise", lambda arrive=arrive: self._reach(arrive), link)  # type: ignore[misc]
-        self.world.after(RESEND_S / 2, lambda: self._promise(session, server))
+            self.world.send("prepared", lambda arrive=arrive: self._reach(arrive), link)  # type: ignore[misc]
+        self.world.after(RESEND_S / 2, lambda: self._prepare(session, server))
 
     def _publish(self, transitions: tuple[Transition, ...]) -> None:
         for transition in transitions:

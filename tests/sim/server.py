@@ -32,8 +32,8 @@ from ps_server.ranges.events import (
     SealEvent,
 )
 from ps_server.ranges.schedule import CutId
-from ps_server.ranges.server_machine import Promise, ServerMachine
-from ps_server.replication.output_commit import Deed
+from ps_server.ranges.server_machine import PreparedChange, ServerMachine
+from ps_server.replication.output_commit import CommittedEffect
 from ps_server.values.mutations import Assigned, Dropped, Kept, Put
 from tests.sim.arithmetic import Numbers, Reading
 from tests.sim.edits import item_of
@@ -117,9 +117,9 @@ class SimServer:
         yield from self._going_on_without(view)
 
     @property
-    def promises(self) -> tuple[Promise, ...]:
+    def prepared_changes(self) -> tuple[PreparedChange, ...]:
         """What it tells the scheduler, between two works."""
-        return () if self.works.is_busy else self.machine.promises
+        return () if self.works.is_busy else self.machine.prepared_changes
 
     def _going_on_without(self, view: ClusterView) -> Work[None]:
         for node in view.nodes:
@@ -127,7 +127,7 @@ class SimServer:
                 self.fenced.setdefault(node.rank, self._landed(node))
         ended = yield from self.machine.ending(view.ended_workers, self.now_s)
         yield from self._carrying_out(ended)
-        effects = yield from self.machine.settling(self.now_s)
+        effects = yield from self.machine.observing_changes(self.now_s)
         self._note_taken()
         yield from self._carrying_out(effects)
 
@@ -230,31 +230,31 @@ class SimServer:
     def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
         yield from self._doing(effects)
 
-    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
+    def _doing(self, committed: Sequence[CommittedEffect]) -> Work[None]:
         replies: list[ReplyTo] = []
         reduced: list[tuple[Record, tuple[float, ...]]] = []
-        for deed in deeds:
-            match deed:
+        for effect in committed:
+            match effect:
                 case ReplyTo():
-                    replies.append(deed)
+                    replies.append(effect)
                 case Accumulate():
-                    self._fold(deed)
+                    self._fold(effect)
                     yield
                 case Apply():
-                    yield from self._applying(deed.record)
+                    yield from self._applying(effect.record)
                 case Put():
-                    yield from self._putting(deed)
+                    yield from self._putting(effect)
                 case Reduce():
-                    reduced.append((deed.record, (yield from self._reducing(deed.record))))
+                    reduced.append((effect.record, (yield from self._reducing(effect.record))))
                 case Assign() | Assigned():
-                    yield from self._assigning(deed.record, deed.parts)
+                    yield from self._assigning(effect.record, effect.parts)
                 case Drop():
-                    self._drop(deed.record)
+                    self._drop(effect.record)
                 case Forget():
                     self.world.counts["forgotten"] += 1
-                    self._forget_given(deed)
+                    self._forget_given(effect)
                 case AnswerPull() | RefusePull():
-                    self._answer_read(deed)
+                    self._answer_read(effect)
                 case Kept() | Dropped():
                     pass
         for reply in replies:

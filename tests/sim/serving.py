@@ -21,7 +21,7 @@ from ps_core.change import ChangeOutcome, Settled
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_server.ranges.range_copy import Facts, facts_of
-from ps_server.ranges.server_machine import Promise
+from ps_server.ranges.server_machine import PreparedChange
 
 if TYPE_CHECKING:
     from tests.sim.replicated import ReplicatedServer
@@ -152,29 +152,29 @@ class Watch:
             and range_id in other.replication.replicas
         )
 
-    def promised(self, server: ReplicatedServer, promise: Promise) -> None:
+    def prepared(self, server: ReplicatedServer, prepared: PreparedChange) -> None:
         """The scheduler is told that the server holds what is beyond a clock of a table; of one
         that was removed, which the server has not heard, that says nothing.
         """
-        if promise.table_id not in self._view().tables_by_id:
+        if prepared.table_id not in self._view().tables_by_id:
             return
         for (table_id, range_id), part in server.machine.shards.items():
-            if table_id != promise.table_id or range_id not in server.replication.primaries:
+            if table_id != prepared.table_id or range_id not in server.replication.primaries:
                 continue
             for node_id in set(self._view().ranges[range_id].backups) - {server.node_id}:
                 if self._is_without(node_id, range_id):
                     continue
                 facts = self._facts(self._servers[node_id], (table_id, range_id))
                 is_known = (
-                    promise.outcome is not ChangeOutcome.TAKEN
-                    or (facts is not None and facts.change_number >= promise.number)
-                    or (facts is not None and facts.taken[0] >= promise.number)
+                    prepared.outcome is not ChangeOutcome.TAKEN
+                    or (facts is not None and facts.change_number >= prepared.number)
+                    or (facts is not None and facts.taken[0] >= prepared.number)
                 )
                 is_known = is_known or range_id != min(
                     r for t, r in server.machine.shards if t == table_id
                 )
-                assert facts is not None and facts.promised >= promise.number and is_known, (  # noqa: PT018
-                    f"HELD: {promise} of range {range_id} is told and {node_id} does not have it: "
+                assert facts is not None and facts.prepared >= prepared.number and is_known, (  # noqa: PT018
+                    f"HELD: {prepared} of range {range_id} is told and {node_id} does not have it: "
                     f"{part.state.schedule.hold_point}"
                 )
 
@@ -247,4 +247,4 @@ def _knows(server: ReplicatedServer, place: Place, number: int, told: Settled) -
         return False
     if told.outcome is ChangeOutcome.TAKEN:
         return facts.taken[0] >= number
-    return facts.promised > number or (facts.promised == number and facts.hold_point is None)
+    return facts.prepared > number or (facts.prepared == number and facts.hold_point is None)

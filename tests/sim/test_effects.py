@@ -16,7 +16,7 @@ from ps_core.work import Work
 from ps_server.fail_stop import FailStop, carries_out, decides
 from ps_server.ranges.events import Accumulate, AnswerPull, EntryEvent, PullEvent, RefusePull
 from ps_server.replication.messages import Ack, Batch
-from ps_server.replication.output_commit import Deed
+from ps_server.replication.output_commit import CommittedEffect
 from scheduler.machine.state import RangesFailedOver, Transition
 from tests.sim.calamities import STRIKES, Calamities, Plan
 from tests.sim.peer_streams import Stream
@@ -110,13 +110,13 @@ class MortalServer(ReplicatedServer):
         return False
 
     @carries_out
-    def _doing(self, deeds: Sequence[Deed]) -> Work[None]:
+    def _doing(self, committed: Sequence[CommittedEffect]) -> Work[None]:
         done_count = self.breaks_in or 0
-        if self._breaks_now(len(deeds)):
-            yield from super()._doing(deeds[:done_count])
+        if self._breaks_now(len(committed)):
+            yield from super()._doing(committed[:done_count])
             self.world.counts["fault: effect failed"] += 1
             raise BrokenEffect
-        yield from super()._doing(deeds)
+        yield from super()._doing(committed)
 
     def accumulate(self, effect: Accumulate) -> None:
         """See `Sums`."""

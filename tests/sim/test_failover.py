@@ -185,7 +185,7 @@ class FailoverSimulation(ScheduledSimulation):
         self.world.say(f"RESTARTED as server {session.node_id}")
         self.world.counts["servers restarted"] += 1
         self._beat(session, None)
-        self._promise(session, server)
+        self._prepare(session, server)
         self._ask_for(session)
         self._publish(decision.transitions)
 
@@ -234,13 +234,13 @@ class FailoverSimulation(ScheduledSimulation):
         server = self.servers[node_id]
         return not server.is_dead and not server.is_paused
 
-    def _promise(self, session: Session, server: SimServer) -> None:
+    def _prepare(self, session: Session, server: SimServer) -> None:
         if self._is_up(session.node_id):
-            for promise in server.promises:
-                self.watch.promised(self.servers[session.node_id], promise)
-            super()._promise(session, server)
+            for prepared in server.prepared_changes:
+                self.watch.prepared(self.servers[session.node_id], prepared)
+            super()._prepare(session, server)
         else:
-            self.world.after(0.5, lambda: self._promise(session, server))
+            self.world.after(0.5, lambda: self._prepare(session, server))
 
     def _ask(self) -> None:
         for session in self.sessions[:-WORKERS]:

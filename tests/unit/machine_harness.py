@@ -43,7 +43,7 @@ from ps_server.ranges.range_machine import RangeMachine
 PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
 
 
-class FreeRoom:
+class FreeStaging:
     """Room for everything; refuses the steps in `closed`; counts what is staged and summed."""
 
     def __init__(self) -> None:
@@ -51,22 +51,22 @@ class FreeRoom:
         self.closed: set[Step] = set()
 
     def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:  # noqa: ARG002 - the seam's shape
-        """See `range_state.Room`."""
+        """See `range_state.StagingMemory`."""
         if step in self.closed:
             return False
         self.staged_bytes += byte_count
         return True
 
     def release(self, step: Step, byte_count: int) -> None:  # noqa: ARG002 - the seam's shape
-        """See `range_state.Room`."""
+        """See `range_state.StagingMemory`."""
         self.staged_bytes -= byte_count
 
     def add_sum(self, byte_count: int) -> None:
-        """See `range_state.Room`."""
+        """See `range_state.StagingMemory`."""
         self.summed_bytes += byte_count
 
     def end_sum(self, byte_count: int) -> None:
-        """See `range_state.Room`."""
+        """See `range_state.StagingMemory`."""
         self.summed_bytes -= byte_count
 
 
@@ -98,12 +98,12 @@ class Bench:
     table: Table
     workers: int = 2
     now_s: float = 100.0
-    room: FreeRoom = field(default_factory=FreeRoom)
+    staging: FreeStaging = field(default_factory=FreeStaging)
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         blocks = tuple(range(self.table.block_count))
-        self.machine = RangeMachine(self.table, RangeId(0), blocks, self.workers, self.room)
+        self.machine = RangeMachine(self.table, RangeId(0), blocks, self.workers, self.staging)
 
     def _note(self, effects: list[Effect]) -> list[Effect]:
         """What is to be reduced is, at once: each push is worth its sequence."""

@@ -29,7 +29,7 @@ def test_a_scheduler_that_is_away_is_one_line_and_its_return_another(
     async def stand_often() -> None:
         backup_requests = BackupRequests(ask)
         for _ in answers:
-            backup_requests.stand(WISHES)
+            backup_requests.request(WISHES)
             assert backup_requests._asking is not None
             await backup_requests._asking
 

@@ -145,7 +145,7 @@ def run(tmp_path: Path, drive: Callable[[Server], Awaitable[None]], setting: str
         server = Server(f"file://{tmp_path}/00000001-c", setting)
         await drive(server)
         await server.parts.close()
-        assert server.node.shards.captures is None
+        assert server.node.shards.snapshots is None
 
     asyncio.run(driven())
 

@@ -211,7 +211,7 @@ def test_what_is_too_stale_is_turned_away_block_by_block() -> None:
         (3, Outcome.APPLIED, 0),
     ]
     assert applied(effects) == [(1, [(0, 2)])]
-    assert bench.room.staged_bytes == 0
+    assert bench.staging.staged_bytes == 0
 
 
 def test_a_step_that_is_turned_away_whole_is_a_step_all_the_same() -> None:
@@ -231,7 +231,7 @@ def test_an_eager_push_is_judged_when_it_arrives() -> None:
         steps.step(1, clock, block=0)
     turned_away = bench.push(0, 1, 1, block=0, pulled_peer_version=0, eager=LR)
     assert _endings(turned_away) == [(1, Outcome.REJECTED, 2)]
-    assert bench.room.staged_bytes == 0
+    assert bench.staging.staged_bytes == 0
     taken = bench.push(0, 2, 1, block=1, pulled_peer_version=0, eager=LR)
     assert _endings(taken) == [(2, Outcome.APPLIED, 0)]
     assert _endings(bench.seal(0, 3, 1, LR)) == [(3, Outcome.APPLIED, 0)]
@@ -269,7 +269,7 @@ def test_a_late_step_is_discarded_and_says_where_the_range_is() -> None:
     late = steps.step(2, 1)
     assert outcomes(late) == {(2, 1): Outcome.DISCARDED, (2, 2): Outcome.DISCARDED}
     assert applied(late) == []
-    assert bench.room.staged_bytes == 0
+    assert bench.staging.staged_bytes == 0
     endings = [e.ending for e in late if isinstance(e, ReplyTo) and e.ending is not None]
     error = endings[0].error
     assert isinstance(error, AlreadyPast)

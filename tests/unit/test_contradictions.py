@@ -9,7 +9,7 @@ from ps_core.keys import RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_server.ranges.events import SealEvent, SealTerms, Step
-from ps_server.ranges.memory import TableRoom
+from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_machine import RangeMachine
 from tests.unit.machine_harness import PLACE, Bench, applied, kinds, make_table, outcomes, problem
 
@@ -112,6 +112,6 @@ def test_a_converted_payload_of_an_odd_last_block_has_room() -> None:
         "odd", DType.FLOAT32, 3, OptimizerSpec(OptimizerKind.SGD), block_elements=64, gate_bytes=1
     )
     table = Table(TableId(1), 0, spec.validated())
-    room = TableRoom(table)
-    room.add(RangeMachine(table, RangeId(0), (0,), 1, room))
-    assert room.admit(Step(1, 0), 256, [])
+    staging = TableStaging(table)
+    staging.add(RangeMachine(table, RangeId(0), (0,), 1, staging))
+    assert staging.admit(Step(1, 0), 256, [])

@@ -12,7 +12,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
 from ps_server.ranges.events import Effect
-from ps_server.ranges.memory import TableRoom
+from ps_server.ranges.memory import TableStaging
 from tests.unit.machine_harness import Bench, applied, kinds, make_table
 
 BLOCK_COUNT = 4
@@ -25,13 +25,13 @@ class Gate:
     def __init__(self, workers: int, consistency: Consistency) -> None:
         table = make_table(consistency, blocks=BLOCK_COUNT)
         table = Table(table.table_id, 0, replace(table.spec, gate_bytes=1))
-        self.room = TableRoom(table)
-        self.bench = Bench(table, workers, room=self.room)  # type: ignore[arg-type]
-        self.room.add(self.bench.machine)
+        self.staging = TableStaging(table)
+        self.bench = Bench(table, workers, staging=self.staging)  # type: ignore[arg-type]
+        self.staging.add(self.bench.machine)
 
     def push(self, rank: int, clock: int = 1) -> set[ReplyKind]:
         """All blocks of a step; what was answered."""
-        self.room.heard(self.bench.sender(rank))
+        self.staging.heard(self.bench.sender(rank))
         first = (clock - 1) * (BLOCK_COUNT + 1) + 1
         effects: list[Effect] = []
         for block in range(BLOCK_COUNT):
@@ -42,7 +42,7 @@ class Gate:
         """The end of a step; and who is given credit."""
         sequence = clock * (BLOCK_COUNT + 1)
         out = self.bench.seal(rank, sequence, clock, clip_scale=clip_scale)
-        self.room.credits(out)
+        self.staging.credits(out)
         return out
 
 
@@ -53,11 +53,11 @@ def test_two_whole_steps_fit_and_the_sum_is_what_the_first_was(backup_workers: i
     for clock in (1, 2):
         assert gate.push(1, clock) == {ReplyKind.RECEIVED}
         assert gate.push(0, clock) == {ReplyKind.RECEIVED}
-        assert gate.room.held_bytes == 2 * STEP_BYTES
+        assert gate.staging.held_bytes == 2 * STEP_BYTES
         assert not applied(gate.seal(0, clock))
-        assert gate.room.held_bytes == 2 * STEP_BYTES
+        assert gate.staging.held_bytes == 2 * STEP_BYTES
         assert len(applied(gate.seal(1, clock))) == 1
-        assert gate.room.held_bytes == 0
+        assert gate.staging.held_bytes == 0
 
 
 def test_what_a_sum_takes_is_not_given_to_others() -> None:
@@ -69,16 +69,16 @@ def test_what_a_sum_takes_is_not_given_to_others() -> None:
     assert ReplyKind.CREDIT in kinds(gate.seal(1))  # it is added to the sum
     assert gate.push(2) == {ReplyKind.RECEIVED}
     assert len(applied(gate.seal(2))) == 1
-    assert gate.room.held_bytes == 0
+    assert gate.staging.held_bytes == 0
 
 
 def test_a_sum_that_waits_for_its_scale_counts_until_it_has_it() -> None:
     gate = Gate(1, Consistency(Mode.BSP))
     gate.push(0)
     gate.seal(0, clip_scale=1.0)
-    assert gate.room.held_bytes == STEP_BYTES
+    assert gate.staging.held_bytes == STEP_BYTES
     gate.bench.scale(0, BLOCK_COUNT + 2, 1, 0.5)
-    assert gate.room.held_bytes == 0
+    assert gate.staging.held_bytes == 0
 
 
 def test_entries_that_come_again_are_counted() -> None:
@@ -95,6 +95,6 @@ def test_a_sum_that_is_given_up_counts_no_more() -> None:
     gate = Gate(2, Consistency(Mode.BSP))
     gate.push(0)
     gate.seal(0)
-    assert gate.room.held_bytes == STEP_BYTES
-    gate.room.remove(gate.bench.machine)
-    assert gate.room.held_bytes == 0
+    assert gate.staging.held_bytes == STEP_BYTES
+    gate.staging.remove(gate.bench.machine)
+    assert gate.staging.held_bytes == 0

@@ -113,13 +113,13 @@ def test_a_server_that_holds_for_nothing_looks_at_no_part_for_its_promises() -> 
     machine.observe(view(1, SERVER, 1))
     begun_s = time.thread_time()
     for _ in range(100):
-        assert machine.promises == ()
+        assert machine.prepared_changes == ()
     assert time.thread_time() - begun_s < limits.MAX_TURN_S
     proposed = Change(1, 0, MANY[0].consistency, checkpoint=1)
     tables = (replace(MANY[0], proposed=proposed), *MANY[1:])
     machine.observe(replace(view(2, SERVER, 1), tables=tables))
-    machine.settle(0.0)
-    assert [promise.number for promise in machine.promises] == [1]
+    machine.observe_changes(0.0)
+    assert [promise.number for promise in machine.prepared_changes] == [1]
 
 
 def test_a_view_has_the_tables_of_the_one_before_where_they_are_the_same() -> None:

@@ -19,7 +19,7 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_core.work import at_once
 from ps_runtime.cluster import wire
 from ps_runtime.observe.metrics import ServerMetrics
-from ps_server.ranges.memory import TableRoom
+from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_copy import copying
 from ps_server.ranges.range_state import RangeState, RangeWorker
 from ps_server.replication.messages import RangeCopy, Snapshot
@@ -98,7 +98,7 @@ def test_what_many_workers_have_of_a_range_is_copied_in_short_steps() -> None:
         block_elements=64,
     )  # fmt: skip
     table = Table(MODEL, 0, spec.validated())
-    state = RangeState(table, RangeId(0), blocks, PUSHING, TableRoom(table))
+    state = RangeState(table, RangeId(0), blocks, PUSHING, TableStaging(table))
     for rank in range(PUSHING):
         worker = RangeWorker(rank, Incarnation(100 + rank), 1, 1, 0.0)
         worker.ledger.end_all(range(1, len(blocks) + 2), Ending(Outcome.APPLIED))

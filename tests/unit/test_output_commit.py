@@ -1,4 +1,4 @@
-"""When a server tells the scheduler what it has promised: as soon as its backups know it."""
+"""When a server tells the scheduler what it has prepared: as soon as its backups know it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation
 from ps_core.work import Work, at_once
 from ps_server.ranges.events import Place, Sender, WithdrawEvent
-from ps_server.ranges.server_machine import Promise, ServerMachine
+from ps_server.ranges.server_machine import PreparedChange, ServerMachine
 from ps_server.replication.messages import Ack, Batch, Grant
 from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import Replication
@@ -47,21 +47,21 @@ class Server:
         table = replace(TABLE, proposed=Change(change_number, 0, parsed("asp")))
         self.replication.observe(replace(seen, tables=(table,)), 0.0)
         self.machine.observe(self.replication.serve(0.0))
-        self.output.decide(self.machine.settle(0.0), 0.0)
-        self.output.settle(0.0)
+        self.output.decide(self.machine.observe_changes(0.0), 0.0)
+        self.output.tell_prepared(0.0)
 
 
 def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_else() -> None:
     server = Server()
     server.see(view(1, (2, ONE, (), ())))
     server.see(view(2, (2, ONE, (), (TWO,))))
-    assert not list(server.output.promises)
+    assert not list(server.output.prepared_changes)
     ((_, snapshot),) = snapshots_of(server.output, 0.0)
     place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
     effects = server.machine.entry(WithdrawEvent(place, sender, 1), 0.0)
     server.output.decide(effects, 0.0)
     (batch,) = server.sent
-    assert (batch.number, batch.delta.facts.promised) == (snapshot.number + 1, 1)
+    assert (batch.number, batch.delta.facts.prepared) == (snapshot.number + 1, 1)
     server.replication.acked(TWO, Ack(RANGE, batch.number, EPOCH), 0.0)
     (backup_request,) = server.replication.backup_requests(0.0)
     assert backup_request.backups == {TWO}
@@ -69,7 +69,7 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
     server.see(view(3, (3, ONE, (TWO,), ())))
     server.output.release(0.0, [RANGE])
     server.see(view(4, (3, ONE, (TWO,), ())))
-    assert list(server.output.promises) == [Promise(TABLE.table_id, 1, 0)]
+    assert list(server.output.prepared_changes) == [PreparedChange(TABLE.table_id, 1, 0)]
 
 
 def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> None:
@@ -82,9 +82,9 @@ def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> N
     server.replication.acked(TWO, Ack(RANGE, batch.number, EPOCH), 0.0)  # no lease: answers wait
     server.see(view(2, (3, ONE, (), (TWO,))), change_number=2)
     server.output.release(0.0, [RANGE])
-    assert list(server.output.promises) == [Promise(TABLE.table_id, 2, 0)]
+    assert list(server.output.prepared_changes) == [PreparedChange(TABLE.table_id, 2, 0)]
     ((_, snapshot),) = snapshots_of(server.output, 0.0)
-    assert snapshot.copies[TABLE.table_id].facts.promised == 2
+    assert snapshot.copies[TABLE.table_id].facts.prepared == 2
     assert snapshot.number > server.sent[-1].number
     kept = Ack(RANGE, batch.number, AssignmentEpoch(3))  # of the copy that it had
     server.replication.acked(TWO, kept, 0.0)

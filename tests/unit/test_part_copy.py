@@ -77,7 +77,7 @@ def test_a_sum_that_waits_for_its_scale_waits_at_the_next_primary() -> None:
 
 
 def test_a_read_that_may_have_been_answered_counts_in_what_is_promised() -> None:
-    """A change that is promised by the new primary is after every step that was read for."""
+    """A change that is prepared by the new primary is after every step that was read for."""
     at = Bench(make_table(), workers=1)
     at.push(0, 1, 1)
     at.seal(0, 2, 1)

@@ -42,8 +42,8 @@ class Cutting(Bench):
         return self.push(rank, first, clock) + self.seal(rank, first + 1, clock)
 
     def propose(self, number: int = NUMBER) -> int:
-        """The clock that is promised."""
-        change = self.machine.state.schedule.promised + 1
+        """The clock that is prepared."""
+        change = self.machine.state.schedule.prepared + 1
         setting = self.table.consistency
         proposed = Change(change, 0, setting, checkpoint=number)
         self.table = replace(self.table, proposed=proposed)

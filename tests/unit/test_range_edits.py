@@ -54,7 +54,7 @@ def test_values_of_the_first_rank_are_taken_when_all_say_the_same(bsp: Bench) ->
     assert outcomes(done) == dict.fromkeys([(0, 1), (0, 2), (1, 1), (1, 2)], Outcome.APPLIED)
     assert (bsp.machine.state.clock, bsp.machine.state.changed_clock) == (1, 1)
     assert bsp.machine.state.versions[0] == 0  # it is no update
-    assert bsp.room.staged_bytes == bsp.room.summed_bytes == 0
+    assert bsp.staging.staged_bytes == bsp.staging.summed_bytes == 0
 
 
 def load(bench: Bench, rank: int, clock: int, array: str, name: bytes = A) -> list[Effect]:
@@ -156,7 +156,7 @@ def test_an_edit_and_a_gradient_come_to_nothing(
     assert not [e for e in bsp.effects if isinstance(e, Assign | Apply)]
     accumulated = editor == 1  # the gradient of rank 0 had its turn
     assert any(isinstance(e, Drop) for e in bsp.effects) == accumulated
-    assert bsp.room.staged_bytes == bsp.room.summed_bytes == 0
+    assert bsp.staging.staged_bytes == bsp.staging.summed_bytes == 0
     assert bsp.machine.state.clock == 1
     for rank in (0, 1):
         step(bsp, rank, 2)
@@ -220,7 +220,7 @@ def test_a_setting_without_steps_of_all_workers_ends_the_clock_of_the_one(
     assert "worker 0" in said
     assert str(setting) in said
     assert assigned(bench.effects) == []
-    assert bench.room.staged_bytes == 0
+    assert bench.staging.staged_bytes == 0
     for rank in range(3):
         step(bench, rank, 2)
     assert set(updated(bench.effects)) == {1, 2}
@@ -244,7 +244,7 @@ def test_gradients_that_had_left_are_withdrawn_or_replaced(bsp: Bench) -> None:
     bsp.seal(0, 4, 1, edit=A)
     edit(bsp, 1, 1, A)
     assert assigned(bsp.effects) == [(1, ((0, (0, 3)),))]
-    assert bsp.room.staged_bytes == 0
+    assert bsp.staging.staged_bytes == 0
 
 
 def test_a_gradient_that_was_refused_is_no_part_of_an_edit(bsp: Bench) -> None:
@@ -277,7 +277,7 @@ def test_gradients_in_an_edit_take_no_part(bsp: Bench) -> None:
     assert outcomes(bsp.withdraw(0, 1)) == {(0, 1): Outcome.WITHDRAWN}
     edit(bsp, 1, 1, A)
     assert assigned(bsp.effects) == [(1, ((0, (0, 2)),))]
-    assert bsp.room.staged_bytes == 0
+    assert bsp.staging.staged_bytes == 0
 
 
 def test_values_without_an_edit_are_refused_but_for_a_skip(bsp: Bench) -> None:

@@ -48,7 +48,7 @@ def test_a_resend_of_a_held_push_is_received_again_and_staged_once(bsp: Bench) -
     bsp.push(0, 1, 1)
     again = bsp.push(0, 1, 1)
     assert kinds(again) == [ReplyKind.RECEIVED]
-    assert bsp.room.staged_bytes == 256
+    assert bsp.staging.staged_bytes == 256
 
 
 def test_a_resend_of_an_ended_entry_gets_the_original_answer(asp: Bench) -> None:
@@ -79,13 +79,13 @@ def test_a_held_push_that_is_replaced_leaves_the_gate(bsp: Bench) -> None:
     bsp.push(0, 1, 1)
     replaced = bsp.push(0, 2, 1, replaces=1)
     assert outcomes(replaced) == {(0, 1): Outcome.REPLACED}
-    assert bsp.room.staged_bytes == 256
+    assert bsp.staging.staged_bytes == 256
 
 
 def test_an_invalid_push_consumes_its_number_and_changes_nothing(bsp: Bench) -> None:
     bad = bsp.push(0, 1, 1, problem=InvalidTensor("non-finite"))
     assert outcomes(bad) == {(0, 1): Outcome.INVALID}
-    assert bsp.room.staged_bytes == 0
+    assert bsp.staging.staged_bytes == 0
     assert outcomes(bsp.push(0, 1, 1)) == {(0, 1): Outcome.INVALID}
 
 
@@ -128,11 +128,11 @@ def test_an_incarnation_that_is_not_the_ranks_is_refused(
 
 
 def test_a_refusal_for_room_is_no_outcome(bsp: Bench) -> None:
-    bsp.room.closed.add(Step(1, 0))
+    bsp.staging.closed.add(Step(1, 0))
     refused = bsp.push(0, 1, 1)
     assert kinds(refused) == [ReplyKind.REFUSED]
     assert problem(refused).retry_after_ms > 0
-    bsp.room.closed.clear()
+    bsp.staging.closed.clear()
     assert kinds(bsp.push(0, 1, 1)) == [ReplyKind.RECEIVED]
 
 
@@ -218,7 +218,7 @@ def test_a_skipped_step_ends_as_skipped_and_frees_its_room(bsp: Bench) -> None:
     bsp.push(0, 1, 1)
     bsp.push(1, 1, 1)
     bsp.seal(0, 2, 1, skip=True)
-    assert bsp.room.staged_bytes == 256
+    assert bsp.staging.staged_bytes == 256
     done = bsp.seal(1, 2, 1)
     assert outcomes(done) == {
         (0, 1): Outcome.SKIPPED,
@@ -438,7 +438,7 @@ def test_an_empty_last_step_waits_for_nobody(bsp: Bench) -> None:
     bsp.push(1, 1, 1)
     left = bsp.seal(1, 2, 1, skip=True, last=True)
     assert outcomes(left) == {(1, 1): Outcome.SKIPPED, (1, 2): Outcome.APPLIED}
-    assert bsp.room.staged_bytes == 0
+    assert bsp.staging.staged_bytes == 0
 
 
 def test_a_leavers_unsealed_blocks_are_withdrawn(bsp: Bench) -> None:
@@ -446,7 +446,7 @@ def test_a_leavers_unsealed_blocks_are_withdrawn(bsp: Bench) -> None:
     left = bsp.seal(1, 2, 1, last=True)
     assert outcomes(left) == {(1, 1): Outcome.WITHDRAWN}
     done = bsp.seal(0, 1, 1)
-    assert bsp.room.staged_bytes == 0
+    assert bsp.staging.staged_bytes == 0
     assert outcomes(done)[1, 2] is Outcome.APPLIED
     assert outcomes(bsp.push(1, 3, 2)) == {(1, 3): Outcome.INVALID}
 

@@ -51,7 +51,7 @@ class Servers:
     def show(machine: ServerMachine, view: ClusterView) -> None:
         machine.observe(view)
         machine.ended((), 0.0)
-        machine.settle(0.0)
+        machine.observe_changes(0.0)
 
     def settings(self, machine: ServerMachine) -> set[Consistency]:
         return {part.state.schedule.at(9) for part in machine.shards.values()}
@@ -80,7 +80,7 @@ def test_what_is_not_decided_is_given_up_and_nothing_is_held() -> None:
     servers.first.go_on_alone(0.0)
     assert servers.ask() == Settled(ChangeOutcome.GIVEN_UP)
     assert servers.holds(servers.other) == {False}
-    assert [p.outcome for p in servers.first.promises] == [ChangeOutcome.GIVEN_UP]
+    assert [p.outcome for p in servers.first.prepared_changes] == [ChangeOutcome.GIVEN_UP]
     servers.propose(1, decided_after=3)  # the scheduler was only paused
     assert servers.settings(servers.first) == servers.settings(servers.other) == {BSP}
     assert not servers.holds(servers.other) - {False}
@@ -90,7 +90,7 @@ def test_what_was_decided_is_taken_everywhere_though_one_alone_heard_of_it() -> 
     servers = Servers()
     servers.propose(1)
     servers.propose(1, decided_after=3, to=[servers.first])
-    assert [p.outcome for p in servers.first.promises] == [ChangeOutcome.TAKEN]
+    assert [p.outcome for p in servers.first.prepared_changes] == [ChangeOutcome.TAKEN]
     servers.other.go_on_alone(0.0)
     assert servers.ask() == Settled(ChangeOutcome.TAKEN, 3)
     assert {s.mode for s in servers.settings(servers.other)} == {Mode.ASP}

@@ -184,7 +184,7 @@ def test_it_takes_and_answers_nothing_meanwhile() -> None:
         assert isinstance(refused(server.streams[1])[-1], NotOwner)
         assert server.replication.beats(5.0) == {}
         assert server.asks() == []
-        assert machine.promises == ()
+        assert machine.prepared_changes == ()
         server.see(4, ME, HEIR)
         assert not machine.shards[MODEL, RANGE].reads.waits_for(9)
 

@@ -118,9 +118,9 @@ def test_a_half_delivered_step_is_dropped_and_its_room_is_free(seals: bool) -> N
     bsp.push(2, 3, 1, block=2)  # number 2 never arrives
     if seals:
         assert kinds(bsp.seal(2, 4, 1)) == [ReplyKind.RECEIVED]
-    assert bsp.room.staged_bytes == 512
+    assert bsp.staging.staged_bytes == 512
     found = declare_gone(bsp)
-    assert bsp.room.staged_bytes == 0
+    assert bsp.staging.staged_bytes == 0
     ended = {1, 3, 4} if seals else {1, 3}
     assert outcomes(found) == {(2, n): Outcome.WITHDRAWN for n in ended}
     step(bsp, 0, 1)
@@ -173,13 +173,13 @@ def test_a_sealed_step_that_is_given_back_for_room_will_not_come_again() -> None
     declare_gone(bsp)
     found: list[Effect] = []
     bsp.machine.give_back(Step(2, 2), found)
-    bsp.room.staged_bytes -= 256  # as the room does before it says so
+    bsp.staging.staged_bytes -= 256  # as the room does before it says so
     assert outcomes(found) == {(2, 3): Outcome.WITHDRAWN, (2, 4): Outcome.WITHDRAWN}
     for clock in (1, 2):
         for rank in (0, 1):
             step(bsp, rank, clock)
     assert [(c, len(parts)) for c, parts in applied(bsp.effects)] == [(1, 3), (2, 2)]
-    assert bsp.room.staged_bytes == 0
+    assert bsp.staging.staged_bytes == 0
 
 
 @pytest.mark.parametrize("is_gone_first", [True, False])
@@ -284,7 +284,7 @@ def test_an_unsealed_step_is_dropped_in_every_mode(mode: Consistency) -> None:
     step(table, 2, 1)
     table.push(2, 3, 2)
     declare_gone(table)
-    assert table.room.staged_bytes == 0
+    assert table.staging.staged_bytes == 0
     assert applied(table.effects) == [(1, [(2, 1)])]
 
 
@@ -331,7 +331,7 @@ def test_a_half_assigned_range_has_no_initial_values() -> None:
     bsp.push(0, 1, 0, is_assign=True)
     bsp.pull(1, 0)
     assert list(refusals(declare_gone(bsp, 0))) == [1]
-    assert bsp.room.staged_bytes == 0
+    assert bsp.staging.staged_bytes == 0
 
 
 def test_a_range_that_rank_zero_had_assigned_goes_on_without_it() -> None:

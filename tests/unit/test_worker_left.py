@@ -148,7 +148,9 @@ class Server:
     def observe(self) -> list[Effect]:
         """As `ps_server.service.node` does."""
         self.machine.observe(self.view)
-        return self.machine.ended(self.view.ended_workers, 100.0) + self.machine.settle(100.0)
+        return self.machine.ended(self.view.ended_workers, 100.0) + self.machine.observe_changes(
+            100.0
+        )
 
     def change(self, *nodes: Node, tables: tuple[Table, ...] = ()) -> list[Effect]:
         view = self.view

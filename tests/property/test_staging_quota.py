@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from ps_server.ranges.events import Step
-from ps_server.ranges.memory import GateRoom
+from ps_server.ranges.memory import StagingQuota
 from tests.examples import examples
 
 STEP_BYTES = 40
@@ -21,9 +21,9 @@ class Rooms(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = GateRoom(0, 0)
+        self.staging = StagingQuota(0, 0)
         self.capacity = 2 * STEP_BYTES
-        self.room.resize(0, STEP_BYTES)
+        self.staging.resize(0, STEP_BYTES)
         self.staged: list[tuple[Step, int]] = []
         self.summed = 0
         self.waiting: set[Step] = set()
@@ -33,7 +33,7 @@ class Rooms(RuleBasedStateMachine):
 
     @rule(extra=st.integers(0, 60))
     def grow(self, extra: int) -> None:
-        self.room.resize(2 * STEP_BYTES + extra, STEP_BYTES)
+        self.staging.resize(2 * STEP_BYTES + extra, STEP_BYTES)
         self.capacity = max(self.capacity, 2 * STEP_BYTES + extra)
 
     @rule(step=STEPS, size=st.integers(1, 20))
@@ -41,7 +41,7 @@ class Rooms(RuleBasedStateMachine):
         if self._bytes(step) + size > STEP_BYTES:
             return  # no step is larger than a step
         lowest = min([step, *(other for other, _ in self.staged)])
-        admission = self.room.admit(step, size)
+        admission = self.staging.admit(step, size)
         if lowest == step:
             assert admission.admitted, "the lowest step found no room (ROOM-2)"
         assert all(other > step for other in admission.given_back)
@@ -61,26 +61,26 @@ class Rooms(RuleBasedStateMachine):
         if self.staged:
             index = draw.draw(st.integers(0, len(self.staged) - 1))
             step, size = self.staged.pop(index)
-            self.room.release(step, size)
+            self.staging.release(step, size)
 
     @rule(draw=st.data())
     def accumulate(self, draw: st.DataObject) -> None:
         """A payload becomes more of a sum, or is added to what is there."""
         if self.staged:
             step, size = self.staged.pop(draw.draw(st.integers(0, len(self.staged) - 1)))
-            self.room.release(step, size)
+            self.staging.release(step, size)
             new = draw.draw(st.integers(0, min(size, STEP_BYTES - self.summed)))
-            self.room.add_sum(new)
+            self.staging.add_sum(new)
             self.summed += new
 
     @rule()
     def apply(self) -> None:
-        self.room.end_sum(self.summed)
+        self.staging.end_sum(self.summed)
         self.summed = 0
 
     @rule()
     def credit(self) -> None:
-        turns = self.room.credit()
+        turns = self.staging.credit()
         assert set(turns) <= self.waiting
         assert list(turns) == sorted(turns)
         if self.waiting and not self.staged:
@@ -90,7 +90,7 @@ class Rooms(RuleBasedStateMachine):
     @invariant()
     def within_bounds(self) -> None:
         held_bytes = sum(size for _, size in self.staged) + self.summed
-        assert self.room.held_bytes == held_bytes <= self.capacity
+        assert self.staging.held_bytes == held_bytes <= self.capacity
 
 
 Rooms.TestCase.settings = settings(

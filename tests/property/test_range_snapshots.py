@@ -1,4 +1,4 @@
-"""Captures against a dumb twin that copies every block at once (CW-1)."""
+"""RangeSnapshots against a dumb twin that copies every block at once (CW-1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import RangeId, TableId
-from ps_server.values.copy_on_write import Captures, Key
+from ps_server.values.copy_on_write import Key, RangeSnapshots
 
 RANGES = [(TableId(t), RangeId(r)) for t in (1, 2) for r in (0, 1)]
 BLOCKS = range(4)
@@ -47,11 +47,11 @@ ACTIONS = st.one_of(
 def test_each_block_is_handed_over_once_as_it_was(actions: list[tuple[str, Any, Any]]) -> None:
     stores = {key: Store() for key in RANGES}
     taken: list[tuple[TableId, Saved]] = []
-    captures: Any = Captures(lambda key, block: taken.append((key[0], block)))  # type: ignore[arg-type]
+    snapshots: Any = RangeSnapshots(lambda key, block: taken.append((key[0], block)))  # type: ignore[arg-type]
     expected: dict[Key, dict[int, int]] = {}
 
     def changed(key: Key, blocks: list[int]) -> None:
-        captures.before_change(key, blocks)
+        snapshots.before_change(key, blocks)
         for block in blocks:
             stores[key].values[block] += 1
 
@@ -60,14 +60,14 @@ def test_each_block_is_handed_over_once_as_it_was(actions: list[tuple[str, Any, 
             changed(key, blocks)
         elif action == "capture" and key not in expected:
             expected[key] = {block: stores[key].values[block] for block in blocks}
-            captures.add(key, stores[key], blocks)
+            snapshots.add(key, stores[key], blocks)
         elif action == "next":
-            left = captures.has_more
-            found = captures.next(RANGES)
+            left = snapshots.has_more
+            found = snapshots.next(RANGES)
             assert (found is not None) == left
             taken += [(found[0][0], found[1])] if found is not None else []
-    taken += list(_rest(captures))
-    assert not captures.has_more
+    taken += list(_rest(snapshots))
+    assert not snapshots.has_more
     for table_id in (TableId(1), TableId(2)):
         wanted = sorted(
             block for key, of in expected.items() if key[0] == table_id for block in of.items()
@@ -75,6 +75,6 @@ def test_each_block_is_handed_over_once_as_it_was(actions: list[tuple[str, Any, 
         assert sorted(tuple(block) for owner, block in taken if owner == table_id) == wanted
 
 
-def _rest(captures: Any) -> Iterator[tuple[TableId, Saved]]:
-    while (found := captures.next(RANGES)) is not None:
+def _rest(snapshots: Any) -> Iterator[tuple[TableId, Saved]]:
+    while (found := snapshots.next(RANGES)) is not None:
         yield found[0][0], found[1]
