@@ -307,7 +307,7 @@ async def _registered(
         memory=await asyncio.to_thread(_memory, settings.memory_mb * 2**20),
     )
     shards = Shards(SharedLanes(), installed.updates)
-    stack.callback(shards.homes.close)
+    stack.callback(shards.segments.close)
     stack.callback(shards.lanes.close)
     if settings.lane != "grpc":
         _open_lanes(shards.lanes, must=settings.lane == "shm")

@@ -1,4 +1,4 @@
-"""Where the values of a server's ranges lie: memory that it lends to sessions on this host.
+"""Where the values of a server's ranges lie: memory that it shares with sessions on this host.
 
     view with new ranges --reserve, a thread--> spare --add--> in use --remove--> gone with the rest
 
@@ -12,7 +12,7 @@ Rules:
     - Beside the values there is one stamp for each block (see `ps_core.stamps`): a reader copies
       the values and then looks whether the stamp is still the one that its answer named.
     - That order is the processor's on x86-64 only: there stores become visible in the order in
-      which they were made, and loads are made in theirs. Elsewhere values are not lent.
+      which they were made, and loads are made in theirs. Elsewhere values are not shared.
 
 Everything belongs to one event loop, but for the thread.
 """
@@ -49,25 +49,25 @@ _Key = tuple[TableId, RangeId]
 
 ALIGNMENT_BYTES = 64
 
-CAN_LEND = platform.machine() in ("x86_64", "AMD64")
+CAN_SHARE = platform.machine() in ("x86_64", "AMD64")
 """Whether this processor orders loads and stores as the stamps need it."""
 
 
 @dataclass(frozen=True, slots=True)
-class LentPlace:
+class SharedPlace:
     """Where a block lies in the segment, in bytes."""
 
     offset_bytes: int
     byte_count: int
-    stamp_number: int
+    lock_number: int
 
     @property
-    def stamp_offset_bytes(self) -> int:
+    def lock_offset_bytes(self) -> int:
         """Where its stamp lies."""
-        return self.stamp_number * stamps.STAMP_BYTES
+        return self.lock_number * stamps.STAMP_BYTES
 
 
-class LentValues:
+class SharedValues:
     """The values of some blocks of one table, in one shared segment.
 
     Args:
@@ -91,29 +91,29 @@ class LentValues:
         self._dtype = dtype
         self.codec = Codec.FP64 if dtype is torch.float64 else Codec.FP32
         at = _aligned(len(lengths) * stamps.STAMP_BYTES)
-        self._places: dict[int, LentPlace] = {}
+        self._places: dict[int, SharedPlace] = {}
         self._ends: dict[int, int] = {}
         self._numbers = {block: number for number, block in enumerate(lengths)}  # of its stamp
         for number, (block, length) in enumerate(lengths.items()):
-            self._places[block] = LentPlace(at, length * dtype.itemsize, number)
+            self._places[block] = SharedPlace(at, length * dtype.itemsize, number)
             self._ends[block] = at + padded_length(length) * dtype.itemsize
             at = _aligned(self._ends[block])
         self.segment = SharedSegment(f"pushpull-table-{table_id}", at)
         head = self.segment.array[: len(lengths) * stamps.STAMP_BYTES]
-        self._stamps: stamps.Stamps = head.view(np.uint64)
+        self._locks: stamps.Stamps = head.view(np.uint64)
 
     def values(self, block: int) -> Tensor:
         """The memory of a block's values, zeros at first; flat, of its padded length."""
         array = self.segment.array[self._places[block].offset_bytes : self._ends[block]]
         return torch.from_numpy(array).view(self._dtype)
 
-    def place(self, block: int) -> tuple[LentPlace, int]:
+    def place(self, block: int) -> tuple[SharedPlace, int]:
         """Where a block lies, and its stamp now.
 
         Blocks are read between changes only, so the stamp is even.
         """
         place = self._places[block]
-        return place, stamps.now(self._stamps, place.stamp_number)
+        return place, stamps.now(self._locks, place.lock_number)
 
     def shared_value(self, effect: AnswerPull, block: int) -> parameters_pb2.SharedValue:
         """A block's part of the answer: where it lies, and its stamp now."""
@@ -128,29 +128,29 @@ class LentValues:
             segment_id=self.segment_id,
             offset_bytes=place.offset_bytes,
             byte_count=place.byte_count,
-            stamp_offset_bytes=place.stamp_offset_bytes,
+            stamp_offset_bytes=place.lock_offset_bytes,
             stamp=stamp,
         )
 
     def begin_change(self, blocks: Iterable[int]) -> None:
         """The values of `blocks` are about to change."""
-        stamps.begin(self._stamps, map(self._numbers.__getitem__, blocks))
+        stamps.begin(self._locks, map(self._numbers.__getitem__, blocks))
 
     def end_change(self, blocks: Iterable[int]) -> None:
         """They are at rest again."""
-        stamps.end(self._stamps, map(self._numbers.__getitem__, blocks))
+        stamps.end(self._locks, map(self._numbers.__getitem__, blocks))
 
 
-def lent_values(table: Table, segment_id: int, blocks: Sequence[int]) -> LentValues | None:
-    """A home for blocks of a table where they can be lent; None if they cannot.
+def shared_values(table: Table, segment_id: int, blocks: Sequence[int]) -> SharedValues | None:
+    """A segment for blocks of a table where they can be shared; None if they cannot.
 
-    Sums (AGGREGATE) are not lent: each is new memory.
+    Sums (AGGREGATE) are not shared: each is new memory.
     """
-    if not CAN_LEND or table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+    if not CAN_SHARE or table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
         return None
     lengths = {block: table.block_length(block) for block in sorted(blocks)}
     try:
-        return LentValues(table.table_id, segment_id, lengths, arithmetic_dtype(table))
+        return SharedValues(table.table_id, segment_id, lengths, arithmetic_dtype(table))
     except OSError as error:
         logs.warning("values_not_lent", table=table.spec.name, error=str(error))
         return None
@@ -161,16 +161,16 @@ def _aligned(byte_count: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class _Home:
+class _TableSegment:
     """The memory of ranges of one table that came at once.
 
     Attributes:
-        lent: the memory; None: there is none to lend, and each range has its own.
+        values: the memory; None: there is none to share, and each range has its own.
         spare: the ranges that it was reserved for, and that have not come.
         range_ids: those that are in it.
     """
 
-    lent: LentValues | None
+    values: SharedValues | None
     spare: set[RangeId]
     range_ids: set[RangeId]
 
@@ -189,8 +189,8 @@ def held_ranges(view: ClusterView, node_id: NodeId) -> set[RangeId]:
     }
 
 
-class ValueHomes:
-    """All memory of one server that is lent.
+class ValueSegments:
+    """All memory of one server that is shared.
 
     Args:
         lanes: the sessions on this host.
@@ -198,16 +198,16 @@ class ValueHomes:
 
     def __init__(self, lanes: SharedLanes) -> None:
         self._lanes = lanes
-        self._lent: dict[_Key, LentValues] = {}
-        self._homes: dict[TableId, list[_Home]] = {}
+        self._shared: dict[_Key, SharedValues] = {}
+        self._segments: dict[TableId, list[_TableSegment]] = {}
         self._codecs: dict[TableId, Codec] = {}
         self._segment_ids = itertools.count(1)
 
-    def _of(self, table_id: TableId, range_id: RangeId) -> _Home | None:
-        """The home in which the range is, or which was reserved for it."""
-        for home in self._homes.get(table_id, ()):
-            if range_id in home.range_ids or range_id in home.spare:
-                return home
+    def _of(self, table_id: TableId, range_id: RangeId) -> _TableSegment | None:
+        """The segment in which the range is, or which was reserved for it."""
+        for segment in self._segments.get(table_id, ()):
+            if range_id in segment.range_ids or range_id in segment.spare:
+                return segment
         return None
 
     # --- memory that is about to be needed
@@ -228,78 +228,78 @@ class ValueHomes:
             if blocks:
                 found = await self._reserved(table, list(itertools.chain(*blocks.values())))
                 here = {r for r in blocks if self._of(table.table_id, r) is not None}
-                home = _Home(found, blocks.keys() - here, set())
-                self._close_if_empty(home)
-                if home.spare:
-                    self._homes.setdefault(table.table_id, []).append(home)
+                segment = _TableSegment(found, blocks.keys() - here, set())
+                self._close_if_empty(segment)
+                if segment.spare:
+                    self._segments.setdefault(table.table_id, []).append(segment)
 
-    async def _reserved(self, table: Table, blocks: Sequence[int]) -> LentValues | None:
+    async def _reserved(self, table: Table, blocks: Sequence[int]) -> SharedValues | None:
         number = next(self._segment_ids)
         loop = asyncio.get_running_loop()
-        reserving = loop.run_in_executor(None, lent_values, table, number, blocks)
+        reserving = loop.run_in_executor(None, shared_values, table, number, blocks)
         try:
             return await asyncio.shield(reserving)
         except asyncio.CancelledError:  # the server ends, or begins anew
             reserving.add_done_callback(_close)
             raise
 
-    def spare(self, key: _Key) -> LentValues | None:
+    def spare(self, key: _Key) -> SharedValues | None:
         """The memory that was reserved for a range."""
-        home = self._of(*key)
-        return None if home is None or key[1] not in home.spare else home.lent
+        segment = self._of(*key)
+        return None if segment is None or key[1] not in segment.spare else segment.values
 
     def _forget_spare(self, held: Collection[RangeId]) -> None:
-        for table_id, homes in list(self._homes.items()):
-            if any(home.spare for home in homes):
-                for home in homes:
-                    home.spare.intersection_update(held)
-                    self._close_if_empty(home)
-                self._keep(table_id, homes)
+        for table_id, segments in list(self._segments.items()):
+            if any(segment.spare for segment in segments):
+                for segment in segments:
+                    segment.spare.intersection_update(held)
+                    self._close_if_empty(segment)
+                self._keep(table_id, segments)
 
-    def _close_if_empty(self, home: _Home) -> None:
+    def _close_if_empty(self, segment: _TableSegment) -> None:
         """Drop its memory when nothing is or will be in it; sessions that have it mapped let go."""
-        if home.is_empty and home.lent is not None:
-            home.lent.segment.close()
-            self._lanes.withdraw(home.lent.segment_id)
+        if segment.is_empty and segment.values is not None:
+            segment.values.segment.close()
+            self._lanes.withdraw(segment.values.segment_id)
 
-    def _keep(self, table_id: TableId, homes: Sequence[_Home]) -> None:
+    def _keep(self, table_id: TableId, segments: Sequence[_TableSegment]) -> None:
         """Keep those in which something is, or will be."""
-        kept = [home for home in homes if home.range_ids or home.spare]
+        kept = [segment for segment in segments if segment.range_ids or segment.spare]
         if kept:
-            self._homes[table_id] = kept
+            self._segments[table_id] = kept
         else:
-            self._homes.pop(table_id, None)
+            self._segments.pop(table_id, None)
 
     # --- ranges that come and go
 
-    def add(self, parts: Sequence[ShardAdded]) -> dict[RangeId, LentValues | None]:
-        """The memory of parts of one table that come together; None: nothing is lent."""
+    def add(self, parts: Sequence[ShardAdded]) -> dict[RangeId, SharedValues | None]:
+        """The memory of parts of one table that come together; None: nothing is shared."""
         table = parts[0].table
         self._codecs[table.table_id] = NATIVE_CODEC[table.spec.dtype]
-        homes: dict[RangeId, _Home] = {}
+        segments: dict[RangeId, _TableSegment] = {}
         missing = []
         for part in parts:
-            home = self._of(table.table_id, part.range_id)
-            if home is None:
+            segment = self._of(table.table_id, part.range_id)
+            if segment is None:
                 missing.append(part)
             else:
-                homes[part.range_id] = home
+                segments[part.range_id] = segment
         if missing:
-            new = _Home(self._lent_now(missing), set(), set())
-            self._homes.setdefault(table.table_id, []).append(new)
-            homes |= {part.range_id: new for part in missing}
-        for range_id, home in homes.items():
-            home.spare.discard(range_id)
-            home.range_ids.add(range_id)
-            if home.lent is not None:
-                self._lent[table.table_id, range_id] = home.lent
-        return {range_id: home.lent for range_id, home in homes.items()}
+            new = _TableSegment(self._made_now(missing), set(), set())
+            self._segments.setdefault(table.table_id, []).append(new)
+            segments |= {part.range_id: new for part in missing}
+        for range_id, segment in segments.items():
+            segment.spare.discard(range_id)
+            segment.range_ids.add(range_id)
+            if segment.values is not None:
+                self._shared[table.table_id, range_id] = segment.values
+        return {range_id: segment.values for range_id, segment in segments.items()}
 
-    def _lent_now(self, parts: Sequence[ShardAdded]) -> LentValues | None:
+    def _made_now(self, parts: Sequence[ShardAdded]) -> SharedValues | None:
         if not self._lanes.is_open:
             return None
         blocks = [block for part in parts for block in part.blocks]
-        return lent_values(parts[0].table, next(self._segment_ids), blocks)
+        return shared_values(parts[0].table, next(self._segment_ids), blocks)
 
     def remove(self, range_id: RangeId) -> None:
         """`removing`, at once."""
@@ -309,61 +309,63 @@ class ValueHomes:
         """Nothing of these ranges is here any more, of any table. What sessions on this host have
         mapped stays readable for them until they have let it go.
         """
-        for key in [key for key in self._lent if key[1] in range_ids]:
-            del self._lent[key]
-        for table_id, homes in list(self._homes.items()):
-            for home in homes:
-                home.range_ids.difference_update(range_ids)
-                self._close_if_empty(home)
-            self._keep(table_id, homes)
+        for key in [key for key in self._shared if key[1] in range_ids]:
+            del self._shared[key]
+        for table_id, segments in list(self._segments.items()):
+            for segment in segments:
+                segment.range_ids.difference_update(range_ids)
+                self._close_if_empty(segment)
+            self._keep(table_id, segments)
             yield
 
     def remove_tables(self, table_ids: Collection[TableId]) -> None:
         """Nothing of these tables is or will be here, in any range; as `removing`."""
-        for key in [key for key in self._lent if key[0] in table_ids]:
-            del self._lent[key]
+        for key in [key for key in self._shared if key[0] in table_ids]:
+            del self._shared[key]
         for table_id in table_ids:
-            for home in self._homes.pop(table_id, ()):
-                home.range_ids.clear()
-                home.spare.clear()
-                self._close_if_empty(home)
+            for segment in self._segments.pop(table_id, ()):
+                segment.range_ids.clear()
+                segment.spare.clear()
+                self._close_if_empty(segment)
             self._codecs.pop(table_id, None)
 
     def close(self) -> None:
-        """Nothing is lent from now on; what sessions have mapped stays readable for them."""
-        for home in itertools.chain(*self._homes.values()):
-            if home.lent is not None:
-                home.lent.segment.close()
+        """Nothing is shared from now on; what sessions have mapped stays readable for them."""
+        for segment in itertools.chain(*self._segments.values()):
+            if segment.values is not None:
+                segment.values.segment.close()
 
-    # --- what is lent
+    # --- what is shared
 
-    def find(self, key: _Key) -> LentValues | None:
-        """Where the range's values lie, if that may be lent."""
-        return self._lent.get(key)
+    def find(self, key: _Key) -> SharedValues | None:
+        """Where the range's values lie, if that may be shared."""
+        return self._shared.get(key)
 
-    def lends(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
+    def shares(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
         """Whether the session takes all of the table's values, as `codec`, from where they lie."""
-        homes = [home for home in self._homes.get(table_id, ()) if home.range_ids]
-        if not homes:
+        segments = [segment for segment in self._segments.get(table_id, ()) if segment.range_ids]
+        if not segments:
             return False
         codec = codec or self._codecs[table_id]
         return all(
-            home.lent is not None and codec is home.lent.codec and self._is_lent(session, home.lent)
-            for home in homes
+            segment.values is not None
+            and codec is segment.values.codec
+            and self._is_open_to(session, segment.values)
+            for segment in segments
         )
 
-    def lent_to(self, session: Session, key: _Key, codec: Codec) -> LentValues | None:
+    def shared_with(self, session: Session, key: _Key, codec: Codec) -> SharedValues | None:
         """The range's values as `codec`, if the session takes them from where they lie."""
-        lent = self._lent.get(key)
-        if lent is None or codec is not lent.codec or not self._is_lent(session, lent):
+        shared = self._shared.get(key)
+        if shared is None or codec is not shared.codec or not self._is_open_to(session, shared):
             return None
-        return lent
+        return shared
 
-    def _is_lent(self, session: Session, lent: LentValues) -> bool:
-        return self._lanes.lend(session.incarnation, lent.segment_id, lent.segment)
+    def _is_open_to(self, session: Session, shared: SharedValues) -> bool:
+        return self._lanes.lend(session.incarnation, shared.segment_id, shared.segment)
 
 
-def _close(reserving: asyncio.Future[LentValues | None]) -> None:
+def _close(reserving: asyncio.Future[SharedValues | None]) -> None:
     if not reserving.cancelled() and reserving.exception() is None:
         found = reserving.result()
         if found is not None:

@@ -3,7 +3,7 @@ them.
 
 Invariants:
     SH-1  What is accumulated or assigned has its payload.
-    SH-2  A block that is lent changes only while its stamp says so.
+    SH-2  A block that is shared changes only while its stamp says so.
     SH-3  A range has one store of a table, from when it is added until it is removed.
 
 What it deliberately does not do: decide what happens to them, or count and time it (`node` does).
@@ -27,7 +27,7 @@ from ps_core.tables import Codec, Table
 from ps_core.work import Work, at_once, pieces_of
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.segments import LentValues, ValueHomes, held_ranges
+from ps_server.lane.segments import SharedValues, ValueSegments, held_ranges
 from ps_server.ranges.events import Accumulate, Assign, Forget, Place, Record, Sender
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
@@ -64,7 +64,7 @@ tenth of a second to look at those of a large table."""
 class _Ready:
     """The store of a range that is not here yet, and where its values lie."""
 
-    lent: LentValues | None
+    shared: SharedValues | None
     store: ShardStore
 
 
@@ -92,7 +92,7 @@ class Shards:
         sent_bytes: those of answers to reads.
         lanes: the sessions on this host.
         snapshots: what has to be written for a checkpoint before it changes, if anything.
-        homes: where values lie that are lent.
+        segments: where values lie that are shared.
         pool: the working memory of all stores.
     """
 
@@ -106,7 +106,7 @@ class Shards:
         self.lanes = lanes
         self._updates = updates
         self.pool = BufferPool()
-        self.homes = ValueHomes(lanes)
+        self.segments = ValueSegments(lanes)
 
     @property
     def state_bytes(self) -> int:
@@ -114,31 +114,31 @@ class Shards:
         return sum(store.state_bytes for store in self.stores.values())
 
     def add(self, parts: Sequence[ShardAdded]) -> None:
-        """Make room for parts of one table: where they can be lent, if this server lends. Those
+        """Make room for parts of one table: where they can be shared, if this server lends. Those
         that are here stay as they are (SH-3).
         """
         table = parts[0].table
         parts = [part for part in parts if (table.table_id, part.range_id) not in self.stores]
         if not parts:
             return
-        homes = self.homes.add(parts)
+        segments = self.segments.add(parts)
         for part in parts:
             key = table.table_id, part.range_id
-            lent, ready = homes[part.range_id], self._ready.pop(key, None)
-            if ready is not None and ready.lent is lent:
+            shared, ready = segments[part.range_id], self._ready.pop(key, None)
+            if ready is not None and ready.shared is shared:
                 self.stores[key] = ready.store
             else:
-                self.stores[key] = self._store_of(table, part.blocks, lent)
+                self.stores[key] = self._store_of(table, part.blocks, shared)
 
     def _store_of(
         self,
         table: Table,
         blocks: Sequence[int],
-        lent: LentValues | None,
+        shared: SharedValues | None,
         ready: Mapping[int, ReadyBlock] | None = None,
     ) -> ShardStore:
         update = self._updates.get(table.spec.optimizer.custom_update)
-        home = None if lent is None else lent.values
+        home = None if shared is None else shared.values
         return ShardStore(table, blocks, self.pool, home, update, ready)
 
     async def prepare(
@@ -153,7 +153,7 @@ class Shards:
         part.
         """
         lacking = await self._lacking(view, node_id, turns)
-        await self.homes.reserve(view, node_id, turns)
+        await self.segments.reserve(view, node_id, turns)
         expected = {(part.table.table_id, part.range_id) for part in lacking}
         self._ready = {key: ready for key, ready in self._ready.items() if key in expected}
         made_count = 0
@@ -161,8 +161,8 @@ class Shards:
             key = part.table.table_id, part.range_id
             if key in self.stores or key in self._ready:
                 continue
-            lent = self.homes.spare(key)
-            home = None if lent is None else lent.values
+            shared = self.segments.spare(key)
+            home = None if shared is None else shared.values
             made: dict[int, ReadyBlock] = {}
             for block in part.blocks:
                 made[block] = ready_block(part.table, block, home)
@@ -171,7 +171,7 @@ class Shards:
                     await turns.breathe()
                 if not made_count % _FREEZE_COUNT:
                     gc.freeze()
-            self._ready[key] = _Ready(lent, self._store_of(part.table, part.blocks, lent, made))
+            self._ready[key] = _Ready(shared, self._store_of(part.table, part.blocks, shared, made))
             on_ready(part)
 
     async def _lacking(self, view: ClusterView, node_id: NodeId, turns: Turns) -> list[ShardAdded]:
@@ -198,7 +198,7 @@ class Shards:
             del self.stores[key]
             self._held.pop(key, None)
             yield
-        yield from self.homes.removing(range_ids)
+        yield from self.segments.removing(range_ids)
 
     def removing_tables(self, table_ids: Collection[TableId]) -> Work[None]:
         """Nothing of these tables is here any more, in any range."""
@@ -208,7 +208,7 @@ class Shards:
             self._held.pop(key, None)
             yield
         self._ready = {key: each for key, each in self._ready.items() if key[0] not in table_ids}
-        self.homes.remove_tables(table_ids)
+        self.segments.remove_tables(table_ids)
 
     def custom_state(self, name: str) -> tuple[str, ...]:
         """What a custom update keeps of each element, by name; nothing if it is not here."""
@@ -347,15 +347,15 @@ class Shards:
 
     def _changes(self, key: _Key) -> Changes:
         """Who is told of what changes in a range."""
-        lent = self.homes.find(key)
-        if lent is None:
+        shared = self.segments.find(key)
+        if shared is None:
             return Changes(partial(self._before_change, key), nobody)
 
         def begin(blocks: Sequence[int]) -> None:
             self._before_change(key, blocks)
-            lent.begin_change(blocks)
+            shared.begin_change(blocks)
 
-        return Changes(begin, lent.end_change)
+        return Changes(begin, shared.end_change)
 
     def _before_change(self, key: _Key, blocks: Sequence[int]) -> None:
         if key in self._held:

@@ -87,7 +87,7 @@ class Pull:
             request.shared
             and not request.array
             and is_good
-            and node.shards.homes.lends(session, self._table_id, codec)
+            and node.shards.segments.shares(session, self._table_id, codec)
         )
         self._is_one = request.consistent or self._is_lent
         self._begun_count = 0

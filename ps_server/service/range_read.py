@@ -1,6 +1,6 @@
 """A pull's share in one range: parked at the read gate, then answered piece by piece.
 
-    begun --> parked --the gate lets it--> answered with blocks, or with places in lent memory
+    begun --> parked --the gate lets it--> answered with blocks, or with places in shared memory
        +--------+----> refused
 
 Rules:
@@ -28,7 +28,7 @@ from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime.cluster import wire
-from ps_server.lane.segments import LentValues
+from ps_server.lane.segments import SharedValues
 from ps_server.lane.shards import Shards
 from ps_server.ranges.events import AnswerPull, Place, PullEvent
 from ps_server.ranges.range_state import RangeState
@@ -56,7 +56,7 @@ class PullTerms(NamedTuple):
         deadline_s: until when it waits, by the server's clock.
         consistent: as in the protocol.
         codec: of the payloads; None: the table's own.
-        shared: the reader takes what is lent to it.
+        shared: the reader takes what is shared to it.
         cut: the session's number of the cut that it ends, or 0.
         array: of optimizer state; empty for the values.
     """
@@ -135,9 +135,9 @@ class RangeRead:
         self._codec = terms.codec or NATIVE_CODEC[state.table.spec.dtype]
         if terms.array:
             self._codec = arithmetic_codec(state.table)
-        self._lent: LentValues | None = None
+        self._shared: SharedValues | None = None
         if terms.shared and not terms.array:
-            self._lent = shards.homes.lent_to(terms.session, key, self._codec)
+            self._shared = shards.segments.shared_with(terms.session, key, self._codec)
         self._blocks = self._blocks or state.blocks
         self._block_bytes = state.table.spec.block_elements * self._codec.element_bytes
         shards.hold(key, self)
@@ -163,8 +163,8 @@ class RangeRead:
 
     @property
     def next_bytes(self) -> int:
-        """The payload bytes of the next piece, or a few more; what is lent has none."""
-        if self._refusal is not None or self._lent is not None:
+        """The payload bytes of the next piece, or a few more; what is shared has none."""
+        if self._refusal is not None or self._shared is not None:
             return 0
         count = min(len(self._blocks) - self._at, limits.SLICE_BLOCK_COUNT)
         return min(count * self._block_bytes, limits.SLICE_BYTES + self._block_bytes)
@@ -236,8 +236,8 @@ class RangeRead:
             return (block, self._store.read_array(block, self.terms.array), b"")
         if effect.keeps_for is not None:
             self._store.keep(effect.keeps_for, block)
-        if self._lent is not None:
-            return self._lent.shared_value(effect, block)
+        if self._shared is not None:
+            return self._shared.shared_value(effect, block)
         return (block, *self._store.read(block, self._codec, effect.clock))
 
     def _part(self, block: int, payload: bytes | memoryview, presence: bytes) -> bytes:

@@ -206,7 +206,7 @@ class Stage:
         shard = self.node.shards.stores[place]
         held = shard._states[block]
         slots = [slot[0].item() for slot in held.slots.values()]
-        stamp = self.node.shards.homes._lent[place].place(block)[
+        stamp = self.node.shards.segments._shared[place].place(block)[
             1
         ]  # raises while the block changes
         return (

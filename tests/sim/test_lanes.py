@@ -1,6 +1,6 @@
-"""Values that are lent where they lie, while servers update, copy and lose them (S5).
+"""Values that are shared where they lie, while servers update, copy and lose them (S5).
 
-Some reads are made a second time as a session on the server's host makes them: what was lent with
+Some reads are made a second time as a session on the server's host makes them: what was shared with
 an answer is copied later, in two halves between which the cluster goes on. Oracle:
 
     LENT  A copy that counts is, bit for bit, what the answer said that is there.
@@ -19,7 +19,7 @@ from ps_core import stamps
 from ps_core.keys import NodeId
 from ps_core.stamps import Bytes, Stamps
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.segments import LentValues
+from ps_server.lane.segments import SharedValues
 from ps_server.ranges.events import AnswerPull
 from tests.sim.arithmetic import Numbers, Reading
 from tests.sim.grads import Grad
@@ -78,30 +78,30 @@ class LendingServer(ReplicatedServer):
     def reading(self, effect: AnswerPull, block: int) -> tuple[list[Grad], Reading]:
         """A block, as it is read; some is read again where it lies."""
         found = super().reading(effect, block)
-        lent = self.numbers.shards.homes.find((effect.table_id, effect.range_id))
-        if lent is not None and self.world.draw.random() < SHARE:
-            place, stamp = lent.place(block)
-            said = lent.segment.array[place.offset_bytes :][: place.byte_count].copy()
+        shared = self.numbers.shards.segments.find((effect.table_id, effect.range_id))
+        if shared is not None and self.world.draw.random() < SHARE:
+            place, stamp = shared.place(block)
+            said = shared.segment.array[place.offset_bytes :][: place.byte_count].copy()
             delay_s = self.world.draw.random()
-            self.world.after(delay_s, lambda: self._copy(lent, block, stamp, said))
+            self.world.after(delay_s, lambda: self._copy(shared, block, stamp, said))
         return found
 
-    def _copy(self, lent: LentValues, block: int, stamp: int, said: Bytes) -> None:
+    def _copy(self, shared: SharedValues, block: int, stamp: int, said: Bytes) -> None:
         """As `SharedLane.copy`, by a reader that is slow."""
-        place = lent._places[block]
-        values = lent.segment.array[place.offset_bytes :][: place.byte_count]
+        place = shared._places[block]
+        values = shared.segment.array[place.offset_bytes :][: place.byte_count]
         target = np.empty_like(said)
         counts_now = stamps.copied(
             Slow(values, self._go_on),  # type: ignore[arg-type]
             target,
-            SlowStamps(lent._stamps, self._go_on),  # type: ignore[arg-type]
-            place.stamp_number,
+            SlowStamps(shared._locks, self._go_on),  # type: ignore[arg-type]
+            place.lock_number,
             stamp,
         )
         self.world.counts["copies that count" if counts_now else "copies of what changed"] += 1
         assert not counts_now or np.array_equal(target, said), (
-            f"LENT: a copy of block {block} of server {self.node_id} counts: {target}; it was lent "
-            f"as {said}"
+            f"LENT: a copy of block {block} of server {self.node_id} counts: {target}; it was "
+            f"shared as {said}"
         )
 
     def _go_on(self) -> None:
@@ -118,7 +118,7 @@ class LendingServer(ReplicatedServer):
 
 
 class LaneSimulation(FailoverSimulation):
-    """One seed in which sessions on the servers' hosts read what is lent."""
+    """One seed in which sessions on the servers' hosts read what is shared."""
 
     may_sum = False
     often: ClassVar[frozenset[str]] = frozenset({
@@ -139,7 +139,7 @@ class LaneSimulation(FailoverSimulation):
             return super().run()
         finally:
             for server in self.servers.values():
-                server.numbers.shards.homes.close()
+                server.numbers.shards.segments.close()
 
 
 @pytest.mark.timeout(300)

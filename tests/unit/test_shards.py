@@ -161,27 +161,27 @@ def lending() -> Iterator[Shards]:
 
 
 def test_the_memory_that_is_lent_goes_with_the_last_of_its_ranges(lending: Shards) -> None:
-    (home,) = lending.homes._homes[TABLE]
-    assert home.lent is not None
-    segment = home.lent.segment
+    (segment,) = lending.segments._segments[TABLE]
+    assert segment.values is not None
+    memory = segment.values.segment
     lending.make(Put(record(), SUM))
     lending.remove(LEFT)
-    assert segment.fd >= 0
+    assert memory.fd >= 0
     lending.remove(RIGHT)
-    assert segment.fd < 0
-    assert not lending.homes.lends(WORKER, TABLE, None)
+    assert memory.fd < 0
+    assert not lending.segments.shares(WORKER, TABLE, None)
     lending.add(PARTS)
     assert value(lending) == 0.0
 
 
 def test_a_block_that_changes_has_another_stamp_and_the_others_have_theirs(lending: Shards) -> None:
     """SH-2: initial values, an update, and what is decided and dropped."""
-    (home,) = lending.homes._homes[TABLE]
-    lent = home.lent
-    assert lent is not None
+    (segment,) = lending.segments._segments[TABLE]
+    shared = segment.values
+    assert shared is not None
 
     def stamps() -> list[int]:
-        return [lent.place(block)[1] for block in range(4)]
+        return [shared.place(block)[1] for block in range(4)]
 
     initial = Assigned(record(is_assign=True), (Elements(0, b"", TWO),))
     for change, becomes in ((initial, 2.0), (Put(record(), SUM), 1.0)):
@@ -201,12 +201,12 @@ def snapshot(*held: Change) -> Snapshot:
     return Snapshot(LEFT, epoch, epoch, 7, copies, held)
 
 
-@pytest.mark.parametrize("is_lent", [False, True])
+@pytest.mark.parametrize("is_shared", [False, True])
 def test_a_range_that_is_copied_goes_on_elsewhere(
-    shards: Shards, lending: Shards, is_lent: bool
+    shards: Shards, lending: Shards, is_shared: bool
 ) -> None:
     """With what was decided and is held yet; what happens here later is not in the copy."""
-    other = lending if is_lent else Shards(SharedLanes(), {})
+    other = lending if is_shared else Shards(SharedLanes(), {})
     other.add(PARTS)
     shards.make(Put(record(), SUM))
     other.make(Put(record(), SUM))

@@ -15,7 +15,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId,
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.segments import LentValues, ValueHomes
+from ps_server.lane.segments import SharedValues, ValueSegments
 from ps_server.ranges.server_machine import ShardAdded
 from ps_worker.transport.lane import SharedLane
 from pushpull.v1 import parameters_pb2
@@ -65,56 +65,58 @@ async def a_turn() -> None:
     await done.wait()
 
 
-def ran(scene: Callable[[ValueHomes], Awaitable[None]], lanes: SharedLanes | None = None) -> None:
+def ran(
+    scene: Callable[[ValueSegments], Awaitable[None]], lanes: SharedLanes | None = None
+) -> None:
     async def main() -> None:
         before = segment_count()
         lanes_ = lanes or SharedLanes()
         lanes_.open()
-        homes = ValueHomes(lanes_)
+        segments = ValueSegments(lanes_)
         try:
-            await scene(homes)
+            await scene(segments)
         finally:
-            homes.close()
+            segments.close()
             lanes_.close()
         assert segment_count() == before
 
     asyncio.run(main())
 
 
-def reserved(homes: ValueHomes) -> LentValues:
-    ((home,),) = homes._homes.values()
-    assert home.lent is not None
-    return home.lent
+def reserved(segments: ValueSegments) -> SharedValues:
+    ((segment,),) = segments._segments.values()
+    assert segment.values is not None
+    return segment.values
 
 
 def test_what_was_reserved_is_what_a_range_gets() -> None:
-    async def scene(homes: ValueHomes) -> None:
-        await homes.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE, Turns())
-        lent = reserved(homes)
-        assert not homes.lends(WORKER, TABLE, None), "nothing of it is here yet"
-        found = homes.add(PARTS[:2]) | homes.add(PARTS[3:])
+    async def scene(segments: ValueSegments) -> None:
+        await segments.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE, Turns())
+        shared = reserved(segments)
+        assert not segments.shares(WORKER, TABLE, None), "nothing of it is here yet"
+        found = segments.add(PARTS[:2]) | segments.add(PARTS[3:])
         assert list(found) == [0, 1, 3]
-        assert all(each is lent for each in found.values())
-        await homes.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE, Turns())
-        assert reserved(homes) is lent
+        assert all(each is shared for each in found.values())
+        await segments.reserve(view(HERE, HERE, ELSEWHERE, HERE), HERE, Turns())
+        assert reserved(segments) is shared
 
     ran(scene)
 
 
 def test_backups_have_memory_too() -> None:
-    async def scene(homes: ValueHomes) -> None:
-        await homes.reserve(view(*[ELSEWHERE] * RANGE_COUNT, backup=HERE), HERE, Turns())
-        lent = reserved(homes)
-        assert set(homes.add(PARTS).values()) == {lent}
+    async def scene(segments: ValueSegments) -> None:
+        await segments.reserve(view(*[ELSEWHERE] * RANGE_COUNT, backup=HERE), HERE, Turns())
+        shared = reserved(segments)
+        assert set(segments.add(PARTS).values()) == {shared}
 
     ran(scene)
 
 
 def test_what_nobody_reserved_is_there_as_well() -> None:
-    async def scene(homes: ValueHomes) -> None:
-        await homes.reserve(view(HERE, ELSEWHERE, ELSEWHERE, ELSEWHERE), HERE, Turns())
-        first = reserved(homes)
-        found = homes.add(PARTS)
+    async def scene(segments: ValueSegments) -> None:
+        await segments.reserve(view(HERE, ELSEWHERE, ELSEWHERE, ELSEWHERE), HERE, Turns())
+        first = reserved(segments)
+        found = segments.add(PARTS)
         assert found[RangeId(0)] is first
         (other,) = {found[part.range_id] for part in PARTS[1:]}
         assert other is not None
@@ -124,14 +126,14 @@ def test_what_nobody_reserved_is_there_as_well() -> None:
 
 
 def test_memory_of_a_range_that_does_not_come_is_given_back() -> None:
-    async def scene(homes: ValueHomes) -> None:
-        await homes.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns())
-        lent = reserved(homes)
-        await homes.reserve(view(ELSEWHERE, HERE, HERE, HERE), HERE, Turns())
-        assert lent.segment.fd >= 0
-        await homes.reserve(view(*[ELSEWHERE] * RANGE_COUNT), HERE, Turns())
-        assert lent.segment.fd < 0
-        assert homes._homes == {}
+    async def scene(segments: ValueSegments) -> None:
+        await segments.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns())
+        shared = reserved(segments)
+        await segments.reserve(view(ELSEWHERE, HERE, HERE, HERE), HERE, Turns())
+        assert shared.segment.fd >= 0
+        await segments.reserve(view(*[ELSEWHERE] * RANGE_COUNT), HERE, Turns())
+        assert shared.segment.fd < 0
+        assert segments._segments == {}
 
     ran(scene)
 
@@ -139,16 +141,16 @@ def test_memory_of_a_range_that_does_not_come_is_given_back() -> None:
 def test_what_one_range_had_is_never_anothers() -> None:
     """Nor its own, when it comes again."""
 
-    async def scene(homes: ValueHomes) -> None:
+    async def scene(segments: ValueSegments) -> None:
         here = view(*[HERE] * RANGE_COUNT)
-        await homes.reserve(here, HERE, Turns())
-        first = reserved(homes)
-        homes.add(PARTS)
+        await segments.reserve(here, HERE, Turns())
+        first = reserved(segments)
+        segments.add(PARTS)
         first.values(PARTS[0].blocks[0]).fill_(7.0)
-        homes.remove(RangeId(0))
-        assert homes.find((TABLE, RangeId(0))) is None
-        await homes.reserve(here, HERE, Turns())
-        second = homes.add(PARTS[:1])[RangeId(0)]
+        segments.remove(RangeId(0))
+        assert segments.find((TABLE, RangeId(0))) is None
+        await segments.reserve(here, HERE, Turns())
+        second = segments.add(PARTS[:1])[RangeId(0)]
         assert second is not None
         assert second is not first
         assert not second.values(PARTS[0].blocks[0]).any()
@@ -157,53 +159,57 @@ def test_what_one_range_had_is_never_anothers() -> None:
 
 
 def test_a_range_that_came_meanwhile_needs_none() -> None:
-    async def scene(homes: ValueHomes) -> None:
-        reserving = asyncio.create_task(homes.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns()))
+    async def scene(segments: ValueSegments) -> None:
+        reserving = asyncio.create_task(
+            segments.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns())
+        )
         await a_turn()  # it has begun
-        found = homes.add(PARTS)
+        found = segments.add(PARTS)
         await reserving
-        assert set(found.values()) == {reserved(homes)}
+        assert set(found.values()) == {reserved(segments)}
 
     ran(scene)
 
 
 def test_a_loop_that_reserves_goes_on() -> None:
-    async def scene(homes: ValueHomes) -> None:
+    async def scene(segments: ValueSegments) -> None:
         large = table(64 * 1024 * 1024)
         reserving = asyncio.create_task(
-            homes.reserve(view(HERE, HERE, HERE, HERE, model=large), HERE, Turns())
+            segments.reserve(view(HERE, HERE, HERE, HERE, model=large), HERE, Turns())
         )
         turns = 0
         while not reserving.done():
             await a_turn()
             turns += 1
         assert turns > 100
-        assert reserved(homes).segment.byte_count >= 256 * 1024 * 1024
+        assert reserved(segments).segment.byte_count >= 256 * 1024 * 1024
 
     ran(scene)
 
 
 def test_a_server_that_ends_while_it_reserves_leaves_nothing() -> None:
-    async def scene(homes: ValueHomes) -> None:
+    async def scene(segments: ValueSegments) -> None:
         loop = asyncio.get_running_loop()
-        reserving = asyncio.create_task(homes.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns()))
+        reserving = asyncio.create_task(
+            segments.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns())
+        )
         await a_turn()
         reserving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reserving
         await loop.shutdown_default_executor()
         await a_turn()  # what the thread has said is heard
-        assert homes._homes == {}
+        assert segments._segments == {}
 
     ran(scene)
 
 
 def test_a_server_that_lends_nothing_reserves_nothing() -> None:
     async def scene() -> None:
-        homes = ValueHomes(SharedLanes())
-        await homes.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns())
-        assert homes._homes == {}
-        assert set(homes.add(PARTS).values()) == {None}
+        segments = ValueSegments(SharedLanes())
+        await segments.reserve(view(*[HERE] * RANGE_COUNT), HERE, Turns())
+        assert segments._segments == {}
+        assert set(segments.add(PARTS).values()) == {None}
 
     asyncio.run(scene())
 
@@ -214,44 +220,44 @@ def test_a_session_lets_go_what_no_range_is_in_any_more() -> None:
     """
     lanes = SharedLanes()
 
-    async def scene(homes: ValueHomes) -> None:
+    async def scene(segments: ValueSegments) -> None:
         offer = lanes.offer(WORKER)
         assert offer is not None
         lane = await SharedLane.open(offer, lambda: None, pushes=False)
-        first = homes.add(PARTS)[RangeId(0)]
+        first = segments.add(PARTS)[RangeId(0)]
         assert first is not None
-        assert homes.lends(WORKER, TABLE, None)
+        assert segments.shares(WORKER, TABLE, None)
         block = PARTS[0].blocks[0]
         place, stamp = first.place(block)
-        lent = parameters_pb2.SharedValue(
+        shared = parameters_pb2.SharedValue(
             segment_id=first.segment_id,
             offset_bytes=place.offset_bytes,
             byte_count=place.byte_count,
-            stamp_offset_bytes=place.stamp_offset_bytes,
+            stamp_offset_bytes=place.lock_offset_bytes,
             stamp=stamp,
         )
         target = np.ones(place.byte_count, np.uint8)
-        assert lane.copy(lent, target, 0)
+        assert lane.copy(shared, target, 0)
         assert not target.any()
         mapped = weakref.ref(lane._segments[first.segment_id])
         for part in PARTS:
-            homes.remove(part.range_id)
+            segments.remove(part.range_id)
         lane._receive_all()
         assert mapped() is None
-        assert not lane.copy(lent, target, 0), "an answer that was on its way is asked for again"
-        again = homes.add(PARTS)[RangeId(0)]
+        assert not lane.copy(shared, target, 0), "an answer that was on its way is asked for again"
+        again = segments.add(PARTS)[RangeId(0)]
         assert again is not None
-        assert homes.lends(WORKER, TABLE, None)
-        assert lane.copy(replaced(lent, again), target, 0)
+        assert segments.shares(WORKER, TABLE, None)
+        assert lane.copy(replaced(shared, again), target, 0)
         lane.close()
         assert lane._segments == {}
 
     ran(scene, lanes)
 
 
-def replaced(value: parameters_pb2.SharedValue, lent: LentValues) -> parameters_pb2.SharedValue:
+def replaced(value: parameters_pb2.SharedValue, shared: SharedValues) -> parameters_pb2.SharedValue:
     """The same block, where it lies now."""
     found = parameters_pb2.SharedValue()
     found.CopyFrom(value)
-    found.segment_id = lent.segment_id
+    found.segment_id = shared.segment_id
     return found
