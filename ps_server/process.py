@@ -57,7 +57,7 @@ from ps_server.service.node import ParameterNode
 from ps_server.service.replication_service import ReplicationServicer
 from ps_server.service.scheduler_requests import BackupRequests, PrepareReports
 from ps_server.service.servicer import FEATURES, ParameterServicer, ViewAtLeast
-from ps_server.update_log.recovery import KeptLog, open_log
+from ps_server.update_log.recovery import RecoveredLog, open_log
 from ps_server.update_log.writer import LogSetting
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
 from pushpull.v1 import scheduler_pb2, types_pb2
@@ -311,20 +311,20 @@ async def _registered(
     stack.callback(shards.lanes.close)
     if settings.lane != "grpc":
         _open_lanes(shards.lanes, must=settings.lane == "shm")
-    kept = None
+    recovered = None
     if settings.update_log is not None:
-        kept = await open_log(
+        recovered = await open_log(
             settings.update_log, shards, request.kernel_fingerprint, settings.connect_deadline_s
         )
-        stack.push_async_callback(asyncio.to_thread, kept.directory.close)
-        request.update_log.CopyFrom(kept.claim())
+        stack.push_async_callback(asyncio.to_thread, recovered.directory.close)
+        request.update_log.CopyFrom(recovered.claim())
     link = await SchedulerLink.connect(settings.scheduler, request, settings.connect_deadline_s)
     stack.push_async_callback(_leave, link)
     node = ParameterNode(
         link.session, link.token_key, link.worker_count, metrics, clock.now_s, shards
     )
     stack.callback(node.close)
-    _replicate(link, node, kept, settings, stack)
+    _replicate(link, node, recovered, settings, stack)
     return link, node
 
 
@@ -374,22 +374,22 @@ async def _leave(link: SchedulerLink) -> None:
 def _replicate(
     link: SchedulerLink,
     node: ParameterNode,
-    kept: KeptLog | None,
+    recovered: RecoveredLog | None,
     settings: ServerConfig,
     stack: contextlib.AsyncExitStack,
 ) -> None:
     """Tell others what is decided, or the update log, if there are any."""
-    if link.replica_count == 1 and kept is None:
+    if link.replica_count == 1 and recovered is None:
         return
     update_log = None
-    if kept is not None:
-        kept = kept.of(link.session, node.shards)
+    if recovered is not None:
+        recovered = recovered.of(link.session, node.shards)
         setting = LogSetting(settings.update_log_mb * 1_000_000, settings.update_log_sync)
-        update_log = kept.begin(link.session, link.range_count, setting)
+        update_log = recovered.begin(link.session, link.range_count, setting)
     replicas = node.replicate(ReplicationSetting(link.lease_s, link.min_in_sync), update_log)
     stack.push_async_callback(replicas.close)
-    if kept is not None:
-        replicas.recover(kept.replicas)
+    if recovered is not None:
+        replicas.recover(recovered.replicas)
 
 
 def _keep_checkpoints(

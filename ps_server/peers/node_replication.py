@@ -1,7 +1,7 @@
 """One server's part in replication: its machines, its values and the streams to other servers.
 
 `node` asks it what may be done of what its machines decided, and does that; this file carries
-batches, beats, snapshots and their answers between the machines of replication and the wire.
+records, beats, snapshots and their answers between the machines of replication and the wire.
 
 Everything belongs to one event loop.
 
@@ -31,7 +31,7 @@ from ps_server.ranges.events import Effect
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.ranges.server_machine import PreparedChange, ServerMachine, ShardAdded
 from ps_server.replication.backup import Replica
-from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy, Snapshot
+from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, RangeCopy, Snapshot
 from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import BEATS_A_LEASE, Beats, PeerPacing
 from ps_server.replication.peer_queues import PeerQueues
@@ -43,9 +43,9 @@ from ps_server.values.mutations import Put
 from ps_server.wire.replication_wire import (
     Pieces,
     answers_from,
-    batch_messages,
     beat_message,
-    cutting_batch,
+    cutting_log_record,
+    log_record_messages,
 )
 from ps_server.wire.snapshot_wire import snapshot_messages
 
@@ -118,8 +118,8 @@ class ReplicatedRanges:
         self._view_came = asyncio.Event()
         self._tables: dict[TableId, Table] = {}
         self._blocks: dict[tuple[TableId, RangeId], tuple[int, ...]] = {}
-        self._encoded: tuple[Batch, Sequence[bytes]] | None = None
-        self._cut: tuple[Batch, Sequence[Pieces]] | None = None
+        self._encoded: tuple[LogRecord, Sequence[bytes]] | None = None
+        self._cut: tuple[LogRecord, Sequence[Pieces]] | None = None
         self._missing: tuple[RangeId, ...] = ()
 
     def recover(self, replicas: Mapping[RangeId, Replica]) -> None:
@@ -164,9 +164,9 @@ class ReplicatedRanges:
                 logs.error("ranges_missing", view=view.view_number, ranges=len(missing))
         return lost, effects
 
-    def _send_all(self, batches: Iterable[tuple[NodeId, Batch]]) -> None:
-        for peer, batch in batches:
-            self._send(peer, batch)
+    def _send_all(self, records: Iterable[tuple[NodeId, LogRecord]]) -> None:
+        for peer, record in records:
+            self._send(peer, record)
 
     def _making_room(self, view: ClusterView) -> Work[None]:
         """Stores for what this server backs up, or is about to."""
@@ -271,8 +271,8 @@ class ReplicatedRanges:
         yield from self._logged.looking()
         log.turn(self._shards.state_bytes)
 
-    def _write(self, batch: Batch) -> None:
-        self._logged.write(batch)
+    def _write(self, record: LogRecord) -> None:
+        self._logged.write(record)
 
     def _beat(self, due: Beats) -> None:
         for peer, beat in due.beats.items():
@@ -283,10 +283,10 @@ class ReplicatedRanges:
             self._links.reset(peer)
         self.backup_requests = due.backup_requests
 
-    def _send(self, peer: NodeId, batch: Batch) -> None:
+    def _send(self, peer: NodeId, record: LogRecord) -> None:
         link = self._links.find(peer)
         if link is not None:
-            link.send(self._messages(batch))
+            link.send(self._messages(record))
 
     @decides
     def _written(self, written: Written) -> None:
@@ -294,44 +294,44 @@ class ReplicatedRanges:
         self.release(self._logged.written(written.numbers))
         self.log_has_room()
 
-    def _encoding(self, batch: Batch) -> Work[None]:
-        """Have a batch ready for who is told it: as messages for servers, else in pieces."""
-        primary = self.replication.primaries.get(batch.range_id)
+    def _encoding(self, record: LogRecord) -> Work[None]:
+        """Have a record ready for who is told it: as messages for servers, else in pieces."""
+        primary = self.replication.primaries.get(record.range_id)
         if primary is None or not primary.holders:
             if self.update_log is not None:
-                self._cut = batch, (yield from self._cutting(batch))
+                self._cut = record, (yield from self._cutting(record))
             return
-        told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
+        told = record._replace(changes=tuple(for_backup(change) for change in record.changes))
         messages = []
-        for pieces in (yield from cutting_batch(told)):
+        for pieces in (yield from cutting_log_record(told)):
             messages.append(b"".join(pieces))
             yield
-        self._encoded = batch, messages
+        self._encoded = record, messages
 
-    def _messages(self, batch: Batch) -> Sequence[bytes]:
-        if self._encoded is None or self._encoded[0] is not batch:
-            told = batch._replace(changes=tuple(for_backup(change) for change in batch.changes))
-            self._encoded = batch, batch_messages(told)
+    def _messages(self, record: LogRecord) -> Sequence[bytes]:
+        if self._encoded is None or self._encoded[0] is not record:
+            told = record._replace(changes=tuple(for_backup(change) for change in record.changes))
+            self._encoded = record, log_record_messages(told)
         return self._encoded[1]
 
-    def _logged_messages(self, batch: Batch) -> Sequence[Pieces]:
+    def _logged_messages(self, record: LogRecord) -> Sequence[Pieces]:
         """A sum is applied, and its memory used again, only when it is in the log (LOG-1): it is
         written from where it lies. Whatever else has values, as it is now.
         """
-        if self._encoded is not None and self._encoded[0] is batch:
+        if self._encoded is not None and self._encoded[0] is record:
             return [(message,) for message in self._encoded[1]]
         cut, self._cut = self._cut, None
-        if cut is not None and cut[0] is batch:
+        if cut is not None and cut[0] is record:
             return cut[1]
-        return at_once(self._cutting(batch))
+        return at_once(self._cutting(record))
 
-    def _cutting(self, batch: Batch) -> Work[Sequence[Pieces]]:
+    def _cutting(self, record: LogRecord) -> Work[Sequence[Pieces]]:
         told = []
-        for change in batch.changes:
+        for change in record.changes:
             is_put = isinstance(change, Put)
             told.append(for_backup(change) if is_put else fixed_for_backup(change))
             yield
-        return (yield from cutting_batch(batch._replace(changes=tuple(told))))
+        return (yield from cutting_log_record(record._replace(changes=tuple(told))))
 
     # --- values that are loaded
 
@@ -414,19 +414,19 @@ class ReplicatedRanges:
 
     # --- what this server says of others'
 
-    def take(self, batch: Batch) -> Ack | None:
+    def take(self, record: LogRecord) -> Ack | None:
         """`taking`, at once."""
-        return at_once(self.taking(batch))
+        return at_once(self.taking(record))
 
     @decides
-    def taking(self, batch: Batch) -> Work[Ack | None]:
-        """A batch of a primary came."""
+    def taking(self, record: LogRecord) -> Work[Ack | None]:
+        """A record of a primary came."""
         try:
-            is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
-            for change in batch.changes if is_taken else ():
+            is_taken, ack = self.replication.take(record, lambda: self._fresh(record))
+            for change in record.changes if is_taken else ():
                 yield from self._shards.making(change)
-        except Exception as error:  # noqa: BLE001 - whatever it is, not all of the batch is here
-            self._lost_track(batch.range_id, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, not all of the record is here
+            self._lost_track(record.range_id, error)
             return None
         return ack
 
@@ -472,9 +472,9 @@ class ReplicatedRanges:
         if self._view is not None:
             at_once(self._making_room(self._view))
 
-    def _fresh(self, batch: Batch) -> ShardCopy | None:
-        blocks = self._blocks.get((batch.table_id, batch.range_id))
-        return None if blocks is None else fresh_copy(self._tables[batch.table_id], blocks)
+    def _fresh(self, record: LogRecord) -> ShardCopy | None:
+        blocks = self._blocks.get((record.table_id, record.range_id))
+        return None if blocks is None else fresh_copy(self._tables[record.table_id], blocks)
 
     @decides
     def grant(self, beat: Beat) -> Grant:

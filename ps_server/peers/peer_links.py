@@ -1,7 +1,7 @@
 """Streams to the servers that back up this one's ranges, or are about to.
 
 A stream is opened while something is to be sent and kept; one that breaks is opened again. What was
-on its way is lost with it, and so is what is sent while there is none: the sender of batches sends
+on its way is lost with it, and so is what is sent while there is none: the sender of records sends
 them again until they are acknowledged.
 """
 

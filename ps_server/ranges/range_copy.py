@@ -1,6 +1,6 @@
 """What a backup knows of one table in one range, and what it is told of each change (SEMANTICS S8).
 
-    RangeState --facts--> Delta --batch--> ShardCopy --restored--> RangeState of the new primary
+    RangeState --facts--> Delta --record--> ShardCopy --restored--> RangeState of the new primary
 
 A backup decides nothing. It keeps what the primary decided: clocks, ledgers, counts. What is
 volatile at the primary is not here: steps that wait at the gate, seals that formed nothing yet,
@@ -150,13 +150,15 @@ class ShardCopy:
     def _worker(self, incarnation: Incarnation) -> WorkerCopy:
         worker = self.workers.get(incarnation)
         if worker is None:
-            raise InvalidKeys(f"a batch is of worker {incarnation}, of which no fact has come")
+            raise InvalidKeys(f"a log record is of worker {incarnation}, of which no fact has come")
         return worker
 
     def _count(self, record: Record) -> None:
         for block in record.blocks:
             if block not in self.versions:
-                raise InvalidKeys(f"a batch counts an update of block {block}, which is not here")
+                raise InvalidKeys(
+                    f"a log record counts an update of block {block}, which is not here"
+                )
             self.versions[block] += 1
         for contributor in record.summed_by or record.contributors:
             if not contributor.skip:

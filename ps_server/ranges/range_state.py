@@ -134,7 +134,7 @@ class RangeWorker:
     @property
     def holds_last_seal(self) -> bool:
         """Whether the seal that it left by has no outcome yet."""
-        for step in self.steps.values():  # noqa: SIM110 - asked of each worker at each batch
+        for step in self.steps.values():  # noqa: SIM110 - asked of each worker at each log record
             if step.seal is not None and step.seal.terms.last:
                 return True
         return False

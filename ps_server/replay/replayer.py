@@ -5,7 +5,7 @@
 This is the one module of the servers that the command line knows.
 
 Rules:
-    - A base of what came before it is compared with what the changes have made: bit by bit.
+    - A snapshot of what came before it is compared with what the changes have made: bit by bit.
 
 Invariants:
     RP-1  Nothing is made twice, and nothing goes back.
@@ -43,7 +43,7 @@ from ps_server.replay.versions import (
     history_of,
     torn_at,
 )
-from ps_server.replication.messages import Batch, RangeCopy
+from ps_server.replication.messages import LogRecord, RangeCopy
 from ps_server.values import contributions
 from ps_server.values.block_values import arithmetic_dtype
 from ps_server.values.buffer_pool import BufferPool
@@ -87,7 +87,7 @@ class Replay:
     Attributes:
         tables: as given.
         history: their versions.
-        checked_count: bases that were compared, and are what was made.
+        checked_count: snapshots that were compared, and are what was made.
     """
 
     def __init__(self, run: RunLog, tables: Sequence[Table], *, by_clock: bool = False) -> None:
@@ -144,7 +144,7 @@ class Replay:
         all.
 
         Raises:
-            InvalidUpdateLog: it cannot be made, or a base is not what was made.
+            InvalidUpdateLog: it cannot be made, or a snapshot is not what was made.
         """
         until = min(len(self._changes), self._next + most)
         while self._next < until and self._changes[self._next][0] <= position:
@@ -194,17 +194,17 @@ class Replay:
     def _make(self, change: Change) -> None:
         try:
             came = _whole(change.payloads)
-            if isinstance(came, Batch):
-                self._make_batch(change, came)
+            if isinstance(came, LogRecord):
+                self._make_record(change, came)
             elif isinstance(came, RangeCopy):
                 self._take_base(change, came)
         except PushpullError as error:
             raise InvalidUpdateLog(f"{change.where}: {error.message}") from error
 
-    def _make_batch(self, change: Change, batch: Batch) -> None:
+    def _make_record(self, change: Change, log_record: LogRecord) -> None:
         if self._watched:
-            self._measure(change, batch)
-        for each in batch.changes:
+            self._measure(change, log_record)
+        for each in log_record.changes:
             failure = self._shards.make(each)
             if failure is not None:
                 raise failure
@@ -295,9 +295,9 @@ class Replay:
         squares = None if version.step is None else self._watched.get(version.step)
         return None if squares is None or not version.step[0] else math.sqrt(squares.total)  # type: ignore[index]
 
-    def _measure(self, change: Change, batch: Batch) -> None:
+    def _measure(self, change: Change, log_record: LogRecord) -> None:
         decided = iter(change.decisions)
-        for each in batch.changes:
+        for each in log_record.changes:
             key = change.place, each.record.clock
             match each:
                 case Put(record, accumulator):

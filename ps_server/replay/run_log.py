@@ -5,9 +5,9 @@
 Rules:
     - Nothing is locked, and nothing written. What is torn at a log's end ends it there.
     - Of several runs in one place the newest is read.
-    - A range begins with the first BEGUN, or whole base, that is left. It goes on from one term
+    - A range begins with the first BEGIN, or whole snapshot, that is left. It goes on from one term
       of a primary to the next, in whichever log that is.
-    - What a term has beyond the base of the next was seen by nobody, and is left out.
+    - What a term has beyond the snapshot of the next was seen by nobody, and is left out.
     - Changes of one server are in the order of its log; those of two by the times of their frames,
       as far as VER-1 lets them.
 
@@ -31,7 +31,7 @@ from ps_runtime.cluster import wire
 from ps_server.ranges.events import Record
 from ps_server.ranges.range_copy import Facts
 from ps_server.replay.versions import Change, Decision, Origin, Part, Place, Reached
-from ps_server.replication.messages import Batch, RangeCopy
+from ps_server.replication.messages import LogRecord, RangeCopy
 from ps_server.update_log.directory import segments_in
 from ps_server.update_log.format import FrameKind, frame_bytes
 from ps_server.update_log.reader import Frame, LogContents, scan
@@ -65,11 +65,11 @@ class _Event(NamedTuple):
     number: int
     time_s: float
     frames: tuple[Frame, ...]
-    read: _Batch | _Base | FrameKind
+    read: _ReadRecord | _ReadSnapshot | FrameKind
 
 
-class _Batch(NamedTuple):
-    """What is needed of a batch, beside its payloads."""
+class _ReadRecord(NamedTuple):
+    """What is needed of a log record, beside its payloads."""
 
     table_id: TableId
     clock: int
@@ -79,8 +79,8 @@ class _Batch(NamedTuple):
     done: Done
 
 
-class _Base(NamedTuple):
-    """What is needed of a base: of each table its facts, and how far each worker is."""
+class _ReadSnapshot(NamedTuple):
+    """What is needed of a snapshot: of each table its facts, and how far each worker is."""
 
     tables: dict[TableId, tuple[Facts, Done]]
 
@@ -106,8 +106,8 @@ class RunLog:
         reached: how far each of them is in each range that the logs have all of.
         notes: what a person should know of it.
         kernel_fingerprints: of the servers.
-        unseen_count: batches that were decided, and seen by nobody.
-        lost_count: batches that are in no log, between others that are.
+        unseen_count: log records that were decided, and seen by nobody.
+        lost_count: log records that are in no log, between others that are.
     """
 
     logs: list[ServerLog]
@@ -207,19 +207,19 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
             reader, segment, kept = ReplicationReader(is_open=True), frame.segment, []
         event = None
         try:
-            if head.kind in (FrameKind.BASE, FrameKind.BATCH):
+            if head.kind in (FrameKind.SNAPSHOT, FrameKind.RECORD):
                 kept.append(frame)
                 read = reader.read(frame.payload)
-                if isinstance(read, Batch):
-                    event = _batch(read, (index, order), time_s, tuple(kept))
+                if isinstance(read, LogRecord):
+                    event = _log_record(read, (index, order), time_s, tuple(kept))
                 elif isinstance(read, RangeCopy):
-                    event = _base(read, (index, order), time_s, tuple(kept))
+                    event = _snapshot(read, (index, order), time_s, tuple(kept))
                 if head.is_last:
                     kept = []
             elif head.kind is FrameKind.TABLE:
                 table = wire.table_from_proto(types_pb2.Table.FromString(bytes(frame.payload)))
                 log.tables.setdefault(table.table_id, table)
-            elif head.kind in (FrameKind.BEGUN, FrameKind.TAKEN_OVER):
+            elif head.kind in (FrameKind.BEGIN, FrameKind.TAKEN_OVER):
                 mark = update_log_pb2.UpdateLogRange.FromString(bytes(frame.payload))
                 event = _Event(mark.term, index, order, mark.number, time_s, (frame,), head.kind)
         except (PushpullError, DecodeError) as error:
@@ -228,31 +228,33 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
         yield RangeId(head.range_id), event, byte_count
 
 
-def _batch(batch: Batch, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]) -> _Event:
-    facts = batch.delta.facts
+def _log_record(
+    log_record: LogRecord, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]
+) -> _Event:
+    facts = log_record.delta.facts
     decisions = []
-    for change in batch.changes:
+    for change in log_record.changes:
         record: Record = change.record
         if isinstance(change, Put | Assigned):
-            decisions.append(_decision(record, batch))
-    read = _Batch(
-        batch.table_id,
-        max((change.record.clock for change in batch.changes), default=0),
-        bool(batch.changes),
+            decisions.append(_decision(record, log_record))
+    read = _ReadRecord(
+        log_record.table_id,
+        max((change.record.clock for change in log_record.changes), default=0),
+        bool(log_record.changes),
         tuple(decisions),
         facts,
-        tuple((worker.incarnation, worker.done_clock) for worker in batch.delta.workers),
+        tuple((worker.incarnation, worker.done_clock) for worker in log_record.delta.workers),
     )
-    return _Event(batch.term, *at, batch.number, time_s, frames, read)
+    return _Event(log_record.term, *at, log_record.number, time_s, frames, read)
 
 
-def _decision(record: Record, batch: Batch) -> Decision:
+def _decision(record: Record, log_record: LogRecord) -> Decision:
     contributors = record.summed_by or record.contributors
     sequences = {(c.incarnation, s) for c in contributors for s in c.sequences}
     staleness = max(
         (
             ending.staleness
-            for incarnation, sequence, ending in batch.delta.endings
+            for incarnation, sequence, ending in log_record.delta.endings
             if (incarnation, sequence) in sequences
         ),
         default=0,
@@ -272,7 +274,9 @@ def _is_bsp(settings: Mapping[int, Consistency], clock: int) -> bool:
     return settings[after].mode is Mode.BSP
 
 
-def _base(copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]) -> _Event:
+def _snapshot(
+    copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]
+) -> _Event:
     tables = {
         table_id: (
             part.facts,
@@ -284,7 +288,7 @@ def _base(copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[Fra
         for table_id, part in copy.snapshot.copies.items()
     }
     snapshot = copy.snapshot
-    return _Event(snapshot.term, *at, snapshot.number, time_s, frames, _Base(tables))
+    return _Event(snapshot.term, *at, snapshot.number, time_s, frames, _ReadSnapshot(tables))
 
 
 # --- the terms of one range
@@ -302,21 +306,21 @@ class _Chain:
     def __init__(self, run: RunLog, range_id: RangeId) -> None:
         self._run = run
         self._range_id = range_id
-        self._number: int | None = None  # of the newest batch; None: not all is there
+        self._number: int | None = None  # of the newest log record; None: not all is there
         self._term = 0
         self._is_cut = False  # the term's begin is in no log
         self._settings: dict[Place, dict[int, Consistency]] = {}
-        self._found: list[tuple[int, _Keyed]] = []  # by the number of their batch
+        self._found: list[tuple[int, _Keyed]] = []  # by the number of their log record
         self._reached: dict[Place, list[tuple[int, int, Done]]] = {}
 
     def read(self, events: Sequence[_Event]) -> list[_Keyed]:
         """The changes, in their order, each with its log's."""
         for event in events:
             match event.read:
-                case _Base():
-                    self._base(event, event.read)
-                case _Batch():
-                    self._batch(event, event.read)
+                case _ReadSnapshot():
+                    self._snapshot(event, event.read)
+                case _ReadRecord():
+                    self._log_record(event, event.read)
                 case kind:
                     self._mark(event, kind)
         if self._number is not None:
@@ -324,41 +328,43 @@ class _Chain:
         return [keyed for _, keyed in self._found]
 
     def _mark(self, event: _Event, kind: FrameKind) -> None:
-        if kind is FrameKind.BEGUN and self._number is None:
+        if kind is FrameKind.BEGIN and self._number is None:
             self._number = event.number
         elif self._number is not None and self._number != event.number:
-            self._refuse(event, f"it goes on from batch {event.number}, after {self._number}")
+            self._refuse(event, f"it goes on from log record {event.number}, after {self._number}")
         self._term, self._is_cut = event.term, False
 
-    def _batch(self, event: _Event, read: _Batch) -> None:
+    def _log_record(self, event: _Event, read: _ReadRecord) -> None:
         if self._number is None:
             return
-        if event.term != self._term:  # a base of it follows, or nothing more
+        if event.term != self._term:  # a snapshot of it follows, or nothing more
             self._is_cut = True
         if self._is_cut:
             return
         if event.number != self._number + 1:
-            self._refuse(event, f"batch {event.number} follows batch {self._number}")
+            self._refuse(event, f"log record {event.number} follows log record {self._number}")
         self._number = event.number
         place = read.table_id, self._range_id
         self._reached.setdefault(place, []).append((event.number, read.facts.clock, read.done))
         settings = self._known_settings(place, read.facts)
         decisions = [d._replace(is_bsp=_is_bsp(settings, d.clock)) for d in read.decisions]
         if read.has_changes:
-            self._add(event, place, Origin.BATCH, read.clock, tuple(decisions))
+            self._add(event, place, Origin.RECORD, read.clock, tuple(decisions))
 
     def _known_settings(self, place: Place, facts: Facts) -> dict[int, Consistency]:
-        """By the clock after which each holds: those before the batch, too. It may be the last that
-        one of them was for, and have forgotten it.
+        """Settings by the clock after which each holds, those before the record too: it may be the
+        last that one of them was for, and have forgotten it.
         """
         before, self._settings[place] = self._settings.get(place, {}), dict(facts.settings)
         return before | self._settings[place]
 
-    def _base(self, event: _Event, read: _Base) -> None:
+    def _snapshot(self, event: _Event, read: _ReadSnapshot) -> None:
         before = self._number
         if before is not None and event.number < before:
             if event.term == self._term:
-                self._refuse(event, f"a base as of batch {event.number} follows batch {before}")
+                self._refuse(
+                    event, f"a snapshot as of log record {event.number} follows log record {before}"
+                )
             self._run.unseen_count += before - event.number
             self._found = [each for each in self._found if each[0] <= event.number]
             for place, steps in self._reached.items():
@@ -434,12 +440,12 @@ def _merged(keyed: Iterable[_Keyed]) -> list[Change]:
 def _note(run: RunLog) -> None:
     if run.unseen_count:
         run.notes.append(
-            f"{run.unseen_count} batches were decided by servers that were replaced, and seen by "
+            f"{run.unseen_count} records were decided by servers that were replaced, and seen by "
             "nobody: they are left out"
         )
     if run.lost_count:
         run.notes.append(
-            f"{run.lost_count} batches are in no log; the values after them come from a base"
+            f"{run.lost_count} records are in no log; the values after them come from a snapshot"
         )
     for table in run.tables.values():
         missing = [

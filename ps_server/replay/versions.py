@@ -69,13 +69,13 @@ class Decision(NamedTuple):
 class Origin(Enum):
     """Where a change comes from."""
 
-    BATCH = "batch"
+    RECORD = "record"
     BEGIN = "begin"
-    """A base with which the log begins: what came before is not there."""
+    """A snapshot with which the log begins: what came before is not there."""
     JUMP = "jump"
-    """A base that has more than what came before it: what lies between is in no log."""
+    """A snapshot that has more than what came before it: what lies between is in no log."""
     SAME = "same"
-    """A base of what came before it."""
+    """A snapshot of what came before it."""
 
 
 class Change(NamedTuple):
@@ -209,7 +209,7 @@ def torn_at(changes: Iterable[Change], clock: int) -> str:
 
 
 def _skips(change: Change, before: Change | None, clock: int) -> bool:
-    """Whether a base comes where the clock should have been."""
+    """Whether a snapshot comes where the clock should have been."""
     return change.origin is Origin.BEGIN or (before is not None and before.clock < clock)
 
 

@@ -3,18 +3,18 @@
     follows --promoted--> waits out its last grant --> serves, as `RangeMachine`s of what it has
 
 Rules:
-    - It takes the batches of its epoch in the order of their numbers, each once, and acknowledges
+    - It takes the records of its epoch in the order of their numbers, each once, and acknowledges
       the newest. What comes with an older epoch is refused: its sender is primary no more.
-    - A batch is applied when it comes. Its primary may not know yet that it is committed; but only
+    - A record is applied when it comes. Its primary may not know yet that it is committed; but only
       a backup that has it can be promoted, and a promoted one commits all that it has.
     - A beat is granted by answering it. From when it is promoted it grants no more, and it serves
       when the last one that it granted has run out: by its own clock, counted from its answer, and
       by any that is slower by `MAX_DRIFT`.
 
 Invariants:
-    RE-1  `number` is the newest batch, and every one before it was taken.
+    RE-1  `number` is the newest record, and every one before it was taken.
 
-What it deliberately does not do: hold values (the edge does, in the order of the batches).
+What it deliberately does not do: hold values (the edge does, in the order of the records).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_server.ranges.range_copy import ShardCopy
-from ps_server.replication.messages import Batch
+from ps_server.replication.messages import LogRecord
 
 MAX_DRIFT = 0.05
 """By so much of the time that passes may the clocks of two servers run apart."""
@@ -39,7 +39,7 @@ class Replica:
         lease_s: for how long a grant lasts.
         term: the epoch in which the primary that it follows became one.
         copies: what it was given when it joined; by table.
-        number: of the newest batch in that.
+        number: of the newest record in that.
     """
 
     def __init__(
@@ -64,38 +64,38 @@ class Replica:
         """A newer configuration has it as a backup still."""
         self.assignment_epoch = max(self.assignment_epoch, assignment_epoch)
 
-    def follows(self, batch: Batch) -> bool:
+    def follows(self, record: LogRecord) -> bool:
         """Whether it comes from its primary."""
-        is_current = batch.assignment_epoch >= self.assignment_epoch and batch.term == self.term
+        is_current = record.assignment_epoch >= self.assignment_epoch and record.term == self.term
         return is_current and not self.is_promoted
 
-    def take(self, batch: Batch, fresh: Callable[[], ShardCopy | None]) -> bool:
-        """A batch of its primary came: whether it is the next, and was taken. `fresh` makes the
+    def take(self, record: LogRecord, fresh: Callable[[], ShardCopy | None]) -> bool:
+        """A record of its primary came: whether it is the next, and was taken. `fresh` makes the
         copy of a table of which it has heard nothing, if the newest view has it.
         """
-        if not self._is_next(batch):
+        if not self._is_next(record):
             return False
-        copy = self.copies.get(batch.table_id) or fresh()
+        copy = self.copies.get(record.table_id) or fresh()
         if copy is None:
             return False
-        self.follow(batch.assignment_epoch)
-        self.copies[batch.table_id] = copy
-        copy.take(batch.delta)
-        self.number = batch.number
+        self.follow(record.assignment_epoch)
+        self.copies[record.table_id] = copy
+        copy.take(record.delta)
+        self.number = record.number
         return True
 
-    def skip(self, batch: Batch) -> bool:
+    def skip(self, record: LogRecord) -> bool:
         """As `take`, of a table that was removed, which its primary had not heard: nothing of it is
         kept.
         """
-        if not self._is_next(batch):
+        if not self._is_next(record):
             return False
-        self.follow(batch.assignment_epoch)
-        self.number = batch.number
+        self.follow(record.assignment_epoch)
+        self.number = record.number
         return True
 
-    def _is_next(self, batch: Batch) -> bool:
-        return batch.number == self.number + 1
+    def _is_next(self, record: LogRecord) -> bool:
+        return record.number == self.number + 1
 
     def beat(self, assignment_epoch: AssignmentEpoch, now_s: float) -> bool:
         """The primary of `epoch` asks for the lease; whether it is granted."""

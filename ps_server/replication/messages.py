@@ -11,7 +11,7 @@ from ps_server.values.mutations import Change
 from ps_server.values.store_copy import StoreCopy
 
 
-class Batch(NamedTuple):
+class LogRecord(NamedTuple):
     """What one event decided in one table: `changes` are for the values, opaque here. `term` is
     the epoch in which its primary became one: numbers of two terms have nothing in common.
     """
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """A backup has all batches of a range up to `number`; `assignment_epoch` is the newest that it
+    """A backup has all records of a range up to `number`; `assignment_epoch` is the newest that it
     has heard of.
     """
 
@@ -50,7 +50,7 @@ class Grant(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All of a range as of batch `number`, for a server that joins it. The values come beside it,
+    """All of a range as of record `number`, for a server that joins it. The values come beside it,
     from the edge: those that were released, on which the changes of `held` are still to be made.
     """
 

@@ -1,6 +1,6 @@
 """Between what the machines decide and what is done: what others must have first is held.
 
-    effects --decide--> done at once | batch to the backups, and held --committed--> released, done
+    effects --decide--> done at once | record to the backups, and held --committed--> released, done
 
 Rules:
     - Sums are made at once: nobody sees them. What was summed for an update is detached when the
@@ -40,7 +40,7 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.range_copy import Delta, Facts, WorkerFacts, delta_of, facts_of
 from ps_server.ranges.server_machine import PreparedChange, ServerMachine
-from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.range_roles import Replication
 from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put
 
@@ -103,9 +103,9 @@ class OutputCommit:
         machine: its machine.
         replication: of the same.
         sums: its sums.
-        send: how a batch gets to a server.
-        write: how a batch gets to the update log, where there is one.
-        encode: makes a batch ready for both, in steps.
+        send: how a log record gets to a server.
+        write: how a log record gets to the update log, where there is one.
+        encode: makes a log record ready for both, in steps.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class OutputCommit:
         machine: ServerMachine,
         replication: Replication,
         sums: Sums,
-        send: Callable[[NodeId, Batch], None],
-        write: Callable[[Batch], None] | None = None,
-        encode: Callable[[Batch], Work[None]] | None = None,
+        send: Callable[[NodeId, LogRecord], None],
+        write: Callable[[LogRecord], None] | None = None,
+        encode: Callable[[LogRecord], Work[None]] | None = None,
     ) -> None:
         self._machine = machine
         self._replication = replication
@@ -212,15 +212,15 @@ class OutputCommit:
                 primary.log.decide_alone()
             primary.log.follow(decided.held)
             return []
-        batch = primary.log.decide(
+        log_record = primary.log.decide(
             place[0], delta._replace(workers=news or ()), tuple(decided.changes), decided.held
         )
         if self._encode is not None:
-            yield from self._encode(batch)
+            yield from self._encode(log_record)
         for node_id in primary.holders:
-            self._send(node_id, batch)
+            self._send(node_id, log_record)
         if self._write is not None and primary.log.is_written:
-            self._write(batch)
+            self._write(log_record)
         return []
 
     def _news(self, place: _Place, delta: Delta) -> tuple[WorkerFacts, ...] | None:
@@ -336,9 +336,9 @@ class OutputCommit:
         for node_id, copying in self._replication.copies(now_s, has_room):
             yield node_id, self._telling_anew(copying)
 
-    def basing(self, range_id: RangeId) -> Work[Snapshot]:
-        """As `Replication.basing`: the update log is told all anew from then on."""
-        return self._telling_anew(self._replication.basing(range_id))
+    def snapshotting_for_log(self, range_id: RangeId) -> Work[Snapshot]:
+        """As `Replication.snapshotting_for_log`: the update log is told all anew from then on."""
+        return self._telling_anew(self._replication.snapshotting_for_log(range_id))
 
     def _telling_anew(self, copying: Work[Snapshot]) -> Work[Snapshot]:
         snapshot = yield from copying

@@ -1,6 +1,6 @@
-"""When batches, beats and requests go to other servers, and to which: the streams only carry them.
+"""When records, beats and requests go to other servers, and to which: the streams only carry them.
 
-    batch decided --sent--> on its way --acknowledged--> gone
+    record decided --sent--> on its way --acknowledged--> gone
                                |  stream broke, refused, or nothing got on for half a lease
                                +--sent again
 
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ps_core.cluster_view import BackupRequest
 from ps_core.keys import NodeId, RangeId
-from ps_server.replication.messages import Batch, Beat
+from ps_server.replication.messages import Beat, LogRecord
 from ps_server.replication.peer_queues import PeerQueues
 from ps_server.replication.range_roles import Replication
 
@@ -43,7 +43,7 @@ class Beats(NamedTuple):
 
 
 class _Lack(NamedTuple):
-    """The first batch of a range that a server is not known to have, and since when that is so."""
+    """The first record of a range that a server is not known to have, and since when that is so."""
 
     number: int
     since_s: float
@@ -65,37 +65,37 @@ class PeerPacing:
         self._beat_s = 0.0
         self._lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
 
-    def renewed(self) -> list[tuple[NodeId, Batch]]:
+    def renewed(self) -> list[tuple[NodeId, LogRecord]]:
         """A view was observed: whoever saw a range's new epoch before this server has refused what
         still named the old one.
         """
         ranges, replication = self._replication.renewed, self._replication
         resends = replication.resends(replication.all_holders)
-        return [(peer, batch) for peer, batch in resends if batch.range_id in ranges]
+        return [(peer, record) for peer, record in resends if record.range_id in ranges]
 
-    def opened(self, peer: NodeId) -> list[tuple[NodeId, Batch]]:
+    def opened(self, peer: NodeId) -> list[tuple[NodeId, LogRecord]]:
         """A stream to the server is there; nothing of what was sent before may have come."""
         self._replication.lost(peer)
         self._lacks = {key: lack for key, lack in self._lacks.items() if key[0] != peer}
         return list(self._replication.resends({peer}))
 
-    def late(self, now_s: float) -> list[tuple[NodeId, Batch]]:
+    def late(self, now_s: float) -> list[tuple[NodeId, LogRecord]]:
         """What is to be sent again. To be called ten times a lease at least."""
         self._queues.look()
         self._replication.sending(self._queues.busy, now_s)
-        lacking: dict[tuple[NodeId, RangeId], list[Batch]] = {}
-        for peer, batch in self._replication.resends(self._replication.all_holders):
-            lacking.setdefault((peer, batch.range_id), []).append(batch)
+        lacking: dict[tuple[NodeId, RangeId], list[LogRecord]] = {}
+        for peer, record in self._replication.resends(self._replication.all_holders):
+            lacking.setdefault((peer, record.range_id), []).append(record)
         idle = {peer for peer, _ in lacking if self._queues.is_idle(peer)}
         lacks: dict[tuple[NodeId, RangeId], _Lack] = {}
-        found: list[tuple[NodeId, Batch]] = []
-        for key, batches in lacking.items():
-            before, number = self._lacks.get(key), batches[0].number
+        found: list[tuple[NodeId, LogRecord]] = []
+        for key, records in lacking.items():
+            before, number = self._lacks.get(key), records[0].number
             since_s = now_s if before is None or before.number != number else before.since_s
             is_late = now_s > since_s + _RESEND_LEASES * self._lease_s
             if is_late and key[0] in idle:
                 since_s = now_s
-                found += [(key[0], batch) for batch in batches]
+                found += [(key[0], record) for record in records]
             lacks[key] = _Lack(number, since_s)
         self._lacks = lacks
         return found

@@ -16,7 +16,7 @@ Rules:
 
 Invariants:
     PR-1  Who was asked for counts until the epoch ends.
-    PR-2  Values that no batch has come to be only while nobody else has any.
+    PR-2  Values that no record has come to be only while nobody else has any.
 
 What it deliberately does not do: hold what was decided (`RangeLog` does), or know other ranges.
 """
@@ -29,17 +29,17 @@ from dataclasses import dataclass
 from ps_core.cluster_view import BackupRequest, RangeAssignment
 from ps_core.errors import check
 from ps_core.keys import AssignmentEpoch, NodeId
-from ps_server.replication.messages import Ack, Batch
+from ps_server.replication.messages import Ack, LogRecord
 from ps_server.replication.replication_log import RangeLog
 
 _NEAR_COUNT = 64
-"""One that joins and misses so many batches at most is waited for, so that it catches up."""
+"""One that joins and misses so many records at most is waited for, so that it catches up."""
 
 _COPY_LEASES = 5
 """So long may it take until one that joins has all that was sent to it."""
 
 _BEHIND_LEASES = 5
-"""So long may a backup lack a batch that was sent to it."""
+"""So long may a backup lack a record that was sent to it."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class Primary:
     # --- what other servers say
 
     def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
-        """A backup, or one that joins, has taken batches."""
+        """A backup, or one that joins, has taken records."""
         self._heard_s[backup] = now_s
         joining = self._joining.get(backup)
         if joining is not None:
@@ -154,7 +154,7 @@ class Primary:
     # --- values that come from elsewhere than the log
 
     def close(self) -> None:
-        """Nobody backs the range up from now on: values come to be here that no batch has. The
+        """Nobody backs the range up from now on: values come to be here that no record has. The
         scheduler is asked to leave the backups out; they join anew after `replaced`.
         """
         self._is_closed = True
@@ -175,15 +175,15 @@ class Primary:
         """
         check(self.is_without_replicas, "PR-2", f"range {self.log.range_id} has {self.log.backups}")
         self.log.begin_anew()
-        self.log.lose_base()
+        self.log.lose_logged_snapshot()
         self._is_closed = not is_last
 
     # --- who gets what
 
     @property
-    def needs_base(self) -> bool:
+    def needs_snapshot(self) -> bool:
         """Whether the update log is to be given all of the range: not while values come."""
-        return self.log.needs_base and not self._is_closed
+        return self.log.needs_snapshot and not self._is_closed
 
     @property
     def is_heard(self) -> bool:
@@ -200,7 +200,7 @@ class Primary:
 
     @property
     def holders(self) -> tuple[NodeId, ...]:
-        """Who gets the batches."""
+        """Who gets the records."""
         followers = self.followers
         if not self._joining:
             return followers
@@ -217,8 +217,8 @@ class Primary:
             else self.log.backups
         )
 
-    def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, Batch]]:
-        """Batches that these have not acknowledged."""
+    def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, LogRecord]]:
+        """Records that these have not acknowledged."""
         if self.log.is_settled:
             return
         for node_id in self.holders:
@@ -228,8 +228,8 @@ class Primary:
                 lacking = self.log.unacked(node_id)
             else:
                 lacking = self.log.after(self._joining[node_id].number)
-            for batch in lacking:
-                yield node_id, batch._replace(assignment_epoch=self.log.assignment_epoch)
+            for record in lacking:
+                yield node_id, record._replace(assignment_epoch=self.log.assignment_epoch)
 
     def begins_copy(
         self, node_id: NodeId, now_s: float, has_room: Callable[[NodeId], bool]

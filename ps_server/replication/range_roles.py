@@ -16,7 +16,7 @@ Rules:
       whichever epoch it hears of first: what it was not told then, nobody has seen. One that has
       left the range since has missed what came, and tells the scheduler that it is missing.
 
-    - Of a table that was removed nothing is taken, given or done any more, though its batches keep
+    - Of a table that was removed nothing is taken, given or done any more, though its records keep
       their numbers: the view of a primary and those of its backups may differ for a while.
 
 Invariants:
@@ -39,7 +39,7 @@ from ps_server.ranges.events import AnswerPull, Effect, RefusePull
 from ps_server.ranges.range_copy import ShardCopy, copying
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import Replica
-from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
+from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, Snapshot
 from ps_server.replication.primary import Primary
 from ps_server.replication.replication_log import RangeLog
 from ps_server.values.mutations import Change
@@ -176,7 +176,7 @@ class Replication:
 
     def _removing(self, table_ids: frozenset[TableId]) -> Work[list[Effect]]:
         """These tables were removed: what was decided of them and waits is not done, and nobody
-        goes on with them. Batches keep their numbers, whatever they are of.
+        goes on with them. Log records keep their numbers, whatever they are of.
         """
         if not table_ids:
             return []
@@ -335,7 +335,7 @@ class Replication:
 
     @property
     def all_holders(self) -> set[NodeId]:
-        """Everybody who gets batches of some range."""
+        """Everybody who gets log records of some range."""
         return {node_id for primary in self.primaries.values() for node_id in primary.holders}
 
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[object]:
@@ -348,7 +348,7 @@ class Replication:
         return found
 
     def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
-        """A backup, or one that joins, has taken batches."""
+        """A backup, or one that joins, has taken log records."""
         primary = self.primaries.get(ack.range_id)
         if primary is not None:
             primary.acked(backup, ack, now_s)
@@ -378,15 +378,15 @@ class Replication:
                 asked.setdefault(backup, []).append((range_id, primary.log.assignment_epoch))
         return {backup: Beat(now_s, tuple(ranges)) for backup, ranges in asked.items()}
 
-    def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, Batch]]:
-        """Batches that these have not acknowledged."""
+    def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, LogRecord]]:
+        """Log records that these have not acknowledged."""
         for primary in self.primaries.values():
             yield from primary.resends(peers)
 
     def copies(
         self, now_s: float, has_room: Callable[[NodeId], bool]
     ) -> Iterator[tuple[NodeId, Work[Snapshot]]]:
-        """For servers that shall join and have room for it: all of a range, as of its newest batch.
+        """All of a range as of its newest record, for each server that joins and has room for it.
         Each is to be made, and sent with the values of that moment, before the next is asked for.
         """
         for assignment in self._with_catching_up:
@@ -405,13 +405,13 @@ class Replication:
         number = log.begin_snapshot()
         return Snapshot(log.range_id, log.assignment_epoch, log.term, number, copies, held)
 
-    def basing(self, range_id: RangeId) -> Work[Snapshot]:
-        """All of a range as of its newest batch, for the update log: to be written, with the values
-        of that moment, before anything that follows.
+    def snapshotting_for_log(self, range_id: RangeId) -> Work[Snapshot]:
+        """All of a range as of its newest record, for the update log, which writes it with the
+        values of that moment before anything that follows.
         """
         log = self.primaries[range_id].log
         snapshot = yield from self._copying(log)
-        log.begin_base()
+        log.begin_logged_snapshot()
         return snapshot
 
     def backup_requests(self, now_s: float) -> list[BackupRequest]:
@@ -438,20 +438,22 @@ class Replication:
 
     # --- a backup
 
-    def take(self, batch: Batch, fresh: Callable[[], ShardCopy | None]) -> tuple[bool, Ack | None]:
-        """A batch came: whether its changes are to be made now, and what to answer. Of a table that
-        was removed it is taken, and nothing made of it.
+    def take(
+        self, log_record: LogRecord, fresh: Callable[[], ShardCopy | None]
+    ) -> tuple[bool, Ack | None]:
+        """Take a record: whether its changes are to be made now, and what to answer. A record of a
+        removed table is taken, and nothing is made of it.
 
         Raises:
             InvalidKeys: it does not go with what is here, of which nothing is of use any more.
         """
-        replica = self.replicas.get(batch.range_id)
-        if replica is None or not replica.follows(batch):
+        replica = self.replicas.get(log_record.range_id)
+        if replica is None or not replica.follows(log_record):
             return False, None
-        if self._is_removed(batch.table_id):
-            replica.skip(batch)
+        if self._is_removed(log_record.table_id):
+            replica.skip(log_record)
             return False, _ack(replica)
-        is_next = replica.take(batch, fresh)
+        is_next = replica.take(log_record, fresh)
         return is_next, _ack(replica)
 
     def _is_removed(self, table_id: TableId) -> bool:

@@ -7,16 +7,15 @@ values, answers, reads all wait until every in-sync backup has the decision, in 
 they came about. So what a failover takes back was never seen.
 
 Rules:
-    - Batches are numbered from 1 without gap, over all tables of the range. A backup that is behind
+    - Records are numbered from 1 without gap, over all tables of the range. A backup that is behind
       gets everything after what it has once more.
     - The right to serve comes from the backups: the primary releases nothing unless each of them
       has granted a beat that was sent less than `lease_s` ago. Without backups nobody else can be
       made primary, and it needs no lease.
-    - One that was promoted has the backups of the primary before as candidates, and that primary:
-      they may be a batch behind or ahead of it. While they are, each of them can be made primary in
-      its place, so it releases nothing; it asks the scheduler to leave them out, and they join
-      anew.
-      They are told nothing, and do not count.
+    - A promoted primary has as candidates the former primary and its other backups: they may be a
+      record behind or ahead. While there are any, each of them can be made primary in its place, so
+      it releases nothing; it asks the scheduler to leave them out, and they join anew. They are
+      told nothing, and do not count.
     - One that was deposed and is primary again goes on with all that it decided, under another
       term, and has as candidates whoever could have been primary in its place.
     - Where fewer than `min_in_sync` servers hold the range, nothing more is committed; who joins
@@ -42,15 +41,15 @@ from dataclasses import dataclass
 from ps_core.errors import check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_server.ranges.range_copy import Delta
-from ps_server.replication.messages import Batch
+from ps_server.replication.messages import LogRecord
 
 
 @dataclass(slots=True)
 class _Entry:
-    """Effects that wait for a number; its batch, unless they only follow it."""
+    """Effects that wait for a number; its record, unless they only follow it."""
 
     number: int
-    batch: Batch | None
+    record: LogRecord | None
     effects: Sequence[object]
 
 
@@ -62,16 +61,16 @@ class RangeLog:
         assignment_epoch: under which this server is primary.
         backups: the in-sync ones; all have everything up to `number`.
         lease_s: for how long a granted beat counts, from when it was sent.
-        number: of the newest batch that there is.
+        number: of the newest record that there is.
         min_in_sync: servers, this one included, that must have what is committed.
 
     Attributes:
         range_id: the range.
         assignment_epoch: the newest.
         term: the first since this server is primary, or is again.
-        number: of the newest batch.
+        number: of the newest record.
         candidates: who held the range under the primary before, and is not left out yet.
-        is_written: whether batches go to the update log: it has, or is being given, what they
+        is_written: whether records go to the update log: it has, or is being given, what they
             follow.
     """
 
@@ -113,10 +112,10 @@ class RangeLog:
         self._acked = dict.fromkeys(candidates, self.number)
         self._granted_s.clear()
         self.inherit()
-        self.lose_base()  # what the update log has is of the term before
+        self.lose_logged_snapshot()  # what the update log has is of the term before
         for entry in self._entries:
-            if entry.batch is not None:
-                entry.batch = entry.batch._replace(term=assignment_epoch)
+            if entry.record is not None:
+                entry.record = entry.record._replace(term=assignment_epoch)
 
     def take_out(self, is_out: Callable[[object], bool]) -> list[object]:
         """Effects that wait and will not be released, of which `is_out` is true."""
@@ -174,10 +173,10 @@ class RangeLog:
         delta: Delta,
         changes: Sequence[object],
         effects: Sequence[object],
-    ) -> Batch:
-        """An event decided something: the batch to send to every backup. Its effects wait."""
+    ) -> LogRecord:
+        """An event decided something: the record to send to every backup. Its effects wait."""
         self.number += 1
-        batch = Batch(
+        record = LogRecord(
             self.range_id,
             self.term,
             self.assignment_epoch,
@@ -186,8 +185,8 @@ class RangeLog:
             delta,
             tuple(changes),
         )
-        self._entries.append(_Entry(self.number, batch, effects))
-        return batch
+        self._entries.append(_Entry(self.number, record, effects))
+        return record
 
     def follow(self, effects: Sequence[object]) -> None:
         """Effects that decide nothing, and show what was decided: reads."""
@@ -224,15 +223,15 @@ class RangeLog:
 
     def begin_snapshot(self) -> int:
         """The number of what is so now: another one if anything was decided alone, which whoever
-        has the newest batch does not have.
+        has the newest record does not have.
         """
         if self._is_past:
             self.begin_anew()
-            self.lose_base()
+            self.lose_logged_snapshot()
         return self.number
 
     def begin_anew(self) -> None:
-        """The values are other ones, which whoever has the newest batch does not have. What waits
+        """The values are other ones, which whoever has the newest record does not have. What waits
         goes on waiting, until some were given all of the range.
         """
         self.number += 1
@@ -244,23 +243,23 @@ class RangeLog:
     # --- the update log
 
     def keep_log(self, written: int) -> None:
-        """There is an update log, which has everything up to that batch; -1: nothing of the
+        """There is an update log, which has everything up to that record; -1: nothing of the
         range. Before anything is decided.
         """
         self._written, self.is_written = written, written >= 0
 
     @property
-    def needs_base(self) -> bool:
-        """Whether the update log lacks what batches would follow: all of the range."""
+    def needs_snapshot(self) -> bool:
+        """Whether the update log lacks what records would follow: all of the range."""
         return self._written is not None and not self.is_written
 
-    def begin_base(self) -> None:
-        """All of the range is on its way to the update log, as of `begin_snapshot`; batches follow
+    def begin_logged_snapshot(self) -> None:
+        """All of the range is on its way to the update log, as of `begin_snapshot`; records follow
         it.
         """
         self.is_written = True
 
-    def lose_base(self) -> None:
+    def lose_logged_snapshot(self) -> None:
         """What is in the update log is not what is here any more."""
         if self._written is not None:
             self._written, self.is_written = -1, False
@@ -283,13 +282,13 @@ class RangeLog:
         """Up to where the backup, whose word counts, has everything."""
         return self._acked[backup]
 
-    def unacked(self, backup: NodeId) -> list[Batch]:
+    def unacked(self, backup: NodeId) -> list[LogRecord]:
         """What the backup is not known to have, to be sent again."""
         return self.after(self._acked.get(backup, self.number))
 
-    def after(self, number: int) -> list[Batch]:
-        """The batches after `number` that are kept: all that are not committed."""
-        return [e.batch for e in self._entries if e.batch is not None and e.number > number]
+    def after(self, number: int) -> list[LogRecord]:
+        """The records after `number` that are kept: all that are not committed."""
+        return [e.record for e in self._entries if e.record is not None and e.number > number]
 
     def granted(self, backup: NodeId, sent_s: float) -> None:
         """The backup answered the beat that was sent then."""

@@ -21,7 +21,7 @@ import grpc.aio
 from ps_core.errors import InvalidConfig, NotOwner, Recovering
 from ps_runtime.grpc.errors import translated
 from ps_server.peers.node_replication import ReplicatedRanges
-from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy
+from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, RangeCopy
 from ps_server.service.node import ParameterNode
 from ps_server.service.works import Works
 from ps_server.wire.replication_reader import Came, ReplicationReader
@@ -101,7 +101,7 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
         """This server and its replicas, for a caller that may speak here."""
         if self._node is None:
             raise Recovering("the server has not registered yet", retry_after_ms=100)
-        if header is None or isinstance(header, Batch | Beat | RangeCopy):
+        if header is None or isinstance(header, LogRecord | Beat | RangeCopy):
             raise InvalidConfig("a stream between servers begins without its header")
         own = self._node.session
         if header.receiver_node_id != own.node_id:
@@ -124,8 +124,8 @@ async def _take(
     try:
         async for raw in messages:
             match reader.read(raw):
-                case Batch() as batch:
-                    answers.put(await works.done(replicas.taking(batch)))
+                case LogRecord() as record:
+                    answers.put(await works.done(replicas.taking(record)))
                 case Beat() as beat:
                     answers.put(replicas.grant(beat))
                 case RangeCopy() as copy:

@@ -9,7 +9,7 @@ from ps_core.tables import Table
 from ps_core.work import Work
 from ps_runtime.cluster import wire
 from ps_server.lane.shards import Shards
-from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.replication_log import RangeLog
 from ps_server.update_log.format import FrameKind
 from ps_server.update_log.writer import Item, UpdateLog
@@ -18,7 +18,7 @@ from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import update_log_pb2
 
 _ROOM_BYTES = 8 * 1024 * 1024
-"""No base is taken while so much waits to be written."""
+"""No snapshot is taken while so much waits to be written."""
 
 
 class EncodedLog:
@@ -26,13 +26,13 @@ class EncodedLog:
 
     Args:
         log: the file.
-        shards: where the values of bases are.
-        messages: a batch as backups are told it, in pieces that stay as they are until all of it
+        shards: where the values of snapshots are.
+        messages: a record as backups are told it, in pieces that stay as they are until all of it
             is written.
     """
 
     def __init__(
-        self, log: UpdateLog, shards: Shards, messages: Callable[[Batch], Sequence[Pieces]]
+        self, log: UpdateLog, shards: Shards, messages: Callable[[LogRecord], Sequence[Pieces]]
     ) -> None:
         self._log = log
         self._shards = shards
@@ -58,34 +58,34 @@ class EncodedLog:
         """See `LogWriter`."""
         return self._log.segments.lagging
 
-    def begun(self, log: RangeLog) -> None:
+    def begin(self, log: RangeLog) -> None:
         """See `LogWriter`."""
-        self._mark(FrameKind.BEGUN, log)
+        self._mark(FrameKind.BEGIN, log)
 
-    def taken_over(self, log: RangeLog) -> None:
+    def take_over(self, log: RangeLog) -> None:
         """See `LogWriter`."""
         self._mark(FrameKind.TAKEN_OVER, log)
 
-    def basing(self, snapshot: Snapshot) -> Work[None]:
+    def write_snapshot(self, snapshot: Snapshot) -> Work[None]:
         """See `LogWriter`."""
         messages = []
         for each in snapshot_messages((yield from self._shards.copying(snapshot))):
             messages.append((each,))
             yield
         range_id, number = snapshot.range_id, snapshot.number
-        self._log.append(Item(FrameKind.BASE, messages, range_id, number, snapshot.term))
+        self._log.append(Item(FrameKind.SNAPSHOT, messages, range_id, number, snapshot.term))
 
-    def batch(self, batch: Batch) -> None:
+    def write_record(self, record: LogRecord) -> None:
         """See `LogWriter`."""
         item = Item(
-            FrameKind.BATCH, self._messages(batch), batch.range_id, batch.number, batch.term
+            FrameKind.RECORD, self._messages(record), record.range_id, record.number, record.term
         )
         self._log.append(item)
 
-    def ended(self, range_id: RangeId) -> None:
+    def end(self, range_id: RangeId) -> None:
         """See `LogWriter`."""
         mark = update_log_pb2.UpdateLogRange(range_id=range_id)
-        self._log.append(Item(FrameKind.ENDED, ((mark.SerializeToString(),),), range_id))
+        self._log.append(Item(FrameKind.END, ((mark.SerializeToString(),),), range_id))
 
     def _mark(self, kind: FrameKind, log: RangeLog) -> None:
         """The range at its first moment under this primary: nothing is released yet."""

@@ -40,15 +40,15 @@ class FrameKind(enum.IntEnum):
     """UpdateLogHeader: the first frame of a segment."""
     TABLE = 2
     """Table: before anything else of it in the segment."""
-    BEGUN = 3
+    BEGIN = 3
     """UpdateLogRange: the range has nothing yet; what follows is all of it."""
-    BASE = 4
+    SNAPSHOT = 4
     """ReplicateRequest: of a snapshot of the range. Its frames follow each other."""
-    BATCH = 5
-    """ReplicateRequest: of a batch. Its frames follow each other."""
+    RECORD = 5
+    """ReplicateRequest: of a record. Its frames follow each other."""
     TAKEN_OVER = 6
     """UpdateLogRange: another server goes on with the range, from where the log is."""
-    ENDED = 7
+    END = 7
     """UpdateLogRange: the range has another primary, or none. What is here of it is history."""
 
 
@@ -58,10 +58,10 @@ class Head(NamedTuple):
     Attributes:
         length: bytes of the payload.
         kind: what it is.
-        is_last: whether a base, or a batch, is whole with it.
+        is_last: whether a snapshot, or a record, is whole with it.
         range_id: whose it is; 0 for headers and tables.
         group: frames of one group were written, and synced, together; 0 before they are.
-        number: the batch's, or that of which a base is; 0 otherwise.
+        number: the record's, or that of which a snapshot is; 0 otherwise.
         time_s: when it was decided, in seconds since 1970 by the server's clock.
     """
 

@@ -1,17 +1,17 @@
 """What of a server's ranges goes to its update log, and what follows when it is there (S13).
 
-    range placed       --> BEGUN, batches
-    range taken over   --> a base, batches          nothing of it is seen before the base is there
-    log taken over     --> TAKEN_OVER, batches
-    range lost         --> ENDED
+    range placed       --> BEGIN, records
+    range taken over   --> SNAPSHOT, records        nothing of it is seen before that is there
+    log taken over     --> TAKEN_OVER, records
+    range lost         --> END
 
 Rules:
-    - A base is taken between two events, like the copy for a backup that joins.
-    - Where much waits to be written, bases that nobody waits for wait too.
+    - A snapshot is taken between two events, like the copy for a backup that joins.
+    - Where much waits to be written, snapshots that nobody waits for wait too.
 
 Invariants:
     LOG-2  A range that is not given back to a server is ended in its log, and not gone on with.
-    LOG-4  What a batch follows is in the log before it.
+    LOG-4  What a record follows is in the log before it.
 
 What it deliberately does not do: write (`ps_server.update_log.encoder` does).
 """
@@ -23,13 +23,13 @@ from typing import Protocol
 
 from ps_core.keys import AssignmentEpoch, RangeId
 from ps_core.work import Work, at_once
-from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import Replication
 from ps_server.replication.replication_log import RangeLog
 
 RangeNumbers = Mapping[tuple[RangeId, AssignmentEpoch], int]
-"""The newest batch that is written, by range and term."""
+"""The newest record that is written, by range and term."""
 
 
 class LogWriter(Protocol):
@@ -41,21 +41,21 @@ class LogWriter(Protocol):
 
     @property
     def lagging(self) -> Sequence[RangeId]:
-        """Ranges of which a base would let go of what is old."""
+        """Ranges of which a snapshot would let go of what is old."""
 
-    def begun(self, log: RangeLog) -> None:
+    def begin(self, log: RangeLog) -> None:
         """The range has nothing yet."""
 
-    def taken_over(self, log: RangeLog) -> None:
+    def take_over(self, log: RangeLog) -> None:
         """This server goes on with the range from where the log is."""
 
-    def basing(self, snapshot: Snapshot) -> Work[None]:
+    def write_snapshot(self, snapshot: Snapshot) -> Work[None]:
         """All of the range is this, with the values of this moment."""
 
-    def batch(self, batch: Batch) -> None:
+    def write_record(self, record: LogRecord) -> None:
         """This was decided."""
 
-    def ended(self, range_id: RangeId) -> None:
+    def end(self, range_id: RangeId) -> None:
         """The range is another's."""
 
 
@@ -85,7 +85,7 @@ class LoggedRanges:
             was_here = self._terms.pop(range_id, None) is not None
             if was_here or range_id in self._recovered:
                 self._recovered.discard(range_id)
-                self._writer.ended(range_id)
+                self._writer.end(range_id)
 
     def look(self) -> None:
         """`looking`, at once."""
@@ -99,18 +99,20 @@ class LoggedRanges:
         for primary in primaries.values():
             if primary.log.is_written:
                 self._begin(primary.log)
-        for range_id in [r for r, p in primaries.items() if p.needs_base] or self._writer.lagging:
+        for range_id in [
+            r for r, p in primaries.items() if p.needs_snapshot
+        ] or self._writer.lagging:
             if self._writer.is_busy:
                 return
             if range_id in primaries:
-                snapshot = yield from self._output.basing(range_id)
+                snapshot = yield from self._output.snapshotting_for_log(range_id)
                 self._terms[range_id] = snapshot.term
-                yield from self._writer.basing(snapshot)
+                yield from self._writer.write_snapshot(snapshot)
 
-    def write(self, batch: Batch) -> None:
-        """A batch was decided (LOG-4)."""
-        self._begin(self._replication.primaries[batch.range_id].log)
-        self._writer.batch(batch)
+    def write(self, record: LogRecord) -> None:
+        """A record was decided (LOG-4)."""
+        self._begin(self._replication.primaries[record.range_id].log)
+        self._writer.write_record(record)
 
     def _begin(self, log: RangeLog) -> None:
         if self._terms.get(log.range_id) == log.term:
@@ -118,9 +120,9 @@ class LoggedRanges:
         self._terms[log.range_id] = log.term
         if log.range_id in self._recovered:
             self._recovered.discard(log.range_id)
-            self._writer.taken_over(log)
+            self._writer.take_over(log)
         else:
-            self._writer.begun(log)
+            self._writer.begin(log)
 
     def written(self, numbers: RangeNumbers) -> list[RangeId]:
         """So much is in the log; the ranges of which more may be released."""

@@ -11,7 +11,7 @@ Rules:
 Invariants:
     ULR-1  What `frames` gives is intact.
 
-What it deliberately does not do: apply anything (`ps_server.update_log.follower` does), or write.
+What it deliberately does not do: apply anything (`ps_server.update_log.replay` does), or write.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RANGES = 2**16
 
 
 class Start(NamedTuple):
-    """Where all of a range begins: a BEGUN, or the first frame of a base that is whole."""
+    """Where all of a range begins: a BEGIN, or the first frame of a snapshot that is whole."""
 
     segment: int
     offset: int
@@ -168,7 +168,7 @@ def _header_at(mapped: memoryview) -> Head | None:
 
 def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: bool) -> None:
     mapped, offset, group = segment.mapped, len(MAGIC), 0
-    base: Start | None = None
+    snapshot: Start | None = None
     while True:
         try:
             head = head_at(mapped, offset)
@@ -179,15 +179,15 @@ def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: 
         if head is None:
             break
         here, range_id = Start(segment.number, offset), RangeId(head.range_id)
-        if head.kind is FrameKind.BASE:
-            base = base or here
+        if head.kind is FrameKind.SNAPSHOT:
+            snapshot = snapshot or here
             if head.is_last:
-                starts[range_id], base = base, None
+                starts[range_id], snapshot = snapshot, None
         else:
-            base = None
-        if head.kind is FrameKind.BEGUN:
+            snapshot = None
+        if head.kind is FrameKind.BEGIN:
             starts[range_id] = here
-        elif head.kind is FrameKind.ENDED:
+        elif head.kind is FrameKind.END:
             starts.pop(range_id, None)
         if head.group != group and offset > len(MAGIC):
             segment.last_group = offset

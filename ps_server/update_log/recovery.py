@@ -24,14 +24,14 @@ from ps_runtime.system import clock
 from ps_server.lane.shards import Shards
 from ps_server.replication.backup import Replica
 from ps_server.update_log.directory import LogDirectory, boot_id
-from ps_server.update_log.follower import followed
 from ps_server.update_log.reader import FORMAT_VERSION, LogContents, Start, scan
+from ps_server.update_log.replay import replayed
 from ps_server.update_log.writer import LogSetting, UpdateLog
 from pushpull.v1 import scheduler_pb2, update_log_pb2
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLog:
+class RecoveredLog:
     """A log that was opened, with what was read from it.
 
     Attributes:
@@ -58,7 +58,7 @@ class KeptLog:
             log_id=self.directory.log_id, timeline=self.timeline, range_ids=sorted(self.replicas)
         )
 
-    def of(self, session: Session, shards: Shards) -> KeptLog:
+    def of(self, session: Session, shards: Shards) -> RecoveredLog:
         """What counts where the server has registered; the stores have nothing else then."""
         if self.timeline == session.timeline:
             return self
@@ -85,7 +85,7 @@ class KeptLog:
 
 async def open_log(
     path: Path, shards: Shards, kernel_fingerprint: str, deadline_s: float
-) -> KeptLog:
+) -> RecoveredLog:
     """Take a log's lock, and read what it has into the server's stores, which are empty.
 
     Blocking: until whoever has the lock has ended, at most `deadline_s`; and while it is read.
@@ -115,7 +115,7 @@ async def open_log(
         raise
 
 
-def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> KeptLog:
+def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> RecoveredLog:
     """Read what a log has, and may be gone on with, into stores, which are empty.
 
     Blocking: reads what is needed of it.
@@ -133,12 +133,12 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
         ) from error
 
 
-def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> KeptLog:
+def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> RecoveredLog:
     begun_s = clock.now_s()
     paths = directory.segments()
     sizes = {number: path.stat().st_size for number, path in paths.items()}
     boot = boot_id()
-    nothing = KeptLog(directory, b"", {}, {}, sizes, kernel_fingerprint, boot)
+    nothing = RecoveredLog(directory, b"", {}, {}, sizes, kernel_fingerprint, boot)
     try:
         contents = scan(paths)
         for number in paths.keys() - contents.segments.keys():  # torn when it was begun: else it is
@@ -148,7 +148,7 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> K
         if newest is None:
             return nothing
         starts = claimable(contents, boot, kernel_fingerprint)
-        follower = followed(replace(contents, starts=starts or {}), shards)
+        replay = replayed(replace(contents, starts=starts or {}), shards)
         if newest.header.is_synced:
             directory.settle(newest.number, newest.mapped[: newest.end], newest.last_group)
         elif newest.is_torn:
@@ -166,15 +166,15 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> K
     logs.info(
         "update_log_read",
         path=str(directory.path),
-        ranges=len(follower.replicas),
-        batches=sum(replica.number for replica in follower.replicas.values()),
+        ranges=len(replay.replicas),
+        records=sum(replica.number for replica in replay.replicas.values()),
         took_s=round(clock.now_s() - begun_s, 3),
     )
     segments = {range_id: start.segment for range_id, start in starts.items()}
     return replace(
         nothing,
         timeline=newest.header.timeline,
-        replicas=follower.replicas,
+        replicas=replay.replicas,
         segments=segments,
     )
 

@@ -3,10 +3,10 @@
     begin --appended--> newest --full--> older --every range begins later--> let go
 
 Rules:
-    - A segment with updates enough is followed by another: bases do not count, or a log of a large
-      model would be begun again and again. The oldest go when the log is above its bound, and every
-      range begins in a later one.
-    - A range that begins in an older segment lags, until a base of it is on its way.
+    - A segment with updates enough is followed by another: snapshots do not count, or a log of a
+      large model would be begun again and again. The oldest go when the log is above its bound, and
+      every range begins in a later one.
+    - A range that begins in an older segment lags, until a snapshot of it is on its way.
     - What is appended is written in that order: how many beginnings are written says which.
 
 Invariants:
@@ -57,7 +57,7 @@ class LogSegments:
 
     @property
     def lagging(self) -> list[RangeId]:
-        """The ranges that lag, the oldest first: a base of each lets what is old go."""
+        """The ranges that lag, the oldest first: a snapshot of each lets what is old go."""
         newest, coming = self.newest, self._coming
         found = [r for r, at in self._starts.items() if at < newest and r not in coming]
         return sorted(found, key=lambda range_id: (self._starts[range_id], range_id))
@@ -77,11 +77,11 @@ class LogSegments:
     def append(self, kind: FrameKind, range_id: RangeId, byte_count: int) -> None:
         """Frames more in the newest segment, on their way."""
         self._sizes[self.newest] += byte_count
-        if kind is FrameKind.BATCH:
+        if kind is FrameKind.RECORD:
             self._update_bytes += byte_count
-        elif kind in (FrameKind.BASE, FrameKind.BEGUN):
+        elif kind in (FrameKind.SNAPSHOT, FrameKind.BEGIN):
             self._on_its_way.append((range_id, self.newest))
-        elif kind is FrameKind.ENDED:
+        elif kind is FrameKind.END:
             still = [None if each and each[0] == range_id else each for each in self._on_its_way]
             self._on_its_way = deque(still)
             self._starts.pop(range_id, None)
@@ -97,7 +97,7 @@ class LogSegments:
         """Whether another segment should begin.
 
         Args:
-            state_bytes: what bases of all ranges would take, about.
+            state_bytes: what snapshots of all ranges would take, about.
         """
         if self.lagging or self._coming:
             return False

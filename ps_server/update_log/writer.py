@@ -4,7 +4,7 @@
 
 Rules:
     - What is appended together is written together, and in the order in which it was appended.
-    - `on_written` is called when the system has a batch; with `is_synced` when the disk has it.
+    - `on_written` is called when the system has a record; with `is_synced` when the disk has it.
     - A log that cannot be written has failed: nothing more of it is ever said to be written.
     - What is written goes to the disk, and out of the system's memory, window by window.
     - The thread removes old segments, too, in its turn: a slow disk holds no loop up. One that
@@ -51,7 +51,7 @@ class LogSetting:
 
 class Item(NamedTuple):
     """Frames that belong together: of one kind, range and number. A payload comes in pieces, which
-    must stay as they are until they are written. `term` is that of the batches' primary; it is
+    must stay as they are until they are written. `term` is that of the records' primary; it is
     not written.
     """
 
@@ -67,7 +67,7 @@ class Written:
     """What the system, or the disk, has now.
 
     Attributes:
-        numbers: the newest batch, by range and term.
+        numbers: the newest record, by range and term.
         begin_count: how many ranges begin there.
         byte_count: of all of it.
     """
@@ -153,7 +153,7 @@ class UpdateLog:
         """Begin another segment if this one is full, and let go of what is not needed.
 
         Args:
-            state_bytes: what bases of all ranges would take, about.
+            state_bytes: what snapshots of all ranges would take, about.
         """
         if self.segments.is_full(state_bytes):
             self._next_segment()
@@ -259,9 +259,9 @@ class _Writer(threading.Thread):
                 continue
             self._put(item)
             written.byte_count += _size(item)
-            if item.kind in (FrameKind.BASE, FrameKind.BATCH):
+            if item.kind in (FrameKind.SNAPSHOT, FrameKind.RECORD):
                 written.numbers[item.range_id, item.term] = item.number
-            if item.kind in (FrameKind.BASE, FrameKind.BEGUN):
+            if item.kind in (FrameKind.SNAPSHOT, FrameKind.BEGIN):
                 written.begin_count += 1
         if self._is_synced and self._descriptor is not None:
             self._disk.sync(self._descriptor)

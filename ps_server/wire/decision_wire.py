@@ -1,6 +1,6 @@
 """Facts, outcomes and decisions, to messages of `pushpull.v1` and back, exactly.
 
-There is one batch a block on the hot path, and the facts are in each: what workers and outcomes
+There is one record a block on the hot path, and the facts are in each: what workers and outcomes
 have in common goes as packed lists, what is at its default stays out, and settings, which hardly
 ever change, are translated once.
 

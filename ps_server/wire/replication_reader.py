@@ -1,4 +1,4 @@
-"""One stream of a primary, read: whole batches, beats and snapshots from the messages that come.
+"""One stream of a primary, read: whole records, beats and snapshots from the messages that come.
 
 What it deliberately does not do: answer, or decide what is taken
 (`ps_server.replication.range_roles` does).
@@ -7,19 +7,19 @@ What it deliberately does not do: answer, or decide what is taken
 from __future__ import annotations
 
 from ps_core.errors import InvalidConfig
-from ps_server.replication.messages import Batch, Beat, RangeCopy
+from ps_server.replication.messages import Beat, LogRecord, RangeCopy
 from ps_server.values.mutations import Elements
 from ps_server.wire.replication_wire import (
     SMALL_BYTES,
     Request,
-    batch_from_proto,
     beat_from_proto,
+    log_record_from_proto,
     request_from,
 )
 from ps_server.wire.snapshot_wire import SnapshotReader
 from pushpull.v1 import replication_pb2
 
-Came = replication_pb2.ReplicateHeader | Batch | Beat | RangeCopy
+Came = replication_pb2.ReplicateHeader | LogRecord | Beat | RangeCopy
 """What a primary says; the first is who it is, and whom it means."""
 
 
@@ -60,7 +60,7 @@ class ReplicationReader:
                 header: replication_pb2.ReplicateHeader = request.message
                 return header
             case "batch":
-                return self._batch(request)
+                return self._record(request)
             case "beat":
                 return beat_from_proto(request.message)
             case "snapshot":
@@ -68,18 +68,18 @@ class ReplicationReader:
                 return None
         return self._go_on(request)
 
-    def _batch(self, request: Request) -> Batch | None:
+    def _record(self, request: Request) -> LogRecord | None:
         message: replication_pb2.ReplicatedBatch = request.message
         if message.more_follow:
             self._blocks += request.blocks
             return None
         if not message.HasField("head"):
-            raise InvalidConfig("a batch has no head; expected one in its last message")
+            raise InvalidConfig("a record has no head; expected one in its last message")
         blocks = request.blocks
         if self._blocks:
             blocks = (*self._blocks, *blocks)
             self._blocks.clear()
-        return batch_from_proto(message.head, blocks)
+        return log_record_from_proto(message.head, blocks)
 
     def _go_on(self, request: Request) -> RangeCopy | None:
         if self._snapshot is None:

@@ -1,15 +1,15 @@
 """What a primary and its backups say to each other, to messages of `pushpull.v1` and back.
 
-A batch is written around its payloads as `ps_server.wire.parameter_wire` writes blocks: each is
+A record is written around its payloads as `ps_server.wire.parameter_wire` writes blocks: each is
 copied once, into the message, and read where it lies in the message that came. What is on the wire
 is ordinary protobuf.
 
 Rules:
-    - A batch has a message to itself, or several that follow each other if it is too long for one.
+    - A record has a message to itself, or several that follow each other if it is too long for one.
     - Whatever comes and is not what it should be is refused with an error of the catalogue.
 
 Invariants:
-    RW-1  A batch and its decisions are of one range and table.
+    RW-1  A log record and its decisions are of one range and table.
     RW-2  What is sent of values is `SentAccumulator` and `Elements`.
 
 What it deliberately does not do: know stores; a sum is bytes here.
@@ -31,7 +31,7 @@ from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.work import Work, at_once, pieces_of
 from ps_server.ranges.events import Record
 from ps_server.ranges.range_copy import Delta
-from ps_server.replication.messages import Ack, Batch, Beat, Grant
+from ps_server.replication.messages import Ack, Beat, Grant, LogRecord
 from ps_server.values.mutations import (
     Assigned,
     Change,
@@ -145,27 +145,27 @@ def change_from_proto(
     return Put(record, None) if kind == _PUT_KEPT else Dropped(record)
 
 
-# --- batches
+# --- log records
 
 
-def batch_messages(batch: Batch) -> list[bytes]:
-    """A batch as serialized requests, to be sent in this order with nothing between them.
+def log_record_messages(log_record: LogRecord) -> list[bytes]:
+    """A log record as serialized requests, to be sent in this order with nothing between them.
 
     Shapes:
-        batch: its changes as backups are told them (`ps_server.lane.shards.for_backup`); payloads
+        record: its changes as backups are told them (`ps_server.lane.shards.for_backup`); payloads
             are copied.
     """
-    return [b"".join(pieces) for pieces in batch_pieces(batch)]
+    return [b"".join(pieces) for pieces in log_record_pieces(log_record)]
 
 
-def batch_pieces(batch: Batch) -> list[Pieces]:
-    """As `batch_messages`, each in pieces: those that are payloads are views of them."""
-    return at_once(cutting_batch(batch))
+def log_record_pieces(log_record: LogRecord) -> list[Pieces]:
+    """As `log_record_messages`, each in pieces: those that are payloads are views of them."""
+    return at_once(cutting_log_record(log_record))
 
 
-def cutting_batch(batch: Batch) -> Work[list[Pieces]]:
-    """`batch_pieces`, in steps."""
-    head, blocks = _head(batch)
+def cutting_log_record(log_record: LogRecord) -> Work[list[Pieces]]:
+    """`log_record_pieces`, in steps."""
+    head, blocks = _head(log_record)
     parts = []
     for some in pieces_of(blocks):
         parts += [(_beside(block), block.payload) for block in some]
@@ -204,26 +204,26 @@ def _beside(block: Elements) -> bytes:
     return message.SerializeToString()
 
 
-def _head(batch: Batch) -> tuple[replication_pb2.BatchHead, list[Elements]]:
-    delta, records = batch.delta, RecordTable()
+def _head(log_record: LogRecord) -> tuple[replication_pb2.BatchHead, list[Elements]]:
+    delta, records = log_record.delta, RecordTable()
     blocks: list[Elements] = []
     changes = []
-    for change in batch.changes:
+    for change in log_record.changes:
         if not isinstance(change, Change):
             raise InvariantViolation("RW-2", f"{type(change).__name__} is no change of values")
         record = change.record
-        _check_place(batch, record)
+        _check_place(log_record, record)
         message, own = change_to_proto(change, records.index(record))
         changes.append(message)
         blocks += own
     for record in delta.counted:
-        _check_place(batch, record)
+        _check_place(log_record, record)
     head = replication_pb2.BatchHead(
-        range_id=batch.range_id,
-        term=batch.term,
-        assignment_epoch=batch.assignment_epoch,
-        number=batch.number,
-        table_id=batch.table_id,
+        range_id=log_record.range_id,
+        term=log_record.term,
+        assignment_epoch=log_record.assignment_epoch,
+        number=log_record.number,
+        table_id=log_record.table_id,
         facts=facts_to_proto(delta.facts, records),
         counted=[records.index(record) for record in delta.counted],
         changes=changes,
@@ -236,17 +236,17 @@ def _head(batch: Batch) -> tuple[replication_pb2.BatchHead, list[Elements]]:
     return head, blocks
 
 
-def _check_place(batch: Batch, record: Record) -> None:
-    if (record.table_id, record.range_id) != (batch.table_id, batch.range_id):
+def _check_place(log_record: LogRecord, record: Record) -> None:
+    if (record.table_id, record.range_id) != (log_record.table_id, log_record.range_id):
         raise InvariantViolation(
             "RW-1",
-            f"a batch of table {batch.table_id}, range {batch.range_id} has a decision of table "
-            f"{record.table_id}, range {record.range_id}",
+            f"a log record of table {log_record.table_id}, range {log_record.range_id} has a "
+            f"decision of table {record.table_id}, range {record.range_id}",
         )
 
 
-def batch_from_proto(head: replication_pb2.BatchHead, blocks: Sequence[Elements]) -> Batch:
-    """A batch.
+def log_record_from_proto(head: replication_pb2.BatchHead, blocks: Sequence[Elements]) -> LogRecord:
+    """A log record.
 
     Raises:
         InvalidConfig: it is not whole, or says what cannot be.
@@ -268,8 +268,10 @@ def batch_from_proto(head: replication_pb2.BatchHead, blocks: Sequence[Elements]
         ]
     )
     if next(rest, None) is not None:
-        raise InvalidConfig(f"a batch has {len(blocks)} blocks; expected as many as its changes")
-    return Batch(
+        raise InvalidConfig(
+            f"a log record has {len(blocks)} blocks; expected as many as its changes"
+        )
+    return LogRecord(
         range_id,
         AssignmentEpoch(head.term),
         AssignmentEpoch(head.assignment_epoch),
@@ -415,9 +417,9 @@ def _elements(message: replication_pb2.BlockElements) -> Elements:
 def _split_request(raw: bytes | memoryview) -> Request | None:
     several = split_several(raw, _BATCH, _BLOCKS, _PAYLOAD)
     if several is not None:
-        batch = replication_pb2.ReplicatedBatch.FromString(several[0])
+        log_record = replication_pb2.ReplicatedBatch.FromString(several[0])
         blocks = tuple([_lying(*part) for part in several[1]])
-        return Request("batch", batch, blocks)
+        return Request("batch", log_record, blocks)
     one = split(raw, _ELEMENTS, _PAYLOAD)
     if one is None:
         return None

@@ -17,7 +17,7 @@ Rules:
       call's wishes is judged by itself; what no honest primary would ask for fails the whole call.
     - A promoted backup keeps the others until it asks to be without them, and before that it lets
       nobody see anything: if it is dead too, which shows later, another one takes its place. They
-      may be a batch behind or ahead of it, so they join anew. The primary before is one of them,
+      may be a record behind or ahead of it, so they join anew. The primary before is one of them,
       while it is a member: it may live, and be heard late.
     - A range is placed empty. Who was given it then and has held it since (`initial_holders`) needs
       nothing to be primary or backup of it: whatever it was not told was seen by nobody, since

@@ -19,10 +19,10 @@ from ps_core.limits import RANGE_COUNT
 from ps_core.tables import Table
 from ps_runtime.cluster.wire import session_to_proto
 from ps_server.ranges.range_copy import Delta, fresh_copy
-from ps_server.replication.messages import Batch
+from ps_server.replication.messages import LogRecord
 from ps_server.replication.range_roles import PLACED_EPOCH
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
-from ps_server.wire.replication_wire import batch_messages
+from ps_server.wire.replication_wire import log_record_messages
 from pushpull.v1 import replication_pb2, scheduler_pb2, scheduler_pb2_grpc
 from pushpull.v1 import types_pb2 as types
 from tests.integration.command_line import environment
@@ -255,14 +255,14 @@ def test_a_malformed_message_ends_its_stream_alone(
     refused(lambda: _say(server, header, message), "INVALID_CONFIG")
 
 
-def _wrong_batch(table: Table, assignment: RangeAssignment, number: int) -> list[bytes]:
+def _wrong_record(table: Table, assignment: RangeAssignment, number: int) -> list[bytes]:
     """Of the range's own primary, by all that it says; but of a worker that never was."""
     blocks = table.blocks_by_range(RANGE_COUNT)[assignment.range_id]
     endings = ((Incarnation(1), 1, Ending(Outcome.APPLIED)),)
     delta = Delta(fresh_copy(table, blocks).facts, (), endings, ())
     epoch = assignment.assignment_epoch
-    return batch_messages(
-        Batch(assignment.range_id, epoch, epoch, number, table.table_id, delta, ())
+    return log_record_messages(
+        LogRecord(assignment.range_id, epoch, epoch, number, table.table_id, delta, ())
     )
 
 
@@ -278,8 +278,8 @@ def test_a_backup_that_was_told_what_does_not_fit_begins_anew(
     assignment = next(r for r in ranges if r.assignment_epoch == PLACED_EPOCH)
     (backup,) = [s for s in cluster.living if cluster.node_id(s) == assignment.backups[0]]
     header = _header(session, cluster.node_id(backup))
-    *_, answer = _say(backup, header, *_wrong_batch(table, assignment, 10**6))
-    _say(backup, header, *_wrong_batch(table, assignment, answer.acks[0].number + 1))
+    *_, answer = _say(backup, header, *_wrong_record(table, assignment, 10**6))
+    _say(backup, header, *_wrong_record(table, assignment, answer.acks[0].number + 1))
     cluster.wait_line(backup.process, f"event=replica_broken range_id={assignment.range_id} ")
     cluster.views.until(
         lambda v: v.ranges[assignment.range_id].assignment_epoch > assignment.assignment_epoch,

@@ -187,7 +187,7 @@ def test_another_update_is_seen(logged: LoggedRun, tmp_path: Path) -> None:
     offset = len(MAGIC)
     found: tuple[int, Head] | None = None
     while (head := head_at(memoryview(content), offset)) is not None:
-        if head.kind is FrameKind.BATCH and head.length > 4 * BLOCK:
+        if head.kind is FrameKind.RECORD and head.length > 4 * BLOCK:
             found = offset, head
         offset += frame_bytes(head.length)
     assert found is not None

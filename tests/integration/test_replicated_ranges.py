@@ -40,7 +40,7 @@ from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import MAX_DRIFT
-from ps_server.replication.messages import Ack, Batch, Beat, RangeCopy, Snapshot
+from ps_server.replication.messages import Ack, Beat, LogRecord, RangeCopy, Snapshot
 from ps_server.replication.range_roles import PLACED_EPOCH
 from ps_server.service.node import ParameterNode
 from ps_server.service.replication_service import ReplicationServicer, add_to_server
@@ -94,7 +94,7 @@ class Peer:
 
     def __init__(self) -> None:
         self._beats: asyncio.Queue[Beat] = asyncio.Queue()
-        self._batches: asyncio.Queue[Batch] = asyncio.Queue()
+        self._records: asyncio.Queue[LogRecord] = asyncio.Queue()
         self._server = grpc.aio.server()
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(
             self._replicate
@@ -113,9 +113,9 @@ class Peer:
     async def stop(self) -> None:
         await self._server.stop(None)
 
-    async def next_batch(self) -> Batch:
+    async def next_record(self) -> LogRecord:
         async with asyncio.timeout(10):
-            return await self._batches.get()
+            return await self._records.get()
 
     async def next_beat(self, within_s: float = 10.0) -> Beat:
         async with asyncio.timeout(within_s):
@@ -134,8 +134,8 @@ class Peer:
                 ).SerializeToString()
             elif isinstance(came, Beat):
                 self._beats.put_nowait(came)
-            elif isinstance(came, Batch):
-                self._batches.put_nowait(came)
+            elif isinstance(came, LogRecord):
+                self._records.put_nowait(came)
 
 
 def view(number: int, epoch: int, *, joins: bool = False) -> ClusterView:
@@ -155,10 +155,10 @@ def view(number: int, epoch: int, *, joins: bool = False) -> ClusterView:
     return ClusterView(number, "cluster", 1, 1, (primary,), (assignment,), (MODEL,))
 
 
-def batch(number: int, *changes: Change) -> Batch:
+def record(number: int, *changes: Change) -> LogRecord:
     facts = fresh_copy(MODEL, BLOCKS).facts
     delta = Delta(facts, (WorkerFacts(WORKER, 0, 0, 0, None, 0, 0),), (), ())
-    return Batch(RANGE, PLACED_EPOCH, PLACED_EPOCH, number, TableId(1), delta, changes)
+    return LogRecord(RANGE, PLACED_EPOCH, PLACED_EPOCH, number, TableId(1), delta, changes)
 
 
 def put(total: object = SUM, *, numbers: tuple[tuple[str, float], ...] = ()) -> Put:
@@ -177,8 +177,8 @@ def test_what_it_could_not_make_it_does_not_acknowledge() -> None:
 
     async def scenario(backup: Backup) -> None:
         at_once(backup.ranges.observing(view(1, PLACED_EPOCH)))
-        assert backup.ranges.take(batch(1, put())) == Ack(RANGE, 1, PLACED_EPOCH)
-        broken = batch(2, put(total="not a sum"))  # a bug, and not one of the catalogue's errors
+        assert backup.ranges.take(record(1, put())) == Ack(RANGE, 1, PLACED_EPOCH)
+        broken = record(2, put(total="not a sum"))  # a bug, and not one of the catalogue's errors
         assert backup.ranges.take(broken) is None
         at_once(backup.ranges.observing(view(2, PLACED_EPOCH)))
         assert backup.ranges.take(broken) is None
@@ -192,7 +192,7 @@ def test_one_that_broke_joins_anew() -> None:
 
     async def scenario(backup: Backup) -> None:
         at_once(backup.ranges.observing(view(1, PLACED_EPOCH)))
-        assert backup.ranges.take(batch(1, put(numbers=(("unheard_of", 1.0),)))) is None
+        assert backup.ranges.take(record(1, put(numbers=(("unheard_of", 1.0),)))) is None
         at_once(backup.ranges.observing(view(2, 3, joins=True)))
         store = backup.shards.stores[TableId(1), RANGE].snapshot()
         copy = Snapshot(
@@ -201,7 +201,7 @@ def test_one_that_broke_joins_anew() -> None:
         assert backup.ranges.join(RangeCopy(copy, {TableId(1): store})) == Ack(
             RANGE, 1, AssignmentEpoch(3)
         )
-        again = batch(2, put())._replace(assignment_epoch=AssignmentEpoch(3))
+        again = record(2, put())._replace(assignment_epoch=AssignmentEpoch(3))
         assert backup.ranges.take(again) == Ack(RANGE, 2, AssignmentEpoch(3))
         assert backup.value == -1.0
 
@@ -296,7 +296,7 @@ def test_what_a_backup_lacks_of_one_range_is_sent_again_whatever_it_says_of_othe
             primary.now_s += LEASE_S / 9
             primary.tick()
             await primary.peer.next_beat()
-        again = await primary.peer.next_batch()
+        again = await primary.peer.next_record()
         assert (again.range_id, again.number) == (RANGE, 1)
 
     lead(scenario)
@@ -308,7 +308,7 @@ def test_what_was_refused_for_its_epoch_is_sent_again_with_the_new_one() -> None
     async def scenario(primary: Primary) -> None:
         primary.decide(RANGE)
         primary.observe(2, PLACED_EPOCH + 1)
-        again = await primary.peer.next_batch()
+        again = await primary.peer.next_record()
         assert (again.number, again.assignment_epoch) == (1, PLACED_EPOCH + 1)
 
     lead(scenario)

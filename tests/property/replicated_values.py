@@ -14,7 +14,7 @@ from ps_core.ledger import Ending, Ledger, Outcome
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import Delta, Facts, ShardCopy, WorkerCopy, WorkerFacts
 from ps_server.ranges.range_state import Said
-from ps_server.replication.messages import Ack, Batch, Beat, Grant, RangeCopy, Snapshot
+from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, RangeCopy, Snapshot
 from ps_server.values.mutations import (
     Assigned,
     Change,
@@ -140,7 +140,7 @@ def facts(draw: st.DrawFn, known: st.SearchStrategy[Record]) -> Facts:
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
+def log_records(draw: st.DrawFn) -> LogRecord:
     range_id, table_id = draw(RANGE_IDS), draw(TABLE_IDS)
     known = draw(st.lists(records(table_id, range_id), min_size=1, max_size=3))
     some = st.sampled_from(known)
@@ -152,7 +152,7 @@ def batches(draw: st.DrawFn) -> Batch:
         draw(st.lists(some, max_size=2).map(tuple)),
     )
     made = draw(st.lists(some.flatmap(changes), max_size=3).map(tuple))
-    return Batch(range_id, draw(EPOCHS), draw(EPOCHS), draw(COUNTS), table_id, delta, made)
+    return LogRecord(range_id, draw(EPOCHS), draw(EPOCHS), draw(COUNTS), table_id, delta, made)
 
 
 @st.composite

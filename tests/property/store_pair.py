@@ -24,11 +24,11 @@ from ps_core.tables import (
 from ps_server.lane.shards import for_backup
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import Delta, fresh_copy
-from ps_server.replication.messages import Batch
+from ps_server.replication.messages import LogRecord
 from ps_server.values.mutations import Change, Kept, Put
 from ps_server.values.shard_store import ShardStore
 from ps_server.wire.replication_reader import ReplicationReader
-from ps_server.wire.replication_wire import batch_messages
+from ps_server.wire.replication_wire import log_record_messages
 from pushpull.v1.replication_pb2 import ReplicateRequest
 from tests.property.shard_twin import table
 
@@ -88,12 +88,12 @@ def over_the_wire(change: Change, small_bytes: int) -> Change:
     """The change as a backup reads it from what its primary wrote."""
     facts = fresh_copy(table([64]), range(1)).facts
     changes = (for_backup(change),)
-    batch = Batch(RANGE, EPOCH, EPOCH, 1, TABLE, Delta(facts, (), (), ()), changes)
+    log_record = LogRecord(RANGE, EPOCH, EPOCH, 1, TABLE, Delta(facts, (), (), ()), changes)
     reader = ReplicationReader(small_bytes)
     reader.read(HEADER)
-    (message,) = batch_messages(batch)
+    (message,) = log_record_messages(log_record)
     found = reader.read(message)
-    assert isinstance(found, Batch)
+    assert isinstance(found, LogRecord)
     made: Change = found.changes[0]
     return made
 

@@ -19,7 +19,7 @@ RANGES = 3
 Step = tuple[str, FrameKind, int, int]
 STEPS = st.tuples(
     st.sampled_from(["append", "append", "write", "turn"]),
-    st.sampled_from([FrameKind.BEGUN, FrameKind.BASE, FrameKind.BATCH, FrameKind.ENDED]),
+    st.sampled_from([FrameKind.BEGIN, FrameKind.SNAPSHOT, FrameKind.RECORD, FrameKind.END]),
     st.integers(0, RANGES - 1),
     st.integers(1, 8),
 )
@@ -38,9 +38,9 @@ class Twin:
         """Where each range begins that has not ended, by what is written."""
         found: dict[int, int] = {}
         for index, (segment, kind, range_id, _) in enumerate(self.frames):
-            if kind is FrameKind.ENDED:
+            if kind is FrameKind.END:
                 found.pop(range_id, None)
-            elif kind in (FrameKind.BEGUN, FrameKind.BASE) and index < self.written:
+            elif kind in (FrameKind.BEGIN, FrameKind.SNAPSHOT) and index < self.written:
                 found[range_id] = segment
         return found
 
@@ -48,9 +48,9 @@ class Twin:
         """Ranges of which a beginning is not written."""
         found: set[int] = set()
         for _, kind, range_id, _ in self.frames[self.written :]:
-            if kind is FrameKind.ENDED:
+            if kind is FrameKind.END:
                 found.discard(range_id)
-            elif kind in (FrameKind.BEGUN, FrameKind.BASE):
+            elif kind in (FrameKind.BEGIN, FrameKind.SNAPSHOT):
                 found.add(range_id)
         return found
 
@@ -64,7 +64,7 @@ class Twin:
     def update_bytes(self) -> int:
         """In the newest segment."""
         newest = self.begun[-1]
-        return sum(f[3] for f in self.frames if f[0] == newest and f[1] is FrameKind.BATCH)
+        return sum(f[3] for f in self.frames if f[0] == newest and f[1] is FrameKind.RECORD)
 
 
 def _appended(segments: LogSegments, kind: FrameKind, range_id: int) -> None:
@@ -74,9 +74,9 @@ def _appended(segments: LogSegments, kind: FrameKind, range_id: int) -> None:
 def test_the_first_of_two_bases_is_written_and_the_second_is_still_on_its_way() -> None:
     segments = LogSegments(BOUND_BYTES, {}, {})
     segments.begin(1)
-    _appended(segments, FrameKind.BEGUN, 0)
+    _appended(segments, FrameKind.BEGIN, 0)
     segments.begin(1)
-    _appended(segments, FrameKind.BASE, 0)
+    _appended(segments, FrameKind.SNAPSHOT, 0)
     segments.wrote(1)
     assert segments.lagging == []
     assert not segments.is_full(0)
@@ -88,12 +88,12 @@ def test_the_first_of_two_bases_is_written_and_the_second_is_still_on_its_way() 
 def test_a_base_that_is_written_after_its_range_ended_begins_nothing() -> None:
     segments = LogSegments(BOUND_BYTES, {}, {})
     segments.begin(1)
-    _appended(segments, FrameKind.BASE, 0)
-    _appended(segments, FrameKind.ENDED, 0)
+    _appended(segments, FrameKind.SNAPSHOT, 0)
+    _appended(segments, FrameKind.END, 0)
     segments.begin(1)
-    _appended(segments, FrameKind.BEGUN, 0)
-    segments.wrote(1)  # of the base: the range begins in the second segment, and not in the first
-    segments.append(FrameKind.BATCH, RangeId(1), 2 * BOUND_BYTES)
+    _appended(segments, FrameKind.BEGIN, 0)
+    segments.wrote(1)  # the snapshot: the range begins in the second segment
+    segments.append(FrameKind.RECORD, RangeId(1), 2 * BOUND_BYTES)
     assert segments.let_go() == [1]
     segments.wrote(1)
     assert segments.let_go() == []
@@ -121,7 +121,7 @@ def _write(segments: LogSegments, twin: Twin, count: int) -> None:
     """Some frames more are written: the thread says how many ranges begin in them."""
     some = twin.frames[twin.written : twin.written + count]
     twin.written = min(twin.written + count, len(twin.frames))
-    segments.wrote(sum(kind in (FrameKind.BEGUN, FrameKind.BASE) for _, kind, _, _ in some))
+    segments.wrote(sum(kind in (FrameKind.BEGIN, FrameKind.SNAPSHOT) for _, kind, _, _ in some))
 
 
 def _turn(segments: LogSegments, twin: Twin) -> None:

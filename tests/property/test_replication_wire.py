@@ -21,7 +21,7 @@ from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, Outcome
 from ps_core.tables import Table
 from ps_server.ranges.range_copy import Delta, ShardCopy, WorkerCopy, WorkerFacts, fresh_copy
-from ps_server.replication.messages import Batch, Beat, RangeCopy, Snapshot
+from ps_server.replication.messages import Beat, LogRecord, RangeCopy, Snapshot
 from ps_server.values.mutations import Elements, Kept, Put, SentAccumulator
 from ps_server.values.store_copy import BlockCopy, StoreCopy
 from ps_server.values.update_arithmetic import Accumulator
@@ -30,8 +30,8 @@ from ps_server.wire.replication_wire import (
     SMALL_BYTES,
     answers_from,
     answers_message,
-    batch_messages,
     beat_message,
+    log_record_messages,
 )
 from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import replication_pb2, types_pb2
@@ -40,7 +40,7 @@ from tests.examples import examples
 from tests.property.replicated_values import (
     ANSWERS,
     BEATS,
-    batches,
+    log_records,
     plain,
     range_copies,
 )
@@ -73,10 +73,10 @@ def read_all(messages: Iterable[bytes], small_bytes: int = SMALL_BYTES) -> Came:
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(batches(), st.sampled_from([0, SMALL_BYTES]))
-def test_a_batch_is_the_same_at_the_other_end(batch: Batch, small_bytes: int) -> None:
-    found = read_all(batch_messages(batch), small_bytes)
-    assert plain(found) == plain(batch)
+@given(log_records(), st.sampled_from([0, SMALL_BYTES]))
+def test_a_log_record_is_the_same_at_the_other_end(log_record: LogRecord, small_bytes: int) -> None:
+    found = read_all(log_record_messages(log_record), small_bytes)
+    assert plain(found) == plain(log_record)
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -94,19 +94,19 @@ def test_leases_and_answers_are_the_same_at_the_other_end(beat: Beat, answers: l
     assert sorted(map(repr, found)) == sorted(map(repr, answers))
 
 
-def batch_of(*changes: object) -> Batch:
+def log_record_of(*changes: object) -> LogRecord:
     facts = fresh_copy(MODEL, range(8)).facts
-    return Batch(RANGE, EPOCH, EPOCH, 5, TABLE, Delta(facts, (), (), ()), changes)
+    return LogRecord(RANGE, EPOCH, EPOCH, 5, TABLE, Delta(facts, (), (), ()), changes)
 
 
 def test_every_double_arrives_as_it_is() -> None:
     strange = struct.unpack("<d", bytes.fromhex("0100000000f0ff7f"))[0]
     numbers = (math.nan, strange, -0.0, 5e-324, math.inf)
     ending = Ending(Outcome.APPLIED, squares=numbers)
-    batch = batch_of()
-    delta = batch.delta._replace(endings=((Incarnation(1), 1, ending),))
-    found = read_all(batch_messages(batch._replace(delta=delta)))
-    assert isinstance(found, Batch)
+    log_record = log_record_of()
+    delta = log_record.delta._replace(endings=((Incarnation(1), 1, ending),))
+    found = read_all(log_record_messages(log_record._replace(delta=delta)))
+    assert isinstance(found, LogRecord)
     came = found.delta.endings[0][2].squares
     assert struct.pack("<5d", *came) == struct.pack("<5d", *numbers)
 
@@ -118,11 +118,11 @@ def test_a_payload_is_read_where_it_lies() -> None:
         Elements(block, b"\1" * block, payload.data.cast("B")[: 300_000 + 4 * block])
         for block in range(3)
     )
-    batch = batch_of(Put(record_of(1, range(3), 1), SentAccumulator(blocks)))
-    (message,) = batch_messages(batch)
+    log_record = log_record_of(Put(record_of(1, range(3), 1), SentAccumulator(blocks)))
+    (message,) = log_record_messages(log_record)
     whole = np.frombuffer(message, np.uint8)
     found = read_all([message])
-    assert isinstance(found, Batch)
+    assert isinstance(found, LogRecord)
     (put,) = found.changes
     assert isinstance(put, Put)
     for came, sent in zip(put.accumulator.blocks, blocks, strict=True):
@@ -142,16 +142,16 @@ def test_a_payload_is_read_where_it_lies() -> None:
         ([1 << 20], [1]),
     ],
 )
-def test_a_batch_that_is_too_long_comes_in_several_messages(
+def test_a_record_that_is_too_long_comes_in_several_messages(
     lengths: list[int], counts: list[int]
 ) -> None:
     blocks = tuple(Elements(n, b"", bytes([n]) * length) for n, length in enumerate(lengths))
-    batch = batch_of(Put(record_of(1, range(8), 1), SentAccumulator(blocks)))
-    messages = batch_messages(batch)
+    log_record = log_record_of(Put(record_of(1, range(8), 1), SentAccumulator(blocks)))
+    messages = log_record_messages(log_record)
     parsed = [ReplicateRequest.FromString(message).batch for message in messages]
     assert [len(each.blocks) for each in parsed] == counts
     assert all(len(message) <= limits.MAX_MESSAGE_BYTES for message in messages)
-    assert plain(read_all(messages)) == plain(batch)
+    assert plain(read_all(messages)) == plain(log_record)
 
 
 def test_a_head_that_fills_a_message_goes_alone() -> None:
@@ -161,10 +161,10 @@ def test_a_head_that_fills_a_message_goes_alone() -> None:
         replace_sequences(record.contributors[0], range(rank, rank + 20_000)) for rank in range(20)
     )
     blocks = (Elements(0, b"", bytes(1 << 22)),)
-    batch = batch_of(Put(record._replace(contributors=crowd), SentAccumulator(blocks)))
-    messages = batch_messages(batch)
+    log_record = log_record_of(Put(record._replace(contributors=crowd), SentAccumulator(blocks)))
+    messages = log_record_messages(log_record)
     assert [len(m) <= limits.MAX_MESSAGE_BYTES for m in messages] == [True, True]
-    assert plain(read_all(messages)) == plain(batch)
+    assert plain(read_all(messages)) == plain(log_record)
 
 
 def replace_sequences(contributor: Any, sequences: Iterable[int]) -> Any:
@@ -202,13 +202,13 @@ def test_the_largest_block_is_copied_tensor_by_tensor() -> None:
 
 
 @settings(max_examples=examples(50), deadline=None)
-@given(range_copies(), st.lists(batches(), min_size=1, max_size=3), BEATS)
+@given(range_copies(), st.lists(log_records(), min_size=1, max_size=3), BEATS)
 def test_a_snapshot_lets_others_go_in_between(
-    copy: RangeCopy, others: list[Batch], beat: Beat
+    copy: RangeCopy, others: list[LogRecord], beat: Beat
 ) -> None:
     at, found = reader(), []
     for number, message in enumerate(snapshot_messages(copy)):
-        for came in map(at.read, batch_messages(others[number % len(others)])):
+        for came in map(at.read, log_record_messages(others[number % len(others)])):
             assert plain(came) == plain(others[number % len(others)])
         assert at.read(beat_message(beat)) == beat
         found.append(at.read(message))
@@ -234,9 +234,9 @@ def test_what_is_not_what_goes_over_the_wire_is_a_bug() -> None:
     record = record_of(1, range(1), 1)
     for change in (Put(record, Accumulator()), Kept(record, None), "nothing"):
         with pytest.raises(InvariantViolation, match="RW-2"):
-            batch_messages(batch_of(change))
+            log_record_messages(log_record_of(change))
     with pytest.raises(InvariantViolation, match="RW-1"):
-        batch_messages(batch_of(Put(record._replace(range_id=RangeId(9)), None)))
+        log_record_messages(log_record_of(Put(record._replace(range_id=RangeId(9)), None)))
 
 
 def request(**fields: Any) -> bytes:
@@ -244,7 +244,7 @@ def request(**fields: Any) -> bytes:
 
 
 def broken_head(**fields: Any) -> bytes:
-    (message,) = batch_messages(batch_of())
+    (message,) = log_record_messages(log_record_of())
     found = ReplicateRequest.FromString(message)
     found.batch.head.MergeFrom(replication_pb2.BatchHead(**fields))
     return found.SerializeToString()
@@ -387,7 +387,7 @@ def test_a_snapshot_that_is_not_right_is_refused(messages: list[bytes], text: st
 def test_no_byte_breaks_a_reader(data: st.DataObject) -> None:
     """Whatever comes is read, or refused with an error of the catalogue."""
     drawn: list[st.SearchStrategy[list[bytes]]] = [
-        batches().map(batch_messages),
+        log_records().map(log_record_messages),
         range_copies().map(lambda copy: list(snapshot_messages(copy))),
     ]
     messages = data.draw(st.one_of(*drawn))
@@ -421,8 +421,10 @@ def test_an_ending_is_what_a_ledger_keeps() -> None:
         (Incarnation(1), 2, Ending(Outcome.APPLIED, staleness=3)),
         (Incarnation(1), 3, Ending(Outcome.REJECTED, staleness=4, squares=(1.0,))),
     )
-    batch = batch_of()
-    found = read_all(batch_messages(batch._replace(delta=batch.delta._replace(endings=endings))))
-    assert isinstance(found, Batch)
+    log_record = log_record_of()
+    found = read_all(
+        log_record_messages(log_record._replace(delta=log_record.delta._replace(endings=endings)))
+    )
+    assert isinstance(found, LogRecord)
     assert found.delta.endings == endings
     assert replace(endings[0][2]) == Ending(Outcome.APPLIED)

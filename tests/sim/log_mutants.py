@@ -27,7 +27,7 @@ LOG_MUTANTS = (
         _LOGS,
     ),
     Mutant(
-        "a base counts as written when it is on its way",
+        "a snapshot counts as written when it is on its way",
         "S13",
         _SEGMENTS,
         "            self._on_its_way.append((range_id, self.newest))",
@@ -52,7 +52,7 @@ LOG_MUTANTS = (
         _LOGS,
     ),
     Mutant(
-        "a range that was taken over needs no base",
+        "a range that was taken over needs no snapshot",
         "S13",
         _REPLICATION,
         "        return replica.number if is_recovered else -1",
@@ -63,7 +63,7 @@ LOG_MUTANTS = (
         "a log that goes on does not say so",
         "S13",
         _LOGGED,
-        "            self._writer.taken_over(log)",
+        "            self._writer.take_over(log)",
         "            pass",
         _LOGS,
     ),

@@ -12,7 +12,7 @@ from ps_core.tables import Table
 from ps_core.work import Work, at_once
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.replication.backup import Replica
-from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import PeerPacing
 from ps_server.replication.range_roles import Replication
@@ -26,10 +26,10 @@ from tests.sim.truth import Settings
 from tests.sim.world import World
 
 BOUND_FRAMES = 24
-"""A frame counts as a byte here: every range gets many bases."""
+"""A frame counts as a byte here: every range gets many snapshots."""
 
 ROOM_FRAMES = 20
-"""No base is taken while more frames wait to be written."""
+"""No snapshot is taken while more frames wait to be written."""
 
 BASES_TAKE_S = (0.0, 1.0, 6.0)
 """At most, before there is room for the next, in a seed: of a large model they come one by one, and
@@ -37,18 +37,18 @@ updates are in the log before most of them.
 """
 
 KINDS = {
-    "begun": FrameKind.BEGUN,
+    "begin": FrameKind.BEGIN,
     "taken over": FrameKind.TAKEN_OVER,
-    "base": FrameKind.BASE,
-    "batch": FrameKind.BATCH,
-    "ended": FrameKind.ENDED,
+    "snapshot": FrameKind.SNAPSHOT,
+    "record": FrameKind.RECORD,
+    "end": FrameKind.END,
 }
 
 TIMELINE = bytes(16)
 
 
 class Frame(NamedTuple):
-    """One item of the log. `what` is a Batch, a snapshot with its values, or nothing."""
+    """One item of the log. `what` is a Record, a snapshot with its values, or nothing."""
 
     kind: str
     segment: int
@@ -82,35 +82,35 @@ class SimLog:
     def lagging(self) -> Sequence[RangeId]:
         return self.segments.lagging
 
-    def begun(self, log: RangeLog) -> None:
-        self._append("begun", log.range_id, log.term, log.assignment_epoch, log.released)
+    def begin(self, log: RangeLog) -> None:
+        self._append("begin", log.range_id, log.term, log.assignment_epoch, log.released)
 
-    def taken_over(self, log: RangeLog) -> None:
+    def take_over(self, log: RangeLog) -> None:
         self._append("taken over", log.range_id, log.term, log.assignment_epoch, log.released)
 
-    def basing(self, snapshot: Snapshot) -> Work[None]:
+    def write_snapshot(self, snapshot: Snapshot) -> Work[None]:
         yield
         assert self.writer is not None
         copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
         what = (snapshot._replace(copies=copies), self.writer._values_of(snapshot.range_id))
-        self.world.counts["bases"] += 1
+        self.world.counts["log snapshots"] += 1
         self._base_is_under_way()
         self._append(
-            "base", snapshot.range_id, snapshot.term, snapshot.assignment_epoch,
+            "snapshot", snapshot.range_id, snapshot.term, snapshot.assignment_epoch,
             snapshot.number, what,
         )  # fmt: skip
 
     def _base_is_under_way(self) -> None:
         self._base_until_s = self.world.now_s + self._bases_take_s * self.world.draw.random()
 
-    def batch(self, batch: Batch) -> None:
+    def write_record(self, record: LogRecord) -> None:
         self._append(
-            "batch", batch.range_id, batch.term, batch.assignment_epoch, batch.number, batch
+            "record", record.range_id, record.term, record.assignment_epoch, record.number, record
         )
 
-    def ended(self, range_id: RangeId) -> None:
+    def end(self, range_id: RangeId) -> None:
         self.world.counts["ranges ended in a log"] += 1
-        self._append("ended", range_id, AssignmentEpoch(0), AssignmentEpoch(0), 0)
+        self._append("end", range_id, AssignmentEpoch(0), AssignmentEpoch(0), 0)
 
     def _append(
         self,
@@ -136,10 +136,10 @@ class SimLog:
         self.frames.append(frame)
         writer.heard_of_log(frame)
 
-    def begin(self, writer: LoggedServer) -> None:
+    def open(self, writer: LoggedServer) -> None:
         """A server goes on with it."""
         self.writer = writer
-        if self.frames:  # bases of other ranges, which the seed has no tables in, come first
+        if self.frames:  # snapshots of other ranges, which the seed has no tables in, come first
             self._base_is_under_way()
         sizes = Counter(frame.segment for frame in self.frames)
         starts = {range_id: self.frames[at].segment for range_id, at in self.begins().items()}
@@ -148,7 +148,7 @@ class SimLog:
 
     def heard(self, frame: Frame) -> None:
         """Its server knows that the frame is written."""
-        if frame.kind in ("begun", "base"):
+        if frame.kind in ("begin", "snapshot"):
             self.segments.wrote(1)
 
     def turn(self) -> None:
@@ -172,9 +172,9 @@ class SimLog:
         """Where the newest beginning of each range is, among the frames."""
         found: dict[RangeId, int] = {}
         for index, frame in enumerate(self.frames):
-            if frame.kind in ("begun", "base"):
+            if frame.kind in ("begin", "snapshot"):
                 found[frame.range_id] = index
-            elif frame.kind == "ended":
+            elif frame.kind == "end":
                 found.pop(frame.range_id, None)
         return found
 
@@ -183,7 +183,7 @@ class SimLog:
         return UpdateLogClaim(self.log_id, TIMELINE, tuple(sorted(self.begins())))
 
     def has(self, range_id: RangeId, term: AssignmentEpoch, number: int) -> bool:
-        """Whether all of a range up to that batch could be read from it."""
+        """Whether all of a range up to that record could be read from it."""
         return any(
             frame.number >= number and frame.term == term for frame in self._readable(range_id)
         )
@@ -197,7 +197,7 @@ class SimLog:
     def _readable(self, range_id: RangeId) -> list[Frame]:
         """What a server that comes with it could read of a range."""
         begin = self.begins().get(range_id)
-        if begin is None or (self.frames[begin].kind == "begun" and self.frames[begin].number):
+        if begin is None or (self.frames[begin].kind == "begin" and self.frames[begin].number):
             return []
         return [frame for frame in self.frames[begin:] if frame.range_id == range_id]
 
@@ -223,11 +223,15 @@ class LoggedServer(ReplicatedServer):
             self.node_id, self.machine, LEASE_S, min_in_sync, has_update_log=True
         )
         self.output = OutputCommit(
-            self.machine, self.replication, self, self._send, lambda batch: self.logged.write(batch)
+            self.machine,
+            self.replication,
+            self,
+            self._send,
+            lambda record: self.logged.write(record),
         )
         self.pacing = PeerPacing(self.replication, LEASE_S, self.queues)
         self.logged = LoggedRanges(self.log, self.replication, self.output)
-        self.log.begin(self)
+        self.log.open(self)
 
     def recover(self, blocks: Callable[[TableId, RangeId], ShardCopy]) -> None:
         """Before the first view: what the log has."""
@@ -243,19 +247,19 @@ class LoggedServer(ReplicatedServer):
                 continue
             replica = replicas.get(frame.range_id)
             self.world.counts["frames of the taken over"] += frame.kind == "taken over"
-            if frame.kind in ("begun", "taken over"):
+            if frame.kind in ("begin", "taken over"):
                 assert replica is None or replica.number == frame.number, f"S13: {frame}"
                 replicas[frame.range_id] = Replica(
                     frame.range_id, frame.assignment_epoch, LEASE_S, frame.term,
                     {} if replica is None else replica.copies, frame.number,
                 )  # fmt: skip
-            elif isinstance(frame.what, Batch):
+            elif isinstance(frame.what, LogRecord):
                 assert replica is not None
-                batch = frame.what
-                assert replica.follows(batch), f"S13: {frame} follows {replica.term}"
-                is_next = replica.take(batch, lambda b=batch: blocks(b.table_id, b.range_id))  # type: ignore[misc]
+                record = frame.what
+                assert replica.follows(record), f"S13: {frame} follows {replica.term}"
+                is_next = replica.take(record, lambda b=record: blocks(b.table_id, b.range_id))  # type: ignore[misc]
                 assert is_next, f"S13: {frame} follows {replica.number}"
-                at_once(self._making(batch))
+                at_once(self._making(record))
             elif isinstance(frame.what, tuple):
                 snapshot, values = frame.what
                 copies = {t: copy.twin() for t, copy in snapshot.copies.items()}
@@ -274,7 +278,7 @@ class LoggedServer(ReplicatedServer):
         if self._is_away(lambda: self.heard_of_log(frame)):
             return
         self.log.heard(frame)
-        if frame.kind in ("batch", "base"):
+        if frame.kind in ("record", "snapshot"):
             self.logged.written({(frame.range_id, frame.term): frame.number})
             self._release([frame.range_id])
         self.works.begin(self._looking())
@@ -292,7 +296,7 @@ class LoggedServer(ReplicatedServer):
         }:
             log = self.replication.primaries[range_id].log
             assert self.log.has(range_id, log.term, log.released), (
-                f"LOG-1: batch {log.released} of range {range_id} is seen, and is not in the log"
+                f"LOG-1: record {log.released} of range {range_id} is seen, and is not in the log"
             )
         yield from super()._doing(committed)
 

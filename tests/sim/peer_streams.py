@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ps_core.keys import NodeId
-from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.peer_queues import PeerQueue
 from tests.sim.world import NEVER_S, Link, World
 
@@ -35,7 +35,7 @@ WINDOW_BYTES = 4 * 1024 * 1024
 """So much may be on its way before its receiver takes it."""
 PIECES = 3
 """Messages of one snapshot."""
-_BATCH_BYTES = 64 * 1024
+_RECORD_BYTES = 64 * 1024
 _PIECE_BYTES = 2 * 1024 * 1024
 _SMALL_BYTES = 100
 
@@ -58,8 +58,8 @@ class Piece(NamedTuple):
 def size_of(message: object) -> int:
     """In bytes, about."""
     match message:
-        case Batch():
-            return _BATCH_BYTES
+        case LogRecord():
+            return _RECORD_BYTES
         case Piece():
             return _PIECE_BYTES
         case _:

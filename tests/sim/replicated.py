@@ -27,7 +27,7 @@ from ps_server.ranges.events import (
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.ranges.schedule import CutId
 from ps_server.ranges.server_machine import Doubt, PreparedChange
-from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
+from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, Snapshot
 from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import BEATS_A_LEASE, PeerPacing
 from ps_server.replication.peer_queues import PeerQueues
@@ -533,15 +533,15 @@ class ReplicatedServer(SimServer):
 
     # --- between servers
 
-    def _send(self, peer: NodeId, batch: Batch) -> None:
+    def _send(self, peer: NodeId, log_record: LogRecord) -> None:
         """As `ReplicatedRanges._send`."""
         self.world.counts["between servers"] += 1
         if peer in self.links:
-            self.links[peer].send(batch)
+            self.links[peer].send(log_record)
 
-    def _send_all(self, batches: Iterable[tuple[NodeId, Batch]]) -> None:
-        for peer, batch in batches:
-            self._send(peer, batch)
+    def _send_all(self, log_records: Iterable[tuple[NodeId, LogRecord]]) -> None:
+        for peer, log_record in log_records:
+            self._send(peer, log_record)
 
     def _ask(self, peer: NodeId, message: object) -> None:
         """A call of its own."""
@@ -587,7 +587,7 @@ class ReplicatedServer(SimServer):
         match message:
             case Greeting():
                 answer = Welcome()
-            case Batch():
+            case LogRecord():
                 self._handle(stream, self._following(message))
             case Beat():
                 answer = self.replication.beat(message, self.now_s)
@@ -620,24 +620,24 @@ class ReplicatedServer(SimServer):
 
         self.works.done(work, ended)
 
-    def _following(self, batch: Batch) -> Work[Ack | None]:
-        is_taken, ack = self.replication.take(batch, lambda: self._fresh(batch))
-        is_removed = self._view is not None and self._view.is_removed(batch.table_id)
+    def _following(self, log_record: LogRecord) -> Work[Ack | None]:
+        is_taken, ack = self.replication.take(log_record, lambda: self._fresh(log_record))
+        is_removed = self._view is not None and self._view.is_removed(log_record.table_id)
         self.world.counts["decisions of removed tables"] += is_removed
         if is_taken:
-            yield from self._making(batch)
+            yield from self._making(log_record)
         return ack
 
-    def _fresh(self, batch: Batch) -> ShardCopy | None:
+    def _fresh(self, log_record: LogRecord) -> ShardCopy | None:
         for table in self._tables():
-            if table.table_id == batch.table_id:
-                blocks = table.blocks_by_range(self._range_count)[batch.range_id]
+            if table.table_id == log_record.table_id:
+                blocks = table.blocks_by_range(self._range_count)[log_record.range_id]
                 return fresh_copy(table, blocks)
         return None
 
-    def _making(self, batch: Batch) -> Work[None]:
+    def _making(self, log_record: LogRecord) -> Work[None]:
         """The values follow the copy."""
-        for change in batch.changes:
+        for change in log_record.changes:
             yield from self._making_change(change)
             if isinstance(change, Put):
                 self._count(change.record)

@@ -144,11 +144,11 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
-        "the term of a batch is not checked",
+        "the term of a record is not checked",
         "S8",
         _REPLICA,
-        "batch.assignment_epoch >= self.assignment_epoch and batch.term == self.term",
-        "batch.assignment_epoch >= self.assignment_epoch",
+        "record.assignment_epoch >= self.assignment_epoch and record.term == self.term",
+        "record.assignment_epoch >= self.assignment_epoch",
         _FAILOVER,
     ),
     Mutant(
@@ -233,11 +233,11 @@ REPLICATION_MUTANTS = (
         _FAILOVER,
     ),
     Mutant(
-        "a gap in the batches is passed over",
+        "a gap in the records is passed over",
         "S8",
         _REPLICA,
-        "        return batch.number == self.number + 1\n",
-        "        return batch.number > self.number\n",
+        "        return record.number == self.number + 1\n",
+        "        return record.number > self.number\n",
         ("tables",),
     ),
     Mutant(
@@ -459,8 +459,8 @@ REPLICATION_MUTANTS = (
         "who is primary again has no candidates",
         "S8",
         _LOG,
-        "        self.inherit()\n        self.lose_base()",
-        "        self._acked.clear()\n        self.lose_base()",
+        "        self.inherit()\n        self.lose_logged_snapshot()",
+        "        self._acked.clear()\n        self.lose_logged_snapshot()",
         _AWAY,
     ),
     Mutant(

@@ -74,7 +74,7 @@ class Watch:
             )
 
     def seen(self, server: ReplicatedServer, range_id: RangeId, number: int) -> None:
-        """Somebody sees of the range what the server decided, up to batch `number`."""
+        """Somebody sees of the range what the server decided, up to record `number`."""
         term = server.replication.primaries[range_id].log.term
         newest = self._newest[range_id]
         assert (term, server.node_id) == newest, (
@@ -88,17 +88,17 @@ class Watch:
                 continue
             has = self._history(self._servers[node_id], range_id)
             assert (term, number) <= has < (term + 1, 0), (
-                f"HELD: batch {number} of range {range_id} under term {term} is seen; "
+                f"HELD: record {number} of range {range_id} under term {term} is seen; "
                 f"{node_id}, which could be its primary, has {has}"
             )
 
     def seen_of(self, range_id: RangeId) -> tuple[int, int] | None:
-        """What was seen of a range: under which term, and up to which batch; None: nothing."""
+        """What was seen of a range: under which term, and up to which record; None: nothing."""
         return self._seen.get(range_id)
 
     @staticmethod
     def _history(server: ReplicatedServer, range_id: RangeId) -> tuple[int, int]:
-        """The newest batch of a range that the server has, unless it serves it: term, number."""
+        """The newest record of a range that the server has, unless it serves it: term, number."""
         replica = server.replication.replicas.get(range_id)
         if replica is not None:
             return replica.term, replica.number
@@ -137,7 +137,7 @@ class Watch:
                 since_s = now_s if before is None or before[0] != number else before[1]
                 self._lacks[key] = number, since_s
                 assert now_s - since_s < self._lease_s * _HEARD_LEASES, (
-                    f"HEARD: {peer} has range {range_id} of {server.node_id} up to batch {number} "
+                    f"HEARD: {peer} has range {range_id} of {server.node_id} up to record {number} "
                     f"of {log.number} since {now_s - since_s:.1f} s, and nothing is in its way"
                 )
 

@@ -83,7 +83,7 @@ class DepartureLogSimulation(Departing, LogSimulation):
 
     often: ClassVar[frozenset[str]] = frozenset({
         "told to stop", "let go", "came back with its ranges", "came back without its ranges",
-        "ranges read from a log", "bases",
+        "ranges read from a log", "log snapshots",
     })  # fmt: skip
     medians: ClassVar[dict[str, int]] = {"messages": 1_500}
 

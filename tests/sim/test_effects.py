@@ -15,7 +15,7 @@ from ps_core.keys import NodeId, RangeId
 from ps_core.work import Work
 from ps_server.fail_stop import FailStop, carries_out, decides
 from ps_server.ranges.events import Accumulate, AnswerPull, EntryEvent, PullEvent, RefusePull
-from ps_server.replication.messages import Ack, Batch
+from ps_server.replication.messages import Ack, LogRecord
 from ps_server.replication.output_commit import CommittedEffect
 from scheduler.machine.state import RangesFailedOver, Transition
 from tests.sim.calamities import STRIKES, Calamities, Plan
@@ -34,7 +34,7 @@ class BrokenEffect(Exception):
 
 
 class BrokenReplica(Exception):
-    """A batch could not be made here."""
+    """A record could not be made here."""
 
 
 class MortalServer(ReplicatedServer):
@@ -125,17 +125,17 @@ class MortalServer(ReplicatedServer):
             raise BrokenEffect
         super().accumulate(effect)
 
-    def _making(self, batch: Batch) -> Work[None]:
-        if self.loses_next and self.may_lose(batch.range_id):
+    def _making(self, record: LogRecord) -> Work[None]:
+        if self.loses_next and self.may_lose(record.range_id):
             self.loses_next = False
             raise BrokenReplica
-        yield from super()._making(batch)
+        yield from super()._making(record)
 
-    def _following(self, batch: Batch) -> Work[Ack | None]:
+    def _following(self, record: LogRecord) -> Work[Ack | None]:
         try:
-            return (yield from super()._following(batch))
+            return (yield from super()._following(record))
         except BrokenReplica:  # as `ReplicatedRanges.taking`
-            self._lose_track(batch.range_id)
+            self._lose_track(record.range_id)
             return None
 
     def _lose_track(self, range_id: RangeId) -> None:

@@ -30,7 +30,7 @@ class LogSimulation(FailoverSimulation):
     """One seed in which every server keeps a log, and whoever is killed comes back."""
 
     often: ClassVar[frozenset[str]] = frozenset({
-        "fault: killed", "servers restarted", "ranges read from a log", "bases",
+        "fault: killed", "servers restarted", "ranges read from a log", "log snapshots",
         "frames let go", "ranges ended in a log", "lost", "duplicated", "checkpoints",
         "came back without its ranges", "came back with its ranges", "gone",
         "killed again", "frames of the taken over",

@@ -47,7 +47,7 @@ class RunLogSimulation(RunSimulation, LogSimulation):
 
     often: ClassVar[frozenset[str]] = frozenset({
         "all died at once", "died as a run was removed", "removed tables read from a log",
-        "came back with its ranges", "ranges read from a log", "bases", "frames let go",
+        "came back with its ranges", "ranges read from a log", "log snapshots", "frames let go",
         "runs begun", "runs removed", "tables given up", "trained in a run", "changed in a run",
         "gone", "joined in a run", "checkpoints beside a run",
     })  # fmt: skip

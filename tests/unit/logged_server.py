@@ -24,7 +24,7 @@ from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
 from ps_server.service.node import ParameterNode
 from ps_server.update_log.directory import LogDirectory
-from ps_server.update_log.recovery import KeptLog, read_log
+from ps_server.update_log.recovery import RecoveredLog, read_log
 from ps_server.update_log.writer import LogSetting, UpdateLog, Written
 
 MODEL = TableId(1)
@@ -69,13 +69,15 @@ class LoggedServer:
         self.history: list[Values] = []  # after each update
         session = Session("c", TIMELINE, NodeId(number), Incarnation(100 + number), Role.SERVER)
         shards = Shards(SharedLanes(), {})
-        self.kept: KeptLog = read_log(LogDirectory(path, setting.disk), shards, KERNELS)
+        self.recovered_log: RecoveredLog = read_log(
+            LogDirectory(path, setting.disk), shards, KERNELS
+        )
         metrics = ServerMetrics(CollectorRegistry())
         self.node = ParameterNode(session, b"k" * 16, 1, metrics, lambda: 5.0, shards)
         log_setting = LogSetting(setting.bound_bytes, setting.is_synced)
-        self.log: UpdateLog = self.kept.begin(session, RANGES, log_setting)
+        self.log: UpdateLog = self.recovered_log.begin(session, RANGES, log_setting)
         replicas = self.node.replicate(ReplicationSetting(3.0), self.log)
-        replicas.recover(self.kept.replicas)
+        replicas.recover(self.recovered_log.replicas)
         self._release = self.log.on_written
         self.log.on_written = self._written
         self._news = asyncio.Event()
@@ -87,7 +89,7 @@ class LoggedServer:
                 slots,
                 self.epoch,
                 NodeId(number),
-                initial_holders=() if index in self.kept.replicas else (NodeId(number),),
+                initial_holders=() if index in self.recovered_log.replicas else (NodeId(number),),
             )
             for index, slots in enumerate(key_ranges(RANGES))
         )
@@ -176,12 +178,12 @@ def values_of(shards: Shards) -> Values:
 class Recovered:
     """What a log gave back."""
 
-    kept: KeptLog
+    recovered_log: RecoveredLog
     values: Values
 
     def has(self, range_id: int, sequence: int) -> bool:
         """Whether the entry has ended."""
-        replica = self.kept.replicas.get(RangeId(range_id))
+        replica = self.recovered_log.replicas.get(RangeId(range_id))
         copy = None if replica is None else replica.copies.get(MODEL)
         worker = None if copy is None else copy.workers.get(WORKER)
         return worker is not None and worker.ledger.has_ended(sequence)
@@ -191,5 +193,5 @@ def recovered(path: Path) -> Recovered:
     """Read a log as a server does, and let go of it."""
     shards = Shards(SharedLanes(), {})
     with LogDirectory(path) as directory:
-        kept = read_log(directory, shards, KERNELS)
-    return Recovered(replace(kept), values_of(shards))
+        recovered_log = read_log(directory, shards, KERNELS)
+    return Recovered(replace(recovered_log), values_of(shards))

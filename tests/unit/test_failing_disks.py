@@ -123,8 +123,8 @@ def test_a_log_that_cannot_be_read_now_is_left_as_it_is(tmp_path: Path) -> None:
             read_log(directory, Shards(SharedLanes(), {}), KERNELS)
     assert {each: each.read_bytes() for each in segments_in(tmp_path).values()} == before
     found = recovered(tmp_path)
-    assert found.kept.replicas
-    assert found.kept.directory.log_id == log_id
+    assert found.recovered_log.replicas
+    assert found.recovered_log.directory.log_id == log_id
 
 
 # --- parts of checkpoints

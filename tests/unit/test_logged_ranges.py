@@ -12,7 +12,7 @@ from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
 from ps_core.work import Work
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import Replica
-from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from ps_server.replication.replication_log import RangeLog
@@ -32,21 +32,21 @@ class Paper:
         self.is_busy = False
         self.lagging: Sequence[RangeId] = ()
 
-    def begun(self, log: RangeLog) -> None:
-        self.lines.append(("begun", log.range_id, log.released))
+    def begin(self, log: RangeLog) -> None:
+        self.lines.append(("begin", log.range_id, log.released))
 
-    def taken_over(self, log: RangeLog) -> None:
+    def take_over(self, log: RangeLog) -> None:
         self.lines.append(("taken over", log.range_id, log.released))
 
-    def basing(self, snapshot: Snapshot) -> Work[None]:
+    def write_snapshot(self, snapshot: Snapshot) -> Work[None]:
         yield from ()
-        self.lines.append(("base", snapshot.range_id, snapshot.number))
+        self.lines.append(("snapshot", snapshot.range_id, snapshot.number))
 
-    def batch(self, batch: Batch) -> None:
-        self.lines.append(("batch", batch.range_id, batch.number))
+    def write_record(self, record: LogRecord) -> None:
+        self.lines.append(("record", record.range_id, record.number))
 
-    def ended(self, range_id: RangeId) -> None:
-        self.lines.append(("ended", range_id, 0))
+    def end(self, range_id: RangeId) -> None:
+        self.lines.append(("end", range_id, 0))
 
 
 class Server:
@@ -87,22 +87,22 @@ class Server:
     def log(self, range_id: RangeId = ZERO) -> RangeLog:
         return self.replication.primaries[range_id].log
 
-    def decide(self, range_id: RangeId = ZERO) -> Batch:
+    def decide(self, range_id: RangeId = ZERO) -> LogRecord:
         """Something, in a range."""
         log = self.log(range_id)
-        batch = log.decide(TABLE, delta(), (), ["done"])
+        record = log.decide(TABLE, delta(), (), ["done"])
         if log.is_written:
-            self.logged.write(batch)
-        return batch
+            self.logged.write(record)
+        return record
 
-    def says(self, batch: Batch) -> list[object]:
-        """The log has the batch; what is released."""
-        more = self.logged.written({(batch.range_id, batch.term): batch.number})
+    def says(self, record: LogRecord) -> list[object]:
+        """The log has the record; what is released."""
+        more = self.logged.written({(record.range_id, record.term): record.number})
         return self.replication.release(0.0, more)
 
 
-def _unsent(peer: NodeId, batch: Batch) -> None:
-    del peer, batch
+def _unsent(peer: NodeId, record: LogRecord) -> None:
+    del peer, record
 
 
 def epoch(number: int) -> AssignmentEpoch:
@@ -113,10 +113,10 @@ def test_a_range_that_is_placed_begins_with_nothing() -> None:
     """LOG-1, LOG-4."""
     server = Server()
     server.see((ME, PLACED_EPOCH, ()), (OTHER, PLACED_EPOCH, ()))
-    batch = server.decide()
+    record = server.decide()
     assert server.replication.release(0.0, [ZERO]) == []
-    assert server.says(batch) == ["done"]
-    assert server.paper.lines == [("begun", 0, 0), ("batch", 0, 1)]
+    assert server.says(record) == ["done"]
+    assert server.paper.lines == [("begin", 0, 0), ("record", 0, 1)]
 
 
 def test_a_range_that_is_taken_over_waits_for_its_base() -> None:
@@ -125,22 +125,22 @@ def test_a_range_that_is_taken_over_waits_for_its_base() -> None:
     server.see((OTHER, PLACED_EPOCH, (ME,)), (OTHER, PLACED_EPOCH, ()))
     server.paper.is_busy = True
     server.see((ME, epoch(3), ()), (OTHER, PLACED_EPOCH, ()))
-    batch = server.decide()
-    assert server.says(batch) == []
+    record = server.decide()
+    assert server.says(record) == []
     assert server.paper.lines == []
     server.paper.is_busy = False
     server.logged.look()
-    assert server.paper.lines == [("base", 0, 1)]
-    assert server.says(batch) == ["done"]
+    assert server.paper.lines == [("snapshot", 0, 1)]
+    assert server.says(record) == ["done"]
 
 
 def test_the_word_of_another_tenure_says_nothing() -> None:
     server = Server()
     server.see((OTHER, PLACED_EPOCH, (ME,)))
     server.see((ME, epoch(3), ()))
-    batch = server.decide()
-    assert server.says(batch._replace(term=PLACED_EPOCH)) == []
-    assert server.says(batch) == ["done"]
+    record = server.decide()
+    assert server.says(record._replace(term=PLACED_EPOCH)) == []
+    assert server.says(record) == ["done"]
 
 
 def test_what_the_log_gave_back_goes_on_in_it() -> None:
@@ -149,9 +149,9 @@ def test_what_the_log_gave_back_goes_on_in_it() -> None:
     server.replication.recover([replica])
     server.logged.recover([ZERO])
     server.see((ME, epoch(3), ()), (OTHER, PLACED_EPOCH, ()))
-    batch = server.decide()
-    assert server.says(batch) == ["done"]
-    assert server.paper.lines == [("taken over", 0, 11), ("batch", 0, 12)]
+    record = server.decide()
+    assert server.says(record) == ["done"]
+    assert server.paper.lines == [("taken over", 0, 11), ("record", 0, 12)]
 
 
 def test_what_another_has_is_ended_and_not_joined_from_the_log() -> None:
@@ -162,7 +162,7 @@ def test_what_another_has_is_ended_and_not_joined_from_the_log() -> None:
     server.logged.recover([ZERO])
     server.see((OTHER, epoch(3), (ME,)))
     assert not server.replication.replicas
-    assert server.paper.lines == [("ended", 0, 0)]
+    assert server.paper.lines == [("end", 0, 0)]
 
 
 def test_what_nobody_has_seen_begins_anew() -> None:
@@ -170,7 +170,7 @@ def test_what_nobody_has_seen_begins_anew() -> None:
     server = Server()
     server.replication.recover([])
     server.see((ME, epoch(3), ()), begins_anew=True)
-    assert server.paper.lines == [("begun", 0, 0)]
+    assert server.paper.lines == [("begin", 0, 0)]
 
 
 def test_without_a_log_of_before_only_what_is_placed_begins() -> None:
@@ -185,7 +185,7 @@ def test_a_range_that_is_lost_is_ended() -> None:
     server.see((ME, PLACED_EPOCH, ()))
     server.see((OTHER, epoch(3), ()))
     server.see((OTHER, epoch(4), ()))
-    assert server.paper.lines == [("begun", 0, 0), ("ended", 0, 0)]
+    assert server.paper.lines == [("begin", 0, 0), ("end", 0, 0)]
 
 
 def test_bases_of_lagging_ranges_wait_while_much_is_written() -> None:
@@ -193,10 +193,10 @@ def test_bases_of_lagging_ranges_wait_while_much_is_written() -> None:
     server.see((ME, PLACED_EPOCH, ()), (ME, PLACED_EPOCH, ()))
     server.paper.lagging, server.paper.is_busy = (ONE,), True
     server.logged.look()
-    assert server.paper.lines == [("begun", 0, 0), ("begun", 1, 0)]
+    assert server.paper.lines == [("begin", 0, 0), ("begin", 1, 0)]
     server.paper.is_busy = False
     server.logged.look()
-    assert server.paper.lines[2:] == [("base", 1, 0)]
+    assert server.paper.lines[2:] == [("snapshot", 1, 0)]
 
 
 def test_values_from_elsewhere_need_a_base() -> None:
@@ -206,13 +206,13 @@ def test_values_from_elsewhere_need_a_base() -> None:
     primary.close()
     primary.replaced(is_last=False)
     server.logged.look()
-    assert server.paper.lines == [("begun", 0, 0)]  # more comes
+    assert server.paper.lines == [("begin", 0, 0)]  # more comes
     primary.replaced(is_last=True)
-    batch = server.decide()
-    assert server.says(batch) == []
+    record = server.decide()
+    assert server.says(record) == []
     server.logged.look()
-    assert server.paper.lines == [("begun", 0, 0), ("base", 0, batch.number)]
-    assert server.says(batch) == ["done"]
+    assert server.paper.lines == [("begin", 0, 0), ("snapshot", 0, record.number)]
+    assert server.says(record) == ["done"]
 
 
 def test_a_log_that_has_what_was_not_decided_is_a_bug() -> None:

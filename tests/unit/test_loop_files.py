@@ -54,9 +54,9 @@ def test_the_loop_touches_no_file_of_an_update_log(tmp_path: Path) -> None:
                 server.node.tick()
                 await server.written()
             await server.end()
-            kept = await open_log(tmp_path, Shards(SharedLanes(), {}), KERNELS, 9.0)
-            assert len(kept.replicas) == 2
-            await asyncio.to_thread(kept.directory.close)
+            recovered = await open_log(tmp_path, Shards(SharedLanes(), {}), KERNELS, 9.0)
+            assert len(recovered.replicas) == 2
+            await asyncio.to_thread(recovered.directory.close)
         assert found == []
         assert not (tmp_path / "00000001.log").exists(), "no segment went"
 

@@ -12,7 +12,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation
 from ps_core.work import Work, at_once
 from ps_server.ranges.events import Place, Sender, WithdrawEvent
 from ps_server.ranges.server_machine import PreparedChange, ServerMachine
-from ps_server.replication.messages import Ack, Batch, Grant
+from ps_server.replication.messages import Ack, Grant, LogRecord
 from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import Replication
 from tests.unit.machine_harness import make_table
@@ -22,8 +22,8 @@ from tests.unit.test_replication import EPOCH, LEASE_S, ONE, RANGE, TWO, view
 TABLE = make_table()
 
 
-def _long(batch: Batch) -> Work[None]:
-    del batch
+def _long(record: LogRecord) -> Work[None]:
+    del record
     yield
 
 
@@ -33,12 +33,12 @@ class Server:
     def __init__(self, min_in_sync: int = 2) -> None:
         self.machine = ServerMachine(ONE, 1)
         self.replication = Replication(ONE, self.machine, LEASE_S, min_in_sync)
-        self.sent: list[Batch] = []
+        self.sent: list[LogRecord] = []
         self.output = OutputCommit(
             self.machine,
             self.replication,
             NotImplemented,
-            lambda _, batch: self.sent.append(batch),
+            lambda _, record: self.sent.append(record),
             encode=_long,
         )
 
@@ -60,9 +60,9 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
     place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
     effects = server.machine.entry(WithdrawEvent(place, sender, 1), 0.0)
     server.output.decide(effects, 0.0)
-    (batch,) = server.sent
-    assert (batch.number, batch.delta.facts.prepared) == (snapshot.number + 1, 1)
-    server.replication.acked(TWO, Ack(RANGE, batch.number, EPOCH), 0.0)
+    (record,) = server.sent
+    assert (record.number, record.delta.facts.prepared) == (snapshot.number + 1, 1)
+    server.replication.acked(TWO, Ack(RANGE, record.number, EPOCH), 0.0)
     (backup_request,) = server.replication.backup_requests(0.0)
     assert backup_request.backups == {TWO}
     server.replication.granted(TWO, Grant(0.0, (RANGE,)), 0.0)
@@ -73,20 +73,20 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
 
 
 def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> None:
-    """It has the newest batch still, and that does not have the promise (S9)."""
+    """It has the newest record still, and that does not have the promise (S9)."""
     server = Server(min_in_sync=1)
     server.see(view(1, (2, ONE, (TWO,), ())))
     place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
     server.output.decide(server.machine.entry(WithdrawEvent(place, sender, 1), 0.0), 0.0)
-    batch = server.sent[-1]
-    server.replication.acked(TWO, Ack(RANGE, batch.number, EPOCH), 0.0)  # no lease: answers wait
+    record = server.sent[-1]
+    server.replication.acked(TWO, Ack(RANGE, record.number, EPOCH), 0.0)  # no lease: answers wait
     server.see(view(2, (3, ONE, (), (TWO,))), change_number=2)
     server.output.release(0.0, [RANGE])
     assert list(server.output.prepared_changes) == [PreparedChange(TABLE.table_id, 2, 0)]
     ((_, snapshot),) = snapshots_of(server.output, 0.0)
     assert snapshot.copies[TABLE.table_id].facts.prepared == 2
     assert snapshot.number > server.sent[-1].number
-    kept = Ack(RANGE, batch.number, AssignmentEpoch(3))  # of the copy that it had
+    kept = Ack(RANGE, record.number, AssignmentEpoch(3))  # of the copy that it had
     server.replication.acked(TWO, kept, 0.0)
     assert not list(server.replication.backup_requests(0.0))
     server.replication.acked(TWO, Ack(RANGE, snapshot.number, AssignmentEpoch(3)), 0.0)

@@ -9,7 +9,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending
 from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
 from ps_server.replication.backup import MAX_DRIFT, Replica
-from ps_server.replication.messages import Batch
+from ps_server.replication.messages import LogRecord
 from ps_server.replication.replication_log import RangeLog
 from tests.unit.machine_harness import make_table
 
@@ -71,9 +71,9 @@ def test_nothing_is_released_without_the_lease() -> None:
 
 def test_what_was_not_acknowledged_is_sent_again() -> None:
     log = log_with(TWO)
-    batches = [log.decide(TABLE, delta(), (), []) for _ in range(3)]
+    records = [log.decide(TABLE, delta(), (), []) for _ in range(3)]
     log.acked(TWO, 1)
-    assert log.unacked(TWO) == batches[1:]
+    assert log.unacked(TWO) == records[1:]
 
 
 def test_an_acknowledgement_of_what_was_not_decided_is_a_bug() -> None:
@@ -101,36 +101,38 @@ def test_one_that_joins_counts_before_it_is_configured() -> None:
 # --- the backup
 
 
-def batch(number: int, epoch: int = EPOCH, term: int = EPOCH) -> Batch:
-    return Batch(RANGE, AssignmentEpoch(term), AssignmentEpoch(epoch), number, TABLE, delta(), ())
+def record(number: int, epoch: int = EPOCH, term: int = EPOCH) -> LogRecord:
+    return LogRecord(
+        RANGE, AssignmentEpoch(term), AssignmentEpoch(epoch), number, TABLE, delta(), ()
+    )
 
 
-def test_batches_are_taken_in_order_and_once() -> None:
+def test_records_are_taken_in_order_and_once() -> None:
     """RE-1."""
     replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
     fresh = lambda: fresh_copy(make_table(), range(4))  # noqa: E731
-    assert not replica.take(batch(2), fresh)
-    assert replica.take(batch(1), fresh)
-    assert not replica.take(batch(1), fresh)
-    assert replica.take(batch(2), fresh)
+    assert not replica.take(record(2), fresh)
+    assert replica.take(record(1), fresh)
+    assert not replica.take(record(1), fresh)
+    assert replica.take(record(2), fresh)
     assert replica.number == 2
 
 
 def test_a_table_that_no_view_has_shown_yet_is_not_taken() -> None:
     replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
-    assert not replica.take(batch(1), lambda: None)
+    assert not replica.take(record(1), lambda: None)
     assert replica.number == 0
 
 
 def test_a_deposed_primary_is_not_followed() -> None:
     replica = Replica(RANGE, EPOCH, LEASE_S, EPOCH)
-    assert replica.follows(batch(1))
+    assert replica.follows(record(1))
     replica.follow(AssignmentEpoch(3))
-    assert not replica.follows(batch(1))
-    assert replica.follows(batch(1, epoch=3))
-    assert not replica.follows(batch(1, epoch=4, term=4)), "its numbers mean other batches"
+    assert not replica.follows(record(1))
+    assert replica.follows(record(1, epoch=3))
+    assert not replica.follows(record(1, epoch=4, term=4)), "its numbers mean other records"
     replica.promote(AssignmentEpoch(4))
-    assert not replica.follows(batch(1, epoch=4))
+    assert not replica.follows(record(1, epoch=4))
 
 
 def test_one_that_is_promoted_grants_no_more_and_waits_its_last_grant_out() -> None:
@@ -165,7 +167,7 @@ def test_too_few_servers_commit_nothing_and_answer_reads() -> None:
 
 
 def test_a_copy_with_what_nobody_was_told_has_a_number_of_its_own_while_others_wait() -> None:
-    """What waits is not done by it, and who has the batches alone does not have what was seen."""
+    """What waits is not done by it, and who has the records alone does not have what was seen."""
     log = RangeLog(RANGE, EPOCH, (), LEASE_S, min_in_sync=2)
     log.decide(TABLE, delta(), (), ["held"])
     log.decide_alone()

@@ -55,14 +55,14 @@ def test_a_version_is_a_clock_on_all_servers(tmp_path: Path) -> None:
     """Whatever their clocks say, and however far one is ahead of the other."""
     left, right = Owner(LEFT), Owner(RIGHT)
     one, other = WrittenLog(tmp_path / "server-0"), WrittenLog(tmp_path / "server-1")
-    one.begun(left)
-    other.begun(right)
+    one.begin(left)
+    other.begin(right)
     expected = [{**left.values(), **right.values()}]
     for clock in (1, 2, 3):
-        one.batch(left.update(clock, (0, 1), clock))
+        one.record(left.update(clock, (0, 1), clock))
         expected.append(left.values())
     for clock in (1, 2):
-        other.batch(right.update(clock, (0, 1), clock), 2000.0 + clock)
+        other.record(right.update(clock, (0, 1), clock), 2000.0 + clock)
         expected[clock] |= right.values()
     again = replayed(tmp_path)
     assert again.history.is_by_clock
@@ -79,9 +79,9 @@ def test_who_skipped_and_who_was_in_part_of_it(tmp_path: Path) -> None:
     left, right = Owner(LEFT), Owner(RIGHT)
     log = WrittenLog(tmp_path)
     for owner in (left, right):
-        log.begun(owner)
-    log.batch(left.update(1, (0, 1), skipped=(2,)))
-    log.batch(right.update(1, (0,), skipped=(2,)))
+        log.begin(owner)
+    log.record(left.update(1, (0, 1), skipped=(2,)))
+    log.record(right.update(1, (0,), skipped=(2,)))
     version = newest(replayed(tmp_path))
     assert (version.ranks, version.partial_ranks, version.skipped_ranks) == ((0,), (1,), (2,))
 
@@ -90,20 +90,20 @@ def test_the_gradient_is_what_the_optimizer_got(tmp_path: Path) -> None:
     """A mean of two, and one that was clipped to a quarter."""
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
-    log.begun(owner)
-    batches = [
+    log.begin(owner)
+    records = [
         owner.assigned(3.0), owner.update(1, (0, 1), 2.0),
         owner.kept(2, (0, 1), 5.0), owner.scaled(2, (0, 1), 0.25),
     ]  # fmt: skip
-    for batch in batches:
-        log.batch(batch)
+    for record in records:
+        log.record(record)
     again = replayed(tmp_path)
     again.watch(again.history.versions)
     found = []
     for version in again.history.versions:
         again.go_to(version.position)
         found.append(again.gradient_norm(version))
-    _, mean, kept, _ = (norm(batch.changes[0]) for batch in batches)
+    _, mean, kept, _ = (norm(record.changes[0]) for record in records)
     assert found == [None, pytest.approx(mean / 2), pytest.approx(kept / 4)]
     flat = np.concatenate([np.frombuffer(v, "<f4") for v in owner.values().values()])
     assert again.parameter_norm() == pytest.approx(float(np.linalg.norm(flat.astype("f8"))))
@@ -111,8 +111,8 @@ def test_the_gradient_is_what_the_optimizer_got(tmp_path: Path) -> None:
 
 
 def norm(change: object) -> float:
-    total = getattr(change, "total", None)
-    blocks = total.blocks if total is not None else ()
+    accumulator = getattr(change, "accumulator", None)
+    blocks = accumulator.blocks if accumulator is not None else ()
     return math.sqrt(sum(float(np.square(np.frombuffer(b.payload, "<f4")).sum()) for b in blocks))
 
 
@@ -120,16 +120,16 @@ def norm(change: object) -> float:
 
 
 def asp_log(path: Path) -> tuple[Owner, Owner, list[dict[int, bytes]]]:
-    """Rank 1 overtakes rank 0 between two ranges; values after each batch."""
+    """Rank 1 overtakes rank 0 between two ranges; values after each record."""
     left, right = Owner(LEFT, ASP), Owner(RIGHT, ASP)
     log = WrittenLog(path, ASP)
     for owner in (left, right):
-        log.begun(owner)
+        log.begin(owner)
     after = []
     for owner, clock, rank, staleness in (
         (left, 1, 0, 0), (left, 1, 1, 1), (right, 1, 1, 0), (right, 1, 0, 1), (left, 2, 1, 0),
     ):  # fmt: skip
-        log.batch(owner.update(clock, (rank,), clock + rank, staleness=staleness))
+        log.record(owner.update(clock, (rank,), clock + rank, staleness=staleness))
         after.append({**left.values(), **right.values()})
     return left, right, after
 
@@ -152,13 +152,13 @@ def test_a_clock_is_a_version_where_all_were_at_it(tmp_path: Path) -> None:
     left, right = Owner(LEFT, ASP), Owner(RIGHT, ASP)
     log = WrittenLog(tmp_path, ASP)
     for owner in (left, right):
-        log.begun(owner)
+        log.begin(owner)
         for clock, rank in ((1, 0), (1, 1)):
-            log.batch(owner.update(clock, (rank,), clock + rank))
+            log.record(owner.update(clock, (rank,), clock + rank))
     expected = {**left.values(), **right.values()}
     for owner in (left, right):
         for clock, rank in ((2, 0), (3, 0), (2, 1), (3, 1)):
-            log.batch(owner.update(clock, (rank,), clock + rank))
+            log.record(owner.update(clock, (rank,), clock + rank))
     again = replayed(tmp_path, by_clock=True)
     assert not again.torn_at(1)
     assert "range 0 got clock 3" in again.torn_at(2)
@@ -175,12 +175,12 @@ def test_a_setting_that_ends_counts_for_its_last_clock(tmp_path: Path) -> None:
     bsp = Consistency(Mode.BSP)
     for range_id, first, second in ((LEFT, 0, 1), (RIGHT, 1, 0)):
         owner = Owner(range_id, ASP)
-        log.begun(owner)
-        log.batch(owner.update(1, (first,)))
+        log.begin(owner)
+        log.record(owner.update(1, (first,)))
         for ranks, clock in (((second,), 1), ((0, 1), 2)):
-            batch = owner.update(clock, ranks)
-            facts = batch.delta.facts._replace(settings=((1, bsp),), clock=clock)
-            log.batch(batch._replace(delta=batch.delta._replace(facts=facts)))
+            record = owner.update(clock, ranks)
+            facts = record.delta.facts._replace(settings=((1, bsp),), clock=clock)
+            log.record(record._replace(delta=record.delta._replace(facts=facts)))
     again = replayed(tmp_path)
     found = [(v.number, v.clock, v.ranks) for v in again.history.versions]
     assert found == [(0, 0, ()), (1, 1, (1,)), (2, 1, (0,)), (3, 2, (0, 1))]
@@ -190,9 +190,9 @@ def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
     """RP-1: neither one by one, nor towards the versions of a checkpoint."""
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
-    log.begun(owner)
+    log.begin(owner)
     for clock in (1, 2):
-        log.batch(owner.update(clock, (0,), clock))
+        log.record(owner.update(clock, (0,), clock))
     again = replayed(tmp_path)
     check_all(again, owner)
     for version in again.history.versions:
@@ -212,15 +212,15 @@ def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
 
 
 def rotated(path: Path) -> Owner:
-    """Two segments; the second begins with a base."""
+    """Two segments; the second begins with a snapshot."""
     owner = Owner(LEFT)
     log = WrittenLog(path)
-    log.begun(owner)
+    log.begin(owner)
     for clock in (1, 2):
-        log.batch(owner.update(clock, (0,), clock))
+        log.record(owner.update(clock, (0,), clock))
     log.segment()
-    log.base(owner)
-    log.batch(owner.update(3, (0,), 3.0))
+    log.snapshot(owner)
+    log.record(owner.update(3, (0,), 3.0))
     return owner
 
 
@@ -235,13 +235,13 @@ def test_bases_are_compared_with_what_was_made(tmp_path: Path) -> None:
 def test_a_base_of_other_values_is_an_error(tmp_path: Path) -> None:
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
-    log.begun(owner)
-    log.batch(owner.update(1))
+    log.begin(owner)
+    log.record(owner.update(1))
     other = owner.twin()
     other.update(2)
     other.number = owner.number
     log.segment()
-    log.base(other)
+    log.snapshot(other)
     again = replayed(tmp_path)
     with pytest.raises(InvalidUpdateLog, match=r"00000002.log: at byte .* other than what its"):
         again.go_to(newest(again).position + 1)
@@ -260,12 +260,12 @@ def test_what_is_left_begins_with_a_base(tmp_path: Path) -> None:
 def test_a_log_goes_on_with_a_server_that_was_started_again(tmp_path: Path) -> None:
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
-    log.begun(owner)
-    log.batch(owner.update(1))
+    log.begin(owner)
+    log.record(owner.update(1))
     log.segment()
     owner.term = 4
     log.taken_over(owner)
-    log.batch(owner.update(2))
+    log.record(owner.update(2))
     again = replayed(tmp_path)
     check_all(again, owner)
     assert numbers(again) == [0, 1, 2]
@@ -275,16 +275,16 @@ def test_a_range_goes_on_in_the_log_of_its_next_primary(tmp_path: Path) -> None:
     """What only the first had decided was seen by nobody."""
     owner = Owner(LEFT)
     one, other = WrittenLog(tmp_path / "server-0"), WrittenLog(tmp_path / "server-1")
-    one.begun(owner)
-    one.batch(owner.update(1, (0,), 1.0))
+    one.begin(owner)
+    one.record(owner.update(1, (0,), 1.0))
     next_owner = owner.twin()
     next_owner.term = 5
-    one.batch(owner.update(2, (0,), 9.0), 3000.0)  # its clock is ahead, too
-    other.base(next_owner)
-    other.batch(next_owner.update(2, (1,), 2.0))
+    one.record(owner.update(2, (0,), 9.0), 3000.0)  # its clock is ahead, too
+    other.snapshot(next_owner)
+    other.record(next_owner.update(2, (1,), 2.0))
     run = read_run(tmp_path)
     assert run.unseen_count == 1
-    assert "1 batches were decided by servers that were replaced" in run.notes[0]
+    assert "1 records were decided by servers that were replaced" in run.notes[0]
     again = replayed(tmp_path)
     check_all(again, next_owner)
     assert newest(again).ranks == (1,)
@@ -295,16 +295,16 @@ def test_what_lies_between_two_logs_is_no_version(tmp_path: Path) -> None:
     """Not even where another range has it."""
     owner, right = Owner(LEFT), Owner(RIGHT)
     one, other = WrittenLog(tmp_path / "server-0"), WrittenLog(tmp_path / "server-1")
-    one.begun(owner)
-    one.batch(owner.update(1))
+    one.begin(owner)
+    one.record(owner.update(1))
     for clock in (2, 3, 4):
         owner.update(clock)
     owner.term = 5
-    other.begun(right)
+    other.begin(right)
     for clock in (1, 2, 3, 4, 5):
-        other.batch(right.update(clock))
-    other.base(owner)
-    other.batch(owner.update(5))
+        other.record(right.update(clock))
+    other.snapshot(owner)
+    other.record(owner.update(5))
     run = read_run(tmp_path)
     assert run.lost_count == 3
     again = replayed(tmp_path)
@@ -314,15 +314,15 @@ def test_what_lies_between_two_logs_is_no_version(tmp_path: Path) -> None:
     check_all(again, owner, right)
 
 
-def test_a_batch_that_is_missing_is_an_error(tmp_path: Path) -> None:
+def test_a_record_that_is_missing_is_an_error(tmp_path: Path) -> None:
     """LF-1."""
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
-    log.begun(owner)
-    log.batch(owner.update(1))
+    log.begin(owner)
+    log.record(owner.update(1))
     owner.update(2)
-    log.batch(owner.update(3))
-    with pytest.raises(InvalidUpdateLog, match=r"at byte .*range 0: batch 3 follows batch 1"):
+    log.record(owner.update(3))
+    with pytest.raises(InvalidUpdateLog, match=r"at byte .*range 0: log record 3 follows .* 1"):
         read_run(tmp_path)
 
 
@@ -351,18 +351,18 @@ def test_a_damaged_frame_is_an_error_that_says_where(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-def test_a_batch_that_was_torn_between_its_frames_is_dropped_by_the_next_segment(
+def test_a_record_that_was_torn_between_its_frames_is_dropped_by_the_next_segment(
     tmp_path: Path,
 ) -> None:
     """By who goes on from the log, and by who reads it afterwards: the next has its number."""
     owner, log = Owner(LEFT), WrittenLog(tmp_path, boot=boot_id())
-    log.begun(owner)
-    log.batch(owner.update(1))
-    log.torn_batch(owner.twin().update(2, (1,), 9.0))
+    log.begin(owner)
+    log.record(owner.update(1))
+    log.torn_record(owner.twin().update(2, (1,), 9.0))
     log.segment()
     owner.term = 4
     log.taken_over(owner)
-    log.batch(owner.update(2, (0,), 2.0))
+    log.record(owner.update(2, (0,), 2.0))
     shards = Shards(SharedLanes(), {})
     with LogDirectory(tmp_path) as directory:
         assert read_log(directory, shards, "").replicas[LEFT].number == 2
@@ -376,10 +376,10 @@ def test_a_batch_that_was_torn_between_its_frames_is_dropped_by_the_next_segment
 def test_a_half_base_at_the_end_is_none(tmp_path: Path) -> None:
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
-    log.begun(owner)
-    log.batch(owner.update(1))
+    log.begin(owner)
+    log.record(owner.update(1))
     log.segment()
-    log.base(owner)
+    log.snapshot(owner)
     content = log.newest.read_bytes()
     log.newest.write_bytes(content[:-200])
     again = replayed(tmp_path)
@@ -393,15 +393,15 @@ def test_a_half_base_at_the_end_is_none(tmp_path: Path) -> None:
 def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
     old = Owner(LEFT)
     log = WrittenLog(tmp_path / "server-0", timeline=b"o" * 16)
-    log.begun(old)
-    log.batch(old.update(1, (0,), 7.0))
+    log.begin(old)
+    log.record(old.update(1, (0,), 7.0))
     gone = WrittenLog(tmp_path / "server-1", timeline=b"o" * 16)
-    gone.begun(Owner(RIGHT))
+    gone.begin(Owner(RIGHT))
     owner = Owner(LEFT)
     log._timeline, log.now_s = b"n" * 16, 5000.0
     log.segment()
-    log.begun(owner)
-    log.batch(owner.update(1, (0,), 2.0))
+    log.begin(owner)
+    log.record(owner.update(1, (0,), 2.0))
     run = read_run(tmp_path)
     assert len(run.logs) == 1
     assert "1 earlier runs" in run.notes[0]
@@ -411,8 +411,8 @@ def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
 def test_one_servers_own_log_has_its_ranges_only(tmp_path: Path) -> None:
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path / "server-0")
-    log.begun(owner)
-    log.batch(owner.update(1))
+    log.begin(owner)
+    log.record(owner.update(1))
     run = read_run(tmp_path / "server-0")
     assert "no log has all of ranges 1" in run.notes[0]
     again = replayed(tmp_path)
@@ -436,9 +436,9 @@ def test_tensors_are_the_tables(tmp_path: Path) -> None:
     log = WrittenLog(tmp_path)
     for owner, clock in itertools.product((left, right), (0, 1)):
         if clock == 0:
-            log.begun(owner)
+            log.begin(owner)
         else:
-            log.batch(owner.update(1))
+            log.record(owner.update(1))
     again = replayed(tmp_path)
     again.go_to(1)
     found = again.tensors()["t0"].numpy().reshape(-1, 64)

@@ -32,10 +32,10 @@ def bsp_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     owners = Owner(LEFT), Owner(RIGHT)
     log = WrittenLog(path)
     for owner in owners:
-        log.begun(owner)
+        log.begin(owner)
     for clock in range(1, CLOCKS + 1):
         for owner in owners:
-            log.batch(owner.update(clock, (0, 2), skipped=(1,)))
+            log.record(owner.update(clock, (0, 2), skipped=(1,)))
     return path
 
 
@@ -73,9 +73,9 @@ def test_many_versions_are_a_screen_with_both_ends(bsp_log: Path, tmp_path: Path
 def test_under_asp_a_line_has_its_clock_and_what_it_missed(tmp_path: Path) -> None:
     owner = Owner(LEFT, ASP)
     log = WrittenLog(tmp_path, ASP)
-    log.begun(owner)
-    log.batch(owner.update(1, (0,)))
-    log.batch(owner.update(1, (1,), staleness=7))
+    log.begin(owner)
+    log.record(owner.update(1, (0,)))
+    log.record(owner.update(1, (1,), staleness=7))
     lines = said(tmp_path).splitlines()
     assert re.fullmatch(r" +2 +1 +00:16:42\.000 +1 +7 +[\d.]+ +[\d.]+", lines[4]), lines
     picture = tmp_path / "replay.svg"
@@ -139,8 +139,8 @@ def test_a_table_that_the_checkpoint_does_not_have_is_not_equal(tmp_path: Path) 
     owners = Owner(LEFT), Owner(RIGHT)
     log = WrittenLog(tmp_path / "log")
     for owner in owners:
-        log.begun(owner)
-        log.batch(owner.update(1))
+        log.begin(owner)
+        log.record(owner.update(1))
     url = checkpoint_of(tmp_path / "saved", owners, 1)
     stream = io.StringIO()
     with Output(stream) as output:

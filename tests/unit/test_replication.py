@@ -13,7 +13,7 @@ from ps_server.ranges.events import AnswerPull, Record, RefusePull
 from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import MAX_DRIFT, Replica
-from ps_server.replication.messages import Ack, Batch, Beat, Grant, Snapshot
+from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, Snapshot
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from ps_server.values.mutations import Put
 from ps_worker.window.push_window import BlockPlace, EntryState, PushWindow, Reply, StepTerms
@@ -108,7 +108,7 @@ def test_a_holder_since_the_range_was_placed_begins_it_whichever_epoch_it_hears_
 
 
 def test_one_that_begins_a_range_late_has_the_others_as_heirs() -> None:
-    """They may have batches of the primary before, of which it knows nothing."""
+    """They may have log records of the primary before, of which it knows nothing."""
     two = replication(TWO)
     two.observe(given(3, TWO, THREE), 0.0)
     two.serve(0.0)
@@ -117,12 +117,12 @@ def test_one_that_begins_a_range_late_has_the_others_as_heirs() -> None:
     assert log.term == AssignmentEpoch(3)
 
 
-def test_a_backup_that_hears_late_of_a_range_follows_it_from_its_first_batch() -> None:
+def test_a_backup_that_hears_late_of_a_range_follows_it_from_its_first_record() -> None:
     two = replication(TWO)
     two.observe(given(4, ONE, TWO), 0.0)
-    batch = Batch(RANGE, EPOCH, AssignmentEpoch(4), 1, TABLE, delta(), ())
+    log_record = LogRecord(RANGE, EPOCH, AssignmentEpoch(4), 1, TABLE, delta(), ())
     copy = fresh_copy(make_table(), range(4))
-    assert two.take(batch, lambda: copy) == (True, Ack(RANGE, 1, AssignmentEpoch(4)))
+    assert two.take(log_record, lambda: copy) == (True, Ack(RANGE, 1, AssignmentEpoch(4)))
 
 
 def test_who_has_had_a_range_and_has_it_no_more_says_so() -> None:
@@ -140,7 +140,7 @@ def test_who_has_had_a_range_and_has_it_no_more_says_so() -> None:
 
 
 def test_one_that_is_promoted_lets_nothing_be_seen_before_the_other_backups_are_left_out() -> None:
-    """Each of them could still be made primary in its place, and may lack its newest batch."""
+    """Each of them could still be made primary in its place, and may lack its newest log record."""
     two = replication(TWO)
     two.observe(view(1, (PLACED_EPOCH, ONE, (TWO, THREE), ())), 0.0)
     two.serve(0.0)
@@ -272,7 +272,7 @@ def test_one_that_falls_behind_while_it_joins_is_given_all_again() -> None:
 
 
 def test_what_was_decided_alone_has_a_number_of_its_own() -> None:
-    """Who was a backup before, and has the newest batch, does not have it."""
+    """Who was a backup before, and has the newest log record, does not have it."""
     one = _primary(ONE)
     log = one.primaries[RANGE].log
     assert one.decides_alone(RANGE)
@@ -509,36 +509,36 @@ REMOVED = replace(view(2, (PLACED_EPOCH, ONE, (TWO,), ())), next_table_id=2)
 
 
 def _backup_of(number: int) -> Replication:
-    """A backup that has so many batches of the table."""
+    """A backup that has so many log records of the table."""
     two = replication(TWO)
     made = replace(view(1, (PLACED_EPOCH, ONE, (TWO,), ())), tables=(make_table(),))
     two.observe(made, 0.0)
     two._machine.observe(two.serve(0.0))
     for each in range(1, number + 1):
-        assert two.take(_batch(each), lambda: fresh_copy(make_table(), range(4)))[0]
+        assert two.take(_log_record(each), lambda: fresh_copy(make_table(), range(4)))[0]
     return two
 
 
-def _batch(number: int, table_id: TableId = TABLE) -> Batch:
-    return Batch(RANGE, EPOCH, EPOCH, number, table_id, delta(), ())
+def _log_record(number: int, table_id: TableId = TABLE) -> LogRecord:
+    return LogRecord(RANGE, EPOCH, EPOCH, number, table_id, delta(), ())
 
 
 def test_a_backup_goes_on_with_the_numbers_of_a_table_that_was_removed() -> None:
-    """Its primary has not heard so, or had decided it before: later batches are of other tables."""
+    """Its primary has not heard so, or had decided it before: later records are of other tables."""
     two = _backup_of(2)
     two.observe(REMOVED, 0.0)
     assert two.replicas[RANGE].copies == {}
     for number in (3, 3, 4):
-        assert two.take(_batch(number), lambda: None) == (False, Ack(RANGE, number, EPOCH))
-    assert two.take(_batch(6), lambda: None) == (False, Ack(RANGE, 4, EPOCH)), "5 did not come"
+        assert two.take(_log_record(number), lambda: None) == (False, Ack(RANGE, number, EPOCH))
+    assert two.take(_log_record(6), lambda: None) == (False, Ack(RANGE, 4, EPOCH)), "5 did not come"
     other = fresh_copy(make_table(), range(4))
-    assert two.take(_batch(5, TableId(2)), lambda: other) == (True, Ack(RANGE, 5, EPOCH))
+    assert two.take(_log_record(5, TableId(2)), lambda: other) == (True, Ack(RANGE, 5, EPOCH))
     assert two.replicas[RANGE].copies == {TableId(2): other}
 
 
 def test_a_backup_that_has_not_heard_of_a_table_waits_for_the_view_that_has_it() -> None:
     two = _backup_of(0)
-    newer = _batch(1, TableId(2))
+    newer = _log_record(1, TableId(2))
     assert two.take(newer, lambda: None) == (False, Ack(RANGE, 0, EPOCH))
 
 

@@ -221,7 +221,7 @@ def test_one_that_never_heard_that_it_was_deposed_waits_for_its_heirs_too() -> N
         assert primary.observe(again)
         log = primary.log
         assert (log.term, log.candidates) == (fourth, frozenset({HEIR}))
-        assert {batch.term for batch in log.after(0)} == {AssignmentEpoch(4)}
+        assert {record.term for record in log.after(0)} == {AssignmentEpoch(4)}
         log.acked(HEIR, log.number)
         log.granted(HEIR, 5.0)
         assert log.release(5.0) == []

@@ -104,7 +104,7 @@ def test_who_goes_on_ends_where_an_undisturbed_one_does(tmp_path: Path) -> None:
                 await server.end()
                 number += 1
                 server = LoggedServer(path, number, Setting())
-                assert server.kept.replicas.keys() == {RangeId(0), RangeId(1)}
+                assert server.recovered_log.replicas.keys() == {RangeId(0), RangeId(1)}
         ends.append(server.values)
         await server.end()
 
@@ -130,7 +130,7 @@ def test_nothing_is_here_of_a_removed_table_that_a_log_only_names(tmp_path: Path
         await first.push(1)
         await first.end()
         second = LoggedServer(tmp_path, 3, Setting())
-        assert second.kept.replicas.keys() == {0, 1}
+        assert second.recovered_log.replicas.keys() == {0, 1}
         assert {table_id for table_id, _ in second.node.shards.stores} == {MODEL}
         await second.end()
 
@@ -201,14 +201,14 @@ def test_a_server_at_rest_writes_nothing_whatever_its_size(tmp_path: Path) -> No
 def test_a_range_that_ends_with_its_base_does_not_keep_the_newest_segment_for_ever(
     tmp_path: Path,
 ) -> None:
-    """Both are written in one group: nobody hears that the base is there."""
+    """Both are written in one group: nobody hears that the snapshot is there."""
 
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting(bound_bytes=1_000))
         await server.push(1)
         for range_id in map(RangeId, range(RANGES)):
-            server.log.append(Item(FrameKind.BASE, ((b"",),), range_id))
-            server.log.append(Item(FrameKind.ENDED, ((b"",),), range_id))
+            server.log.append(Item(FrameKind.SNAPSHOT, ((b"",),), range_id))
+            server.log.append(Item(FrameKind.END, ((b"",),), range_id))
         await server.written()
         newest = server.log.segments.newest
         server.log.turn(state_bytes=0)
@@ -225,9 +225,9 @@ def test_the_segment_in_which_a_range_is_about_to_begin_is_kept(tmp_path: Path) 
         server = LoggedServer(tmp_path, 1, Setting())
         await server.push(1)
         for range_id in map(RangeId, range(RANGES)):
-            server.log.append(Item(FrameKind.ENDED, ((b"",),), range_id))
+            server.log.append(Item(FrameKind.END, ((b"",),), range_id))
         await server.written()
-        server.log.append(Item(FrameKind.BEGUN, ((b"",),), RangeId(0)))
+        server.log.append(Item(FrameKind.BEGIN, ((b"",),), RangeId(0)))
         begins_in = server.log.segments.newest
         server.log.segments._sizes[begins_in] += 1_000_000_000
         server.log.turn(state_bytes=0)
@@ -263,8 +263,8 @@ def test_a_flipped_bit_is_damage_or_ends_the_log(tmp_path: Path, is_synced: bool
     frames = heads(segment)
     groups = {group_of(whole, at): at for at, _ in reversed(frames)}
     end = groups[max(groups) - 1] if is_synced else frames[-1][0]
-    batches = [at for at, kind in frames if kind is FrameKind.BATCH and at < end]
-    places = [at + byte for at in (len(MAGIC), batches[1], batches[-1]) for byte in range(32)]
+    records = [at for at, kind in frames if kind is FrameKind.RECORD and at < end]
+    places = [at + byte for at in (len(MAGIC), records[1], records[-1]) for byte in range(32)]
     places += [chooser.randrange(len(MAGIC), len(whole)) for _ in range(60)]
     for place in places:
         bit = 1 << chooser.randrange(8)
@@ -321,10 +321,10 @@ def test_a_frame_that_is_missing_is_damage(tmp_path: Path) -> None:
     ran(scene)
     segment = tmp_path / "00000001.log"
     whole = segment.read_bytes()
-    batches = [at for at, kind in heads(segment) if kind is FrameKind.BATCH]
-    segment.write_bytes(whole[: batches[3]] + whole[batches[4] :])
-    assert recovered(tmp_path).kept.replicas == {}
-    assert recovered(tmp_path).kept.timeline == b""
+    records = [at for at, kind in heads(segment) if kind is FrameKind.RECORD]
+    segment.write_bytes(whole[: records[3]] + whole[records[4] :])
+    assert recovered(tmp_path).recovered_log.replicas == {}
+    assert recovered(tmp_path).recovered_log.timeline == b""
 
 
 # --- the disk
@@ -414,7 +414,7 @@ def test_a_log_ends_whatever_is_appended_behind_its_end(tmp_path: Path) -> None:
     """Streams go on while a server ends."""
     source: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
     source.put(None)
-    source.put(Item(FrameKind.ENDED, ((b"",),), RangeId(1)))
+    source.put(Item(FrameKind.END, ((b"",),), RangeId(1)))
     with LogDirectory(tmp_path) as directory:
         writer = _Writer(directory, False, source, lambda _written, _problem: None)  # type: ignore[arg-type]
         writer.start()

@@ -73,7 +73,7 @@ def test_an_update_log_lets_go_of_its_segments(tmp_path: Path) -> None:
     for segment in (1, 2):
         source.put(_NextSegment(segment, ()))
         for payload in (bytes(100), bytes(3 * WINDOW_BYTES), *[bytes(WINDOW_BYTES)] * 4):
-            source.put(Item(FrameKind.BATCH, ((payload,),), RangeId(1), 1))
+            source.put(Item(FrameKind.RECORD, ((payload,),), RangeId(1), 1))
     source.put(None)
     disk = Memory()
     with LogDirectory(tmp_path, disk) as directory:

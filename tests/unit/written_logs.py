@@ -18,11 +18,11 @@ from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import Delta, ShardCopy, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ShardAdded
-from ps_server.replication.messages import Batch, Snapshot
+from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.update_log.format import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log.reader import FORMAT_VERSION
 from ps_server.values.mutations import Assigned, Change, Elements, Kept, Put, SentAccumulator
-from ps_server.wire.replication_wire import batch_messages
+from ps_server.wire.replication_wire import log_record_messages
 from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import replication_pb2, update_log_pb2
 from tests.property.shard_twin import table
@@ -75,17 +75,17 @@ class Owner:
         value: float = 1.0,
         skipped: Sequence[int] = (),
         staleness: int = 0,
-    ) -> Batch:
+    ) -> LogRecord:
         """An update of every block: `value`, summed over `ranks`."""
         record = self._record(clock, ranks, skipped)
         return self._decide(Put(record, self._total(value)), record, staleness)
 
-    def kept(self, clock: int, ranks: Sequence[int], value: float) -> Batch:
+    def kept(self, clock: int, ranks: Sequence[int], value: float) -> LogRecord:
         """A sum that waits for its scale."""
         record = self._record(clock, ranks)
         return self._decide(Kept(record, self._total(value)), record, is_counted=False)
 
-    def scaled(self, clock: int, ranks: Sequence[int], scale: float) -> Batch:
+    def scaled(self, clock: int, ranks: Sequence[int], scale: float) -> LogRecord:
         """The update that was kept, times a scale that rank 0 says."""
         record = self._record(clock, ranks)
         record = record._replace(
@@ -95,12 +95,12 @@ class Owner:
         )
         return self._decide(Put(record, None), record)
 
-    def assigned(self, value: float) -> Batch:
+    def assigned(self, value: float) -> LogRecord:
         """Initial values from rank 0."""
         record = self._record(0, (0,))._replace(is_assign=True)
         return self._decide(Assigned(record, self._total(value).blocks), record, is_counted=False)
 
-    def base(self) -> list[bytes]:
+    def snapshot(self) -> list[bytes]:
         """All of the range as it is now."""
         snapshot = Snapshot(
             self.range_id,
@@ -130,7 +130,7 @@ class Owner:
 
     def _decide(
         self, change: Change, record: Record, staleness: int = 0, *, is_counted: bool = True
-    ) -> Batch:
+    ) -> LogRecord:
         is_bsp = self.of.spec.mode is Mode.BSP
         formed = record.clock if is_bsp and is_counted else self.copy.facts.clock
         if not is_bsp:
@@ -151,13 +151,13 @@ class Owner:
         )
         self.number += 1
         delta = Delta(facts, workers, endings, (record,) if is_counted else ())
-        batch = Batch(
+        log_record = LogRecord(
             self.range_id, AssignmentEpoch(self.term), AssignmentEpoch(self.term),
             self.number, self.of.table_id, delta, (change,),
         )  # fmt: skip
         assert self.shards.make(change) is None
         self.copy.take(delta)
-        return batch
+        return log_record
 
 
 class WrittenLog:
@@ -207,29 +207,34 @@ class WrittenLog:
         self._number = number
         self.segment()
 
-    def begun(self, owner: Owner) -> None:
-        self._mark(FrameKind.BEGUN, owner)
+    def begin(self, owner: Owner) -> None:
+        self._mark(FrameKind.BEGIN, owner)
 
     def taken_over(self, owner: Owner) -> None:
         self._mark(FrameKind.TAKEN_OVER, owner)
 
-    def batch(self, batch: Batch, time_s: float | None = None) -> None:
+    def record(self, log_record: LogRecord, time_s: float | None = None) -> None:
         self.now_s = self.now_s + 1 if time_s is None else time_s
-        self._write(FrameKind.BATCH, batch_messages(batch), batch.range_id, batch.number)
+        self._write(
+            FrameKind.RECORD,
+            log_record_messages(log_record),
+            log_record.range_id,
+            log_record.number,
+        )
 
-    def torn_batch(self, batch: Batch) -> None:
+    def torn_record(self, log_record: LogRecord) -> None:
         """Its first block in a frame alone; the process died before the next."""
         request = replication_pb2.ReplicateRequest()
         request.batch.more_follow = True
-        (change,) = batch.changes
+        (change,) = log_record.changes
         assert isinstance(change, Put)
         block = change.accumulator.blocks[0]
         request.batch.blocks.add(block=block.block, payload=bytes(block.payload))
         raw = request.SerializeToString()
-        self._write(FrameKind.BATCH, [raw], batch.range_id, batch.number, is_torn=True)
+        self._write(FrameKind.RECORD, [raw], log_record.range_id, log_record.number, is_torn=True)
 
-    def base(self, owner: Owner) -> None:
-        self._write(FrameKind.BASE, owner.base(), owner.range_id, owner.number)
+    def snapshot(self, owner: Owner) -> None:
+        self._write(FrameKind.SNAPSHOT, owner.snapshot(), owner.range_id, owner.number)
 
     def _mark(self, kind: FrameKind, owner: Owner) -> None:
         mark = update_log_pb2.UpdateLogRange(

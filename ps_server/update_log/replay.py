@@ -1,13 +1,13 @@
 """A backup that reads from an update log: its frames become values again (SEMANTICS S13).
 
-    frame --whole--> a range begun | a base joined | a batch taken: values changed
+    frame --whole--> a range begun | a snapshot joined | a record taken: values changed
 
 Rules:
     - A frame that comes before where its range is to begin is passed over.
     - Each segment begins anew: what was torn before it is dropped.
 
 Invariants:
-    LF-1  A range's batches are taken in the order of their numbers, each once, none left out.
+    LF-1  A range's records are taken in the order of their numbers, each once, none left out.
 
 What it deliberately does not do: open files, or serve (`ps_server.replication.range_roles` does,
 with the replicas that are made here).
@@ -29,7 +29,7 @@ from ps_server.lane.shards import Shards
 from ps_server.ranges.range_copy import fresh_copy
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.backup import Replica
-from ps_server.replication.messages import Batch, RangeCopy
+from ps_server.replication.messages import LogRecord, RangeCopy
 from ps_server.update_log.format import FrameKind
 from ps_server.update_log.reader import Frame, LogContents, Start
 from ps_server.wire.replication_reader import ReplicationReader
@@ -37,13 +37,13 @@ from pushpull.v1 import types_pb2, update_log_pb2
 
 
 class Applied(NamedTuple):
-    """A batch was taken. `time_s`: when it was written."""
+    """A record was taken. `time_s`: when it was written."""
 
-    batch: Batch
+    record: LogRecord
     time_s: float
 
 
-class LogFollower:
+class LogReplay:
     """The ranges of one log, as they are after the frames that were taken.
 
     Args:
@@ -67,7 +67,7 @@ class LogFollower:
         self._reader = ReplicationReader(is_open=True)
 
     def take(self, frame: Frame) -> Applied | None:
-        """The next frame; the batch if one is whole with it, and is taken.
+        """The next frame; the record if one is whole with it, and is taken.
 
         Raises:
             InvalidUpdateLog: it does not go on from the frames before, or is of something else.
@@ -93,18 +93,18 @@ class LogFollower:
         if not is_of_range or start is None or (frame.segment, frame.offset) < start:
             return None
         match head.kind:
-            case FrameKind.BEGUN | FrameKind.TAKEN_OVER:
+            case FrameKind.BEGIN | FrameKind.TAKEN_OVER:
                 mark = update_log_pb2.UpdateLogRange.FromString(bytes(frame.payload))
                 self._mark(mark, head.kind)
-            case FrameKind.ENDED:
+            case FrameKind.END:
                 self.replicas.pop(range_id, None)
-            case FrameKind.BASE | FrameKind.BATCH:
+            case FrameKind.SNAPSHOT | FrameKind.RECORD:
                 match self._reader.read(frame.payload):
                     case RangeCopy() as copy:
                         self._join(copy)
-                    case Batch() as batch:
-                        self._follow(batch)
-                        return Applied(batch, head.time_s)
+                    case LogRecord() as record:
+                        self._follow(record)
+                        return Applied(record, head.time_s)
         return None
 
     def _add_table(self, table: Table) -> None:
@@ -121,14 +121,14 @@ class LogFollower:
             self._shards.add(parts)
 
     def _mark(self, mark: update_log_pb2.UpdateLogRange, kind: FrameKind) -> None:
-        """The range is of this term from now on, and has been for so many batches."""
+        """The range is of this term from now on, and has been for so many records."""
         range_id = RangeId(mark.range_id)
         copies = {}
         if kind is FrameKind.TAKEN_OVER:
             before = self.replicas.get(range_id)
             if before is None or before.number != mark.number:
-                has = "nothing" if before is None else f"batch {before.number}"
-                raise InvalidUpdateLog(f"it goes on from batch {mark.number}, and has {has}")
+                has = "nothing" if before is None else f"record {before.number}"
+                raise InvalidUpdateLog(f"it goes on from record {mark.number}, and has {has}")
             copies = before.copies
         self.replicas[range_id] = Replica(
             range_id,
@@ -155,23 +155,23 @@ class LogFollower:
             snapshot.number,
         )
 
-    def _follow(self, batch: Batch) -> None:
-        replica = self.replicas.get(batch.range_id)
-        if replica is None or not replica.follows(batch):
-            raise InvalidUpdateLog(f"a batch of term {batch.term} follows nothing of its own")
-        table = self.tables.get(batch.table_id)
+    def _follow(self, record: LogRecord) -> None:
+        replica = self.replicas.get(record.range_id)
+        if replica is None or not replica.follows(record):
+            raise InvalidUpdateLog(f"a record of term {record.term} follows nothing of its own")
+        table = self.tables.get(record.table_id)
         if table is None:
-            raise InvalidUpdateLog(f"a batch is of table {batch.table_id}, which is not there")
-        blocks = self._blocks[batch.table_id].get(batch.range_id, ())
-        if not replica.take(batch, lambda: fresh_copy(table, blocks)):
-            raise InvalidUpdateLog(f"batch {batch.number} follows batch {replica.number}")
-        for change in batch.changes:
+            raise InvalidUpdateLog(f"a record is of table {record.table_id}, which is not there")
+        blocks = self._blocks[record.table_id].get(record.range_id, ())
+        if not replica.take(record, lambda: fresh_copy(table, blocks)):
+            raise InvalidUpdateLog(f"record {record.number} follows record {replica.number}")
+        for change in record.changes:
             failure = self._shards.make(change)
             if failure is not None:
                 raise failure
 
 
-def followed(contents: LogContents, shards: Shards) -> LogFollower:
+def replayed(contents: LogContents, shards: Shards) -> LogReplay:
     """All ranges of a log that have not ended, as they are at its end.
 
     Blocking: reads what is needed of it.
@@ -181,8 +181,8 @@ def followed(contents: LogContents, shards: Shards) -> LogFollower:
     """
     newest = contents.newest
     range_count = 0 if newest is None else newest.header.range_count
-    follower = LogFollower(shards, range_count, contents.starts)
+    replay = LogReplay(shards, range_count, contents.starts)
     since = min((start.segment for start in contents.starts.values()), default=0)
     for frame in contents.frames(since) if contents.starts else ():
-        follower.take(frame)
-    return follower
+        replay.take(frame)
+    return replay

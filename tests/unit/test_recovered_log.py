@@ -17,17 +17,17 @@ from ps_server.lane.shards import Shards
 from ps_server.replay.run_log import read_run
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC
-from ps_server.update_log.recovery import KeptLog, open_log, read_log
+from ps_server.update_log.recovery import RecoveredLog, open_log, read_log
 from tests.unit.written_logs import LEFT, Owner, SyncedLog, WrittenLog
 
 DEADLINE_S = 1.0
 
 
-def opened(path: Path) -> KeptLog:
+def opened(path: Path) -> RecoveredLog:
     """As a server that starts has it; it ends at once."""
-    kept = asyncio.run(open_log(path, Shards(SharedLanes(), {}), "", DEADLINE_S))
-    kept.directory.close()
-    return kept
+    recovered = asyncio.run(open_log(path, Shards(SharedLanes(), {}), "", DEADLINE_S))
+    recovered.directory.close()
+    return recovered
 
 
 def test_a_segment_that_was_torn_when_it_was_begun_is_no_damage_later(tmp_path: Path) -> None:
@@ -36,32 +36,34 @@ def test_a_segment_that_was_torn_when_it_was_begun_is_no_damage_later(tmp_path: 
     """
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path, boot=boot_id())
-    log.begun(owner)
-    log.batch(owner.update(1))
+    log.begin(owner)
+    log.record(owner.update(1))
     for torn in (b"", b"pushpull", bytes(100), MAGIC + bytes(100)):
         number = len(list(tmp_path.glob("*.log"))) + 1
         (tmp_path / f"{number:08d}.log").write_bytes(torn)
-        kept = opened(tmp_path)
-        assert {r: replica.number for r, replica in kept.replicas.items()} == {LEFT: owner.number}
-        log.go_on_after(max(kept.sizes))
+        recovered = opened(tmp_path)
+        assert {r: replica.number for r, replica in recovered.replicas.items()} == {
+            LEFT: owner.number
+        }
+        log.go_on_after(max(recovered.sizes))
         log.taken_over(owner)
-        log.batch(owner.update(owner.number + 1))
+        log.record(owner.update(owner.number + 1))
     assert opened(tmp_path).replicas[LEFT].number == owner.number == 5
 
 
 def test_what_is_of_another_timeline_is_of_no_cluster(tmp_path: Path) -> None:
     owner, log = Owner(LEFT), WrittenLog(tmp_path, timeline=b"t" * 16, boot=boot_id())
-    log.begun(owner)
-    log.batch(owner.update(1))
+    log.begin(owner)
+    log.record(owner.update(1))
     shards = Shards(SharedLanes(), {})
     with LogDirectory(tmp_path) as directory:
-        kept = read_log(directory, shards, "")
-    assert kept.replicas.keys() == {LEFT}
-    session = Session("c", kept.timeline, NodeId(1), Incarnation(1), Role.SERVER)
-    assert kept.of(session, shards) == kept
+        recovered = read_log(directory, shards, "")
+    assert recovered.replicas.keys() == {LEFT}
+    session = Session("c", recovered.timeline, NodeId(1), Incarnation(1), Role.SERVER)
+    assert recovered.of(session, shards) == recovered
     assert shards.stores
-    new = kept.of(replace(session, timeline=b"n" * 16), shards)
-    assert (new.replicas, new.segments, new.sizes) == ({}, {}, kept.sizes)
+    new = recovered.of(replace(session, timeline=b"n" * 16), shards)
+    assert (new.replicas, new.segments, new.sizes) == ({}, {}, recovered.sizes)
     assert not shards.stores
 
 
@@ -74,19 +76,22 @@ def damaged(log: WrittenLog) -> None:
 def test_what_is_written_after_damage_is_gone_on_with(tmp_path: Path) -> None:
     """Under another id: what was lost is never taken for what nobody has seen."""
     owner, log = Owner(LEFT), WrittenLog(tmp_path, boot=boot_id())
-    log.begun(owner)
-    log.batch(owner.update(1))
+    log.begin(owner)
+    log.record(owner.update(1))
     damaged(log)
     with LogDirectory(tmp_path) as directory:
         before = directory.log_id
-    kept = opened(tmp_path)
-    assert (kept.replicas, kept.timeline) == ({}, b"")
-    again, log = Owner(LEFT), WrittenLog(tmp_path, boot=boot_id(), after=max(kept.sizes, default=0))
-    log.begun(again)
-    log.batch(again.update(1))
+    recovered = opened(tmp_path)
+    assert (recovered.replicas, recovered.timeline) == ({}, b"")
+    again, log = (
+        Owner(LEFT),
+        WrittenLog(tmp_path, boot=boot_id(), after=max(recovered.sizes, default=0)),
+    )
+    log.begin(again)
+    log.record(again.update(1))
     found = opened(tmp_path)
     assert found.replicas[LEFT].number == 1
-    assert found.directory.log_id == kept.directory.log_id != before
+    assert found.directory.log_id == recovered.directory.log_id != before
     assert len(read_run(tmp_path).changes) == 1
 
 
@@ -106,11 +111,11 @@ def test_of_damaged_logs_the_newest_is_left(tmp_path: Path) -> None:
 def test_a_power_cut_takes_nothing_that_was_synced(tmp_path: Path) -> None:
     """Whatever it leaves of the last group, which was not."""
     owner, log = Owner(LEFT), SyncedLog(tmp_path / "log", boot="another")
-    log.begun(owner)
+    log.begin(owner)
     for clock in range(1, 8):
         if clock in (2, 4):
             synced_bytes, log.group = log.newest.stat().st_size, log.group + 1
-        log.batch(owner.update(clock))
+        log.record(owner.update(clock))
     whole, chooser = log.newest.read_bytes(), random.Random(2)
     found = set()
     for _ in range(100):
@@ -141,7 +146,7 @@ class Synced(Disk):
 def test_a_torn_end_is_off_the_disk_before_another_segment_is_on_it(tmp_path: Path) -> None:
     """Else a power cut brings it back, where it is no end any more."""
     owner, log = Owner(LEFT), WrittenLog(tmp_path, boot=boot_id())
-    log.begun(owner)
+    log.begin(owner)
     whole_bytes = log.newest.stat().st_size
     with log.newest.open("ab") as file:
         file.write(bytes(5))
