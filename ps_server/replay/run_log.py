@@ -34,7 +34,7 @@ from ps_server.replay.versions import Change, Decision, Origin, Part, Place, Rea
 from ps_server.replication.messages import LogRecord, RangeCopy
 from ps_server.update_log.directory import segments_in
 from ps_server.update_log.format import FrameKind, frame_bytes
-from ps_server.update_log.reader import Frame, LogContents, scan
+from ps_server.update_log.reader import LogContents, LogFrame, scan
 from ps_server.values.mutations import Assigned, Put
 from ps_server.wire.replication_reader import ReplicationReader
 from pushpull.v1 import types_pb2, update_log_pb2
@@ -64,7 +64,7 @@ class _Event(NamedTuple):
     order: int
     number: int
     time_s: float
-    frames: tuple[Frame, ...]
+    frames: tuple[LogFrame, ...]
     read: _ReadRecord | _ReadSnapshot | FrameKind
 
 
@@ -198,7 +198,7 @@ def _newest_run(logs: Sequence[ServerLog], path: Path) -> RunLog:
 def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None, int]]:
     """What happened, range by range, and how many bytes were read for it."""
     reader, segment, time_s = ReplicationReader(is_open=True), 0, 0.0
-    kept: list[Frame] = []
+    kept: list[LogFrame] = []
     for order, frame in enumerate(log.contents.frames()):
         head = frame.head
         byte_count = frame_bytes(head.length)
@@ -229,7 +229,7 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
 
 
 def _log_record(
-    log_record: LogRecord, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]
+    log_record: LogRecord, at: tuple[int, int], time_s: float, frames: tuple[LogFrame, ...]
 ) -> _Event:
     facts = log_record.delta.facts
     decisions = []
@@ -275,7 +275,7 @@ def _is_bsp(settings: Mapping[int, Consistency], clock: int) -> bool:
 
 
 def _snapshot(
-    copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[Frame, ...]
+    copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[LogFrame, ...]
 ) -> _Event:
     tables = {
         table_id: (

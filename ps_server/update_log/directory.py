@@ -2,13 +2,11 @@
 
     DIR/lock        held with flock by the server that writes, for as long as it lives
     DIR/log_id      32 hexadecimal digits
-    DIR/00000001.log, ...   segments, by number
-    DIR/00000001.damaged, ...   those of a log that was damaged
+    DIR/00000001.log, ...       segments, by number
+    DIR/00000001.damaged, ...   segments of a damaged log
 
 Invariants:
     LOG-3  One process at most has a directory open.
-
-What it deliberately does not do: know what is in a segment.
 """
 
 from __future__ import annotations
@@ -32,19 +30,14 @@ _PIECE_BYTES = 8 * 1024 * 1024
 
 
 class LogDirectory:
-    """A directory that this process has the lock of.
-
-    Attributes:
-        path: where it is.
-        log_id: 16 bytes.
-    """
+    """A directory whose lock this process holds. `log_id` has 16 bytes."""
 
     def __init__(self, path: Path, disk: Disk = DISK) -> None:
-        """Make it if there is none, and take its lock.
+        """Take the lock of the directory, which is made if it is missing.
 
         Raises:
             Recovering: another process has the lock; it may be about to die.
-            InvalidUpdateLog: it cannot be made or read; the message names the path.
+            InvalidUpdateLog: the directory cannot be made or read; the message names the path.
         """
         self.path = path
         self.disk = disk
@@ -59,7 +52,7 @@ class LogDirectory:
         except BlockingIOError:
             os.close(self._lock)
             raise Recovering(
-                f"{path}: another server writes this update log; it is free when that one ends",
+                f"{path}: another server writes this update log; it is free when that server ends",
                 retry_after_ms=_RETRY_MS,
             ) from None
         except OSError as error:
@@ -70,7 +63,7 @@ class LogDirectory:
             raise
 
     def _known_id(self) -> bytes:
-        """The id that the directory has; empty: none."""
+        """The directory's id; empty if it has none."""
         name = self.path / _LOG_ID
         try:
             found = bytes.fromhex(name.read_text(encoding="ascii").strip())
@@ -83,7 +76,7 @@ class LogDirectory:
         return found
 
     def _drawn_id(self) -> bytes:
-        """Another id, which the directory has from now on."""
+        """Give the directory a new id."""
         name, drawn = self.path / _LOG_ID, secrets.token_bytes(_ID_BYTES)
         beside = name.with_suffix(".tmp")
         descriptor = self.disk.create(beside)
@@ -98,11 +91,10 @@ class LogDirectory:
         return drawn
 
     def set_aside(self) -> None:
-        """What is there is damaged: another log begins here. Its id comes first: no range is given
-        to that as to one that has all of it. Of those that are set aside the newest is left.
+        """Rename a damaged log's segments, so that another log begins here. Segments that were set
+        aside before are removed.
 
-        Raises:
-            InvalidUpdateLog: it cannot be.
+        The new id is written first: the scheduler must not give ranges back to this log.
         """
         try:
             self.log_id = self._drawn_id()
@@ -115,20 +107,16 @@ class LogDirectory:
             raise InvalidUpdateLog(f"{self.path}: it cannot be set aside: {error}") from error
 
     def segments(self) -> dict[int, Path]:
-        """The segments that there are, by number, ascending."""
+        """Segments by number, ascending."""
         return segments_in(self.path)
 
     def segment(self, number: int) -> Path:
-        """Where a segment is, or will be."""
         return self.path / f"{number:08d}.log"
 
     def cut(self, number: int, size_bytes: int) -> None:
-        """What is behind that byte of a segment was torn when it was written: nobody saw it.
+        """Cut the torn end off a segment: nobody saw it, and within the log it would be damage.
 
-        Blocking: until the disk has it; within the log it would be damage.
-
-        Raises:
-            OSError: it cannot be known.
+        Blocking: until the disk has it.
         """
         descriptor = self.disk.reopen(self.segment(number))
         try:
@@ -137,20 +125,14 @@ class LogDirectory:
         finally:
             self.disk.close(descriptor)
 
-    def settle(self, number: int, content: memoryview, begin: int) -> None:
-        """The disk has this of a segment, and nothing else.
+    def make_durable(self, number: int, content: memoryview, begin: int) -> None:
+        """Have a segment on the disk, with this content and nothing behind it.
 
-        Args:
-            number: the segment's.
-            content: what there is of it that counts.
-            begin: up to which byte it was synced. Who wrote the rest may have been killed before
-                it was, or told that it could not be: then the system may take for written what is
-                not. So it is written once more.
+        Content from byte `begin` on, where the last sync ended, is written once more: its writer
+        may have been killed before the next sync, or that may have failed, and then the system may
+        take for written what is not.
 
         Blocking: until the disk has it.
-
-        Raises:
-            OSError: it cannot be known.
         """
         descriptor = self.disk.reopen(self.segment(number))
         try:
@@ -164,7 +146,7 @@ class LogDirectory:
         self.disk.sync_directory(self.path)
 
     def close(self) -> None:
-        """Another may have it. Idempotent."""
+        """Release the lock. Idempotent."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
             os.close(lock)
@@ -177,14 +159,14 @@ class LogDirectory:
 
 
 def segments_in(path: Path) -> dict[int, Path]:
-    """The segments in a directory, by number, ascending; whoever has its lock may be writing."""
+    """Segments of a directory by number, ascending. The process with the lock may be writing."""
     found = ((_SEGMENT.fullmatch(each.name), each) for each in path.glob("*.log"))
     numbered = {int(match[1]): each for match, each in found if match is not None}
     return dict(sorted(numbered.items()))
 
 
 def boot_id() -> str:
-    """The boot of this machine; empty where the system does not say."""
+    """Id of this machine's boot; empty where the system does not say."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

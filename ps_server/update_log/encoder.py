@@ -1,4 +1,4 @@
-"""What goes to the update log, as the messages that a backup would get (SEMANTICS S13)."""
+"""Records and snapshots become the messages that a backup would get (SEMANTICS S13)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from ps_server.lane.shards import Shards
 from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.replication_log import RangeLog
 from ps_server.update_log.format import FrameKind
-from ps_server.update_log.writer import Item, UpdateLog
+from ps_server.update_log.writer import LogItem, UpdateLog
 from ps_server.wire.replication_wire import Pieces
 from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import update_log_pb2
 
-_ROOM_BYTES = 8 * 1024 * 1024
-"""No snapshot is taken while so much waits to be written."""
+_BUSY_BYTES = 8 * 1024 * 1024
+"""No snapshot is taken while more bytes than these wait to be written."""
 
 
 class EncodedLog:
-    """A `LogWriter`.
+    """A `LogWriter` that encodes for an `UpdateLog`.
 
     Args:
-        log: the file.
-        shards: where the values of snapshots are.
-        messages: a record as backups are told it, in pieces that stay as they are until all of it
-            is written.
+        shards: the values of snapshots.
+        messages: encodes a record as backups get it, in pieces that do not change until all of
+            them are written.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class EncodedLog:
         self._tables: set[TableId] = set()
 
     def observe_tables(self, tables: Mapping[TableId, Table]) -> None:
-        """The tables that there are, before anything of them; nothing more comes of others."""
+        """Write new tables before anything of them; forget removed ones."""
         for table_id in self._tables - tables.keys():
             self._log.forget_table(table_id)
         for table_id, table in tables.items():
@@ -50,45 +49,38 @@ class EncodedLog:
 
     @property
     def is_busy(self) -> bool:
-        """See `LogWriter`."""
-        return self._log.queued_bytes > _ROOM_BYTES
+        return self._log.queued_bytes > _BUSY_BYTES
 
     @property
     def lagging(self) -> Sequence[RangeId]:
-        """See `LogWriter`."""
         return self._log.segments.lagging
 
     def begin(self, log: RangeLog) -> None:
-        """See `LogWriter`."""
         self._mark(FrameKind.BEGIN, log)
 
     def take_over(self, log: RangeLog) -> None:
-        """See `LogWriter`."""
         self._mark(FrameKind.TAKEN_OVER, log)
 
     def write_snapshot(self, snapshot: Snapshot) -> Work[None]:
-        """See `LogWriter`."""
         messages = []
         for each in snapshot_messages((yield from self._shards.copying(snapshot))):
             messages.append((each,))
             yield
         range_id, number = snapshot.range_id, snapshot.number
-        self._log.append(Item(FrameKind.SNAPSHOT, messages, range_id, number, snapshot.term))
+        self._log.append(LogItem(FrameKind.SNAPSHOT, messages, range_id, number, snapshot.term))
 
     def write_record(self, record: LogRecord) -> None:
-        """See `LogWriter`."""
-        item = Item(
+        item = LogItem(
             FrameKind.RECORD, self._messages(record), record.range_id, record.number, record.term
         )
         self._log.append(item)
 
     def end(self, range_id: RangeId) -> None:
-        """See `LogWriter`."""
         mark = update_log_pb2.UpdateLogRange(range_id=range_id)
-        self._log.append(Item(FrameKind.END, ((mark.SerializeToString(),),), range_id))
+        self._log.append(LogItem(FrameKind.END, ((mark.SerializeToString(),),), range_id))
 
     def _mark(self, kind: FrameKind, log: RangeLog) -> None:
-        """The range at its first moment under this primary: nothing is released yet."""
+        """Mark the range's first moment under this primary: nothing is released yet."""
         mark = update_log_pb2.UpdateLogRange(
             range_id=log.range_id,
             term=log.term,
@@ -96,4 +88,4 @@ class EncodedLog:
             number=log.released,
         )
         raw = mark.SerializeToString()
-        self._log.append(Item(kind, ((raw,),), log.range_id, log.released, log.term))
+        self._log.append(LogItem(kind, ((raw,),), log.range_id, log.released, log.term))

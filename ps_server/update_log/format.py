@@ -3,13 +3,11 @@
     segment = magic of 16 bytes, frames
     frame   = head of 32 bytes, payload, zeros up to the next multiple of 16 bytes
 
-A payload is a serialized message of `pushpull.v1`; which one, `FrameKind` says. Numbers of the head
-are little-endian. Elements lie at multiples of 16 bytes in messages, and so in mapped segments.
+A payload is a serialized message of `pushpull.v1`, named by `FrameKind`. Numbers in the head are
+little-endian. Elements lie at multiples of 16 bytes in messages, and so in mapped segments.
 
 Invariants:
-    ULF-1  A frame's checksum covers its payload, and of its head whatever is before the checksum.
-
-What it deliberately does not do: know files, or what the payloads mean.
+    ULF-1  A frame's checksum covers its payload, and its head up to the checksum.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _IS_LAST = 1
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame's payload is."""
+    """Kinds of payloads."""
 
     HEADER = 1
     """UpdateLogHeader: the first frame of a segment."""
@@ -49,7 +47,7 @@ class FrameKind(enum.IntEnum):
     TAKEN_OVER = 6
     """UpdateLogRange: another server goes on with the range, from where the log is."""
     END = 7
-    """UpdateLogRange: the range has another primary, or none. What is here of it is history."""
+    """UpdateLogRange: the range has another primary, or none; its frames are history."""
 
 
 class Head(NamedTuple):
@@ -57,12 +55,11 @@ class Head(NamedTuple):
 
     Attributes:
         length: bytes of the payload.
-        kind: what it is.
-        is_last: whether a snapshot, or a record, is whole with it.
-        range_id: whose it is; 0 for headers and tables.
+        is_last: True if a snapshot, or a record, is whole with this frame.
+        range_id: 0 for headers and tables.
         group: frames of one group were written, and synced, together; 0 before they are.
-        number: the record's, or that of which a snapshot is; 0 otherwise.
-        time_s: when it was decided, in seconds since 1970 by the server's clock.
+        number: of the record, or of the newest record that a snapshot has; otherwise 0.
+        time_s: time of the write, in seconds since 1970 by the server's clock.
     """
 
     length: int
@@ -75,17 +72,17 @@ class Head(NamedTuple):
 
 
 def frame_bytes(length: int) -> int:
-    """Bytes that a frame with so long a payload takes."""
+    """Bytes of a frame whose payload has `length` bytes."""
     return HEAD_BYTES + -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
 def padding(length: int) -> bytes:
-    """What follows a payload."""
+    """Zeros behind a payload of `length` bytes."""
     return bytes(frame_bytes(length) - HEAD_BYTES - length)
 
 
 def packed(head: Head, *payload: bytes | memoryview) -> bytes:
-    """The head as it is written before its payload, which may be given in pieces, of bytes each."""
+    """The head as written before its payload, which may come in pieces."""
     flags = _IS_LAST if head.is_last else 0
     raw = _HEAD.pack(
         head.length, head.kind, flags, head.range_id, head.group, head.number, head.time_s, 0
@@ -97,10 +94,10 @@ def packed(head: Head, *payload: bytes | memoryview) -> bytes:
 
 
 def head_at(written: memoryview, offset: int) -> Head | None:
-    """The head of the frame that begins there; None if the rest of `written` has no such frame.
+    """Head of the frame at `offset`; None if `written` ends before the frame does.
 
     Raises:
-        InvalidUpdateLog: there are enough bytes for one, and it is of no known kind.
+        InvalidUpdateLog: the frame is whole, and of no known kind.
     """
     if offset + HEAD_BYTES > len(written):
         return None
@@ -117,16 +114,15 @@ def head_at(written: memoryview, offset: int) -> Head | None:
 
 
 def group_at(written: memoryview, offset: int) -> int | None:
-    """The group that a frame's head names, whatever else is in it; None if so much is not there."""
+    """Group in the head at `offset`, which may be damaged; None if `written` ends before it."""
     is_there = offset + HEAD_BYTES <= len(written)
     return _HEAD.unpack_from(written, offset)[4] if is_there else None
 
 
 def intact_behind(written: memoryview, offset: int, range_count: int) -> Iterator[Head]:
-    """Intact frames behind a broken one that begins at `offset`, wherever they lie: its length may
-    be what is broken.
+    """Intact frames behind a broken one, whose length may be wrong: at any multiple of 16 bytes.
 
-    Blocking: looks through all of it.
+    Blocking: looks through the rest of the segment.
     """
     begin = min(offset + _ALIGNMENT, len(written))
     count = max(0, len(written) - begin) // _ALIGNMENT
@@ -140,13 +136,12 @@ def intact_behind(written: memoryview, offset: int, range_count: int) -> Iterato
 
 
 def payload_at(written: memoryview, offset: int, head: Head) -> memoryview:
-    """The payload of the frame that begins there."""
     begin = offset + HEAD_BYTES
     return written[begin : begin + head.length]
 
 
 def is_intact(written: memoryview, offset: int, head: Head) -> bool:
-    """Whether the frame is as it was written."""
+    """True if the frame's checksum is right."""
     covered = written[offset : offset + HEAD_BYTES - _CHECKSUM_BYTES]
     said = written[offset + HEAD_BYTES - _CHECKSUM_BYTES : offset + HEAD_BYTES]
     found = zlib.crc32(payload_at(written, offset, head), zlib.crc32(covered))

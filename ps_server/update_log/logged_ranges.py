@@ -1,19 +1,17 @@
-"""What of a server's ranges goes to its update log, and what follows when it is there (S13).
+"""Decides what a server's update log gets of each range, and releases what it has (S13).
 
     range placed       --> BEGIN, records
-    range taken over   --> SNAPSHOT, records        nothing of it is seen before that is there
+    range taken over   --> SNAPSHOT, records        nothing of it is seen before the log has that
     log taken over     --> TAKEN_OVER, records
     range lost         --> END
 
 Rules:
     - A snapshot is taken between two events, like the copy for a backup that joins.
-    - Where much waits to be written, snapshots that nobody waits for wait too.
+    - While much waits to be written, no snapshot is taken.
 
 Invariants:
     LOG-2  A range that is not given back to a server is ended in its log, and not gone on with.
-    LOG-4  What a record follows is in the log before it.
-
-What it deliberately does not do: write (`ps_server.update_log.encoder` does).
+    LOG-4  A range's BEGIN, TAKEN_OVER or SNAPSHOT is in the log before its records.
 """
 
 from __future__ import annotations
@@ -29,19 +27,19 @@ from ps_server.replication.range_roles import Replication
 from ps_server.replication.replication_log import RangeLog
 
 RangeNumbers = Mapping[tuple[RangeId, AssignmentEpoch], int]
-"""The newest record that is written, by range and term."""
+"""The newest record that the log has, by range and term."""
 
 
 class LogWriter(Protocol):
-    """Where it goes. What is handed over is written in this order."""
+    """Writes in the order of the calls."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether so much waits to be written that nothing should be added without need."""
+        """True while too much waits to be written for a snapshot."""
 
     @property
     def lagging(self) -> Sequence[RangeId]:
-        """Ranges of which a snapshot would let go of what is old."""
+        """Ranges that need a snapshot before old segments can go."""
 
     def begin(self, log: RangeLog) -> None:
         """The range has nothing yet."""
@@ -50,23 +48,16 @@ class LogWriter(Protocol):
         """This server goes on with the range from where the log is."""
 
     def write_snapshot(self, snapshot: Snapshot) -> Work[None]:
-        """All of the range is this, with the values of this moment."""
+        """All of the range, with the values of this moment."""
 
-    def write_record(self, record: LogRecord) -> None:
-        """This was decided."""
+    def write_record(self, record: LogRecord) -> None: ...
 
     def end(self, range_id: RangeId) -> None:
-        """The range is another's."""
+        """The range is another server's."""
 
 
 class LoggedRanges:
-    """The logged ranges of one server.
-
-    Args:
-        writer: of the log.
-        replication: of the server.
-        output: of the same.
-    """
+    """The logged ranges of one server."""
 
     def __init__(self, writer: LogWriter, replication: Replication, output: OutputCommit) -> None:
         self._writer = writer
@@ -76,11 +67,11 @@ class LoggedRanges:
         self._terms: dict[RangeId, AssignmentEpoch] = {}  # of the ranges that are in the log
 
     def recover(self, range_ids: Iterable[RangeId]) -> None:
-        """These ranges were read from the log."""
+        """These ranges were recovered from the log."""
         self._recovered = set(range_ids)
 
     def observe(self, lost: Iterable[RangeId]) -> None:
-        """Nothing of these ranges is here any more, by a newer view."""
+        """This server has lost these ranges, by a newer view."""
         for range_id in lost:
             was_here = self._terms.pop(range_id, None) is not None
             if was_here or range_id in self._recovered:
@@ -92,8 +83,8 @@ class LoggedRanges:
         at_once(self.looking())
 
     def looking(self) -> Work[None]:
-        """What is served now is in the log, or gets there; to be called when more is served, when
-        something is written, and now and then.
+        """Begin the ranges that are served now, and take the snapshots that the log needs. To be
+        called when more is served, when something was written, and now and then.
         """
         primaries = self._replication.primaries
         for primary in primaries.values():
@@ -110,7 +101,7 @@ class LoggedRanges:
                 yield from self._writer.write_snapshot(snapshot)
 
     def write(self, record: LogRecord) -> None:
-        """A record was decided (LOG-4)."""
+        """Write a record that was decided (LOG-4)."""
         self._begin(self._replication.primaries[record.range_id].log)
         self._writer.write_record(record)
 
@@ -125,7 +116,7 @@ class LoggedRanges:
             self._writer.begin(log)
 
     def written(self, numbers: RangeNumbers) -> list[RangeId]:
-        """So much is in the log; the ranges of which more may be released."""
+        """The log has these records. Returns the ranges of which more may be released."""
         more = []
         for (range_id, term), number in numbers.items():
             primary = self._replication.primaries.get(range_id)

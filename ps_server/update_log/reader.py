@@ -1,17 +1,15 @@
-"""An update log, read: which ranges it has all of, and its frames in their order (SEMANTICS S13).
+"""Reads an update log: the ranges that it has all of, and its frames in order (SEMANTICS S13).
 
     segments --scan: heads only--> where each range begins --frames: checked--> payloads, in order
 
 Rules:
-    - What is torn at the end of the newest segment ends the log there: nobody saw what it was to
-      hold. A process that dies leaves a short frame at most; a power cut may leave anything in the
-      last group of what is synced. Whatever else is broken is damage; so is a length that is wrong,
-      which looks like an end but for what lies behind it.
+    - A torn end of the newest segment ends the log: nobody saw the frame that was to be there. A
+      process that dies leaves at most a short frame; a power cut may leave anything in the last
+      group of a synced log. Anything else that is broken is damage. So is a wrong length, which
+      looks like an end except that intact frames lie behind it.
 
 Invariants:
-    ULR-1  What `frames` gives is intact.
-
-What it deliberately does not do: apply anything (`ps_server.update_log.replay` does), or write.
+    ULR-1  `frames` yields intact frames only.
 """
 
 from __future__ import annotations
@@ -42,18 +40,18 @@ from pushpull.v1 import update_log_pb2
 FORMAT_VERSION = 1
 
 _RANGES = 2**16
-"""More than any cluster has: without a header nobody knows."""
+"""More ranges than any cluster has, for a segment without a header."""
 
 
-class Start(NamedTuple):
-    """Where all of a range begins: a BEGIN, or the first frame of a snapshot that is whole."""
+class RangeStart(NamedTuple):
+    """Place of a range's beginning: its BEGIN, or the first frame of its whole SNAPSHOT."""
 
     segment: int
     offset: int
 
 
-class Frame(NamedTuple):
-    """A frame: its head, and its payload, which is a view of the segment."""
+class LogFrame(NamedTuple):
+    """A frame. Its payload is a view of the segment."""
 
     segment: int
     offset: int
@@ -63,8 +61,8 @@ class Frame(NamedTuple):
 
 @dataclass(slots=True)
 class Segment:
-    """A segment, mapped. `end` is where its whole frames end, and `last_group` where those begin
-    that were written last: all before them was synced first, if anything was.
+    """A mapped segment. `end` is the end of its whole frames, and `last_group` the begin of those
+    that were written last: a synced log has synced everything before them.
     """
 
     number: int
@@ -74,33 +72,31 @@ class Segment:
     end: int = 0
     last_group: int = 0
     is_torn: bool = False
-    """Whether there is something behind its end."""
+    """True if bytes lie behind its end."""
 
 
 @dataclass(slots=True)
 class LogContents:
-    """What is in a log.
+    """Segments and ranges of a log.
 
     Attributes:
-        segments: by number, ascending; those before the first with a header are not here.
-        starts: the ranges that have not ended, and where all of each begins.
-        byte_count: of all segments.
+        segments: by number, ascending; those before the first with a header are left out.
+        starts: the ranges that have not ended, and where each begins.
     """
 
     segments: dict[int, Segment] = field(default_factory=dict)
-    starts: dict[RangeId, Start] = field(default_factory=dict)
+    starts: dict[RangeId, RangeStart] = field(default_factory=dict)
     byte_count: int = 0
 
     @property
     def newest(self) -> Segment | None:
-        """The newest segment."""
         return self.segments[max(self.segments)] if self.segments else None
 
-    def frames(self, since: int = 0) -> Iterator[Frame]:
-        """The frames of all segments from that number on, in the order in which they were decided.
+    def frames(self, since: int = 0) -> Iterator[LogFrame]:
+        """Frames of the segments from number `since` on, in the order of their decisions.
 
         Raises:
-            InvalidUpdateLog: one is damaged; the message names the file and the byte.
+            InvalidUpdateLog: a frame is damaged; the message names the file and the byte.
         """
         for number, segment in self.segments.items():
             if number >= since:
@@ -108,10 +104,10 @@ class LogContents:
 
 
 def scan(paths: Mapping[int, Path]) -> LogContents:
-    """Find out what is in a log, from the heads of its frames.
+    """Find the segments and ranges of a log, from the heads of its frames.
 
     Args:
-        paths: its segments, by number, ascending.
+        paths: of its segments, by number, ascending.
 
     Blocking: reads the heads.
 
@@ -125,7 +121,7 @@ def scan(paths: Mapping[int, Path]) -> LogContents:
         if segment is None:
             if number != newest:
                 raise InvalidUpdateLog(f"{path}: it has no header, and is not the newest segment")
-            continue  # it was torn when it was begun
+            continue  # its writer died when it began it
         contents.segments[number] = segment
         contents.byte_count += len(segment.mapped)
         _look_through(segment, contents.starts, is_newest=number == newest)
@@ -139,7 +135,7 @@ def _mapped(number: int, path: Path) -> Segment | None:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     magic = bytes(mapped[: len(MAGIC)])
     if magic != MAGIC[: len(mapped)] and any(magic):  # after a power cut there may be zeros
-        raise InvalidUpdateLog(f"{path}: it is no segment of an update log of this version")
+        raise InvalidUpdateLog(f"{path}: this is no segment of an update log of this version")
     head = _header_at(mapped)
     if head is None:
         if any(each.kind is not FrameKind.TABLE for each in intact_behind(mapped, 0, _RANGES)):
@@ -158,7 +154,7 @@ def _mapped(number: int, path: Path) -> Segment | None:
 
 
 def _header_at(mapped: memoryview) -> Head | None:
-    """The first frame, if it is intact."""
+    """The first frame's head, if the frame is intact."""
     try:
         head = head_at(mapped, len(MAGIC))
     except InvalidUpdateLog:
@@ -166,9 +162,9 @@ def _header_at(mapped: memoryview) -> Head | None:
     return head if head is not None and is_intact(mapped, len(MAGIC), head) else None
 
 
-def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: bool) -> None:
+def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_newest: bool) -> None:
     mapped, offset, group = segment.mapped, len(MAGIC), 0
-    snapshot: Start | None = None
+    snapshot: RangeStart | None = None
     while True:
         try:
             head = head_at(mapped, offset)
@@ -178,7 +174,7 @@ def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: 
             head = None
         if head is None:
             break
-        here, range_id = Start(segment.number, offset), RangeId(head.range_id)
+        here, range_id = RangeStart(segment.number, offset), RangeId(head.range_id)
         if head.kind is FrameKind.SNAPSHOT:
             snapshot = snapshot or here
             if head.is_last:
@@ -194,10 +190,10 @@ def _look_through(segment: Segment, starts: dict[RangeId, Start], *, is_newest: 
         offset, group = offset + frame_bytes(head.length), head.group
     segment.end, segment.is_torn = offset, offset < len(mapped)
     if segment.is_torn and not (is_newest and not _goes_on(segment, offset, group)):
-        raise InvalidUpdateLog(f"{segment.path}: at byte {offset}: it ends within a frame")
+        raise InvalidUpdateLog(f"{segment.path}: at byte {offset}: the segment ends within a frame")
 
 
-def _frames(segment: Segment, *, is_newest: bool) -> Iterator[Frame]:
+def _frames(segment: Segment, *, is_newest: bool) -> Iterator[LogFrame]:
     mapped, offset, group = segment.mapped, len(MAGIC), 0
     while offset < segment.end:
         head = head_at(mapped, offset)
@@ -211,18 +207,20 @@ def _frames(segment: Segment, *, is_newest: bool) -> Iterator[Frame]:
             raise InvalidUpdateLog(
                 f"{segment.path}: at byte {offset}: a frame is damaged: its checksum is another"
             )
-        yield Frame(segment.number, offset, head, payload_at(mapped, offset, head))
+        yield LogFrame(segment.number, offset, head, payload_at(mapped, offset, head))
         offset, group = offset + frame_bytes(head.length), head.group
 
 
 def _goes_on(segment: Segment, offset: int, group: int) -> bool:
-    """Whether anything behind a broken frame was written after that was synced; without syncs,
-    whether there is anything: a process that dies leaves nothing behind what it wrote in part.
+    """True if frames behind a broken one show that it is damaged, and not a torn end.
+
+    A process that dies leaves nothing behind the frame that it wrote in part. In a synced log only
+    frames of a later group, which were written after the broken one was synced, show damage.
 
     Args:
         segment: the newest.
-        offset: where the broken frame begins.
-        group: that of the frame before.
+        offset: of the broken frame.
+        group: of the frame before.
     """
     header = segment.header
     found = intact_behind(segment.mapped, offset, header.range_count)

@@ -1,12 +1,11 @@
-"""A server's update log when the server starts: opened, read, claimed, gone on with (S13).
+"""Recovery of a server's update log at its start: opened, read, claimed, continued (S13).
 
-    lock --scan--> what may be claimed --followed--> values here --registered--> a log to write to
+    lock --scan--> ranges to claim --replay--> values in stores --registered--> a log to write to
 
 Rules:
-    - What may be claimed is of one timeline, the newest, and has outlived whatever befell its
-      writer: a log that is not synced claims nothing in another boot of the machine.
-    - What is of another timeline than the cluster that the server has registered with is no part of
-      it, wherever its ranges are placed: the values go.
+    - A server claims ranges of the newest timeline only, and only from a log that outlived whatever
+      befell its writer: a log that is not synced claims nothing after a boot of the machine.
+    - Recovered values of another timeline than the cluster's are dropped.
     - A damaged log claims nothing; it is set aside, and another begins.
 """
 
@@ -24,7 +23,7 @@ from ps_runtime.system import clock
 from ps_server.lane.shards import Shards
 from ps_server.replication.backup import Replica
 from ps_server.update_log.directory import LogDirectory, boot_id
-from ps_server.update_log.reader import FORMAT_VERSION, LogContents, Start, scan
+from ps_server.update_log.reader import FORMAT_VERSION, LogContents, RangeStart, scan
 from ps_server.update_log.replay import replayed
 from ps_server.update_log.writer import LogSetting, UpdateLog
 from pushpull.v1 import scheduler_pb2, update_log_pb2
@@ -32,14 +31,14 @@ from pushpull.v1 import scheduler_pb2, update_log_pb2
 
 @dataclass(frozen=True, slots=True)
 class RecoveredLog:
-    """A log that was opened, with what was read from it.
+    """An open log with the ranges that were recovered from it.
 
     Attributes:
         directory: its lock is held.
-        timeline: of what was read; empty: nothing was.
-        replicas: the ranges that it has all of; their values are in the server's stores.
+        timeline: of the recovered ranges; empty if there are none.
+        replicas: the recovered ranges, whose values are in the server's stores.
         segments: the segment in which each of these begins.
-        sizes: of all segments, in bytes.
+        sizes: bytes of each segment, by number.
         kernel_fingerprint: of this server.
         boot_id: of this machine.
     """
@@ -53,13 +52,13 @@ class RecoveredLog:
     boot_id: str
 
     def claim(self) -> scheduler_pb2.UpdateLogClaim:
-        """What the scheduler is told of it."""
+        """Claim for the recovered ranges, for the scheduler."""
         return scheduler_pb2.UpdateLogClaim(
             log_id=self.directory.log_id, timeline=self.timeline, range_ids=sorted(self.replicas)
         )
 
     def of(self, session: Session, shards: Shards) -> RecoveredLog:
-        """What counts where the server has registered; the stores have nothing else then."""
+        """The ranges that count in the session's timeline; values of others leave the stores."""
         if self.timeline == session.timeline:
             return self
         for range_id in self.replicas:
@@ -67,7 +66,7 @@ class RecoveredLog:
         return replace(self, replicas={}, segments={})
 
     def begin(self, session: Session, range_count: int, setting: LogSetting) -> UpdateLog:
-        """Go on with it, as the server that has registered."""
+        """Write on, as the server that has registered."""
         header = update_log_pb2.UpdateLogHeader(
             format_version=FORMAT_VERSION,
             log_id=self.directory.log_id,
@@ -86,9 +85,9 @@ class RecoveredLog:
 async def open_log(
     path: Path, shards: Shards, kernel_fingerprint: str, deadline_s: float
 ) -> RecoveredLog:
-    """Take a log's lock, and read what it has into the server's stores, which are empty.
+    """Take a log's lock, and recover its ranges into the server's stores, which are empty.
 
-    Blocking: until whoever has the lock has ended, at most `deadline_s`; and while it is read.
+    Blocking: until the lock is free, at most `deadline_s`; then while the log is read.
 
     Raises:
         Recovering: another process still has the lock.
@@ -116,33 +115,33 @@ async def open_log(
 
 
 def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> RecoveredLog:
-    """Read what a log has, and may be gone on with, into stores, which are empty.
+    """Recover a log's ranges into stores, which are empty.
 
-    Blocking: reads what is needed of it.
+    Blocking: reads the log from the first segment that is needed.
 
     Raises:
-        InvalidUpdateLog: it is damaged, and cannot be set aside; or the disk does not give it.
+        InvalidUpdateLog: the log is damaged and cannot be set aside, or the disk cannot be read.
     """
     try:
         return _read(directory, shards, kernel_fingerprint)
     except OSError as error:
         raise InvalidUpdateLog(
-            f"{directory.path}: the update log cannot be gone on with: {error}. It is left as it "
-            "is: start the server again when the disk is well, or with another directory, which "
-            "has nothing"
+            f"{directory.path}: the update log cannot be continued: {error}. It is left as it is: "
+            "start the server again when the disk is well, or with another, empty directory"
         ) from error
 
 
 def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> RecoveredLog:
-    begun_s = clock.now_s()
+    begin_s = clock.now_s()
     paths = directory.segments()
     sizes = {number: path.stat().st_size for number, path in paths.items()}
     boot = boot_id()
     nothing = RecoveredLog(directory, b"", {}, {}, sizes, kernel_fingerprint, boot)
     try:
         contents = scan(paths)
-        for number in paths.keys() - contents.segments.keys():  # torn when it was begun: else it is
-            directory.disk.remove(directory.segment(number))  # damage when there are newer ones
+        # A segment whose writer died when it began it would be damage once newer ones follow.
+        for number in paths.keys() - contents.segments.keys():
+            directory.disk.remove(directory.segment(number))
             del sizes[number]
         newest = contents.newest
         if newest is None:
@@ -150,7 +149,7 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
         starts = claimable(contents, boot, kernel_fingerprint)
         replay = replayed(replace(contents, starts=starts or {}), shards)
         if newest.header.is_synced:
-            directory.settle(newest.number, newest.mapped[: newest.end], newest.last_group)
+            directory.make_durable(newest.number, newest.mapped[: newest.end], newest.last_group)
         elif newest.is_torn:
             directory.cut(newest.number, newest.end)
     except InvalidUpdateLog as error:
@@ -168,7 +167,7 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
         path=str(directory.path),
         ranges=len(replay.replicas),
         records=sum(replica.number for replica in replay.replicas.values()),
-        took_s=round(clock.now_s() - begun_s, 3),
+        took_s=round(clock.now_s() - begin_s, 3),
     )
     segments = {range_id: start.segment for range_id, start in starts.items()}
     return replace(
@@ -181,9 +180,9 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
 
 def claimable(
     contents: LogContents, boot: str, kernel_fingerprint: str
-) -> dict[RangeId, Start] | None:
-    """The ranges of a log that this server may go on with, and where each begins; None: not with
-    all of its newest timeline, so with nothing.
+) -> dict[RangeId, RangeStart] | None:
+    """Ranges that this server may go on with, and where each begins. None if it may not go on with
+    all ranges of the newest timeline.
     """
     newest = contents.newest
     if newest is None:
@@ -194,7 +193,7 @@ def claimable(
         for range_id, start in contents.starts.items()
         if contents.segments[start.segment].header.timeline == timeline
     }
-    first = newest.number + 1  # of those that go on without a break to the newest
+    first = newest.number + 1  # of the segments that hold in this boot, without a break
     for number, segment in reversed(contents.segments.items()):
         header = segment.header
         lasts = header.is_synced or header.boot_id == boot

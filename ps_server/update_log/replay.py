@@ -1,16 +1,13 @@
-"""A backup that reads from an update log: its frames become values again (SEMANTICS S13).
+"""Replay of an update log: a backup that reads its records from frames (SEMANTICS S13).
 
-    frame --whole--> a range begun | a snapshot joined | a record taken: values changed
+    frames --BEGIN | SNAPSHOT | RECORD--> replicas, and values in the stores
 
 Rules:
-    - A frame that comes before where its range is to begin is passed over.
-    - Each segment begins anew: what was torn before it is dropped.
+    - Frames before their range's start are passed over.
+    - A record that was torn at the end of a segment is dropped.
 
 Invariants:
     LF-1  A range's records are taken in the order of their numbers, each once, none left out.
-
-What it deliberately does not do: open files, or serve (`ps_server.replication.range_roles` does,
-with the replicas that are made here).
 """
 
 from __future__ import annotations
@@ -31,32 +28,33 @@ from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import LogRecord, RangeCopy
 from ps_server.update_log.format import FrameKind
-from ps_server.update_log.reader import Frame, LogContents, Start
+from ps_server.update_log.reader import LogContents, LogFrame, RangeStart
 from ps_server.wire.replication_reader import ReplicationReader
 from pushpull.v1 import types_pb2, update_log_pb2
 
 
 class Applied(NamedTuple):
-    """A record was taken. `time_s`: when it was written."""
+    """A record that was taken, and the time of its write."""
 
     record: LogRecord
     time_s: float
 
 
 class LogReplay:
-    """The ranges of one log, as they are after the frames that were taken.
+    """The ranges of one log, as of the newest frame that was taken.
 
     Args:
-        shards: where values go.
+        shards: get the values.
         range_count: of the cluster.
-        starts: the ranges that are followed, and where each begins.
+        starts: the ranges that are replayed, and where each begins.
 
     Attributes:
         replicas: the ranges as a backup knows them.
-        tables: the tables that there are.
     """
 
-    def __init__(self, shards: Shards, range_count: int, starts: Mapping[RangeId, Start]) -> None:
+    def __init__(
+        self, shards: Shards, range_count: int, starts: Mapping[RangeId, RangeStart]
+    ) -> None:
         self.replicas: dict[RangeId, Replica] = {}
         self.tables: dict[TableId, Table] = {}
         self._shards = shards
@@ -66,11 +64,11 @@ class LogReplay:
         self._segment = 0
         self._reader = ReplicationReader(is_open=True)
 
-    def take(self, frame: Frame) -> Applied | None:
-        """The next frame; the record if one is whole with it, and is taken.
+    def take(self, frame: LogFrame) -> Applied | None:
+        """Take the next frame. Returns the record that is whole with it, if it is a record's.
 
         Raises:
-            InvalidUpdateLog: it does not go on from the frames before, or is of something else.
+            InvalidUpdateLog: the frame does not follow the frames before.
         """
         if frame.segment != self._segment:
             self._segment = frame.segment
@@ -83,7 +81,7 @@ class LogReplay:
                 f"number {frame.head.number}: {error}"
             ) from error
 
-    def _take(self, frame: Frame) -> Applied | None:
+    def _take(self, frame: LogFrame) -> Applied | None:
         head = frame.head
         range_id = RangeId(head.range_id)
         if head.kind is FrameKind.TABLE:
@@ -121,14 +119,14 @@ class LogReplay:
             self._shards.add(parts)
 
     def _mark(self, mark: update_log_pb2.UpdateLogRange, kind: FrameKind) -> None:
-        """The range is of this term from now on, and has been for so many records."""
+        """The range is of the mark's term from now on, as of the mark's number."""
         range_id = RangeId(mark.range_id)
         copies = {}
         if kind is FrameKind.TAKEN_OVER:
             before = self.replicas.get(range_id)
             if before is None or before.number != mark.number:
                 has = "nothing" if before is None else f"record {before.number}"
-                raise InvalidUpdateLog(f"it goes on from record {mark.number}, and has {has}")
+                raise InvalidUpdateLog(f"it goes on from record {mark.number}; the log has {has}")
             copies = before.copies
         self.replicas[range_id] = Replica(
             range_id,
@@ -144,7 +142,7 @@ class LogReplay:
         before = self.replicas.get(snapshot.range_id)
         is_known = before is not None and before.term == snapshot.term
         if is_known and before is not None and before.number == snapshot.number:
-            return  # it is there already
+            return
         self._shards.restore(copy)
         self.replicas[snapshot.range_id] = Replica(
             snapshot.range_id,
@@ -158,10 +156,10 @@ class LogReplay:
     def _follow(self, record: LogRecord) -> None:
         replica = self.replicas.get(record.range_id)
         if replica is None or not replica.follows(record):
-            raise InvalidUpdateLog(f"a record of term {record.term} follows nothing of its own")
+            raise InvalidUpdateLog(f"a record of term {record.term} follows another term")
         table = self.tables.get(record.table_id)
         if table is None:
-            raise InvalidUpdateLog(f"a record is of table {record.table_id}, which is not there")
+            raise InvalidUpdateLog(f"a record is of table {record.table_id}, which the log lacks")
         blocks = self._blocks[record.table_id].get(record.range_id, ())
         if not replica.take(record, lambda: fresh_copy(table, blocks)):
             raise InvalidUpdateLog(f"record {record.number} follows record {replica.number}")
@@ -172,12 +170,12 @@ class LogReplay:
 
 
 def replayed(contents: LogContents, shards: Shards) -> LogReplay:
-    """All ranges of a log that have not ended, as they are at its end.
+    """Replay all ranges of a log that have not ended.
 
-    Blocking: reads what is needed of it.
+    Blocking: reads the log from the first segment that is needed.
 
     Raises:
-        InvalidUpdateLog: it is damaged.
+        InvalidUpdateLog: the log is damaged.
     """
     newest = contents.newest
     range_count = 0 if newest is None else newest.header.range_count

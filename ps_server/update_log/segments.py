@@ -1,18 +1,17 @@
-"""Which segments an update log has, which it needs, and when another begins (SEMANTICS S13).
+"""Decides when an update log's next segment begins, and which old ones go (SEMANTICS S13).
 
     begin --appended--> newest --full--> older --every range begins later--> let go
 
 Rules:
-    - A segment with updates enough is followed by another: snapshots do not count, or a log of a
-      large model would be begun again and again. The oldest go when the log is above its bound, and
-      every range begins in a later one.
+    - A segment with enough updates is followed by another. Snapshots do not count: a log of a large
+      model would begin segments without end. The oldest segments go when the log is above its bound
+      and every range begins in a later one.
     - A range that begins in an older segment lags, until a snapshot of it is on its way.
-    - What is appended is written in that order: how many beginnings are written says which.
+    - Frames are written in the order in which they are appended, so a count says which beginnings
+      are written.
 
 Invariants:
-    SEG-1  A segment in which a range begins, of which all is there, is not let go, nor any later.
-
-What it deliberately does not do: write, or remove files (`ps_server.update_log.writer` does).
+    SEG-1  A segment in which a whole range begins is not let go, nor is any later one.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ _SEGMENTS_A_BOUND = 4
 
 
 class LogSegments:
-    """The segments of one log, as its writer's loop knows them.
+    """The segments of one log, as its event loop knows them.
 
     Args:
-        bound_bytes: above it the oldest go that nothing needs.
-        sizes: those that there are, by number, in bytes.
-        starts: the ranges that they have all of, and in which segment each begins.
+        bound_bytes: above it the oldest segments go that no range needs.
+        sizes: bytes of each segment, by number.
+        starts: the ranges that the segments have all of, and the segment in which each begins.
     """
 
     def __init__(
@@ -41,41 +40,41 @@ class LogSegments:
         self._bound_bytes = bound_bytes
         self._sizes = dict(sizes)
         self._starts = dict(starts)
-        # Beginnings that are not written yet: range, segment; None where the range has ended since.
+        # Beginnings that are not written yet: range, segment; None if the range has ended since.
         self._on_its_way: deque[tuple[RangeId, int] | None] = deque()
         self._update_bytes = 0  # in the newest segment
 
     @property
     def newest(self) -> int:
-        """The number of the segment that is written to; 0 before the first."""
+        """Number of the segment that is written to; 0 before the first."""
         return max(self._sizes, default=0)
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all of them, and of what is to be written."""
+        """Bytes of all segments, those that wait to be written included."""
         return sum(self._sizes.values())
 
     @property
     def lagging(self) -> list[RangeId]:
-        """The ranges that lag, the oldest first: a snapshot of each lets what is old go."""
+        """Ranges that lag, the oldest first: old segments can go when each has a snapshot."""
         newest, coming = self.newest, self._coming
         found = [r for r, at in self._starts.items() if at < newest and r not in coming]
         return sorted(found, key=lambda range_id: (self._starts[range_id], range_id))
 
     @property
     def _coming(self) -> set[RangeId]:
-        """The ranges that begin in what is not written yet."""
+        """Ranges whose beginning waits to be written."""
         return {each[0] for each in self._on_its_way if each is not None}
 
     def begin(self, byte_count: int) -> int:
-        """Another segment, which begins with so much; its number."""
+        """Begin another segment with `byte_count` bytes. Returns its number."""
         number = self.newest + 1
         self._sizes[number] = byte_count
         self._update_bytes = 0
         return number
 
     def append(self, kind: FrameKind, range_id: RangeId, byte_count: int) -> None:
-        """Frames more in the newest segment, on their way."""
+        """Count frames that go to the newest segment."""
         self._sizes[self.newest] += byte_count
         if kind is FrameKind.RECORD:
             self._update_bytes += byte_count
@@ -87,26 +86,24 @@ class LogSegments:
             self._starts.pop(range_id, None)
 
     def wrote(self, begin_count: int) -> None:
-        """So many beginnings more are written, `BASE` and `BEGUN`: the first that were not."""
+        """The first `begin_count` beginnings that waited, `SNAPSHOT` or `BEGIN`, are written."""
         for _ in range(begin_count):
-            begun = self._on_its_way.popleft()
-            if begun is not None:
-                self._starts[begun[0]] = begun[1]
+            written = self._on_its_way.popleft()
+            if written is not None:
+                self._starts[written[0]] = written[1]
 
     def is_full(self, state_bytes: int) -> bool:
-        """Whether another segment should begin.
+        """True if another segment should begin.
 
         Args:
-            state_bytes: what snapshots of all ranges would take, about.
+            state_bytes: size of the snapshots of all ranges, about.
         """
         if self.lagging or self._coming:
             return False
         return self._update_bytes >= max(self._bound_bytes // _SEGMENTS_A_BOUND, state_bytes)
 
     def let_go(self) -> list[int]:
-        """The segments that nothing needs and there is no room for: they are none of the log's
-        from now on (SEG-1).
-        """
+        """Forget the segments above the bound that no range needs (SEG-1), and return them."""
         gone = []
         needed = min(self._starts.values(), default=self.newest)
         for number in sorted(self._sizes):

@@ -1,19 +1,16 @@
-"""A server's update log, written: a thread carries frames to the newest segment (SEMANTICS S13).
+"""Writes a server's update log: a thread carries frames to the newest segment (SEMANTICS S13).
 
     append --queue--> thread: written, synced --loop--> on_written: released
 
 Rules:
-    - What is appended together is written together, and in the order in which it was appended.
+    - Items are written in the order in which they were appended, each whole.
     - `on_written` is called when the system has a record; with `is_synced` when the disk has it.
-    - A log that cannot be written has failed: nothing more of it is ever said to be written.
-    - What is written goes to the disk, and out of the system's memory, window by window.
-    - The thread removes old segments, too, in its turn: a slow disk holds no loop up. One that
-      cannot be removed is left, and said.
+    - A log whose write failed has failed: nothing counts as written after that.
+    - Written bytes go to the disk, and out of the system's memory, window by window.
+    - The thread also removes old segments, so that a slow disk holds up no loop. A segment that
+      cannot be removed is left, with a warning.
 
-Everything belongs to one event loop, but for the thread.
-
-What it deliberately does not do: decide what is written (`ps_server.update_log.logged_ranges`
-does), or which segments there are (`ps_server.update_log.segments`).
+Everything but the thread belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -38,21 +35,20 @@ from pushpull.v1 import update_log_pb2
 
 @dataclass(frozen=True, slots=True)
 class LogSetting:
-    """How much is kept, and when something counts as written.
+    """Size and durability of a log.
 
     Attributes:
-        bound_bytes: above it the oldest segments go that nothing needs.
-        is_synced: whether the disk must have what counts as written, or only the system.
+        bound_bytes: above it the oldest segments go that no range needs.
+        is_synced: frames count as written when the disk has them, not when the system has them.
     """
 
     bound_bytes: int
     is_synced: bool = False
 
 
-class Item(NamedTuple):
-    """Frames that belong together: of one kind, range and number. A payload comes in pieces, which
-    must stay as they are until they are written. `term` is that of the records' primary; it is
-    not written.
+class LogItem(NamedTuple):
+    """Frames of one kind, range and number. A payload comes in pieces, which must not change until
+    they are written. `term` is their primary's, and is not written.
     """
 
     kind: FrameKind
@@ -64,12 +60,11 @@ class Item(NamedTuple):
 
 @dataclass(slots=True)
 class Written:
-    """What the system, or the disk, has now.
+    """Frames that were written together.
 
     Attributes:
-        numbers: the newest record, by range and term.
-        begin_count: how many ranges begin there.
-        byte_count: of all of it.
+        numbers: of the newest record, by range and term.
+        begin_count: ranges that begin in these frames.
     """
 
     numbers: dict[tuple[RangeId, AssignmentEpoch], int] = field(default_factory=dict)
@@ -78,36 +73,33 @@ class Written:
 
 
 class _NextSegment(NamedTuple):
-    """From here on frames go to another segment, which begins with these."""
+    """Frames go to another segment from here on, which begins with `first`."""
 
     number: int
-    first: Sequence[Item]
+    first: Sequence[LogItem]
 
 
-class _Gone(NamedTuple):
-    """Nothing needs this segment any more."""
+class _OldSegment(NamedTuple):
+    """No range needs this segment."""
 
     number: int
 
 
-_Job = Item | _NextSegment | _Gone
+_Job = LogItem | _NextSegment | _OldSegment
 
 
 class UpdateLog:
     """The log of one server, from when it registered.
 
     Args:
-        directory: where it is; its lock is held.
         header: of its segments; the segment's number is put in.
-        setting: see there.
-        sizes: the segments that there are, by number, in bytes.
-        starts: the ranges that they have all of, and in which segment each begins.
+        sizes: bytes of each segment, by number.
+        starts: the ranges that the segments have all of, and the segment in which each begins.
 
     Attributes:
-        on_written: called on the loop with what counts as written since the last time.
-        failure: why it cannot be written any more, if so.
-        queued_bytes: what is not written yet.
-        segments: which there are.
+        on_written: called on the loop with what was written since the last call.
+        failure: set when a write failed.
+        queued_bytes: bytes that wait to be written.
     """
 
     def __init__(
@@ -131,50 +123,49 @@ class UpdateLog:
         self._next_segment()
         self._writer.start()
 
-    # --- what is appended
+    # --- appending
 
-    def append(self, item: Item) -> None:
-        """These frames, behind all that were appended before."""
+    def append(self, item: LogItem) -> None:
         size_bytes = _size(item)
         self.queued_bytes += size_bytes
         self.segments.append(item.kind, item.range_id, size_bytes)
         self._queue.put(item)
 
     def add_table(self, table_id: TableId, raw: bytes) -> None:
-        """A table, in this segment and all later ones."""
+        """Write a table to this segment and all later ones."""
         self._tables[table_id] = raw
-        self.append(Item(FrameKind.TABLE, ((raw,),)))
+        self.append(LogItem(FrameKind.TABLE, ((raw,),)))
 
     def forget_table(self, table_id: TableId) -> None:
-        """A table that was removed: segments that begin later need not name it."""
+        """Leave a removed table out of later segments."""
         del self._tables[table_id]
 
     def turn(self, state_bytes: int) -> None:
-        """Begin another segment if this one is full, and let go of what is not needed.
+        """Begin another segment if this one is full, and remove those that no range needs.
 
         Args:
-            state_bytes: what snapshots of all ranges would take, about.
+            state_bytes: size of the snapshots of all ranges, about.
         """
         if self.segments.is_full(state_bytes):
             self._next_segment()
         for number in self.segments.let_go():
-            self._queue.put(_Gone(number))
+            self._queue.put(_OldSegment(number))
 
     def _next_segment(self) -> None:
         header = update_log_pb2.UpdateLogHeader()
         header.CopyFrom(self._header)
         header.segment = self.segments.newest + 1
-        first = [Item(FrameKind.HEADER, ((header.SerializeToString(),),))]
-        first += [Item(FrameKind.TABLE, ((raw,),)) for raw in self._tables.values()]
+        first = [LogItem(FrameKind.HEADER, ((header.SerializeToString(),),))]
+        first += [LogItem(FrameKind.TABLE, ((raw,),)) for raw in self._tables.values()]
         number = self.segments.begin(len(MAGIC) + sum(map(_size, first)))
         self._queue.put(_NextSegment(number, first))
 
-    # --- what the thread says
+    # --- the thread's reports
 
     def _said(self, written: Written | None, problem: str) -> None:
         try:
             self._loop.call_soon_threadsafe(self._heard, written, problem)
-        except RuntimeError:  # the loop has ended: nobody waits
+        except RuntimeError:  # the loop has ended
             logs.debug("update_log_unheard")
 
     def _heard(self, written: Written | None, problem: str) -> None:
@@ -187,7 +178,7 @@ class UpdateLog:
         self.on_written(written)
 
     async def close(self) -> None:
-        """Write what was appended, and let go of the directory."""
+        """Write everything that was appended, and release the directory."""
         self.on_written = _nothing
         self._queue.put(None)
         await asyncio.to_thread(self._end)
@@ -198,7 +189,7 @@ class UpdateLog:
 
 
 class _Writer(threading.Thread):
-    """Writes what comes until None does."""
+    """Does jobs until it gets None."""
 
     def __init__(
         self,
@@ -220,7 +211,6 @@ class _Writer(threading.Thread):
         self._group = 0
 
     def run(self) -> None:
-        """The thread."""
         try:
             is_closed = False
             while not is_closed:
@@ -229,14 +219,14 @@ class _Writer(threading.Thread):
         except Exception as error:  # noqa: BLE001 - whatever it is, nothing counts as written now
             said = str(error) or type(error).__name__
             reason = f"{self._directory.path}: the update log cannot be written: {said}"
-            self._say(None, f"{reason}; what was answered is in it: mend that, and start again")
+            self._say(None, f"{reason}; all answered updates are in it: mend that, and start again")
         finally:
             if self._descriptor is not None:
                 self._disk.close(self._descriptor)
 
     def _next(self) -> tuple[list[_Job], bool]:
-        """What has come, at least one thing; and whether the log was closed behind that: what is
-        appended later is decided by a server that is ending, and seen by nobody.
+        """Jobs that wait, at least one; and True if the log was closed behind them. A server that
+        ends may append more, which nobody sees.
         """
         items: list[_Job] = []
         while not items or not self._source.empty():
@@ -247,14 +237,13 @@ class _Writer(threading.Thread):
         return items, False
 
     def _write(self, items: Sequence[_Job]) -> Written:
-        """Write them, and sync."""
         self._group += 1
         written = Written()
         for item in items:
             if isinstance(item, _NextSegment):
                 self._begin(item)
                 continue
-            if isinstance(item, _Gone):
+            if isinstance(item, _OldSegment):
                 self._remove(item.number)
                 continue
             self._put(item)
@@ -268,7 +257,7 @@ class _Writer(threading.Thread):
         return written
 
     def _begin(self, segment: _NextSegment) -> None:
-        if self._descriptor is not None:  # all of it is synced, if that is asked for
+        if self._descriptor is not None:
             if self._is_synced:
                 self._disk.sync(self._descriptor)
             self._disk.close(self._descriptor)
@@ -286,10 +275,10 @@ class _Writer(threading.Thread):
         path = self._directory.segment(number)
         try:
             self._disk.remove(path)
-        except OSError as error:  # it takes room, and nothing else
+        except OSError as error:  # it only takes space
             logs.warning("update_log_segment_left", path=str(path), reason=str(error))
 
-    def _put(self, item: Item) -> None:
+    def _put(self, item: LogItem) -> None:
         time_s, group = time.time(), self._group % 2**32
         pieces: list[bytes | memoryview] = []
         for index, payload in enumerate(item.payloads):
@@ -302,7 +291,7 @@ class _Writer(threading.Thread):
                 self._disk.let_go(self._descriptor, *window)
 
 
-def _size(item: Item) -> int:
+def _size(item: LogItem) -> int:
     return sum(frame_bytes(sum(map(len, payload))) for payload in item.payloads)
 
 

@@ -119,7 +119,7 @@ def test_a_log_that_cannot_be_read_now_is_left_as_it_is(tmp_path: Path) -> None:
     disk.is_broken = True
     with LogDirectory(tmp_path, disk) as directory:
         log_id = directory.log_id
-        with pytest.raises(InvalidUpdateLog, match=r"cannot be gone on with: .*Input/output error"):
+        with pytest.raises(InvalidUpdateLog, match=r"cannot be continued: .*Input/output error"):
             read_log(directory, Shards(SharedLanes(), {}), KERNELS)
     assert {each: each.read_bytes() for each in segments_in(tmp_path).values()} == before
     found = recovered(tmp_path)

@@ -25,7 +25,7 @@ from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log.reader import scan
 from ps_server.update_log.recovery import claimable, read_log
-from ps_server.update_log.writer import Item, _Writer
+from ps_server.update_log.writer import LogItem, _Writer
 from tests.unit.logged_server import (
     KERNELS,
     MODEL,
@@ -207,8 +207,8 @@ def test_a_range_that_ends_with_its_base_does_not_keep_the_newest_segment_for_ev
         server = LoggedServer(tmp_path, 1, Setting(bound_bytes=1_000))
         await server.push(1)
         for range_id in map(RangeId, range(RANGES)):
-            server.log.append(Item(FrameKind.SNAPSHOT, ((b"",),), range_id))
-            server.log.append(Item(FrameKind.END, ((b"",),), range_id))
+            server.log.append(LogItem(FrameKind.SNAPSHOT, ((b"",),), range_id))
+            server.log.append(LogItem(FrameKind.END, ((b"",),), range_id))
         await server.written()
         newest = server.log.segments.newest
         server.log.turn(state_bytes=0)
@@ -225,9 +225,9 @@ def test_the_segment_in_which_a_range_is_about_to_begin_is_kept(tmp_path: Path) 
         server = LoggedServer(tmp_path, 1, Setting())
         await server.push(1)
         for range_id in map(RangeId, range(RANGES)):
-            server.log.append(Item(FrameKind.END, ((b"",),), range_id))
+            server.log.append(LogItem(FrameKind.END, ((b"",),), range_id))
         await server.written()
-        server.log.append(Item(FrameKind.BEGIN, ((b"",),), RangeId(0)))
+        server.log.append(LogItem(FrameKind.BEGIN, ((b"",),), RangeId(0)))
         begins_in = server.log.segments.newest
         server.log.segments._sizes[begins_in] += 1_000_000_000
         server.log.turn(state_bytes=0)
@@ -412,9 +412,9 @@ def test_a_synced_log_answers_when_the_disk_has_it(tmp_path: Path) -> None:
 
 def test_a_log_ends_whatever_is_appended_behind_its_end(tmp_path: Path) -> None:
     """Streams go on while a server ends."""
-    source: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+    source: queue.SimpleQueue[LogItem | None] = queue.SimpleQueue()
     source.put(None)
-    source.put(Item(FrameKind.END, ((b"",),), RangeId(1)))
+    source.put(LogItem(FrameKind.END, ((b"",),), RangeId(1)))
     with LogDirectory(tmp_path) as directory:
         writer = _Writer(directory, False, source, lambda _written, _problem: None)  # type: ignore[arg-type]
         writer.start()

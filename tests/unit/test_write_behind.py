@@ -21,7 +21,7 @@ from ps_runtime.system.disk import _WINDOW_COUNT as WINDOW_COUNT
 from ps_runtime.system.disk import Disk, Payload, WriteBehind
 from ps_server.update_log.directory import LogDirectory
 from ps_server.update_log.format import FrameKind
-from ps_server.update_log.writer import Item, Written, _Job, _NextSegment, _Writer
+from ps_server.update_log.writer import LogItem, Written, _Job, _NextSegment, _Writer
 
 
 @given(st.lists(st.integers(0, 3 * WINDOW_BYTES), max_size=20))
@@ -73,7 +73,7 @@ def test_an_update_log_lets_go_of_its_segments(tmp_path: Path) -> None:
     for segment in (1, 2):
         source.put(_NextSegment(segment, ()))
         for payload in (bytes(100), bytes(3 * WINDOW_BYTES), *[bytes(WINDOW_BYTES)] * 4):
-            source.put(Item(FrameKind.RECORD, ((payload,),), RangeId(1), 1))
+            source.put(LogItem(FrameKind.RECORD, ((payload,),), RangeId(1), 1))
     source.put(None)
     disk = Memory()
     with LogDirectory(tmp_path, disk) as directory:
