@@ -1,13 +1,13 @@
-"""The edge that every role shares: gRPC servers and channels, errors, settings, logs, metrics."""
+"""Code that every role shares and that touches the world: gRPC, settings, logs, metrics, files."""
 
 from __future__ import annotations
 
 import os
 
-# gRPC's core writes a line to stderr for every connection that a peer closes, an orderly end
-# included, and reads this variable once, when it is first imported. Who set it means it.
+# gRPC's core logs to stderr each connection that a peer closes, even in order. It reads this
+# variable once, at its first import. A user's own value stays.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-# With gRPC's own handlers of forks, which it has by default, a child that is forked beside a client
-# crashes in a few of ten cases: a DataLoader's workers are such. No client is used in a child.
+# gRPC handles forks by default, and then a child that is forked beside a client, such as a
+# DataLoader's worker, crashes in a few of ten cases. No child uses a client.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

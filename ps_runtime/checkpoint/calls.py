@@ -1,4 +1,4 @@
-"""What nodes say to the scheduler about checkpoints."""
+"""Calls of nodes to the scheduler about checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PROBLEM_BYTES = 500
 
 
 async def report_part(link: SchedulerLink, number: int, part: PartReport) -> None:
-    """Say that this node's part of checkpoint `number` is written, or cannot be.
+    """Report that this node's part of checkpoint `number` is written, or cannot be.
 
     Blocking: until a scheduler has answered.
 
@@ -52,13 +52,13 @@ async def report_part(link: SchedulerLink, number: int, part: PartReport) -> Non
 
 
 @dataclass(frozen=True)
-class HeardOf:
-    """What the scheduler says to who joins a checkpoint.
+class JoinAnswer:
+    """The scheduler's answer to a worker that joins a checkpoint.
 
     Attributes:
-        must_step: the caller stays before a step that the checkpoint is of, and that another worker
-            has taken.
-        is_awaited: the script of another worker waits for it.
+        must_step: the caller waits before a step that the checkpoint includes, because another
+            worker has taken that step.
+        is_awaited: the script of another worker waits for the checkpoint.
     """
 
     must_step: bool
@@ -72,9 +72,9 @@ async def join_checkpoint(
     has_state: bool,
     *,
     stays: bool = False,
-) -> HeardOf:
-    """Workers: say at which clocks this worker can write its own state down next; it goes no
-    further until the cut is settled. `stays`: its script waits there until the checkpoint ends.
+) -> JoinAnswer:
+    """Workers: report the clocks at which this worker can save its own state next; it goes no
+    further until the cut is decided. `stays`: its script waits there until the checkpoint ends.
 
     Blocking, Raises: as `report_part`.
     """
@@ -93,17 +93,17 @@ async def join_checkpoint(
         "the scheduler to hear where this worker is",
         math.inf,
     )
-    return HeardOf(answer.must_step, answer.is_awaited)
+    return JoinAnswer(answer.must_step, answer.is_awaited)
 
 
 async def restore_checkpoint(link: SchedulerLink, url: str, deadline_s: float) -> str:
-    """Take the whole cluster back to a checkpoint; its directory. This session ends with that.
+    """Take the whole cluster back to a checkpoint, which ends this session; returns its directory.
 
     Blocking: up to `deadline_s`.
 
     Raises:
         InvalidCheckpoint: there is no good one.
-        Fenced: this node has been replaced; so it has if somebody else has restored the cluster.
+        Fenced: this node has been replaced, perhaps by another caller's restore.
         WaitExpired: no scheduler answered.
     """
     request = scheduler_pb2.RestoreCheckpointRequest(
@@ -130,22 +130,18 @@ class MadeCheckpoint:
 async def create_checkpoint(
     link: SchedulerLink, reason: str, deadline_s: float, covered_by: int, view_number: int
 ) -> MadeCheckpoint:
-    """Ask for a checkpoint, and wait until it is complete; the one numbered `covered_by` will do.
+    """Request a checkpoint, and wait until it is complete.
 
-    Args:
-        link: to whom.
-        reason: for its manifest.
-        deadline_s: from now.
-        covered_by: 0 for none.
-        view_number: of the view that `covered_by` was found in; 0: whichever.
+    The checkpoint numbered `covered_by` (0: none) will do, which was found in the view
+    `view_number` (0: any). `reason` is for its manifest.
 
     Blocking: up to `deadline_s`.
 
     Raises:
         StaleAssignment: a checkpoint was cut in a newer view.
-        InvalidConfig: the cluster has nowhere to put it.
+        InvalidConfig: the cluster has no place for it.
         InvalidCheckpoint: it could not be written.
-        WaitExpired: it was not complete in time; the message says who is missing.
+        WaitExpired: it was not complete in time; the message names the missing nodes.
         Fenced: this node has been replaced.
     """
     request = scheduler_pb2.CreateCheckpointRequest(

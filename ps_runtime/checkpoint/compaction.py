@@ -1,17 +1,17 @@
-"""A full checkpoint of the same content as one that refers to others.
+"""Compaction: a full checkpoint with the content of one that refers to others.
 
 Rules:
-    - It has the number of the other, since it is as old, and the other's cluster with "z-" before
-      it. The next number would be wrong while that cluster runs: it may be writing that one, or be
-      about to, and what is older would count as the newest. Of the two with one number this one is
-      the newer, by its name, and `prune` may remove the other.
-    - Each part is copied as a part, with what it referred to, and each worker's as it is: only the
-      checkpoint that they name is another.
-    - All is read again from where it was written before the manifest is: until then, it does not
-      exist. What came to nothing is removed.
+    - The copy has the source's number, because it is as old, and the source's cluster with the
+      prefix "z-". The next number would be wrong: the running cluster may be writing it, and older
+      content would count as the newest. By its name the copy is the newer of the two, and `prune`
+      may remove the source.
+    - A part is copied with the blocks that it referred to, and a worker's part as it is; only the
+      checkpoint that they name changes.
+    - The copy is read again before its manifest is written: until then it does not exist. A failed
+      copy is removed.
 
-What it deliberately does not do: remove the others (`CheckpointStore.prune` does), or hold more
-than one block, or one worker's state, in memory.
+Memory holds one block, or one worker's state, at a time. `CheckpointStore.prune` removes the
+others.
 """
 
 from __future__ import annotations
@@ -29,27 +29,19 @@ from ps_runtime.checkpoint.worker_copies import WorkerCopies
 from ps_runtime.system.disk import DISK, Disk
 
 _PREFIX = "z-"
-"""Sorts after what clusters draw for themselves, which are hexadecimal digits."""
+"""Sorts after the ids of clusters, which are hexadecimal digits."""
 
 _MAX_ID_CHARACTERS = 200
 
 
 def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK) -> Manifest:
-    """Write a full checkpoint of what `reader` has.
-
-    Args:
-        store: where it goes: the root of the other, or another one.
-        reader: the other.
-        disk: what local files are written with.
-
-    Returns:
-        Its manifest.
+    """Write a full checkpoint with the content of `reader` into `store`; returns its manifest.
 
     Blocking: copies every byte, and reads the copy.
 
     Raises:
-        InvalidCheckpoint: something cannot be read or written, or there is such a checkpoint; then
-            there is no new one.
+        InvalidCheckpoint: something cannot be read or written, or the copy exists already; then
+            there is no new checkpoint.
     """
     source = reader.manifest
     cluster_id = f"{_PREFIX}{source.cluster_id}"[:_MAX_ID_CHARACTERS]
@@ -80,7 +72,7 @@ def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK)
 
 
 class _Copies:
-    """Files of one checkpoint, written as those of another."""
+    """Copies one checkpoint's files into another's directory."""
 
     def __init__(
         self,
@@ -95,7 +87,7 @@ class _Copies:
         self._disk = disk
 
     def part(self, saved: SavedPart) -> SavedPart:
-        """A server's."""
+        """Copy a server's part."""
         blocks = self._reader.headers[saved.file].blocks
         planned = []
         for name, count in saved.tables.items():
@@ -119,7 +111,7 @@ class _Copies:
         return SavedPart(saved.file, written.byte_count, written.header_sha256, saved.tables)
 
     def worker(self, saved: SavedWorker) -> SavedWorker:
-        """A worker's, or what is said of one without a file."""
+        """Copy a worker's part; a worker without a file stays as it is."""
         header = self._reader.headers.get(saved.file)
         if header is None:
             return saved

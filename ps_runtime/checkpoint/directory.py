@@ -1,13 +1,12 @@
-"""One checkpoint's directory, on any filesystem that fsspec knows: how its files come to be.
+"""One checkpoint's directory, on any filesystem that fsspec knows.
 
 Rules:
-    - A file gets its name when it is complete and durable: on this machine's filesystems by a
-      rename, elsewhere by one upload. The manifest is the last, so a directory without it is no
-      checkpoint; it is the first to go when a checkpoint is removed.
-    - What the filesystem raises becomes `InvalidCheckpoint`, with the address and the reason.
+    - A file gets its name when it is complete and durable: by a rename on this machine's
+      filesystems, by one upload elsewhere. The manifest is the last, so a directory without it is
+      no checkpoint; it goes first when a checkpoint is removed.
+    - A filesystem's exception becomes `InvalidCheckpoint`, with the address and the reason.
 
-What it deliberately does not do: judge what is in the files (`ps_runtime.checkpoint.reader`), or
-retry (fsspec's filesystems do).
+Nothing here retries, because fsspec's filesystems do.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from ps_core.manifest import MANIFEST_FILE, Manifest, from_json, number_of, to_j
 from ps_runtime.system.disk import DISK, Disk
 
 _EXTRAS = {"s3": "s3fs, which comes with: pip install 'pushpull[s3]'"}
-"""What a protocol needs that is not always installed."""
+"""Packages of protocols that are not always installed."""
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
 _TRIED = b"pushpull was here\n" * 256
-"""What is written to see whether anything can be: more than a full disk has left for a name."""
+"""A test write: longer than the space that a full disk has left for a name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A place on a filesystem: `path` is the filesystem's own name of it, `url` ours."""
+    """A place on a filesystem: `path` is the filesystem's name of it, `url` ours."""
 
     filesystem: Any
     path: str
@@ -51,30 +50,26 @@ class Location:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path of this machine."""
+        """True for a path of this machine."""
         return isinstance(self.filesystem, LocalFileSystem)
 
     @property
     def has_directories(self) -> bool:
-        """Whether directories are made there before their files; in an object store a bucket would
-        be.
-        """
+        """True if directories are made before their files; an object store would make a bucket."""
         protocol = self.filesystem.protocol
         named = {protocol} if isinstance(protocol, str) else set(protocol)
         return named.isdisjoint(_OBJECT_STORES)
 
     def child(self, name: str) -> Location:
-        """The place of that name in it."""
         return Location(self.filesystem, f"{self.path}/{name}", f"{self.url}/{name}")
 
     @property
     def parent(self) -> Location:
-        """The directory that it is in."""
         path, url = self.path.rsplit("/", 1)[0], self.url.rsplit("/", 1)[0]
         return Location(self.filesystem, path, url)
 
     def names(self) -> list[str]:
-        """What is in it; nothing if there is no such directory.
+        """The names in it; empty if there is no such directory.
 
         Blocking: lists it.
 
@@ -93,11 +88,11 @@ class Location:
 
 
 def locate(url: str) -> Location:
-    """The place that a URL or a path names; a path is made absolute.
+    """The place of a URL or a path; a path becomes absolute.
 
     Raises:
-        InvalidConfig: it is empty or no text, or of a protocol that fsspec does not know, lacks
-            what for, or cannot open by a URL alone.
+        InvalidConfig: it is empty or not printable, or its protocol is unknown to fsspec, needs a
+            package, or cannot be opened by a URL alone.
     """
     if not url:
         raise InvalidConfig("the checkpoints' URL is empty; expected a path or a URL")
@@ -120,11 +115,7 @@ def locate(url: str) -> Location:
 
 @contextlib.contextmanager
 def reported(url: str, done: str) -> Iterator[None]:
-    """Whatever a filesystem raises within becomes one error with the address and the reason.
-
-    Raises:
-        InvalidCheckpoint: something was raised that is no error of ours.
-    """
+    """Turn a filesystem's exception into InvalidCheckpoint, with the address and the reason."""
     try:
         yield
     except PushpullError:
@@ -136,12 +127,7 @@ def reported(url: str, done: str) -> Iterator[None]:
 
 
 class CheckpointDirectory:
-    """The directory of one checkpoint.
-
-    Args:
-        location: where it is.
-        disk: what local files are written with.
-    """
+    """The directory of one checkpoint; `disk` writes local files."""
 
     def __init__(self, location: Location, disk: Disk = DISK) -> None:
         self.location = location
@@ -149,16 +135,14 @@ class CheckpointDirectory:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return self.location.url
 
     @property
     def name(self) -> str:
-        """Its name under the root."""
         return self.location.name
 
     def sibling(self, name: str) -> CheckpointDirectory:
-        """Another checkpoint's directory under the same root, which need not exist."""
+        """Another checkpoint's directory under the same root; it need not exist."""
         return CheckpointDirectory(self.location.parent.child(name), self._disk)
 
     def _path(self, file: str) -> str:
@@ -169,7 +153,7 @@ class CheckpointDirectory:
         return Path(self.location.path, file) if self.location.is_local else None
 
     def create(self) -> None:
-        """Make the directory; files that a broken attempt has left in it may be replaced.
+        """Make the directory; files of a broken attempt in it may be replaced.
 
         Blocking: until it is durable.
 
@@ -185,12 +169,12 @@ class CheckpointDirectory:
             raise InvalidCheckpoint(f"{self.url} is a checkpoint; expected a new directory")
 
     def try_out(self, file: str) -> None:
-        """Write a file that is new in the directory, which is made if need be, and remove it.
+        """Write a new file in the directory, which is made if it is missing, and remove the file.
 
         Blocking: until it is durable, and gone.
 
         Raises:
-            InvalidCheckpoint: that cannot be done.
+            InvalidCheckpoint: one of that failed.
         """
         final = self.local_path(file)
         with reported(self.url, "written to"):
@@ -212,15 +196,13 @@ class CheckpointDirectory:
                 self._disk.remove(final)
 
     def begin(self, file: str, spool: Path | None = None) -> Path:
-        """Where to write a file on this machine, before `commit`.
+        """The path on this machine where a file is written before `commit`.
 
-        Args:
-            file: its name in the directory.
-            spool: where files wait for their upload if the directory is elsewhere; None: where
-                this machine has temporary files.
+        If the directory is elsewhere, the file waits in `spool` for its upload; None: among the
+        machine's temporary files.
 
         Raises:
-            InvalidCheckpoint: there is no place.
+            InvalidCheckpoint: there is no such path.
         """
         final = self.local_path(file)
         if final is not None:
@@ -231,16 +213,14 @@ class CheckpointDirectory:
         return Path(path)
 
     def commit(self, file: str, written: Path) -> None:
-        """A file that is complete and synced gets its name; what was spooled is gone, also if not.
+        """Give a complete and synced file its name; remove a spooled one, even after a failure.
 
-        Args:
-            file: its name in the directory.
-            written: where it was written, from `begin`.
+        `written` is its path from `begin`.
 
         Blocking: until it is durable; elsewhere the upload.
 
         Raises:
-            InvalidCheckpoint: it cannot be put there.
+            InvalidCheckpoint: the file cannot be put there.
         """
         final = self.local_path(file)
         with reported(f"{self.url}/{file}", "written"):
@@ -254,7 +234,7 @@ class CheckpointDirectory:
                     self._disk.remove(written)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Complete the checkpoint: every other file is durable by now.
+        """Complete the checkpoint; every other file is durable by now.
 
         Blocking: until it is durable.
 
@@ -276,19 +256,17 @@ class CheckpointDirectory:
         self.commit(MANIFEST_FILE, _temporary(final))
 
     def has_manifest(self) -> bool:
-        """Whether there is a checkpoint, good or bad; else it was not completed, or is not there.
+        """True for a checkpoint, good or bad; False if it was not completed, or is missing.
 
         Raises:
-            InvalidCheckpoint: it cannot be known.
+            InvalidCheckpoint: the filesystem does not answer.
         """
         with reported(self.url, "read"):
             self.location.filesystem.invalidate_cache()
             return bool(self.location.filesystem.isfile(self._path(MANIFEST_FILE)))
 
     def read_manifest(self) -> Manifest:
-        """What the checkpoint has.
-
-        Blocking: reads it.
+        """Read the manifest.
 
         Raises:
             InvalidCheckpoint: there is none, it is damaged or of another checkpoint.
@@ -314,10 +292,10 @@ class CheckpointDirectory:
         return manifest
 
     def open(self, file: str) -> BinaryIO:
-        """A file, for reading; one thread at a time.
+        """Open a file for reading by one thread at a time.
 
         Raises:
-            InvalidCheckpoint: it is not there, or cannot be read.
+            InvalidCheckpoint: it is missing, or cannot be read.
         """
         with reported(f"{self.url}/{file}", "read"):
             local = self.local_path(file)
@@ -326,7 +304,7 @@ class CheckpointDirectory:
             return cast(BinaryIO, self.location.filesystem.open(self._path(file), "rb"))
 
     def remove(self) -> None:
-        """Remove the checkpoint: first its manifest, so that what is left of it is no checkpoint.
+        """Remove the checkpoint: its manifest first, so that the rest is no checkpoint.
 
         Blocking: until it is gone.
 
@@ -346,7 +324,7 @@ class CheckpointDirectory:
             if self.location.is_local:
                 self._disk.remove_directory(Path(self.location.path))
             elif self.location.filesystem.isdir(self.location.path):
-                # An object store's are gone with what was in them.
+                # An object store's directory is gone with its files.
                 self.location.filesystem.rmdir(self.location.path)
 
 

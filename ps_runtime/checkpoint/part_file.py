@@ -1,18 +1,15 @@
-"""A part of a checkpoint as a file: its header is read and checked before anything else of it.
+"""A part of a checkpoint as a file: its header is read and checked before the rest.
 
 A part is a safetensors file: eight bytes of little-endian length, a JSON header of that length,
-data. docs/guides/CHECKPOINTS.md says what is in its metadata.
+data. docs/guides/CHECKPOINTS.md describes its metadata.
 
 Rules:
-    - Nothing is believed: each number is checked before memory is taken for it.
-    - The tensors cover the data without hole or overlap; each has its checksum in the header, and
-      the header's own is in the manifest. So every byte of a file is covered.
+    - Nothing is trusted: each number is checked before memory is taken for it.
+    - The tensors cover the data without hole or overlap. The header has the checksum of each, and
+      the manifest has the header's, so every byte of a file is covered.
     - A block may be in another checkpoint's file: its entry says which, and it has no tensor here.
-      What that file has of it must be what the entry says (`ps_runtime.checkpoint.references`).
-    - Names are not taken apart: which tensors a block has is said in the metadata.
-
-What it deliberately does not do: write (`ps_runtime.checkpoint.part_writer`), or know which file
-has what (`ps_runtime.checkpoint.reader`).
+      That file must have what the entry says (`ps_runtime.checkpoint.references`).
+    - Names are not parsed: the metadata lists the tensors of a block.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import once_each, split_place
 
 METADATA_KEY = "pushpull"
-"""In `__metadata__`."""
+"""The key of our metadata in `__metadata__`."""
 
 VERSION = 1
 VALUES = "values"
-"""The tensor of a block that is no state of its optimizer's."""
+"""The name of a block's values beside its optimizer's state."""
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
@@ -48,24 +45,24 @@ ELEMENT_BYTES = {
     "F8_E4M3FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8,
 }  # fmt: skip
-"""Of each element type of safetensors; blocks have F32 or F64 only."""
+"""Bytes of each element type of safetensors; blocks have only F32 or F64."""
 
 
 class Readable(Protocol):
-    """A binary file that is open for reading; one thread at a time."""
+    """A binary file, open for reading by one thread at a time."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """As `io.IOBase.seek`."""
+        """Seek as `io.IOBase.seek` does."""
         ...
 
     def read(self, size: int = -1, /) -> bytes:
-        """As `io.RawIOBase.read`."""
+        """Read as `io.RawIOBase.read` does."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file; bytes [begin, end) count from the file's own beginning."""
+    """A tensor of a file; bytes [begin, end) count from the file's beginning."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -75,16 +72,15 @@ class StoredTensor:
 
     @property
     def byte_count(self) -> int:
-        """Its length in the file."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block of a server's part: `tensors` are "values" and the names of its optimizer's state.
+    """A block of a server's part.
 
-    `steps` has one number, or one for each of the block's segments; `crc32s` are of its tensors, by
-    name. `place` is where they are, as "directory/file"; empty: in this file.
+    `steps` has one number, or one for each of the block's segments. `crc32s` are of its tensors:
+    "values", and its optimizer's state by name. `place` is their "directory/file"; empty: here.
     """
 
     version: int
@@ -94,13 +90,12 @@ class StoredBlock:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of its tensors."""
         return tuple(self.crc32s)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWorker:
-    """What a worker's part says beside its tensors."""
+    """A worker's part beside its tensors."""
 
     rank: int
     clock: int
@@ -121,7 +116,7 @@ class PartHeader:
 
     @property
     def block_counts(self) -> Counter[str]:
-        """How many blocks of each table it has, those that are in other files included."""
+        """The number of blocks of each table, those in other files included."""
         return Counter(table for table, _ in self.blocks)
 
     @property
@@ -131,7 +126,7 @@ class PartHeader:
 
 
 def tensor_name(table: str, block: int, tensor: str) -> str:
-    """The name that a tensor of a block has in its file."""
+    """The name of a block's tensor in its file."""
     return f"{table}/{block}/{tensor}"
 
 
@@ -140,16 +135,13 @@ def read_header(
 ) -> PartHeader:
     """Read and check the header of a part.
 
-    Args:
-        file: open for reading.
-        where: its address, for the error's message.
-        byte_count: how long the manifest says that it is; None: not known.
-        header_sha256: likewise, of its beginning up to the end of the header.
+    `where` is its address, for the error's message. `byte_count` and `header_sha256` (up to the end
+    of the header) are the manifest's; None: not known.
 
     Blocking: reads the header.
 
     Raises:
-        InvalidCheckpoint: naming the file, what is wrong and what was expected.
+        InvalidCheckpoint: names the file, the fault and the expected value.
     """
     size = file.seek(0, os.SEEK_END)
     if byte_count is not None and size != byte_count:
@@ -173,11 +165,10 @@ def read_header(
 
 
 def read_into(file: Readable, header: PartHeader, name: str, target: memoryview) -> None:
-    """A tensor's bytes, checked, into memory that is there.
+    """Read a tensor's bytes into `target`, and check them.
 
     Shapes:
-        target: writable bytes ("B"), C-contiguous, as long as the tensor; what it holds after an
-            error is not defined.
+        target: writable bytes ("B"), C-contiguous, as long as the tensor; undefined after an error.
 
     Blocking: reads the tensor.
 
@@ -205,7 +196,7 @@ def read_into(file: Readable, header: PartHeader, name: str, target: memoryview)
 
 
 def read_tensor(file: Readable, header: PartHeader, name: str) -> bytearray:
-    """A tensor's bytes, checked, in memory of their own.
+    """Read a tensor's bytes into new memory, and check them.
 
     Blocking, Raises: as `read_into`.
     """
@@ -237,7 +228,7 @@ def _refuse(where: str, reason: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """Takes a header apart; `data_begin` is where the file's data begins."""
+    """Parses a header; `data_begin` is the offset of the file's data."""
 
     where: str
     size: int
@@ -331,7 +322,7 @@ class _Parsed:
         return blocks, checksums
 
     def _place(self, fields: Mapping[str, Any], what: str) -> str:
-        """Where a block is, if it is not here; no field beside those that an entry has."""
+        """The block's place, if it is not here; an entry may have no other field than its own."""
         for name in fields.keys() - {"version", "steps", "crc32", "in"}:
             _refuse(self.where, f"{what} has a field {name!r}; expected none of that name")
         if "in" not in fields:
@@ -349,9 +340,9 @@ class _Parsed:
         self, entries: Mapping[str, Any], checksums: Mapping[str, int]
     ) -> dict[str, StoredTensor]:
         for name in checksums.keys() ^ entries.keys():
-            lacks = "tensor" if name in checksums else "checksum"
+            missing = "tensor" if name in checksums else "checksum"
             has = "checksum" if name in checksums else "tensor"
-            _refuse(self.where, f"it has a {has} '{name}' without its {lacks}")
+            _refuse(self.where, f"it has a {has} '{name}' without its {missing}")
         found = {
             name: self._tensor(name, self._object(entry, f"tensor '{name}'"), checksums[name])
             for name, entry in entries.items()

@@ -1,10 +1,8 @@
 """The header of a server's part, made in pieces: a part may have a quarter of a million blocks.
 
-The json module holds the interpreter for as long as a call takes, and so does the end of a large
-dict: with 65,000 blocks the loop of the server stood for a tenth of a second in each of a few such
-calls, though a thread made them. Nothing here is one call for all blocks.
-
-What it deliberately does not do: write (`ps_runtime.checkpoint.part_writer` does).
+The json module holds the interpreter during a call, and so does the end of a large dict: with
+65,000 blocks, each of a few such calls in a thread stopped the server's loop for a tenth of a
+second. So nothing here is one call for all blocks.
 """
 
 from __future__ import annotations
@@ -24,17 +22,17 @@ _PIECE_BYTES = 1024 * 1024
 
 
 def to_json(value: object) -> str:
-    """ASCII, so that characters are bytes."""
+    """The JSON in ASCII, so that characters are bytes."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def header(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """A header as safetensors has it, of a part that has few entries."""
+    """The header of a part with few entries, as safetensors has it."""
     return {"__metadata__": {METADATA_KEY: to_json(metadata)}, **tensors}
 
 
 def metadata(checkpoint: int, cluster_id: str, blocks: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server's part says of itself."""
+    """The metadata of a server's part."""
     return {
         "version": VERSION, "checkpoint": checkpoint, "cluster_id": cluster_id, "blocks": blocks,
     }  # fmt: skip
@@ -46,7 +44,7 @@ def header_pieces(
     blocks: Mapping[tuple[str, int], StoredBlock],
     tensors: Mapping[str, Any],
 ) -> Iterator[str]:
-    """The JSON of a server's header, piece by piece; the same as of `header`."""
+    """The JSON of a server's header, piece by piece; the same as that of `header`."""
     begin, end = to_json(header({}, {})).split("{}")
     yield begin
     for piece in _metadata_pieces(checkpoint, cluster_id, blocks):
@@ -81,7 +79,7 @@ def _members(items: Iterable[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _entry(stored: StoredBlock) -> dict[str, Any]:
-    """What is said of a block."""
+    """The entry of a block."""
     entry = {"version": stored.version, "steps": stored.steps, "crc32": dict(stored.crc32s)}
     return {**entry, "in": stored.place} if stored.place else entry
 
@@ -106,10 +104,10 @@ def _in_order(
         )
 
 
-def padded_pieces(pieces: Iterable[str], room: int) -> Iterator[bytes]:
-    """How a part begins: the length of its header, the header, and spaces up to `room` bytes."""
-    gathered = bytearray(room.to_bytes(LENGTH_BYTES, "little"))
-    left = room
+def padded_pieces(pieces: Iterable[str], header_bytes: int) -> Iterator[bytes]:
+    """The beginning of a part: its header's length, the header, spaces up to `header_bytes`."""
+    gathered = bytearray(header_bytes.to_bytes(LENGTH_BYTES, "little"))
+    left = header_bytes
     for piece in pieces:
         gathered += piece.encode()
         left -= len(piece)
@@ -126,7 +124,7 @@ def padded_pieces(pieces: Iterable[str], room: int) -> Iterator[bytes]:
         yield bytes(gathered)
 
 
-def let_go(mapping: MutableMapping[Any, Any]) -> None:
-    """Empty it, entry by entry: at its end all of them go in one call that lets nobody in."""
+def clear_by_entry(mapping: MutableMapping[Any, Any]) -> None:
+    """Empty a mapping entry by entry, because the end of a large one holds the interpreter."""
     while mapping:
         mapping.popitem()

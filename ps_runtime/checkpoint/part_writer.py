@@ -1,22 +1,21 @@
-"""Writes a part of a checkpoint: tensors in any order, the header at the end, into room kept free.
+"""Writes a part of a checkpoint: tensors in any order, the header at the end into reserved space.
 
 Rules:
-    - Two threads may append at once: a place in the file is given under the lock, checksums and
-      writes happen outside it.
-    - What is written has a temporary name until whoever owns the directory renames it; `finish`
-      has made its content durable by then.
-    - A write that failed leaves a hole: the part cannot be finished any more.
-    - What is written goes to the disk, and out of the system's memory, window by window: nobody
-      reads it soon, and what others have in memory is worth more.
+    - Several threads may append at once: offsets are given under the lock, checksums and writes
+      happen outside it.
+    - The file has a temporary name until the directory's owner renames it, after `finish` has made
+      it durable.
+    - A failed write leaves a hole: the part cannot be finished any more.
+    - Written windows go to the disk and out of the system's memory: nothing reads them soon.
 
 Invariants:
     PF-1  A tensor is appended once, and none after the end.
-    PF-2  Every block that has a tensor is noted once, and has its values. One that is referred to
+    PF-2  Every block with a tensor is noted once, and has its values. A block that is referred to
           has no tensor here.
-    PF-3  The header fits the room that was reserved for it.
+    PF-3  The header fits the space that was reserved for it.
 
-What it deliberately does not do: align tensors (safetensors allows no holes; one of F64 may begin
-at a multiple of 4), or read (`ps_runtime.checkpoint.part_file`).
+Tensors are not aligned, because safetensors allows no holes: one of F64 may begin at a multiple
+of 4.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ from ps_runtime.checkpoint.part_file import (
     tensor_name,
 )
 from ps_runtime.checkpoint.part_header import (
+    clear_by_entry,
     header,
     header_pieces,
-    let_go,
     metadata,
     padded_pieces,
     to_json,
@@ -62,14 +61,14 @@ _CRC32 = 2**32 - 1
 
 @dataclass(frozen=True, slots=True)
 class PlannedTable:
-    """What a part will have of a table, at most.
+    """The content of a part for one table, at most.
 
     Attributes:
         name: the table's.
         block_count: blocks.
         tensors: names of the tensors that a block may have, "values" among them.
-        step_count: step numbers of all its blocks together; 0: one a block. For blocks whose
-            tensors have taken different steps: all of their segments.
+        step_count: step numbers of all its blocks together: all their segments, if tensors of a
+            block have taken different steps; 0: one a block.
     """
 
     name: str
@@ -79,7 +78,7 @@ class PlannedTable:
 
     @property
     def header_bytes(self) -> int:
-        """The room that it takes in a header, at most."""
+        """The bytes that it takes in a header, at most."""
         longest = f'"{_WIDEST_NUMBER}":'
         entry = {
             "version": _WIDEST_NUMBER,
@@ -99,8 +98,8 @@ class PlannedTable:
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """A part that is durable: its length, and the SHA-256 up to the end of its header in hex; and,
-    of a server's, its blocks by table and number, as whoever reads it finds them.
+    """A durable part: its length, and the SHA-256 up to the end of its header in hex; a server's
+    also has its blocks by table and number.
     """
 
     byte_count: int
@@ -110,7 +109,7 @@ class WrittenPart:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPart:
-    """Whose part it is and what it says beside its tensors; `state` is JSON."""
+    """A worker's part beside its tensors; `state` is JSON."""
 
     checkpoint: int
     cluster_id: str
@@ -121,7 +120,7 @@ class WorkerPart:
 
 @dataclass(frozen=True, slots=True)
 class WorkerTensor:
-    """A tensor of a worker's; `payload` is little-endian and C-contiguous."""
+    """A tensor of a worker's part; `payload` is little-endian and C-contiguous."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -132,9 +131,9 @@ class PartWriter:
     """Writes one server's part.
 
     Args:
-        path: of the file, on this machine; whatever has the name is replaced.
-        planned: what will be in it, at most: room is reserved for a header of that.
-        disk: what it is written with.
+        path: the file, on this machine; an existing one is replaced.
+        planned: its content, at most: space is reserved for a header of that.
+        disk: writes the file.
 
     Blocking: makes the file.
 
@@ -156,12 +155,12 @@ class PartWriter:
                 f"takes {MAX_HEADER_BYTES}: expected fewer blocks on a server (more servers), or "
                 "larger ones (block_elements)"
             )
-        self._end = 0  # of the data, from its beginning
+        self._end = 0  # of the data; counts from its beginning
         self._tensors: dict[str, dict[str, Any]] = {}
         self._checksums: dict[tuple[str, int], dict[str, int]] = {}
         self._notes: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
         self._referred: dict[tuple[str, int], StoredBlock] = {}
-        self._open: dict[str, int] = {}  # where appends began that are under way
+        self._open: dict[str, int] = {}  # offsets of appends that are under way
         self._behind = WriteBehind()
         self._problem = ""
         self._descriptor: int | None = None
@@ -173,12 +172,8 @@ class PartWriter:
     ) -> None:
         """Write one tensor of a block. Thread-safe.
 
-        Args:
-            table: its name.
-            block: its number.
-            tensor: "values", or the name of an optimizer's state.
-            payload: little-endian, C-contiguous; it is read before this returns.
-            dtype: F32 or F64.
+        `tensor` is "values", or the name of an optimizer's state. `payload` is little-endian and
+        C-contiguous; it is read before this returns. `dtype` is F32 or F64.
 
         Blocking: the write.
 
@@ -209,23 +204,18 @@ class PartWriter:
                 self._problem = self._problem or problem
                 if not problem:
                     self._checksums.setdefault((table, block), {})[tensor] = crc32
-                    self._let_go(descriptor)
+                    self._drop_written(descriptor)
 
-    def _let_go(self, descriptor: int) -> None:
-        """Of what is written; under the lock."""
+    def _drop_written(self, descriptor: int) -> None:
+        """Drop written windows from memory; under the lock."""
         end = min(self._open.values(), default=self._end)
         with _reported(self.path):
             for window in self._behind.written(LENGTH_BYTES + self._header_bytes + end):
                 self._disk.let_go(descriptor, *window)
 
     def note_block(self, table: str, block: int, version: int, steps: Sequence[int]) -> None:
-        """Say which version of a block is in the part, and its steps. Thread-safe.
-
-        Args:
-            table: its name.
-            block: its number.
-            version: the block's.
-            steps: one number, or one for each of the block's segments.
+        """Note the version of a block in the part, and its steps: one number, or one for each of
+        its segments. Thread-safe.
         """
         with self._lock:
             self._open_descriptor()
@@ -233,9 +223,7 @@ class PartWriter:
             self._notes[table, block] = version, tuple(int(step) for step in steps)
 
     def refer(self, table: str, block: int, stored: StoredBlock) -> None:
-        """Say that a block is in another checkpoint, as `stored` says, whose `place` has its bytes
-        itself. Thread-safe.
-        """
+        """Note a block of another checkpoint; `stored.place` has its bytes itself. Thread-safe."""
         with self._lock:
             self._open_descriptor()
             name = f"'{table}/{block}'"
@@ -244,7 +232,7 @@ class PartWriter:
             self._referred[table, block] = stored
 
     def finish(self, checkpoint: int, cluster_id: str) -> WrittenPart:
-        """Write the header; the file is complete and durable.
+        """Write the header; the file is then complete and durable.
 
         Blocking: until the disk has it.
 
@@ -254,29 +242,29 @@ class PartWriter:
         with self._lock:
             descriptor = self._open_descriptor()
             check(not self._open, "PF-1", f"{len(self._open)} appends are under way")
-            blocks, room = self._blocks(), self._header_bytes
+            blocks, header_bytes = self._blocks(), self._header_bytes
             pieces = list(header_pieces(checkpoint, cluster_id, blocks, self._tensors))
             length = sum(map(len, pieces))
-            check(length <= room, "PF-3", f"a header of {length} bytes, room for {room}")
+            check(length <= header_bytes, "PF-3", f"a header of {length} bytes, not {header_bytes}")
             digest, offset = hashlib.sha256(), 0
-            self._problem = "its end was broken off"  # what a disk did not take it never has
+            self._problem = "its end was broken off"  # bytes that a disk refused stay missing
             with _reported(self.path):
-                for piece in padded_pieces(pieces, room):
+                for piece in padded_pieces(pieces, header_bytes):
                     digest.update(piece)
                     self._disk.write(descriptor, piece, offset)
                     offset += len(piece)
                 self._disk.sync(descriptor)
                 self._descriptor, self._problem = None, ""
                 self._disk.close(descriptor)
-            for kept in (self._tensors, self._checksums, self._notes, self._referred):
-                let_go(kept)
+            for mapping in (self._tensors, self._checksums, self._notes, self._referred):
+                clear_by_entry(mapping)
             return WrittenPart(offset + self._end, digest.hexdigest(), blocks)
 
     def abort(self) -> None:
         """Remove the file, unless it is finished. Idempotent. Thread-safe.
 
-        Blocking: until appends that are under way have ended. Whatever is opened next may get the
-        same descriptor, and they would write to it.
+        Blocking: until appends under way have ended: a file that is opened next may get the same
+        descriptor, and they would write to it.
 
         Raises:
             InvalidCheckpoint: it cannot be removed.
@@ -290,7 +278,7 @@ class PartWriter:
                     self._disk.remove(self.path)
 
     def _open_descriptor(self) -> int:
-        """Of the file; under the lock."""
+        """The file's descriptor; under the lock."""
         if self._problem:
             raise InvalidCheckpoint(f"{self.path}: {self._problem}; it cannot be finished")
         if self._descriptor is None:
@@ -314,13 +302,13 @@ class PartWriter:
 def write_worker_part(
     path: Path, part: WorkerPart, tensors: Mapping[str, WorkerTensor], disk: Disk = DISK
 ) -> WrittenPart:
-    """Write a worker's part; it is complete and durable.
+    """Write a worker's part; it is then complete and durable.
 
     Args:
-        path: of the file, on this machine; whatever has the name is replaced.
-        part: whose it is, and its state.
+        path: the file, on this machine; an existing one is replaced.
+        part: its rank, its clock and its state.
         tensors: by name; they are written in this order, wide elements first.
-        disk: what it is written with.
+        disk: writes the file.
 
     Blocking: until the disk has it.
 
@@ -352,7 +340,7 @@ def write_worker_part(
     except (TypeError, ValueError) as error:
         raise InvalidCheckpoint(f"{path}: a worker's state is no JSON: {error}") from None
     start = _padded(text, -(-len(text) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-    if len(start) - LENGTH_BYTES > MAX_HEADER_BYTES:  # nothing could read it back
+    if len(start) - LENGTH_BYTES > MAX_HEADER_BYTES:  # no reader would accept it
         raise InvalidCheckpoint(
             f"{path}: the state without its tensors takes {len(start)} bytes; expected at most "
             f"{MAX_HEADER_BYTES}"
@@ -366,7 +354,7 @@ def write_worker_part(
                 disk.write(descriptor, tensor.payload, begin)
             disk.sync(descriptor)
         except BaseException:
-            with contextlib.suppress(OSError):  # a full disk needs the room
+            with contextlib.suppress(OSError):  # a full disk needs the space
                 disk.remove(path)
             raise
         finally:
@@ -378,8 +366,8 @@ def _described(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[s
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-def _padded(text: str, room: int) -> bytes:
-    return room.to_bytes(LENGTH_BYTES, "little") + text.encode().ljust(room)
+def _padded(text: str, header_bytes: int) -> bytes:
+    return header_bytes.to_bytes(LENGTH_BYTES, "little") + text.encode().ljust(header_bytes)
 
 
 def _escaped_bytes(text: str) -> int:
@@ -388,7 +376,7 @@ def _escaped_bytes(text: str) -> int:
 
 @contextlib.contextmanager
 def _reported(path: Path) -> Iterator[None]:
-    """An OSError within becomes one that names the file."""
+    """Turn an OSError into InvalidCheckpoint, which names the file."""
     try:
         yield
     except OSError as error:

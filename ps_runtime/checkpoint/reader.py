@@ -1,12 +1,10 @@
-"""A checkpoint that is read: which file has which block, and whether all is as the manifest says.
+"""Reads a checkpoint: finds the file of each block, and checks all against the manifest.
 
 Rules:
-    - Opening reads every header, and no tensor: files that are missing, cut short, of another
-      checkpoint, with a damaged header or with blocks twice or not at all are found then. So it is
-      with the files of other checkpoints that it refers to.
-    - A tensor is checked whenever it is read; `problems_of` reads them all, wherever they are.
-
-What it deliberately does not do: choose a checkpoint (`ps_runtime.checkpoint.store`).
+    - Opening reads every header, and no tensor. It finds files that are missing, cut short, of
+      another checkpoint, with a damaged header, or with blocks twice or not at all, also among the
+      files of other checkpoints that this one refers to.
+    - A tensor is checked whenever it is read; `problems_of` reads all.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ _SHOWN_PROBLEM_COUNT = 10
 
 
 def table_of(saved: SavedTable, where: str) -> Table:
-    """A table as its manifest describes it; its number and place are those of no cluster.
+    """A table as its manifest describes it; its id and first ordinal are those of no cluster.
 
     Raises:
         InvalidCheckpoint: the spec is none, or of another table.
@@ -50,7 +48,7 @@ def table_of(saved: SavedTable, where: str) -> Table:
     what = f"{where}: the spec of table '{saved.name}'"
     try:
         message = json_format.ParseDict(dict(saved.spec), types_pb2.TableSpec())
-        # Inline values are not saved: they were the table's before its first update.
+        # Inline values are not saved, because updates have replaced them.
         spec = replace(spec_from_proto(message), initializer=Initializer()).validated()
     except (json_format.ParseError, InvalidConfig) as error:
         raise InvalidCheckpoint(f"{what} is no TableSpec: {error}") from None
@@ -66,19 +64,16 @@ def table_of(saved: SavedTable, where: str) -> Table:
 class CheckpointReader:
     """A checkpoint, open for reading by one thread at a time. A context manager.
 
-    Args:
-        directory: its directory.
-
     Attributes:
-        directory: as given.
-        manifest: what it has.
-        headers: of each file of its own, by its name.
-        tables: as the manifest's specs describe them, by name.
+        directory: its directory.
+        manifest: its manifest.
+        headers: the header of each of its own files, by name.
+        tables: by name, as the manifest's specs describe them.
 
-    Blocking: reads the manifest and every header, of other checkpoints what it needs of them.
+    Blocking: reads the manifest, every header, and the needed headers of other checkpoints.
 
     Raises:
-        InvalidCheckpoint: the first thing that is wrong, with its file.
+        InvalidCheckpoint: the first fault, with its file.
     """
 
     def __init__(self, directory: CheckpointDirectory) -> None:
@@ -109,10 +104,7 @@ class CheckpointReader:
             raise
 
     def twin(self) -> CheckpointReader:
-        """The same checkpoint for another thread, whose files are its own to open and close.
-
-        Blocking: no; nothing is read again.
-        """
+        """The same checkpoint for another thread, with open files of its own; nothing is read."""
         found = copy.copy(self)
         found._open = {}
         return found
@@ -146,15 +138,11 @@ class CheckpointReader:
         return self._files[table, block]
 
     def block(self, table: str, block: int) -> StoredBlock:
-        """What a block has beside its bytes.
-
-        Raises:
-            InvalidCheckpoint: there is no such table or block.
-        """
+        """A block without its bytes; InvalidCheckpoint if there is no such table or block."""
         return self.headers[self.file_of(table, block)].blocks[table, block]
 
     def tensor(self, table: str, block: int, tensor: str) -> StoredTensor | None:
-        """Where a tensor of a block lies in the file that has it; None if there is none so named.
+        """The position of a block's tensor in its file; None if the block has no such tensor.
 
         Raises:
             InvalidCheckpoint: there is no such table or block.
@@ -164,13 +152,11 @@ class CheckpointReader:
         return self._source(table, block).header.tensors[tensor_name(table, block, tensor)]
 
     def _source(self, table: str, block: int) -> Source:
-        self.file_of(table, block)  # refuses what there is not
+        self.file_of(table, block)  # refuses a missing one
         return self._sources[table, block]
 
     def read(self, table: str, block: int, tensor: str = VALUES) -> bytearray:
-        """A tensor of a block, checked: little-endian elements.
-
-        Blocking: reads it.
+        """Read and check a tensor of a block: little-endian elements.
 
         Raises:
             InvalidCheckpoint: there is no such tensor, or it is damaged.
@@ -178,12 +164,13 @@ class CheckpointReader:
         return self._read(self._source(table, block), tensor_name(table, block, tensor))
 
     def read_block_into(self, table: str, block: int, tensor: str, target: memoryview) -> None:
-        """As `read`, into memory that is there.
+        """Read and check a tensor of a block into `target`.
 
         Shapes:
             target: writable bytes ("B"), C-contiguous, as long as the tensor.
 
-        Blocking, Raises: as `read`; InvalidCheckpoint if the length is another.
+        Raises:
+            InvalidCheckpoint: as `read`, or the tensor has another length.
         """
         source = self._source(table, block)
         with reported(source.url, "read"):
@@ -191,10 +178,7 @@ class CheckpointReader:
             read_into(self._opened(source), source.header, name, target)
 
     def read_file(self, file: str, name: str) -> bytearray:
-        """A tensor of a file by the name that it has there, a worker's for example.
-
-        Blocking, Raises: as `read`.
-        """
+        """Read a tensor by its name in a file, a worker's for example. Raises: as `read`."""
         return self._read(Source(self.directory, file, self.headers[file]), name)
 
     def _read(self, source: Source, name: str) -> bytearray:
@@ -202,7 +186,7 @@ class CheckpointReader:
             return read_tensor(self._opened(source), source.header, name)
 
     def worker(self, rank: int) -> SavedWorker | None:
-        """What the manifest says of a worker; None if it knows none of that rank."""
+        """The manifest's entry of a worker; None if it has none of that rank."""
         return next((w for w in self.manifest.workers if w.rank == rank), None)
 
     def _opened(self, source: Source) -> BinaryIO:
@@ -230,12 +214,10 @@ class CheckpointReader:
 def problems_of(
     directory: CheckpointDirectory, progress: Callable[[int], object] = lambda _: None
 ) -> list[str]:
-    """Read all of a checkpoint and say what is wrong with it, with the file of each; nothing: good.
+    """Read all of a checkpoint; returns its faults, each with its file. A good one has none.
 
-    Args:
-        directory: the checkpoint's.
-        progress: is told of bytes that were read, as many in the end as all files have and what is
-            referred to in others; fewer where something is wrong.
+    `progress` is called with counts of bytes: in the end those of all files and of the blocks that
+    they refer to, or fewer after a fault.
 
     Blocking: reads every byte.
     """
@@ -251,7 +233,7 @@ def problems_with(
     manifest: Manifest,
     progress: Callable[[int], object] = lambda _: None,
 ) -> list[str]:
-    """As `problems_of`, of a checkpoint whose manifest need not be written yet."""
+    """As `problems_of`, for a checkpoint whose manifest may not be written yet."""
     problems: list[str] = []
     tables: dict[str, Table] = {}
     for saved_table in manifest.tables:
@@ -275,7 +257,7 @@ def problems_with(
             problems += bases.problems(saved, header)
     problems += bases.unused()
     problems += (f"{directory.url}: {p}" for p in _twice(headers))
-    if problems:  # else blocks of the files that are wrong would be named as well
+    if problems:  # otherwise the blocks of faulty files would be named as well
         return problems
     sources = _sources_of(directory, headers, bases)
     for place, source in bases.sources.items():
@@ -299,7 +281,7 @@ def problems_with(
 def _sources_of(
     directory: CheckpointDirectory, headers: Mapping[str, PartHeader], bases: Bases
 ) -> dict[tuple[str, int], Source]:
-    """The file that has each block."""
+    """The file of each block."""
     found: dict[tuple[str, int], Source] = {}
     for file, header in headers.items():
         own = Source(directory, file, header)
@@ -309,7 +291,7 @@ def _sources_of(
 
 
 def _damages(source: Source, names: Sequence[str], progress: Callable[[int], object]) -> list[str]:
-    """Of these tensors of a file, those that cannot be read."""
+    """The faults of those tensors that cannot be read."""
     problems = []
     with source.directory.open(source.file) as opened:
         for name in names:
@@ -339,7 +321,7 @@ def _table_problems(
     tables: Mapping[str, Table],
     blocks: Mapping[tuple[str, int], tuple[Source, StoredBlock]],
 ) -> Iterator[str]:
-    """Blocks that are missing, of another length or of another type than their table's."""
+    """Blocks that are missing, or of another length or type than their table's."""
     for saved in manifest.tables:
         table = tables[saved.name]
         dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"

@@ -1,13 +1,13 @@
-"""Where the blocks of a checkpoint are: in its own files, or in those of others beside it.
+"""The files of a checkpoint's blocks: its own, or those of other checkpoints beside it.
 
 Rules:
-    - A checkpoint that refers to others names all of them in its manifest, and no more.
-    - Of another one its manifest and the files that are referred to have to be good, no others.
-    - What is referred to has its bytes in the file that is named, and is there of the version, the
-      steps and the checksums that were written down here. So a directory that was swapped for
-      another training's is found, also where each of its files is whole.
+    - A checkpoint's manifest names exactly the other checkpoints that its blocks refer to.
+    - Only the manifest and the files that are referred to have to be good in another one.
+    - The named file has the block's bytes itself, in the version, the steps and the checksums that
+      the reference has. So a directory of another training in its place is found, even if each of
+      its files is whole.
 
-What it deliberately does not do: read values, or follow a reference to a reference (there is none).
+No reference leads to another reference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ps_runtime.checkpoint.part_file import PartHeader, StoredBlock, read_header
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file that has blocks: its directory, its name and its header."""
+    """A file with blocks: its directory, its name and its header."""
 
     directory: CheckpointDirectory
     file: str
@@ -31,16 +31,11 @@ class Source:
 
     @property
     def url(self) -> str:
-        """Its address."""
         return f"{self.directory.url}/{self.file}"
 
 
 class Bases:
-    """The other checkpoints that one refers to; each file is looked at when it is first needed.
-
-    Args:
-        directory: of the one that refers to them.
-        manifest: its manifest.
+    """The other checkpoints that one refers to; each file is opened when it is first needed.
 
     Attributes:
         sources: the files that were found, by their places.
@@ -54,7 +49,7 @@ class Bases:
         self.sources: dict[str, Source] = {}
 
     def problems(self, saved: SavedPart, header: PartHeader) -> Iterator[str]:
-        """What is wrong with what one part refers to: of each file, the first thing.
+        """The faults of the blocks that one part refers to: the first one of each file.
 
         Blocking: reads manifests and headers.
         """
@@ -77,14 +72,14 @@ class Bases:
             )
 
     def unused(self) -> Iterator[str]:
-        """Checkpoints that the manifest names, and no part refers to, when all were looked at."""
+        """The faults of checkpoints that the manifest names, and no part refers to, at the end."""
         used = {(split_place(place) or ("", ""))[0] for place in self.sources.keys() | self._failed}
         for base in self._manifest.bases:
             if base not in used:
                 yield f"{self._directory.url}: nothing is in {base}, which its manifest names"
 
     def _checked(self, place: str, blocks: dict[tuple[str, int], StoredBlock]) -> int:
-        """Bytes of the blocks that one part has in one other file.
+        """The bytes of the blocks that one part has in one other file.
 
         Raises:
             InvalidCheckpoint: the file is not good, or does not have them.
@@ -148,12 +143,10 @@ class Bases:
 def header_of(
     directory: CheckpointDirectory, manifest: Manifest, saved: SavedPart | SavedWorker
 ) -> PartHeader:
-    """The header of a file that is the one of this checkpoint.
-
-    Blocking: reads it.
+    """Read the header of a file of this checkpoint.
 
     Raises:
-        InvalidCheckpoint: it is missing, damaged or of another checkpoint.
+        InvalidCheckpoint: the file is missing, damaged or of another checkpoint.
     """
     where = f"{directory.url}/{saved.file}"
     with reported(where, "read"), directory.open(saved.file) as file:

@@ -1,10 +1,9 @@
-"""The places that a request may name: a caller has a word in what a cluster is restored from, and
-none in what the scheduler's process opens.
+"""The roots that a restore's URL must lie in, because the scheduler's process opens it.
 
 Rules:
-    - A local path lies in a root when it does so with symbolic links and `..` resolved.
-    - Any other URL begins with the root's, and goes on with plain names: what a filesystem would
-      make of `..`, of an escape or of a chain of URLs is not guessed.
+    - A local path lies in a root with symbolic links and `..` resolved.
+    - Any other URL begins with the root's and goes on with plain names, because filesystems differ
+      about `..`, escapes and chains of URLs.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ _PLAIN = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[\w.@=+-]+)*/?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRoots:
-    """The roots, as URLs or paths; empty ones count for nothing."""
+    """The roots, as URLs or paths; empty ones do not count."""
 
     urls: Sequence[str] = ()
 
     def check(self, url: str) -> None:
-        """Refuse a URL that lies in none of them.
+        """Refuse a URL outside all roots.
 
         Blocking: resolves links.
 
         Raises:
-            NotPermitted: it does not.
-            InvalidConfig: it is empty, or no text.
+            NotPermitted: no root has it.
+            InvalidConfig: it is empty, or not printable.
         """
         if not any(_is_within(url, root) for root in self.urls if root):
             there = ", ".join(filter(None, self.urls)) or "nowhere"
@@ -59,7 +58,7 @@ def _is_within(url: str, root: str) -> bool:
 
 
 def _local_path(url: str) -> str | None:
-    """The path that a URL without a protocol, or with the local one, names; None if it is none."""
+    """The path of a URL without a protocol, or with the local one; None for others."""
     if "::" in url or ("://" in url and not url.startswith(_LOCAL)):
         return None
-    return locate(url).path  # as it would be opened: `~` and `file:` mean something there
+    return locate(url).path  # resolved as it would be opened, with `~` and `file:`

@@ -1,16 +1,14 @@
-"""The checkpoints under one URL: which there are, which of them are good, and which may go.
+"""The checkpoints under one URL: the good ones, the newest one, and those to remove.
 
 Rules:
-    - Numbers grow under one URL, whoever writes there; of two checkpoints the one with the larger
-      number is the newer, of two with one number that whose name comes later.
-    - A checkpoint is good if it can be opened: its manifest, and the length and the header of each
-      of its files. Whether each tensor is whole is known when it is read (`problems_of`).
-    - What is newer than the oldest checkpoint that is kept is not removed: it may be about to be
-      written. Nor is what a kept one refers to.
-    - The newest go first: whatever is left when a removal was broken off has what it refers to.
-    - Several runs may write under one URL. A cluster removes only what is of its own run.
-
-What it deliberately does not do: keep others from writing under the same URL.
+    - Numbers grow under one URL, whichever cluster writes. The newer of two checkpoints has the
+      larger number, or else the later name.
+    - A good checkpoint can be opened: its manifest, and the length and the header of each of its
+      files. A damaged tensor is found when it is read (`problems_of`).
+    - A checkpoint newer than the oldest kept one is not removed, because it may be about to be
+      written; nor is one that a kept one refers to.
+    - The newest go first, so that a removal that breaks off leaves no dangling reference.
+    - Several runs may write under one URL. A cluster removes only its own run's.
 """
 
 from __future__ import annotations
@@ -27,18 +25,14 @@ from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.system.disk import DISK, Disk
 
 _TRIED_PREFIX = ".writable-"
-"""How a file is called that is written to see whether one can be."""
+"""The beginning of the name of a file that tests writing."""
 
 
 class CheckpointStore:
-    """The directory that has the checkpoints of one training, or of several.
-
-    Args:
-        url: its address, as fsspec knows it; or a path.
-        disk: what local files are written with.
+    """The checkpoints under a URL that fsspec knows, or a path; `disk` writes local files.
 
     Raises:
-        InvalidConfig: there is no such protocol, or what it needs is not installed.
+        InvalidConfig: there is no such protocol, or it needs a package that is not installed.
     """
 
     def __init__(self, url: str | Location, disk: Disk = DISK) -> None:
@@ -47,11 +41,11 @@ class CheckpointStore:
 
     @property
     def url(self) -> str:
-        """Its address; a local path is absolute."""
+        """The address; a local path is absolute."""
         return self.location.url
 
     def names(self) -> list[str]:
-        """The names of all directories of checkpoints, good or not, newest last.
+        """The names of all checkpoint directories, good or not, newest last.
 
         Blocking: lists the root, which need not exist.
 
@@ -62,12 +56,12 @@ class CheckpointStore:
         return [name for number, name in sorted((n, m) for n, m in numbered if n is not None)]
 
     def check_writable(self) -> None:
-        """Write a small file there and remove it, as whoever writes checkpoints will.
+        """Write a small file there and remove it.
 
         Blocking: until it is durable, and gone.
 
         Raises:
-            InvalidCheckpoint: that cannot be done; the message has the remedy.
+            InvalidCheckpoint: that failed; the message has the remedy.
         """
         place = CheckpointDirectory(self.location, self._disk)
         try:
@@ -80,22 +74,22 @@ class CheckpointStore:
             ) from error
 
     def next_number(self) -> int:
-        """The number after the largest that is there, of complete checkpoints or not; from 1.
+        """The number after the largest one, of complete checkpoints or not; from 1.
 
         Blocking, Raises: as `names`.
         """
         return 1 + max((number_of(name) or 0 for name in self.names()), default=0)
 
     def directory(self, number: int, cluster_id: str) -> CheckpointDirectory:
-        """The directory of a checkpoint, which need not exist."""
+        """The directory of a checkpoint; it need not exist."""
         return self.named(directory_name(number, cluster_id))
 
     def named(self, name: str) -> CheckpointDirectory:
-        """The directory of that name, which need not exist."""
+        """The directory of that name; it need not exist."""
         return CheckpointDirectory(self.location.child(name), self._disk)
 
     def entries(self) -> list[tuple[str, Manifest | InvalidCheckpoint]]:
-        """Every checkpoint by its name, newest last: what it has, or why it is not good.
+        """Every checkpoint by its name, newest last: its manifest, or the fault of a bad one.
 
         Blocking: reads every manifest and header.
 
@@ -105,7 +99,7 @@ class CheckpointStore:
         return [(name, self._judged(name)) for name in self.names()]
 
     def newest_good(self) -> CheckpointDirectory | None:
-        """The newest checkpoint that can be opened.
+        """The newest good checkpoint.
 
         Blocking, Raises: as `entries`.
         """
@@ -115,15 +109,12 @@ class CheckpointStore:
         return None
 
     def open(self, name: str) -> CheckpointReader:
-        """Open one checkpoint, of the newest training or of another.
-
-        Args:
-            name: of its directory.
+        """Open the checkpoint of that directory's name.
 
         Blocking: reads its manifest and headers; if it is bad, also those of others.
 
         Raises:
-            InvalidCheckpoint: it is bad: the reason, and which is the newest good one.
+            InvalidCheckpoint: it is bad; the message has the fault, and the newest good one.
         """
         try:
             return CheckpointReader(self.named(name))
@@ -131,18 +122,15 @@ class CheckpointStore:
             raise InvalidCheckpoint(f"{error.message}; {self._advice()}") from error
 
     def prune(self, keep: int, run: Collection[bytes] | None = None) -> list[str]:
-        """Remove all but the newest `keep` good checkpoints, and whatever is older than those, save
-        what they refer to.
+        """Remove all checkpoints older than the newest `keep` good ones, save those referred to.
 
-        Args:
-            keep: how many stay.
-            run: the timelines of one run: the checkpoints of others neither count nor go. None:
-                all are meant.
+        `run` has the timelines of one run: checkpoints of others neither count nor go. None: all
+        runs.
 
         Returns:
-            The names of the directories that are gone.
+            The names of the removed directories.
 
-        Blocking: until they are.
+        Blocking: until they are gone.
 
         Raises:
             InvalidConfig: `keep` is below 1.
@@ -166,7 +154,7 @@ class CheckpointStore:
         return removed
 
     def runs(self) -> dict[frozenset[bytes], str]:
-        """The newest checkpoint of each run that has any, by its timelines, the newest run last.
+        """The newest checkpoint of each run, by the run's timelines, the newest run last.
 
         Blocking: reads every manifest.
 
@@ -181,8 +169,8 @@ class CheckpointStore:
         return found
 
     def _names_of(self, run: Collection[bytes]) -> list[str]:
-        """The directories of a run. One without a manifest, which was given up, is of it if others
-        of that cluster are.
+        """The directories of a run. A directory without a manifest, which was given up, belongs to
+        the run if others of its cluster do.
         """
         manifests = self._manifests()
         own = {name for name, manifest in manifests.items() if manifest.timeline in run}
@@ -217,31 +205,31 @@ class CheckpointStore:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
-    """What a URL stands for: an open checkpoint, and why newer ones were passed over."""
+class ResolvedCheckpoint:
+    """The open checkpoint of a URL, and the faults of newer ones that were passed over."""
 
     reader: CheckpointReader
     passed_over: tuple[str, ...] = ()
 
 
-def resolve(url: str) -> Resolved:
-    """The checkpoint that a URL stands for: its own directory's, or the newest good one under it.
+def resolve(url: str) -> ResolvedCheckpoint:
+    """Open the checkpoint of a URL: its own directory's, or the newest good one under it.
 
     Blocking: reads manifests and headers.
 
     Raises:
-        InvalidConfig: there is no such protocol, or what it needs is not installed.
+        InvalidConfig: there is no such protocol, or it needs a package that is not installed.
         InvalidCheckpoint: the directory's is bad, or there is no good one under the URL.
     """
     location = locate(url)
     is_one = number_of(location.name) is not None
     if is_one or CheckpointDirectory(location).has_manifest():
-        return Resolved(CheckpointStore(location.parent).open(location.name))
+        return ResolvedCheckpoint(CheckpointStore(location.parent).open(location.name))
     store = CheckpointStore(location)
     passed_over: list[str] = []
     for name in reversed(store.names()):
         try:
-            return Resolved(CheckpointReader(store.named(name)), tuple(passed_over))
+            return ResolvedCheckpoint(CheckpointReader(store.named(name)), tuple(passed_over))
         except InvalidCheckpoint as error:
             passed_over.append(error.message)
     reasons = "".join(f"\n  {reason}" for reason in passed_over) or ": there is none"

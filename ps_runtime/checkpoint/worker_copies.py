@@ -1,4 +1,4 @@
-"""A worker's part of one checkpoint, written as that of another: only what it names is another."""
+"""Copies of workers' parts: only the checkpoint that a part names changes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from ps_runtime.system.disk import DISK, Disk
 
 @dataclass(frozen=True, slots=True)
 class WorkerCopies:
-    """Copies parts into a checkpoint.
+    """Copies parts into the checkpoint of `directory`; `disk` writes local files.
 
-    Attributes:
-        directory: the checkpoint's.
-        manifest: its manifest, of which its number and its cluster count.
-        disk: what local files are written with.
+    Only the number and the cluster of `manifest` count.
     """
 
     directory: CheckpointDirectory
@@ -28,12 +25,9 @@ class WorkerCopies:
     disk: Disk = DISK
 
     def copy(self, file: str, header: PartHeader, read: Callable[[str], bytearray]) -> SavedWorker:
-        """Write a part that was read.
+        """Write a part that was read under the same file name.
 
-        Args:
-            file: its name, there and here.
-            header: its header.
-            read: reads one of its tensors, by name.
+        `read` reads a tensor of the part by its name.
 
         Blocking: until the copy is durable. All of it is in memory meanwhile.
 
@@ -55,9 +49,9 @@ class WorkerCopies:
         return SavedWorker(worker.rank, clock, file, written.byte_count, written.header_sha256)
 
     def copy_from(self, source: CheckpointDirectory, saved: SavedWorker) -> SavedWorker:
-        """As `copy`, of a file that belongs to no checkpoint.
+        """As `copy`, for a file that belongs to no checkpoint.
 
-        Blocking, Raises: as `copy`; InvalidCheckpoint, too, if it is not what `saved` says.
+        Blocking, Raises: as `copy`; InvalidCheckpoint, too, if it does not match `saved`.
         """
         where = f"{source.url}/{saved.file}"
         with reported(where, "read"), source.open(saved.file) as file:

@@ -42,7 +42,7 @@ from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 AnswerT = TypeVar("AnswerT")
-Attempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[AnswerT]]
+CallAttempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[AnswerT]]
 """One call: it gets the stub and the seconds that it may take."""
 
 FAREWELL_DEADLINE_S = 5.0
@@ -402,8 +402,8 @@ class SchedulerLink:
             logs.debug("stream_of_views_ended", address=address, by=ended_by)
             await asyncio.sleep(backoff.next_s())
 
-    async def call(self, attempt: Attempt[AnswerT], what: str, end_s: float) -> AnswerT:
-        """Attempt a call until a scheduler answers, or `end_s` has passed.
+    async def call(self, attempt: CallAttempt[AnswerT], what: str, end_s: float) -> AnswerT:
+        """CallAttempt a call until a scheduler answers, or `end_s` has passed.
 
         Raises:
             WaitExpired: no scheduler answered in time; `what` names the awaited event.

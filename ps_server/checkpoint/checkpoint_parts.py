@@ -43,7 +43,7 @@ from ps_core.manifest import PartReport, ReportedTable
 from ps_core.tables import DType, OptimizerKind, Table
 from ps_core.work import Work
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint.part_header import let_go
+from ps_runtime.checkpoint.part_header import clear_by_entry
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable, WrittenPart
 from ps_runtime.observe import logs
 from ps_runtime.system.background import give_way
@@ -482,7 +482,7 @@ class _Part:
         )
         finished = _Finished(report, self._blocks(written))
         for of_all in (written.blocks, self._lineages, self._referred):
-            let_go(of_all)
+            clear_by_entry(of_all)
         return finished
 
     def _abort(self) -> None:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from ps_core.keys import TableId
 from ps_core.manifest import place_in
 from ps_runtime.checkpoint.part_file import StoredBlock
-from ps_runtime.checkpoint.part_header import let_go
+from ps_runtime.checkpoint.part_header import clear_by_entry
 from ps_server.values.shard_store import ShardStore
 
 BlockKey = tuple[TableId, int]
@@ -70,7 +70,7 @@ class WrittenBlocks:
     def end_forgotten(self) -> None:
         """What no base has any more is given up. For a thread."""
         while self._forgotten:
-            let_go(self._forgotten.popleft())
+            clear_by_entry(self._forgotten.popleft())
 
 
 class Base:

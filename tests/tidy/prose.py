@@ -9,13 +9,6 @@ from collections.abc import Iterator
 from tests.tidy.source import Finding, Source
 
 READ = (
-    "ps_runtime/cluster/",
-    "ps_runtime/grpc/",
-    "ps_runtime/http2/",
-    "ps_runtime/launch/",
-    "ps_runtime/observe/",
-    "ps_runtime/settings/",
-    "ps_runtime/system/",
     "ps_cli/__main__.py",
     "ps_cli/checkpoint/",
     "ps_cli/compare/",
@@ -23,6 +16,7 @@ READ = (
     "ps_cli/replay/",
     "ps_cli/status/",
     "ps_cli/train/",
+    "ps_runtime/",
     "ps_worker/client/client.py",
     "ps_worker/client/",
     "ps_worker/collectives/",

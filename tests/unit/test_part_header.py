@@ -10,9 +10,9 @@ import pytest
 from ps_core import limits
 from ps_runtime.checkpoint.part_file import StoredBlock, read_header
 from ps_runtime.checkpoint.part_header import (
+    clear_by_entry,
     header,
     header_pieces,
-    let_go,
     metadata,
     padded_pieces,
     to_json,
@@ -63,7 +63,7 @@ def test_the_end_of_a_part_of_many_blocks_keeps_nobody_waiting(tmp_path: Path) -
             writer.note_block("model", block, 1, [1])
 
         def finish(writer: PartWriter = writer) -> None:
-            let_go(writer.finish(1, "c").blocks)
+            clear_by_entry(writer.finish(1, "c").blocks)
 
         longest_s.append(longest_wait_of(finish))
         if longest_s[-1] < limits.MAX_TURN_S:
