@@ -1,7 +1,7 @@
 """`python -m ps_cli.bench`: run every benchmark; tables on standard error, JSON on standard output.
 
-The JSON document has one member for each benchmark that did not fail: what `pushpull bench NAME
---json` writes.
+The JSON document has a member for each benchmark that did not fail, as `pushpull bench NAME --json`
+writes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ps_core.errors import PushpullError
 
 
 def main() -> None:
-    """Run all of them."""
     parser = argparse.ArgumentParser(prog="python -m ps_cli.bench", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small sizes, two rounds")
     settings = BenchSettings(quick=parser.parse_args().quick)
@@ -28,7 +27,7 @@ def main() -> None:
     for name in BENCHMARKS:
         try:
             documents[name] = run(name, settings, console)
-        except PushpullError as error:  # the others' figures are minutes of work
+        except PushpullError as error:  # the other figures took minutes
             console.print(f"{name} failed: {error.message}", style="red", markup=False)
             failed.append(name)
     print(json.dumps(documents, indent=2))

@@ -1,4 +1,4 @@
-"""The benchmarks that there are, and how to run one."""
+"""The benchmarks by name, and how one is run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ STANDARD_OUTPUT = "-"
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark: what it measures, how its document reads for a person, and the devices that
-    its workers may compute on.
-    """
+    """One benchmark; `view` shows its document to a person, `devices` may run its workers."""
 
     summary: str
     measure: Callable[[BenchSettings], Document]
@@ -45,12 +43,12 @@ BENCHMARKS = {
         "a training step with and without a cluster, seconds", train, train_view, DEVICES
     ),
     "optimizers": Benchmark(
-        "what a server applies, network aside, GB/s of gradient", optimizers, optimizers_view
+        "updates in a server, without the network, GB/s of gradient", optimizers, optimizers_view
     ),
-    "memory": Benchmark("what a server and a worker take at most, MB", memory, memory_view),
+    "memory": Benchmark("peak memory of a server and a worker, MB", memory, memory_view),
     "sessions": Benchmark("many sessions on one server, GB/s", sessions, sessions_view),
     "checkpoint": Benchmark(
-        "writing checkpoints, training meanwhile, and restoring", checkpoint, checkpoint_view
+        "checkpoints: writing, training meanwhile, restoring", checkpoint, checkpoint_view
     ),
 }
 
@@ -58,14 +56,13 @@ BENCHMARKS = {
 REPLICATED = Benchmark(
     "dense with replicas or an update log and without, GB/s", replicated, replicated_view
 )
-"""What `dense` is where servers may die."""
+"""Replaces `dense` if replicas or an update log are asked for."""
 
 
 def find(name: str) -> Benchmark:
-    """The benchmark of that name.
-
+    """
     Raises:
-        InvalidConfig: there is none; the message lists those that there are.
+        InvalidConfig: there is no benchmark of that name; the message lists all.
     """
     found = BENCHMARKS.get(name)
     if found is None:
@@ -96,11 +93,9 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
             f"device is '{settings.device}'; {name} runs on {' or '.join(benchmark.devices)}"
         )
     with console.status(f"{name}: starting") as status:
-
-        def on_progress(what: str) -> None:
-            status.update(f"{name}: {what}")
-
-        document = benchmark.measure(replace(settings, on_progress=on_progress))
+        document = benchmark.measure(
+            replace(settings, on_progress=lambda phase: status.update(f"{name}: {phase}"))
+        )
     console.print(benchmark.view(document))
     found = document["environment"]
     assert isinstance(found, dict)
@@ -110,16 +105,16 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
 
 
 def bench(name: str, settings: BenchSettings, json_path: str) -> None:
-    """What `pushpull bench` does: the table, and the document where `json_path` says.
+    """Run one benchmark for `pushpull bench`, and write its table and its document.
 
     Args:
-        name: which benchmark.
-        settings: how.
-        json_path: a file; "-" is standard output, and the table goes to standard error; empty:
-            nowhere.
+        name: the benchmark.
+        settings: its settings.
+        json_path: the document's file; "-" is standard output, and the table goes to standard
+            error; empty: no document.
 
     Raises:
-        InvalidConfig: there is no such benchmark, or the file cannot be written.
+        InvalidConfig: there is no such benchmark, or no folder for the file.
     """
     find(name)
     if json_path not in ("", STANDARD_OUTPUT) and not Path(json_path).absolute().parent.is_dir():

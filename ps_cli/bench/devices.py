@@ -1,4 +1,4 @@
-"""Where workers compute. `python -m ps_cli.bench.devices` tells whether there is a CUDA device."""
+"""Devices that workers compute on. `python -m ps_cli.bench.devices` prints the CUDA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CPU, CUDA = DEVICES = ("cpu", "cuda")
 
 
 def name_of(device: str) -> str:
-    """What a device is called: "cpu", or what CUDA calls the card.
+    """The name of a device: "cpu", or CUDA's name of the card.
 
     Blocking: until torch is imported, for any but the CPU.
 
@@ -35,7 +35,6 @@ def name_of(device: str) -> str:
 
 
 def main() -> None:
-    """Print the name of the CUDA device; without one, say so and fail."""
     try:
         print(name_of(CUDA))
     except InvalidConfig as error:

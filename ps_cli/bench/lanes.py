@@ -1,4 +1,4 @@
-"""The ways that a payload takes between a worker and a server on one host."""
+"""The lanes of payloads between a worker and a server on one host."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from ps_core.errors import InvalidConfig
 
 SHARED_MEMORY, GRPC = "shm", "grpc"
 AUTO = "auto"
-"""What a worker asks for that leaves the choice to the client."""
+"""A worker's setting that leaves the choice to the client."""
 
 LANES: tuple[str, ...] = (SHARED_MEMORY, GRPC)
-"""Each is measured, in this order."""
+"""In the order of measuring."""
 
 
 def chosen_lanes(lane: str) -> tuple[str, ...]:
-    """The one that a person named, or all of them.
+    """The lane of that name; empty: all.
 
     Raises:
-        InvalidConfig: there is none of that name.
+        InvalidConfig: there is no lane of that name.
     """
     if not lane:
         return LANES

@@ -1,11 +1,11 @@
-"""Does a consistency setting cost quality? Fashion-MNIST under several, against one process.
+"""Quality under several consistency settings: Fashion-MNIST, compared with one process.
 
     python -m ps_cli.bench.quality --report quality.json
 
-Every setting sees the same number of pictures, as many at a clock: a worker's batch is its share of
-the one process's. Its learning rate is the best of one grid, judged by
-pictures that are held out of training; what counts is the accuracy on the test pictures, the median
-of several seeds at that rate.
+Every setting trains on the same number of pictures, and as many at a clock: a worker's batch is its
+share of the one process's batch. The learning rate of a setting is the best of one grid, by the
+accuracy on pictures held out of training. The result is the accuracy on the test pictures, the
+median of several seeds at that rate.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Reached = dict[str, float]
 
 
 def accuracies(printed: str) -> Reached:
-    """What the script says that it reached."""
+    """The accuracies in the script's output."""
     return {f"{name} accuracy": float(value) / 100 for name, value in _REACHED.findall(printed)}
 
 
@@ -72,7 +72,7 @@ def compared(mode: str, worker_count: int, told: Sequence[str]) -> Reached:
 
 
 def options(arguments: argparse.Namespace, mode: str, rate: float, seed: int) -> list[str]:
-    """What the script is told: a worker's batch is its share of what is taken at a clock."""
+    """The script's arguments: a worker's batch is its share of `--batch-size`."""
     worker_count = 1 if mode == SINGLE else arguments.workers
     return [
         "--batch-size", str(arguments.batch_size // worker_count),
@@ -84,9 +84,9 @@ def options(arguments: argparse.Namespace, mode: str, rate: float, seed: int) ->
 def judged(
     mode: str, rates: Sequence[float], seeds: Sequence[int], reached: Callable[..., Reached]
 ) -> dict[str, Any]:
-    """The best rate of the grid for `mode`, and what each seed reaches with it.
+    """The best rate of the grid for `mode`, and the test accuracy of each seed with it.
 
-    The rates are judged with the first seed, by the pictures that were held out;
+    The best rate is that of the first seed's best accuracy on the pictures that were held out;
     `reached(mode, rate, seed)` is a run.
     """
     first = {rate: reached(mode, rate, seeds[0]) for rate in rates}
@@ -103,12 +103,11 @@ def judged(
 
 
 def with_points(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each with its points (hundredths) above the first one's median."""
+    """The rows, each with its percentage points above the first one's median."""
     return [{**row, "points": 100 * (row["median"] - rows[0]["median"])} for row in rows]
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row in words."""
     tests = ", ".join(f"{test:.2%}" for test in row["tests"])
     return (
         f"{row['mode']}: {row['median']:.2%} ({row['points']:+.2f} points; {tests}), "
@@ -117,7 +116,6 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Judge every setting, and print a line for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -127,7 +125,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5, help="passes over the pictures")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="pictures of all workers a clock"
+        "--batch-size", type=int, default=64, help="pictures of all workers at a clock"
     )
     parser.add_argument("--hold-out", type=int, default=5000, help="pictures to choose a rate by")
     parser.add_argument("--report", type=Path, help="a JSON file")

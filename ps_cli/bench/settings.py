@@ -9,14 +9,15 @@ from typing import Annotated
 import typer
 
 from ps_cli.bench.devices import CPU
+from ps_cli.bench.instruments.sampling import MIB
 from ps_cli.bench.lanes import LANES
 
 ROUND_COUNT = 5
 QUICK_ROUND_COUNT = 2
 
 
-def _nobody(what: str) -> None:
-    """The default listener: nobody watches."""
+def _ignore(_: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,13 @@ class BenchSettings:
     """Settings of one run.
 
     Attributes:
-        quick: small sizes and two rounds: whether it runs, not how fast.
-        size_mb: size of the table in MiB; 0 means the benchmark's own.
-        lanes: which lanes are measured.
-        replica_count: dense: servers that hold each range, where more than one.
+        quick: small sizes and two rounds, to see that it runs.
+        size_mb: the size of the table in MiB; 0: the benchmark's own.
+        lanes: the lanes that are measured.
+        replica_count: dense: servers that hold each range.
         has_update_log: dense: with an update log, and without.
-        device: where a training step computes: one of `ps_cli.bench.devices.DEVICES`.
-        on_progress: hears what is being measured.
+        device: computes training steps; one of `ps_cli.bench.devices.DEVICES`.
+        on_progress: is called with a phrase about each phase.
     """
 
     quick: bool = False
@@ -39,7 +40,11 @@ class BenchSettings:
     device: str = CPU
     replica_count: int = 1
     has_update_log: bool = False
-    on_progress: Callable[[str], None] = _nobody
+    on_progress: Callable[[str], None] = _ignore
+
+    def table_bytes(self, default_mb: int, quick_mb: int) -> int:
+        """The size of a table, from a benchmark's own sizes in MiB."""
+        return (self.size_mb or (quick_mb if self.quick else default_mb)) * MIB
 
     @property
     def round_count(self) -> int:
@@ -47,12 +52,12 @@ class BenchSettings:
         return QUICK_ROUND_COUNT if self.quick else ROUND_COUNT
 
     def on_round(self, number: int) -> None:
-        """Say which round begins; 0 is the warm-up."""
+        """Report the beginning of a round; 0 is the warm-up."""
         self.on_progress(f"round {number} of {self.round_count}" if number else "warm-up")
 
-    def within(self, part: str) -> BenchSettings:
-        """The same settings for a part of a benchmark: its name goes before what is said."""
-        return replace(self, on_progress=lambda what: self.on_progress(f"{part}, {what}"))
+    def within(self, phase: str) -> BenchSettings:
+        """The same settings, with `phase` before each phrase about the progress."""
+        return replace(self, on_progress=lambda inner: self.on_progress(f"{phase}, {inner}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +69,29 @@ class BenchOptions:
         typer.Argument(help="dense, latency, train, optimizers, memory, sessions or checkpoint."),
     ]
     json_path: Annotated[
-        str, typer.Option("--json", help="Write the figures to this file; - is standard output.")
+        str,
+        typer.Option("--json", help="Write the figures to this JSON file; -: standard output."),
     ] = ""
     size_mb: Annotated[
         int,
         typer.Option(
             min=0,
-            help="MiB of the table of dense, optimizers, memory, sessions or checkpoint; 0: their "
-            "own.",
+            help="The size of the table in MiB, for dense, optimizers, memory, sessions and "
+            "checkpoint; 0: their own.",
         ),
     ] = 0
     lane: Annotated[
-        str, typer.Option(help="Measure this lane alone: shm or grpc; by default both.")
+        str, typer.Option(help="The lane to measure: shm or grpc; by default both.")
     ] = ""
-    device: Annotated[str, typer.Option(help="Where the steps of train compute: cpu or cuda.")] = (
-        "cpu"
-    )
+    device: Annotated[str, typer.Option(help="train: the device of its steps, cpu or cuda.")] = CPU
     replicas: Annotated[
         int,
-        typer.Option(min=1, help="dense: hold each range on so many servers, and compare with 1."),
+        typer.Option(min=1, help="dense: servers that hold each range, compared with 1."),
     ] = 1
     update_log: Annotated[
         bool,
-        typer.Option("--update-log", help="dense: keep an update log, and compare with none."),
+        typer.Option("--update-log", help="dense: with an update log, compared with none."),
     ] = False
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, two rounds: whether it runs.")
+        bool, typer.Option("--quick", help="Small sizes and two rounds, to see that it runs.")
     ] = False

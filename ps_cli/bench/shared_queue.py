@@ -1,12 +1,12 @@
-r"""A training script whose workers take batches from one queue, until so many have been applied.
+r"""A training script whose workers take batches from one queue, until a number of them was applied.
 
     pushpull compare ps_cli/bench/shared_queue.py -m bsp,bsp:backup=1,ssp:4,asp -w 4 \
         --straggler permanent:30ms,90ms,rank=0
 
-With a fixed number of steps a worker a slow worker makes every setting slow; with one queue the
-fast ones take what the slow one does not. The queue is a table that only counts: taking a batch
-adds 1 to it, and a batch whose step was discarded, by any part of the model, is put back. So
-exactly so many batches are applied, if no worker dies: what a dead one had taken is lost.
+With a fixed number of steps for each worker, one slow worker slows every setting down; with one
+queue, the fast workers take the batches that the slow one leaves. The queue is a table that counts:
+taking a batch adds 1 to it, and a batch whose step was discarded, in any table of the model, is put
+back. So exactly that many batches are applied, unless a worker dies with one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from examples.digits_cnn import accuracy, build_model, load
 
 
 class Queue:
-    """`count` batches for whoever comes.
+    """`count` batches for all workers.
 
-    A worker that adds 1 reads the sum with what others have added meanwhile: never too low, perhaps
-    too high. So whoever reads more than there are takes his own back, and ends only if the sum
-    is the whole count without him: the last one to take his back has read what is in the end.
+    A worker that adds 1 pulls the sum with what others have added meanwhile: it may be too high,
+    but never too low. So a worker that pulls more than `count` takes its own back, and ends only if
+    the sum without it is at least `count`: the last one to take its own back has the final sum.
     """
 
     def __init__(self, client: ps.Client, count: int) -> None:
@@ -37,14 +37,14 @@ class Queue:
         )
 
     def take(self) -> bool:
-        """Whether there was a batch left; then it is the caller's, to apply or to put back."""
+        """True if there was a batch left; the caller applies it, or puts it back."""
         while self._add(1.0) > self._count:
             if self.put_back() >= self._count:
                 return False
         return True
 
     def put_back(self) -> float:
-        """A batch that was taken was not applied; returns how many are taken now."""
+        """Return a batch that was not applied; the number that are taken now."""
         return self._add(-1.0)
 
     def _add(self, number: float) -> float:
@@ -52,7 +52,7 @@ class Queue:
 
 
 def train(client: ps.Client, arguments: argparse.Namespace) -> float:
-    """Train until the queue is empty; returns the accuracy on the test images."""
+    """Train until the queue is empty; the accuracy on the test images."""
     training, testing = load(arguments.seed)
     torch.manual_seed(arguments.seed)
     model = build_model()
@@ -73,14 +73,13 @@ def train(client: ps.Client, arguments: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    """Train as one worker of a cluster."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batches", type=int, default=400, help="batches that are applied in all")
-    parser.add_argument("--batch-size", type=int, default=32, help="images a batch")
+    parser.add_argument("--batches", type=int, default=400, help="batches of all workers together")
+    parser.add_argument("--batch-size", type=int, default=32, help="images of a batch")
     parser.add_argument("--lr", type=float, default=1e-3, help="Adam's learning rate")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, model and batches")
+    parser.add_argument("--seed", type=int, default=0, help="seed of split, model and batches")
     arguments = parser.parse_args()
     with ps.connect() as client:
         client.report(quality={"test accuracy": train(client, arguments)})

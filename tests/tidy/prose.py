@@ -17,6 +17,7 @@ READ = (
     "ps_cli/status/",
     "ps_cli/train/",
     "ps_runtime/",
+    "ps_cli/",
     "ps_worker/client/client.py",
     "ps_worker/client/",
     "ps_worker/collectives/",

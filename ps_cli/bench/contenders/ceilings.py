@@ -1,4 +1,4 @@
-"""The physical limits: a copy in memory, and one TCP connection on this machine."""
+"""The machine's own limits: a copy in memory, and one TCP connection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ps_cli.bench.instruments.sampling import MIB
 
 
 def memcpy(byte_count: int) -> Callable[[], float]:
-    """A copy between two buffers that exist already; the call gives its seconds."""
+    """A function that copies between two existing buffers and returns the seconds."""
     source = np.ones(byte_count, dtype=np.uint8)
     target = np.zeros(byte_count, dtype=np.uint8)
 
@@ -39,7 +39,7 @@ class TcpSender:
         self._source = np.ones(byte_count, dtype=np.uint8).data
 
     def send(self) -> float:
-        """Send the buffer; seconds until the peer has all of it in memory."""
+        """Send the buffer; the seconds until the peer has all of it in memory."""
         began_s = time.perf_counter()
         for begin in range(0, len(self._source), MIB):
             self._connection.sendall(self._source[begin : begin + MIB])
@@ -52,7 +52,7 @@ class TcpSender:
 
 
 def main() -> None:
-    """Receive one buffer, again and again, and answer each with a byte."""
+    """`BYTES`: receive buffers of this size, and answer each with a byte."""
     byte_count = int(sys.argv[1])
     answers = open_answers()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""In a process of its own: a worker that asks for checkpoints, and trains meanwhile or does not."""
+"""A process: a worker that asks for checkpoints, and may train meanwhile."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from ps_worker.client.checkpoints import CheckpointTicket
 OPTIMIZER = "adam"
 CHECKPOINT_DEADLINE_S = 240.0
 _REST_S = 1.0
-"""After an update a server counts as busy for half of that."""
+"""A server counts as busy for half of that after an update."""
 
 _FIRST_STEP_COUNT = 4
-"""Of a turn without a checkpoint, before there was any."""
+"""Steps of a turn without a checkpoint before the first one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A checkpoint that is under way, and when it was complete."""
+    """A checkpoint that is being made; `ended_s` is when it was complete."""
 
     ticket: CheckpointTicket
     began_s: float
@@ -34,7 +34,7 @@ class _Watched:
     ended_s: Future[float]
 
     def found(self) -> dict[str, object]:
-        """What there is to say of it; waits until it is complete."""
+        """Wait until it is complete; its figures."""
         made = self.ticket.wait()
         return {
             "wall_s": self.ended_s.result() - self.began_s,
@@ -45,7 +45,7 @@ class _Watched:
 
 
 class _Script:
-    """What a training script does with one table, and how long its pushes take."""
+    """The steps of a training script on one table, and the seconds of its pushes."""
 
     def __init__(self, client: ps.Client, name: str, buffers: Buffers) -> None:
         self._client = client
@@ -56,7 +56,7 @@ class _Script:
         self._step_count = _FIRST_STEP_COUNT
 
     def step(self) -> float:
-        """A push until it is committed, whose seconds it gives, and then a pull."""
+        """Push and then pull; the seconds until the push was committed."""
         began_s = time.perf_counter()
         self._client.wait(self._client.push(self._table, self._buffers.gradient, copy=False))
         took_s = time.perf_counter() - began_s
@@ -87,13 +87,13 @@ def _ask(client: ps.Client) -> _Watched:
 
 
 def _write(client: ps.Client) -> dict[str, object]:
-    """A checkpoint while nobody trains."""
+    """Make a checkpoint without training."""
     time.sleep(_REST_S)
     return _ask(client).found()
 
 
 def main() -> None:
-    """`SCHEDULER LANE NAME=BYTES...`: a table for each name, which has had an update."""
+    """`SCHEDULER LANE NAME=BYTES...`: a table for each name, with one update."""
     scheduler, lane, *given = sys.argv[1:]
     answers = open_answers()
     with ps.connect(scheduler, rank=0, lane=lane) as client:

@@ -1,9 +1,8 @@
-"""Contenders are processes of their own that do as they are told over a pipe, a line at a time.
+"""Contenders: processes that do actions by name, over a pipe, a line at a time.
 
-A child says that it is ready with one JSON object; then it gets the name of an action a line, does
-it, and answers when it began and ended (on the machine's monotonic clock, so that what several
-children did at once can be put together) and what the action returned. It ends when its standard
-input does.
+A child sends one JSON object when it is ready. Then it reads the name of an action from each line,
+does it, and answers with its beginning and its end (on the machine's monotonic clock, which all
+children share) and its result. A child ends when its standard input does.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from ps_runtime.launch.role_environment import role_environment
 from ps_runtime.launch.shutdown import die_with_parent_if_asked
 
 ANSWER_DEADLINE_S = 300.0
-"""The slowest contender moves 256 MB in seconds, also on a busy machine; torch takes long to
-import there."""
+"""A contender moves 256 MB in seconds even on a busy machine, where importing torch takes long."""
 
 _STOP_GRACE_S = 5.0
 _TAIL_CHARACTERS = 2000
@@ -35,7 +33,7 @@ _TAIL_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a child did: from when to when, and what came of it."""
+    """An action that a child did, and its result."""
 
     began_s: float
     ended_s: float
@@ -43,18 +41,17 @@ class Done:
 
     @property
     def wall_s(self) -> float:
-        """How long it took."""
         return self.ended_s - self.began_s
 
 
 class Child:
-    """A process that runs `module` and does as it is told. A context manager.
+    """A process that runs `module` and does actions. A context manager.
 
     Blocking: until the child is ready.
 
     Raises:
-        Internal: it ended; the message has what it said last.
-        WaitExpired: it did not get ready in time.
+        Internal: the child ended; the message has its last output.
+        WaitExpired: the child was not ready in time.
     """
 
     def __init__(self, module: str, *arguments: str) -> None:
@@ -63,7 +60,7 @@ class Child:
 
     @classmethod
     def start_all(cls, *commands: tuple[str, ...]) -> list[Child]:
-        """Start several that wait for each other: all are begun before the first is waited for."""
+        """Start children that need each other: all are started before the first is waited for."""
         children = []
         with contextlib.ExitStack() as undo:
             for module, *arguments in commands:
@@ -97,7 +94,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
         return self._process.pid
 
     def tell(self, action: str) -> None:
@@ -114,26 +110,29 @@ class Child:
             raise self._ended() from error
 
     def answer(self) -> Done:
-        """Wait for the end of the action that was told first.
+        """Wait for the end of the first action that was not answered yet.
 
         Raises:
-            Internal: the child ended instead; the message has what it said last.
-            WaitExpired: it did not answer in time.
+            Internal: the child ended instead; the message has its last output.
+            WaitExpired: the child did not answer in time.
         """
         answer = self._line()
         return Done(answer["began_s"], answer["ended_s"], answer["result"])
 
     def do(self, action: str) -> Done:
-        """An action from its beginning to its end."""
+        """Begin an action, and wait for its end."""
         self.tell(action)
         return self.answer()
 
+    def timed(self, action: str) -> Callable[[], float]:
+        """A function that does an action which returns its seconds."""
+        return lambda: float(self.do(action).result)
+
     def pause(self) -> None:
-        """Stop the child where it is, so that it takes no time from others; `resume` goes on."""
+        """Stop the child where it is, so that it takes no time from others."""
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a paused child go on."""
         self._process.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
@@ -167,10 +166,10 @@ class Child:
                 raise WaitExpired(
                     f"{self.name} did not answer within {ANSWER_DEADLINE_S:g} s{self._tail()}"
                 )
-            part = os.read(pipe, 65536)
-            if not part:
+            received = os.read(pipe, 65536)
+            if not received:
                 raise self._ended()
-            self._buffer += part
+            self._buffer += received
         line, _, self._buffer = self._buffer.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         return found
@@ -186,7 +185,7 @@ class Child:
 
 
 def together(children: list[Child], action: str) -> float:
-    """Let all children do the action at once; seconds from the first beginning to the last end."""
+    """Do an action in all children at once; seconds from the first beginning to the last end."""
     for child in children:
         child.tell(action)
     done = [child.answer() for child in children]
@@ -194,7 +193,7 @@ def together(children: list[Child], action: str) -> float:
 
 
 def open_answers() -> TextIO:
-    """In a child: where its answers go. From now on whatever prints, prints to standard error."""
+    """In a child: the stream of its answers. From now on, prints go to standard error."""
     die_with_parent_if_asked(os.environ)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -208,10 +207,10 @@ def say(answers: TextIO, answer: Mapping[str, object]) -> None:
 
 
 def obey(answers: TextIO, actions: Mapping[str, Callable[[], object]]) -> None:
-    """In a child: say that it is ready, and do what it is told until its standard input ends.
+    """In a child: report that it is ready, and do actions until standard input ends.
 
     Raises:
-        InvalidConfig: an action that there is not.
+        InvalidConfig: there is no such action.
     """
     say(answers, {})
     for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""The processes that take part, started together and ended together."""
+"""The processes of a benchmark, which start together and end together."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def enter_all(
     Blocking: until all have started, or one has failed and the others have started.
 
     Raises:
-        PushpullError: what the first that failed raised.
+        PushpullError: from the first that failed.
     """
-    # The pool stays for as long: children end with the thread that forked them.
+    # The pool stays as long, because children end with the thread that forked them.
     pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(contenders)))
     starting = [pool.submit(stack.enter_context, contender) for contender in contenders]
     wait(starting)
@@ -41,10 +41,9 @@ def enter_all(
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A client that can be told what to do, and the server that it talks to.
+    """A client that does actions, and its server.
 
-    `is_restless`: they use the processor while they have nothing to do, so they are paused until
-    their turn comes.
+    `is_restless`: both use the processor while they are idle, so they are paused between actions.
     """
 
     client: Child
@@ -52,7 +51,6 @@ class Pair:
     is_restless: bool = False
 
     def do(self, action: str) -> Done:
-        """The client's action from its beginning to its end."""
         if not self.is_restless:
             return self.client.do(action)
         for child in (self.server, self.client):
@@ -75,7 +73,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A pushpull cluster, and workers that can be told what to do."""
+    """A pushpull cluster, with workers that do actions."""
 
     lane: str
     workers: list[Child]
@@ -83,7 +81,6 @@ class Cluster:
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
-        """The process ids of the workers."""
         return tuple(worker.pid for worker in self.workers)
 
     @property
@@ -100,8 +97,8 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What each worker of a cluster holds: a table of this size for each name (see
-    `ps_cli.bench.contenders.worker`), and how many calls it makes when it is asked for latencies.
+    """The tables of each worker of a cluster: one of this size for each name (see
+    `ps_cli.bench.contenders.worker`). For latencies a worker makes `call_count` calls.
     """
 
     byte_count: int
@@ -110,9 +107,7 @@ class Load:
 
 
 class Servers(NamedTuple):
-    """A cluster's servers, on how many of them each range lies, and whether they keep update logs:
-    in the system's folder for temporary files, whose disk is what is measured then.
-    """
+    """A cluster's servers. Update logs are in the system's temporary folder, so its disk counts."""
 
     server_count: int = 1
     replica_count: int = 1
@@ -124,7 +119,6 @@ ONE_SERVER = Servers()
 
 @contextlib.contextmanager
 def raw_grpc(byte_count: int, call_count: int) -> Iterator[Pair]:
-    """A raw gRPC server and its client."""
     size = str(byte_count)
     with (
         Child(RAW_GRPC, "server", size) as server,
@@ -135,7 +129,7 @@ def raw_grpc(byte_count: int, call_count: int) -> Iterator[Pair]:
 
 @contextlib.contextmanager
 def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
-    """A torch RPC parameter server and its trainer; `lane` as its module has it."""
+    """A torch RPC parameter server and its trainer; `lane` is one of its module's."""
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pushpull-bench-"))
         store = str(Path(folder) / "store")
@@ -146,7 +140,7 @@ def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
         for child in children:
             stack.enter_context(child)
         server, client = children
-        # Its transport through shared memory polls: two idle processes would keep two cores busy.
+        # Its shared-memory transport polls: two idle processes would keep two cores busy.
         pair = Pair(client, server, is_restless=True)
         pair.pause()
         yield pair

@@ -1,4 +1,4 @@
-"""In a process of its own: several workers of pushpull, of which one at a time does something."""
+"""A process: several workers of pushpull, of which one at a time moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TABLE = OPTIMIZER = "sgd"
 
 
 def _in_turn(members: Iterator[Moves], move: str, operation_count: int) -> Callable[[], None]:
-    """An action: so many moves, each by the next member."""
+    """An action of `operation_count` moves, each by the next member."""
 
     def act() -> None:
         for _ in range(operation_count):

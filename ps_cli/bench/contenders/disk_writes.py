@@ -1,8 +1,7 @@
-"""In a process of its own: what a filesystem takes of somebody who only writes, the ceiling of a
-checkpoint.
+"""A process: plain writes to a filesystem, the ceiling of a checkpoint.
 
-Pieces of 1 MiB, the CRC-32 of each, one fsync at the end. With two threads each takes the next
-piece that is free, as the threads of a checkpoint do.
+A file is written in pieces of 1 MiB, with the CRC-32 of each and one fsync at the end. Each thread
+takes the next piece, as the threads of a checkpoint do.
 """
 
 from __future__ import annotations
@@ -23,16 +22,15 @@ from ps_cli.bench.instruments.sampling import MIB
 
 THREAD_COUNTS = (1, 2)
 _SOURCE_BYTES = 256 * MIB
-"""More than the caches hold: what is written comes out of memory, as a table does."""
+"""More than the caches hold: pieces come from memory, as those of a table do."""
 
 
 def action_of(thread_count: int) -> str:
-    """What the child is told."""
     return f"write {thread_count}"
 
 
 def _write(path: Path, source: memoryview, byte_count: int, thread_count: int) -> float:
-    """Write a file, and remove it; the seconds until it was durable."""
+    """Write a file and remove it; the seconds until it was durable."""
     places = iter(range(0, byte_count, MIB))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -53,7 +51,7 @@ def _write(path: Path, source: memoryview, byte_count: int, thread_count: int) -
 def _write_pieces(
     descriptor: int, source: memoryview, byte_count: int, places: Iterator[int]
 ) -> None:
-    """Write pieces for as long as there are any; `next` of a range's iterator is one operation."""
+    """Write the remaining pieces; threads share `places`, because its `next` is atomic."""
     for begin in places:
         at = begin % len(source)
         piece = source[at : at + min(MIB, byte_count - begin)]

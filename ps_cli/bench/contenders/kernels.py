@@ -1,4 +1,4 @@
-"""In a process of its own: a server's work on a gradient, and torch.optim's on the same one."""
+"""A process: a server's work on a gradient, and torch.optim's on the same one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, tuple[ServerOptimizer, Callable[..., torch.optim.Optimizer
     "rmsprop": (ps.RMSprop(lr=1e-3), torch.optim.RMSprop),
 }
 SWITCHES: dict[Kernels, dict[str, Any]] = {Kernels.EXACT: {}, Kernels.FAST: {"fused": True}}
-"""How torch.optim is told: its default implementation, and its fastest."""
+"""Arguments that choose torch.optim's default implementation, and its fastest."""
 
 FASTEST_WITHOUT_FUSED = {"foreach": True}
 UPDATE_COUNT = 2
@@ -38,9 +38,7 @@ UPDATE_COUNT = 2
 
 
 def _store_update_s(name: str, kernels: Kernels, element_count: int) -> float:
-    """Seconds to check, accumulate and apply a whole gradient, block after block, as a server
-    does.
-    """
+    """Seconds in which a server checks, accumulates and applies a gradient, block by block."""
     spec = table_spec("bench", element_count, OPTIMIZERS[name][0].spec(kernels), {})
     table = Table(TableId(1), 0, spec)
     store = ShardStore(table, range(table.block_count))
@@ -82,7 +80,7 @@ def main() -> None:
     """`BYTES`: the size of the gradient."""
     answers = open_answers()
     tune_allocator()
-    torch.set_num_threads(1)  # as a server has it
+    torch.set_num_threads(1)  # as in a server
     element_count = int(sys.argv[1]) // ELEMENT_BYTES
     actions: dict[str, Callable[[], object]] = {}
     for name in OPTIMIZERS:

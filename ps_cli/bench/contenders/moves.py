@@ -1,4 +1,4 @@
-"""What a worker does with a table: what a user's script would do, and nothing else."""
+"""The moves of a worker on a table, as a user's script makes them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import ps_worker as ps
 
 ELEMENT_BYTES = 4
 PRIVATE = "/private"
-"""Behind the name of an optimizer: its gradient lies in an array of numpy's own."""
+"""After the name of an optimizer: its gradient is an array in numpy's own memory."""
 
 OPTIMIZERS: dict[str, ps.SGD | ps.Adam] = {"sgd": ps.SGD(lr=0.1), "adam": ps.Adam(lr=1e-3)}
 
 
 class Buffers:
-    """A gradient, and room for the values that come back; every page of both is there.
+    """A gradient and an array for pulled values; every page of both is resident.
 
     Args:
-        byte_count: of each.
-        is_shared: the gradient lies where servers on this host read it, as `DistributedOptimizer`
-            keeps it; otherwise in an array of numpy's own.
+        byte_count: the size of each.
+        is_shared: the gradient is in memory that servers on this host read, as that of
+            `DistributedOptimizer`; otherwise in numpy's own.
     """
 
     def __init__(self, byte_count: int, *, is_shared: bool = False) -> None:
@@ -35,12 +35,8 @@ class Buffers:
 
 
 class Moves:
-    """Push, pull and both, on one table.
-
-    Args:
-        client: the worker's session.
-        table: a table as large as the buffers.
-        buffers: several `Moves` may share them, one at a time.
+    """Push, pull and both, on a table as large as the buffers; several `Moves` may share buffers,
+    one at a time.
     """
 
     def __init__(self, client: ps.Client, table: ps.TableHandle, buffers: Buffers) -> None:
@@ -49,23 +45,21 @@ class Moves:
         self._buffers = buffers
 
     def push(self) -> None:
-        """A step, until it is committed."""
+        """Push, and wait for the commit."""
         self._client.wait(self._client.push(self._table, self._buffers.gradient, copy=False))
 
     def pull(self) -> None:
-        """The parameters, until they are in the caller's buffer."""
         self._client.pull(self._table, out=self._buffers.values)
 
     def round(self) -> None:
-        """A push, then a pull that has it in it."""
+        """Push, and pull values that include it."""
         ticket = self._client.push(self._table, self._buffers.gradient, copy=False)
         self._client.pull(self._table, out=self._buffers.values)
         self._client.wait(ticket)
 
     def push_pull(self) -> None:
-        """Both with one verb."""
         self._client.push_pull(self._table, self._buffers.gradient, out=self._buffers.values)
 
     def by_name(self) -> dict[str, Callable[[], None]]:
-        """Those that are measured in bytes a second."""
+        """The moves that are measured in bytes per second."""
         return {"push": self.push, "pull": self.pull, "round": self.round}

@@ -1,9 +1,9 @@
-"""What gRPC itself can do from Python: raw bytes, no stubs, no protocol, nothing applied.
+"""Raw gRPC from Python: bytes without stubs, protocol or updates.
 
-Both ends run what pushpull's own nodes run: `grpc.aio` on uvloop with the same channel options and
-the same allocator settings. Every message is a fresh 1 MiB cut from a buffer of the whole table,
-and every byte is copied out of it at the other end: one message sent again and again would sit in
-the cache and flatter.
+Both ends are built as pushpull's nodes are: `grpc.aio` on uvloop, with the same channel options and
+allocator settings. Every message is a fresh 1 MiB cut from a buffer of the whole table, and every
+byte is copied out of it at the other end, because a message that is sent again would be in the
+cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import grpc.aio
 import numpy as np
 
 from ps_cli.bench.contenders.child import obey, open_answers, say
-from ps_cli.bench.instruments.sampling import MIB, percentile
+from ps_cli.bench.instruments.sampling import MIB, latency_percentiles
 from ps_runtime.grpc.channels import SERVER_OPTIONS, aio_channel, new_event_loop, tune_allocator
 
 SERVICE = "benchmarks.RawBytes"
@@ -27,7 +27,7 @@ LATENCY_DEADLINE_S = 60.0
 
 
 class _RawServer:
-    """Keeps what is pushed in one buffer, and gives it out."""
+    """Keeps pushed bytes in one buffer, and answers pulls from it."""
 
     def __init__(self, byte_count: int) -> None:
         self._values = np.ones(byte_count, dtype=np.uint8)
@@ -48,7 +48,7 @@ class _RawServer:
         return self._values.tobytes()
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """All calls, without serializers: bytes in, bytes out."""
+        """All calls, without serializers."""
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
@@ -89,7 +89,7 @@ class _RawClient:
         )
 
     async def push(self) -> None:
-        """All of the buffer; ends when the server has all of it."""
+        """Send the buffer; returns when the server has all of it."""
         call = self._push()
         for begin in range(0, self._source.nbytes, MIB):
             await call.write(self._source[begin : begin + MIB].tobytes())
@@ -97,21 +97,20 @@ class _RawClient:
         await call
 
     async def pull(self) -> None:
-        """All of the server's buffer."""
         begin = 0
         async for message in self._pull(b""):
             self._target[begin : begin + len(message)] = np.frombuffer(message, np.uint8)
             begin += len(message)
 
     async def exchange(self) -> dict[str, float]:
-        """Many unary calls, one after the other; the median's seconds and the 99th percentile's."""
+        """Percentiles of the seconds of unary calls, one after the other."""
         waits_s = []
         for _ in range(self._call_count):
             began_s = time.perf_counter()
             answer = await self._exchange(self._source.tobytes(), timeout=LATENCY_DEADLINE_S)
             self._target[:] = np.frombuffer(answer, np.uint8)
             waits_s.append(time.perf_counter() - began_s)
-        return {"p50_s": percentile(waits_s, 50), "p99_s": percentile(waits_s, 99)}
+        return latency_percentiles(waits_s)
 
 
 async def _made(address: str, byte_count: int, call_count: int) -> _RawClient:

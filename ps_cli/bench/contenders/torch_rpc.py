@@ -1,20 +1,17 @@
-"""The parameter server that a PyTorch user has today: torch.distributed.rpc, as its tutorial does
-it, and at its best.
+"""A parameter server on torch.distributed.rpc, as PyTorch's tutorial has it, and at its best.
 
 The tutorial's way ("Implementing Batch RPC Processing"): one call takes all gradients, adds them to
 the parameters' own, divides by the batch, steps `torch.optim.SGD`, zeroes the gradients and returns
-all parameters; with batches of one, and without the tutorial's momentum. At its best: a call for
-each 4 MiB tensor, several of them on their way at once. What a call returns is used where it lies;
-nothing is copied.
+all parameters; here with batches of one, and without the tutorial's momentum. At its best: a call
+for each 4 MiB tensor, several in flight at once. Nothing that a call returns is copied.
 
-On one machine torch RPC chooses shared memory and reads the other process's memory, which no two
-machines can do; held to TCP it shows what it does between machines. Both are measured.
+On one machine torch RPC chooses shared memory and reads the other process's memory; with TCP only,
+it works as between machines. Both are measured.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections import deque
 
@@ -22,21 +19,21 @@ import torch
 from torch.distributed import rpc
 
 from ps_cli.bench.contenders.child import obey, open_answers, say
-from ps_cli.bench.instruments.sampling import MIB, percentile
+from ps_cli.bench.instruments.sampling import MIB, call_latencies
 
 TENSOR_BYTES = 4 * MIB
 SERVER = "server"
 
 IN_FLIGHT_COUNT = 4
-"""Calls on their way at once, at its best: of 1, 2, 4, 8 and 16, on 2 cores, 4 was as good as any
-over shared memory and the best over TCP."""
+"""Calls in flight at once, at its best: of 1, 2, 4, 8 and 16, on 2 cores, 4 was as good as any over
+shared memory and the best over TCP."""
 
 LEARNING_RATE = 0.1
 TUTORIAL_BATCH_COUNT = 1
-"""Trainers whose gradients one step of the tutorial's takes."""
+"""Trainers whose gradients make one step of the tutorial's server."""
 
 OWN_LANE, TCP_LANE = "own", "tcp"
-"""What torch RPC chooses by itself, and TCP only."""
+"""Torch RPC's own choice, and TCP only."""
 
 _parameters: list[torch.Tensor] = []
 _optimizers: list[torch.optim.Optimizer] = []
@@ -82,11 +79,11 @@ class _Trainer:
         self._call_count = call_count
 
     def tutorial_round(self) -> None:
-        """All gradients there and all parameters back, in one call."""
+        """Send all gradients and get all parameters, in one call."""
         self._fetched = rpc.rpc_sync(SERVER, update_and_fetch, args=(self._gradients,))
 
     def best_round(self) -> None:
-        """All gradients there, then all parameters back, several calls at once."""
+        """Send all gradients, then get all parameters, several calls at once."""
         sent: deque[torch.futures.Future[None]] = deque()
         for index, gradient in enumerate(self._gradients):
             if len(sent) == IN_FLIGHT_COUNT:
@@ -103,13 +100,7 @@ class _Trainer:
         self._fetched = fetched + [call.wait() for call in asked]
 
     def exchange(self) -> dict[str, float]:
-        """Many of the tutorial's calls, one after the other."""
-        waits_s = []
-        for _ in range(self._call_count):
-            began_s = time.perf_counter()
-            self.tutorial_round()
-            waits_s.append(time.perf_counter() - began_s)
-        return {"p50_s": percentile(waits_s, 50), "p99_s": percentile(waits_s, 99)}
+        return call_latencies(self.tutorial_round, self._call_count)
 
 
 def _be_server(byte_count: int) -> None:
@@ -124,7 +115,7 @@ def main() -> None:
     """
     role, lane, size, store, *rest = sys.argv[1:]
     answers = open_answers()
-    # What torch deprecates inside itself is not this program's to change.
+    # Torch warns of its own deprecated calls.
     warnings.simplefilter("ignore")
     rank = 0 if role == "server" else 1
     options = rpc.TensorPipeRpcBackendOptions(
@@ -154,8 +145,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Calls name their functions by module: this file under its own name, not under __main__, so
-    # that both ends mean the same parameters.
+    # Calls name their functions by module: imported under its own name, not as __main__, this
+    # module has the same parameters at both ends.
     from ps_cli.bench.contenders import torch_rpc
 
     main()

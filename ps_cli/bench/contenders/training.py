@@ -1,4 +1,4 @@
-"""In a process of its own: a byte LSTM in training, alone or on a cluster."""
+"""A process: a byte LSTM in training, alone or on a cluster."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ BYTE_COUNT = 256
 LEARNING_RATE = 1e-3
 
 PLAIN, TUNED = "plain", "tuned"
-"""Ways to train alone: as any script does, and with the settings of the allocator that `ps_worker`
-gives its process."""
+"""Ways to train alone: as any script, and with the allocator settings of `ps_worker`."""
 
 
 class ByteModel(nn.Module):
-    """An LSTM that says how likely each byte follows those before it."""
+    """An LSTM that predicts the next byte."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ class ByteModel(nn.Module):
         self.guess = nn.Linear(width, BYTE_COUNT)
 
     def loss(self, text: Tensor) -> Tensor:
-        """Mean nats a byte of windows of shape (batch, length + 1)."""
+        """Mean nats per byte of windows of shape (batch, length + 1)."""
         remembered, _ = self.memory(self.embedding(text[:, :-1]))
         logits: Tensor = self.guess(remembered)
         return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
@@ -41,7 +40,7 @@ class ByteModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Where a training computes, and its sizes: model, batch, and steps a run."""
+    """The device of a training, and the sizes of its model, its batches and its runs."""
 
     device: str
     width: int
@@ -59,15 +58,15 @@ class _Training:
         self._shape = shape
 
     def steps(self) -> float:
-        """Take the steps; seconds of one of them."""
+        """Take the steps; the seconds of one."""
         return self._run(self._optimizer.step)
 
     def bare_steps(self) -> float:
-        """Forward and backward, and no update; seconds of one of them."""
+        """Forward and backward without an update; the seconds of one."""
         return self._run(lambda: None)
 
     def detection(self) -> float:
-        """Look for edits of the script where `step` does, once more; seconds of one look."""
+        """Look for the script's edits once more than `step` does; the seconds of one look."""
         optimizer, looks_s = self._optimizer, 0.0
         tables = optimizer._tables if isinstance(optimizer, ps.DistributedOptimizer) else []
 
@@ -95,15 +94,14 @@ class _Training:
 
 
 def _wait_for(device: str) -> None:
-    """Wait until a device has done what it was given."""
     if device == CUDA:
         torch.cuda.synchronize()
 
 
 def _transfer(client: ps.Client, device: str, element_count: int) -> Callable[[], float]:
-    """Push and pull as many values as the model has, with nothing to hide behind; seconds.
+    """A function that pushes and pulls as many values as the model has, and returns the seconds.
 
-    From a CUDA device and back to it, by way of pinned memory.
+    No computation hides the transfer. Values of a CUDA device go through pinned memory.
     """
     table = client.create_table("transfer", element_count, optimizer=ps.Adam(lr=LEARNING_RATE))
     is_far = device == CUDA

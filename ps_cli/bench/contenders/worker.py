@@ -1,31 +1,21 @@
-"""In a process of its own: a worker of pushpull that does as it is told."""
+"""A process: a worker of pushpull that does actions on its tables."""
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 
 import ps_worker as ps
 from ps_cli.bench.contenders.child import obey, open_answers
 from ps_cli.bench.contenders.moves import OPTIMIZERS, PRIVATE, Buffers, Moves
-from ps_cli.bench.instruments.sampling import percentile
+from ps_cli.bench.instruments.sampling import call_latencies
 from ps_cli.bench.lanes import SHARED_MEMORY
 
 
-def _latency(action: Callable[[], None], call_count: int) -> dict[str, float]:
-    waits_s = []
-    for _ in range(call_count):
-        began_s = time.perf_counter()
-        action()
-        waits_s.append(time.perf_counter() - began_s)
-    return {"p50_s": percentile(waits_s, 50), "p99_s": percentile(waits_s, 99)}
-
-
 def main() -> None:
-    """`SCHEDULER LANE RANK BYTES CALLS NAME...`: a table for each name, that of an optimizer, which
-    may have PRIVATE behind it.
+    """`SCHEDULER LANE RANK BYTES CALLS NAME...`: a table for each name, which is that of an
+    optimizer, or that and PRIVATE.
     """
     scheduler, lane, rank, size, calls, *names = sys.argv[1:]
     answers = open_answers()
@@ -45,7 +35,7 @@ def main() -> None:
                 actions[f"{name} {move}"] = act
             for verb in (moves.push_pull, moves.push, moves.pull):
                 action = f"{name} {verb.__name__} latency"
-                actions[action] = partial(_latency, verb, int(calls))
+                actions[action] = partial(call_latencies, verb, int(calls))
         obey(answers, actions)
 
 

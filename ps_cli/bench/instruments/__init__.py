@@ -1,1 +1,1 @@
-"""What a benchmark measures with: samples, a process's memory, the machine it runs on."""
+"""Instruments of the benchmarks: samples, a process's memory, the machine."""

@@ -1,4 +1,4 @@
-"""The machine that a measurement was taken on, and what may have disturbed it."""
+"""The machine of a measurement, and its load."""
 
 from __future__ import annotations
 
@@ -12,17 +12,14 @@ from pathlib import Path
 from ps_runtime.system.capacity import usable_core_count
 
 QUIET_LOAD = 0.5
-"""Above this 1-minute load average somebody else has taken a part of the machine."""
+"""Above this 1-minute load average, other work shares the machine."""
 
 _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "grpcio", "protobuf", "numpy", "uvloop")
 
 
 def environment() -> dict[str, object]:
-    """The machine, the versions, and the load before the first measurement of this process.
-
-    `warnings` is empty if nothing is known to disturb it.
-    """
+    """The machine, the versions, and the load before the first measurement of this process."""
     load = _load_at_start()
     return {
         "cpu": _cpu_model(),
@@ -39,12 +36,12 @@ def environment() -> dict[str, object]:
 
 @cache
 def _load_at_start() -> float:
-    """Asked once: later, the load is what the measurements themselves made."""
+    """Read once: later, the measurements themselves are the load."""
     return os.getloadavg()[0]
 
 
 def warnings_about(load: float, core_count: int) -> list[str]:
-    """What may have disturbed a measurement that began under this load average."""
+    """Warnings about a measurement that began under this load average."""
     if load <= QUIET_LOAD:
         return []
     message = (

@@ -1,8 +1,8 @@
-"""How much memory a process has, and how much it had at most: what the kernel says of it.
+"""The memory of a process, now and at its peak, as the kernel counts it.
 
-A page counts once, for the process that owns it. Memory that processes share is an anonymous file
-that its owner alone may write to, so what a process maps of such files and may only read is
-another's: it is in the process's resident set, and is taken out of it here.
+A page counts once, for the process that owns it. Shared memory is an anonymous file that only its
+owner may write to. So the pages of such files that a process may only read are borrowed from
+another one: they are in its resident set, and are subtracted here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Self
 _SAMPLE_INTERVAL_S = 0.02
 _KIB = 1024
 _RESET_PEAK = "5"
-"""What proc_pid_clear_refs(5) takes to forget VmHWM."""
+"""Resets VmHWM, by proc_pid_clear_refs(5)."""
 
 _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ (\S{4}) \S+ \S+ \d+\s*(.*)")
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A process's resident memory: private, shared, and file pages (libraries) in `total_bytes`."""
+    """A process's resident memory; `total_bytes` includes file pages (libraries)."""
 
     total_bytes: int
     private_bytes: int
@@ -32,20 +32,18 @@ class Resident:
 
 
 def resident(pid: int) -> Resident:
-    """What the process has at present."""
     fields = _status(pid)
     return Resident(fields["VmRSS"], fields["RssAnon"], fields["RssShmem"])
 
 
 def thread_count(pid: int) -> int:
-    """Threads of a process."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     return int(text.partition("\nThreads:")[2].split(maxsplit=1)[0])
 
 
 def borrowed_bytes(pid: int) -> int:
     """Resident pages of other processes' shared memory that the process can only read."""
-    total_bytes = 0
+    borrowed = 0
     is_borrowed = False
     for line in Path(f"/proc/{pid}/smaps").read_text(encoding="utf-8").splitlines():
         mapping = _MAPPING.match(line)
@@ -53,19 +51,19 @@ def borrowed_bytes(pid: int) -> int:
             rights, path = mapping.groups()
             is_borrowed = path.startswith("/memfd:") and rights[1] == "-" and rights[3] == "s"
         elif is_borrowed and line.startswith("Rss:"):
-            total_bytes += int(line.split()[1]) * _KIB
-    return total_bytes
+            borrowed += int(line.split()[1]) * _KIB
+    return borrowed
 
 
 class PeakWatch:
-    """Watches a process's memory. A context manager: the figures are there at its end.
+    """Watches a process's memory. A context manager: the figures are complete at its end.
 
-    The kernel keeps the peak; a thread that looks every 20 ms says of what kind of memory it was,
-    and stands in for the kernel where that does not let itself be reset.
+    The kernel keeps the peak. A thread samples every 20 ms which kinds of memory it consists of;
+    where the kernel's peak cannot be reset, the highest sample is the peak.
 
     Args:
         pid: the process.
-        since_its_start: its peak is that of its whole life, not of the time under watch.
+        since_its_start: the peak is that of the process's whole life, not of the time under watch.
     """
 
     def __init__(self, pid: int, *, since_its_start: bool = False) -> None:
@@ -80,14 +78,15 @@ class PeakWatch:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that the process had resident, less what it had borrowed at the end."""
+        """The peak of resident memory, less the memory that is borrowed at the end."""
         return self._peak_bytes - self.borrowed_bytes
 
     @property
     def growth_bytes(self) -> int:
-        """By how much its own memory rose above the unshared part of what it had before.
+        """The peak, less the unshared memory before.
 
-        So memory that it shares counts whenever it was made: a worker makes its ring as it joins.
+        Memory that the process shares counts even if it was made before: a worker makes its ring as
+        it joins.
         """
         return self.peak_bytes - (self.before.total_bytes - self.before.shared_bytes)
 
@@ -98,7 +97,7 @@ class PeakWatch:
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._thread.join()
-        if exception[0] is not None:  # the process may be gone, which is not the news
+        if exception[0] is not None:  # the process may be gone, which must not hide the exception
             return
         self._look()
         self.borrowed_bytes = borrowed_bytes(self._pid)
@@ -107,7 +106,7 @@ class PeakWatch:
             self._peak_bytes = max(self._peak_bytes, _status(self._pid)["VmHWM"])
 
     def _sample(self) -> None:
-        # A process that has ended has no sizes any more; whoever waits for it says that it ended.
+        # A process that has ended has no sizes.
         with contextlib.suppress(OSError, KeyError):
             while not self._stopped.wait(_SAMPLE_INTERVAL_S):
                 self._look()
@@ -129,7 +128,7 @@ def _status(pid: int) -> dict[str, int]:
 
 
 def _reset_peak(pid: int) -> bool:
-    """Make the kernel forget the peak of a process; whether it did."""
+    """Make the kernel forget the peak of a process; False if it refuses."""
     try:
         Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK, encoding="utf-8")
     except OSError:

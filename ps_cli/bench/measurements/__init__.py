@@ -1,1 +1,1 @@
-"""The benchmarks: each measures, and writes its document for a person."""
+"""The benchmarks: each measures, and has a view of its document for a person."""

@@ -1,4 +1,4 @@
-"""Checkpoints: how fast they are written, what training notes of it, and how fast they are read."""
+"""Checkpoints: the rates of writing and restoring, and the pushes while one is written."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from ps_cli.bench.instruments.sampling import (
     MIB,
     Measured,
     Operation,
+    figures_table,
     joined,
     percentile,
     rounded,
@@ -39,13 +40,13 @@ LARGE, SMALL, WHOLE = "large", "small", "whole"
 """Tables: `large` and `small` are on one server, `whole` is alone on another."""
 
 _STATES = 3
-"""Values and Adam's two moments: what a checkpoint has of a table, in tables."""
+"""A checkpoint of a table has its values and Adam's two moments, each as large as the table."""
 
 _WHOLE_SHARE, _SMALL_SHARE = 16, 256
 _SAMPLE_COUNT, _QUICK_SAMPLE_COUNT = 300, 5
 _MOST_CHECKPOINTS = 60
-_ROOM = 3
-"""Files that there is room for: two at once, and what others write."""
+_FILE_COUNT = 3
+"""Files that the disk must have space for: two at once, and one for other work."""
 
 _THREADS = {1: "one_thread", 2: "two_threads"}
 
@@ -64,29 +65,28 @@ class _Site:
         return {"lane": self.lane, "servers": 1}
 
     def do(self, action: str) -> dict[str, Any]:
-        """What the worker found; the checkpoint, if it made one, is left."""
+        """The worker's figures; a checkpoint that it made stays."""
         found: dict[str, Any] = self.worker.do(action).result
         return found
 
     def passing(self, action: str) -> dict[str, Any]:
-        """As `do`, and the checkpoint is removed."""
+        """As `do`, and remove the checkpoint."""
         found = self.do(action)
         shutil.rmtree(found["url"])
         return found
 
 
 def checkpoint(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document that `--json` writes.
+    """Measure everything; the document of `--json`.
 
     Blocking: some minutes for each lane at 1 GB.
 
     Raises:
-        InvalidConfig: there is no room for the files.
+        InvalidConfig: the disk has too little space for the files.
     """
     found = environment()
-    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
-    byte_count = size_mb * MIB
-    _check_room(byte_count)
+    byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
+    _check_space(byte_count)
     round_count = max(settings.round_count, QUICK_ROUND_COUNT)
     sizes = {LARGE: byte_count, SMALL: _share(byte_count, _SMALL_SHARE)}
     rows: list[dict[str, Any]] = []
@@ -99,7 +99,7 @@ def checkpoint(settings: BenchSettings) -> dict[str, object]:
                 rows.append(_memory(site))
                 legs.append(_writes(site, folder, round_count, within))
                 rows.append(_pushes(site, SMALL, within))
-                # What is restored is the same whatever lane wrote it: the first is enough.
+                # A checkpoint is the same over each lane: that of the first is restored.
                 saved = None if lane != settings.lanes[0] else _saved(site)
             with _site(lane, folder, {WHOLE: _share(byte_count, _WHOLE_SHARE)}) as site:
                 rows.append(_pushes(site, WHOLE, within))
@@ -125,14 +125,14 @@ def _share(byte_count: int, divisor: int) -> int:
     return max(MIB // 4, byte_count // divisor)
 
 
-def _check_room(byte_count: int) -> None:
-    needed_bytes = _ROOM * _STATES * byte_count
+def _check_space(byte_count: int) -> None:
+    needed_bytes = _FILE_COUNT * _STATES * byte_count
     folder = tempfile.gettempdir()
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         raise InvalidConfig(
-            f"{folder} has room for {free_bytes / 1e9:.1f} GB; expected {needed_bytes / 1e9:.1f} "
-            "for checkpoints: choose a smaller --size-mb, or another folder with TMPDIR"
+            f"{folder} has {free_bytes / 1e9:.1f} GB free; expected {needed_bytes / 1e9:.1f} for "
+            "checkpoints: choose a smaller --size-mb, or another folder with TMPDIR"
         )
 
 
@@ -152,11 +152,6 @@ def _writes(
     """Checkpoints without training, and plain writes of as many bytes, in turns."""
     byte_count = site.passing("write")["byte_count"]
     with Child("ps_cli.bench.contenders.disk_writes", folder, str(byte_count)) as writer:
-
-        def run(action: str) -> float:
-            took_s: float = writer.do(action).result
-            return took_s
-
         operations = [
             Operation(
                 _write_name(site.lane),
@@ -165,7 +160,7 @@ def _writes(
                 (site.server_pid,),
             ),
             *(
-                Operation(name, lambda name=name: run(name), byte_count)  # type: ignore[misc]
+                Operation(name, writer.timed(name), byte_count)
                 for name in map(action_of, THREAD_COUNTS)
             ),
         ]
@@ -182,7 +177,7 @@ def _write_name(lane: str) -> str:
 
 
 def _written(lane: str, measured: dict[str, Measured]) -> dict[str, Any]:
-    """The row of a lane: its rate, and that over the ceilings of the run."""
+    """The row of a lane: its rate, also over the ceilings of the run."""
     own = measured[_write_name(lane)]
     (server_pid,) = own.operation.pids
     return {
@@ -202,7 +197,7 @@ def _written(lane: str, measured: dict[str, Measured]) -> dict[str, Any]:
 def _memory(site: _Site) -> dict[str, Any]:
     """The server's peak while it trains and writes, over its peak while it trains.
 
-    It is the server's first checkpoint: what one took may stay with the allocator.
+    This is the server's first checkpoint, because the allocator may keep the memory of one.
     """
     site.do(f"{LARGE} between")  # a warm-up
     with PeakWatch(site.server_pid) as quiet:
@@ -213,7 +208,7 @@ def _memory(site: _Site) -> dict[str, Any]:
 
 
 def _pushes(site: _Site, table: str, settings: BenchSettings) -> dict[str, Any]:
-    """How long pushes take while a checkpoint is written, and between checkpoints."""
+    """The latency of pushes while a checkpoint is written, and between checkpoints."""
     wanted_count = _QUICK_SAMPLE_COUNT if settings.quick else _SAMPLE_COUNT
     site.passing(f"{table} during")
     site.do(f"{table} between")
@@ -251,7 +246,6 @@ def _figures(prefix: str, waits_s: list[float]) -> dict[str, float]:
 
 
 def _saved(site: _Site) -> Saved:
-    """A checkpoint that stays."""
     found = site.do("write")
     return Saved(found["url"], found["byte_count"], LARGE, site.sizes[LARGE])
 
@@ -260,7 +254,7 @@ _MB = 1e6
 
 
 def checkpoint_view(document: dict[str, Any]) -> RenderableType:
-    """The document for a person, in four tables: writing, pushing meanwhile, restoring, memory."""
+    """Four tables: writing, pushing meanwhile, restoring, memory."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in document["rows"]:
         rows.setdefault(row["part"], []).append(row)
@@ -272,16 +266,8 @@ def checkpoint_view(document: dict[str, Any]) -> RenderableType:
     )
 
 
-def _table(title: str, *headings: str, caption: str | None = None) -> TextTable:
-    table = TextTable(title=title, caption=caption)
-    table.add_column("", no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
-
-
 def _writes_table(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> TextTable:
-    table = _table(
+    table = figures_table(
         "checkpoint: GB/s from the request until it is complete, without training",
         "GB", "GB/s", "of one thread", "of two", "CPU s/GB",
         caption="threads: plain writes of 1 MiB with CRC-32, and fsync",
@@ -299,11 +285,11 @@ def _writes_table(rows: list[dict[str, Any]], ceilings: dict[str, float]) -> Tex
 
 
 def _pushes_table(rows: list[dict[str, Any]]) -> TextTable:
-    table = _table(
+    table = figures_table(
         "checkpoint: ms of a push while one is written",
         "p50", "p99", "max", "p99 / quiet", "pushes", "took s",
-        caption="in brackets: as many pushes between checkpoints; whole: of all of the state; "
-        "small: beside a large table that rests",
+        caption="in brackets: as many pushes between checkpoints; whole: the server's only table; "
+        "small: beside a large table without pushes",
     )  # fmt: skip
     for row in rows:
         table.add_row(
@@ -317,7 +303,7 @@ def _pushes_table(rows: list[dict[str, Any]]) -> TextTable:
 
 
 def _restores_table(rows: list[dict[str, Any]]) -> TextTable:
-    table = _table(
+    table = figures_table(
         "checkpoint: seconds until a cluster has answered the first pull of the whole table",
         "resumed", "new", "difference", "GB/s",
         caption="warm, cold: the files are in the page cache, or not",
@@ -333,8 +319,8 @@ def _restores_table(rows: list[dict[str, Any]]) -> TextTable:
 
 
 def _memory_table(rows: list[dict[str, Any]]) -> TextTable:
-    table = _table(
-        "checkpoint: MB that servers take for it beyond what they have",
+    table = figures_table(
+        "checkpoint: MB that servers take for it beyond their tables",
         "before", "peak", "growth", "bound", "of bound",
     )  # fmt: skip
     for row in rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,7 +17,14 @@ from ps_cli.bench.contenders.child import together
 from ps_cli.bench.contenders.contenders import Cluster, Load, Pair
 from ps_cli.bench.contenders.moves import PRIVATE
 from ps_cli.bench.instruments.environment import environment
-from ps_cli.bench.instruments.sampling import MIB, Measured, Operation, joined, rounded, take_turns
+from ps_cli.bench.instruments.sampling import (
+    Measured,
+    Operation,
+    figures_table,
+    joined,
+    rounded,
+    take_turns,
+)
 from ps_cli.bench.lanes import GRPC, SHARED_MEMORY
 from ps_cli.bench.settings import BenchSettings
 
@@ -36,14 +44,14 @@ _CEILINGS = {
     "torch_rpc_tcp_tutorial_round_gb_s": "torch TCP tutorial",
     "torch_rpc_tcp_best_round_gb_s": "torch TCP best",
 }
-"""Keys of the document, and the operations that they come from."""
+"""The operation of each key of the document."""
 
 PEERS = ("torch_rpc_tutorial", "torch_rpc_best", "torch_rpc_tcp_tutorial", "torch_rpc_tcp_best")
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A row of the result, and where its operations run."""
+    """A row of the result, and the cluster of its operations."""
 
     name: str
     cluster: Cluster
@@ -66,19 +74,18 @@ class _Row:
 
 
 def dense(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document that `--json` writes.
+    """Measure everything; the document of `--json`.
 
     Blocking: half a minute to a few minutes at 256 MB.
     """
     found = environment()
-    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
-    byte_count = size_mb * MIB
+    byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     rows: list[_Row] = []
     legs = []
     with contextlib.ExitStack() as stack:
         peers = _peer_operations(stack, byte_count)
-        # One lane's clusters at a time: with those of both the benchmark would need 16 GB. What
-        # they are held against takes its turn beside each.
+        # One lane's clusters at a time: both lanes' would need 16 GB. The peers take their turns
+        # beside each.
         for lane in settings.lanes:
             with contextlib.ExitStack() as lane_stack:
                 lane_rows = _rows(lane_stack, lane, byte_count)
@@ -105,7 +112,7 @@ def dense(settings: BenchSettings) -> dict[str, object]:
 
 
 def _peer_operations(stack: contextlib.ExitStack, byte_count: int) -> list[Operation]:
-    """What the lanes are held against; its processes end with `stack`."""
+    """The operations that lanes are compared with; their processes end with `stack`."""
     raw, torch_own, torch_tcp = contenders.enter_all(
         stack,
         [
@@ -146,24 +153,20 @@ def _pair_operations(
         return pair.do(action).wall_s
 
     return [
-        Operation(f"{name} {action}", lambda action=action: run(action), byte_count, pair.pids)  # type: ignore[misc]
+        Operation(f"{name} {action}", partial(run, action), byte_count, pair.pids)
         for action in actions
     ]
 
 
 def _row_operations(row: _Row, byte_count: int) -> list[Operation]:
-    def run(move: str) -> float:
-        return together(row.cluster.workers, f"{row.name} {move}")
-
-    moved_bytes = byte_count * row.worker_count
+    cluster, moved_bytes = row.cluster, byte_count * row.worker_count
+    runs = {move: partial(together, cluster.workers, f"{row.name} {move}") for move in MOVES}
     return [
-        Operation(row.name_of(move), lambda move=move: run(move), moved_bytes, row.cluster.pids)  # type: ignore[misc]
-        for move in MOVES
+        Operation(row.name_of(move), run, moved_bytes, cluster.pids) for move, run in runs.items()
     ]
 
 
 def _figures(row: _Row, measured: dict[str, Measured], ceilings: Figures) -> dict[str, Any]:
-    """A row of the document."""
     moves = {move: measured[row.name_of(move)] for move in MOVES}
     # A round pushes a GB and pulls a GB for each GB of parameters.
     moved_gb = moves["push"].gb + moves["pull"].gb + 2 * moves["round"].gb
@@ -187,7 +190,7 @@ def _figures(row: _Row, measured: dict[str, Measured], ceilings: Figures) -> dic
 
 
 def lane_ceilings(lane: str, ceilings: Figures) -> Figures:
-    """What a lane is held against: a copy in memory, or raw gRPC."""
+    """The rates that a lane is compared with: of a copy in memory, or of raw gRPC."""
     if lane == SHARED_MEMORY:
         return dict.fromkeys(MOVES, ceilings["memcpy_gb_s"])
     push, pull = ceilings["raw_grpc_push_gb_s"], ceilings["raw_grpc_pull_gb_s"]
@@ -195,11 +198,10 @@ def lane_ceilings(lane: str, ceilings: Figures) -> Figures:
 
 
 def _compared(rows: list[dict[str, Any]], ceilings: Figures) -> Figures:
-    """The rows of one lane beside each other and beside torch RPC."""
+    """The rows of one lane compared with each other and with torch RPC."""
     by_kind: dict[tuple[str, int], dict[str, Any]] = {}
-    for (
-        row
-    ) in rows:  # the first of a kind: of two on shared memory the one whose gradient is shared
+    for row in rows:
+        # The first of a kind: with shared memory, the row whose gradient is shared.
         by_kind.setdefault((row["optimizer"], row["workers"]), row)
     sgd, adam, double = by_kind["sgd", 1], by_kind["adam", 1], by_kind["sgd", 2]
     return {
@@ -224,19 +226,17 @@ _PEER_NAMES = {
 
 
 def dense_view(document: dict[str, Any]) -> RenderableType:
-    """The document for a person, in two tables: the rates, and the rates over each other."""
+    """Two tables: the rates, and the rates over each other."""
     return Group(_rates(document), _comparison(document["compared"]))
 
 
 def _rates(document: dict[str, Any]) -> TextTable:
     ceilings, rows = document["ceilings"], document["rows"]
-    table = TextTable(
-        title="dense: GB/s of parameters",
+    table = figures_table(
+        "dense: GB/s of parameters",
+        *(*MOVES, "CPU s/GB"),
         caption="in brackets: shm of memcpy, grpc of raw gRPC; CPU: server + worker",
     )
-    table.add_column("", no_wrap=True)
-    for heading in ("push", "pull", "round", "CPU s/GB"):
-        table.add_column(heading, justify="right")
     for name in ("memcpy", "tcp"):
         rate = f"{ceilings[f'{name}_gb_s']:.2f}"
         table.add_row({"tcp": "TCP loopback"}.get(name, name), rate, rate)
@@ -256,10 +256,8 @@ def _rates(document: dict[str, Any]) -> TextTable:
 
 
 def _comparison(lanes: list[dict[str, Any]]) -> TextTable:
-    table = TextTable(title="dense: rates of a lane over others in this run")
-    table.add_column("")
-    for lane in lanes:
-        table.add_column(lane["lane"], justify="right")
+    names = [lane["lane"] for lane in lanes]
+    table = figures_table("dense: rates of a lane over others in this run", *names)
     lines = {f"round / {_PEER_NAMES[peer]}": f"round_over_{peer}" for peer in PEERS}
     lines["Adam's push / SGD's"] = "adam_push_over_sgd"
     for move in MOVES:

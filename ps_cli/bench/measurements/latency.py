@@ -1,4 +1,4 @@
-"""How long small calls take: push, pull and push_pull of a 4 KB table."""
+"""Latency of small calls: push, pull and push_pull of a 4 KB table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ps_cli.bench.contenders import contenders
 from ps_cli.bench.contenders.child import Child
 from ps_cli.bench.contenders.contenders import Load, Pair
 from ps_cli.bench.instruments.environment import environment
-from ps_cli.bench.instruments.sampling import rounded
+from ps_cli.bench.instruments.sampling import figures_table, rounded
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import InvalidConfig
 
@@ -25,14 +25,14 @@ Percentiles = dict[str, float]
 
 
 def latency(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document that `--json` writes.
+    """Measure everything; the document of `--json`.
 
     Each run is many calls, one after the other; the contenders' runs take turns.
 
     Blocking: about half a minute.
 
     Raises:
-        InvalidConfig: a size was chosen.
+        InvalidConfig: the settings have a size.
     """
     if settings.size_mb:
         raise InvalidConfig(
@@ -106,14 +106,13 @@ def _medians_ms(samples: list[Percentiles]) -> dict[str, float]:
 
 
 def latency_view(document: dict[str, object]) -> TextTable:
-    """The document for a person: figures, and how they compare with the peers of the run."""
     ceilings, rows = document["ceilings"], document["rows"]
     assert isinstance(ceilings, dict)
     assert isinstance(rows, list)
-    table = TextTable(title="latency: ms of a call on a 4 KB table")
-    table.add_column("", no_wrap=True)
-    for heading in ("p50", "p99", "p50 / raw gRPC", "p50 / torch RPC", "p99 / p50"):
-        table.add_column(heading, justify="right")
+    table = figures_table(
+        "latency: ms of a call on a 4 KB table",
+        *("p50", "p99", "p50 / raw gRPC", "p50 / torch RPC", "p99 / p50"),
+    )
     figures = [
         ("raw gRPC, unary", ceilings["raw_unary_p50_ms"], ceilings["raw_unary_p99_ms"]),
         ("torch RPC", ceilings["torch_rpc_p50_ms"], ceilings["torch_rpc_p99_ms"]),

@@ -1,4 +1,4 @@
-"""How much memory a server and a worker take while a large table is pushed and pulled."""
+"""Memory of a server and a worker while a large table is pushed and pulled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ps_cli.bench.contenders.contenders import Load
 from ps_cli.bench.contenders.moves import PRIVATE
 from ps_cli.bench.instruments.environment import environment
 from ps_cli.bench.instruments.process_memory import PeakWatch
-from ps_cli.bench.instruments.sampling import MIB, rounded
+from ps_cli.bench.instruments.sampling import figures_table, rounded
 from ps_cli.bench.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 1024
@@ -22,7 +22,7 @@ OPTIMIZER = "adam"
 WORKER_COUNTS = (1, 2)
 MOVES = ("push", "pull", "round")
 PASS_COUNT = 2
-"""The optimizer's state is made by the first update; the second finds it there."""
+"""The first update makes the optimizer's state; the second finds it there."""
 
 TABLES_ON_A_SERVER = 5
 """Parameters, Adam's two moments, one accumulator, and one staged step."""
@@ -30,34 +30,34 @@ TABLES_ON_A_SERVER = 5
 SERVER_ALLOWANCE = 1.25
 SERVER_EXTRA_BYTES = 300_000_000
 WORKER_GROWTH_BYTES = 256_000_000
-"""The bounds that the figures stand beside."""
+"""The bounds that the figures are compared with."""
 
 MB = 1e6
 
 
 def memory(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document that `--json` writes.
+    """Measure everything; the document of `--json`.
 
     Blocking: a few minutes at 1 GB.
     """
     found = environment()
-    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
+    byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     rows = []
     for lane in settings.lanes:
         for worker_count in WORKER_COUNTS:
             settings.on_progress(f"{lane}, workers: {worker_count}")
-            rows += _rows(lane, worker_count, size_mb * MIB)
+            rows += _rows(lane, worker_count, byte_count)
     return {
-        "environment": {**found, "table_bytes": size_mb * MIB, "pass_count": PASS_COUNT},
+        "environment": {**found, "table_bytes": byte_count, "pass_count": PASS_COUNT},
         "ceilings": {},
         "rows": rows,
     }
 
 
 def _rows(lane: str, worker_count: int, byte_count: int) -> list[dict[str, Any]]:
-    """What the server of one cluster had at most, and the worker that grew most."""
+    """The peaks of one cluster's server, and of the worker that grew most."""
     with contextlib.ExitStack() as stack:
-        # The gradient is the script's: in shared memory it would look like the client's.
+        # The gradient is the script's: in shared memory it would count as the client's.
         name = f"{OPTIMIZER}{PRIVATE}"
         load = Load(byte_count, (name,))
         cluster = stack.enter_context(contenders.cluster(lane, worker_count, load))
@@ -100,15 +100,13 @@ def _against(bound_bytes: int, peak_bytes: int) -> dict[str, object]:
 
 
 def memory_view(document: dict[str, Any]) -> TextTable:
-    """The document for a person."""
     table_mb = document["environment"]["table_bytes"] / MB
-    table = TextTable(
-        title=f"memory: MB while a table of {table_mb:.0f} MB with Adam is pushed and pulled",
+    table = figures_table(
+        f"memory: MB while a table of {table_mb:.0f} MB with Adam is pushed and pulled",
+        *("MB", "bound", "of bound", "private", "shared", "borrowed"),
         caption="server: its peak; worker: its growth; borrowed: mapped, and another process's",
+        names="lane, workers",
     )
-    table.add_column("lane, workers", no_wrap=True)
-    for heading in ("MB", "bound", "of bound", "private", "shared", "borrowed"):
-        table.add_column(heading, justify="right")
     for row in document["rows"]:
         table.add_row(
             f"{row['lane']}, {row['workers']}: {row['role']}",

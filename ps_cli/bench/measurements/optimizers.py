@@ -1,15 +1,13 @@
-"""How fast a server applies gradients, network aside, in GB/s of float32 gradient on one core."""
+"""Updates in a server, without the network, in GB/s of float32 gradient on one core."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from rich.table import Table as TextTable
 
 from ps_cli.bench.contenders.ceilings import memcpy
 from ps_cli.bench.contenders.child import Child
 from ps_cli.bench.instruments.environment import environment
-from ps_cli.bench.instruments.sampling import MIB, Operation, rounded, take_turns
+from ps_cli.bench.instruments.sampling import Operation, figures_table, rounded, take_turns
 from ps_cli.bench.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 64
@@ -20,13 +18,12 @@ _ACTORS = ("store", "torch")
 
 
 def optimizers(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document that `--json` writes.
+    """Measure everything; the document of `--json`.
 
     Blocking: about half a minute.
     """
     found = environment()
-    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
-    byte_count = size_mb * MIB
+    byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     with Child("ps_cli.bench.contenders.kernels", str(byte_count)) as child:
         names = [
             f"{optimizer} {kernels} {actor}"
@@ -36,7 +33,7 @@ def optimizers(settings: BenchSettings) -> dict[str, object]:
         ]
         operations = [
             Operation("memcpy", memcpy(byte_count), byte_count),
-            *(Operation(name, _timed(child, name), byte_count) for name in names),
+            *(Operation(name, child.timed(name), byte_count) for name in names),
         ]
         measured = take_turns(operations, settings.round_count, settings.on_round)
     rates = {name: rounded(result.gb_s) for name, result in measured.items()}
@@ -56,25 +53,15 @@ def optimizers(settings: BenchSettings) -> dict[str, object]:
     }
 
 
-def _timed(child: Child, action: str) -> Callable[[], float]:
-    def run() -> float:
-        return float(child.do(action).result)
-
-    return run
-
-
 def optimizers_view(document: dict[str, object]) -> TextTable:
-    """The document for a person: figures, and how they compare with torch.optim."""
     ceilings, rows = document["ceilings"], document["rows"]
     assert isinstance(ceilings, dict)
     assert isinstance(rows, list)
-    table = TextTable(
-        title="optimizers: GB/s of gradient on one core (in brackets: of torch.optim's step)",
+    table = figures_table(
+        "optimizers: GB/s of gradient on one core (in brackets: of torch.optim's step)",
+        *("kernels", "server", "torch.optim"),
         caption=f"memcpy: {ceilings['memcpy_gb_s']:.2f} GB/s",
     )
-    table.add_column("")
-    for heading in ("kernels", "server", "torch.optim"):
-        table.add_column(heading, justify="right")
     for row in rows:
         rate, peer = row["apply_gb_s"], row["torch_optim_gb_s"]
         server = f"{rate:.2f} ({rate / peer:.2f})"

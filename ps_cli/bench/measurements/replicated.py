@@ -1,23 +1,31 @@
-"""What it costs that a server may die: push, pull and round of one dense table, with and without.
+"""The cost of replicas, or of an update log: push, pull and round of one dense table.
 
-All clusters of a run have as many servers as there are replicas, so that what differs is the
-replication alone: with one replica each server has its share of the table, with more each has a
-share of every share. Or they differ in that one keeps an update log.
+All clusters of a run have as many servers as replicas, so that only the replication differs. With
+one replica each server has its share of the table; with more, it has replicas of the other shares,
+too.
+Without replicas, only the update log differs.
 """
 
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Any
 
 from rich.console import RenderableType
-from rich.table import Table as TextTable
 
 from ps_cli.bench.contenders import contenders
 from ps_cli.bench.contenders.child import together
 from ps_cli.bench.contenders.contenders import Cluster, Load, Servers
 from ps_cli.bench.instruments.environment import environment
-from ps_cli.bench.instruments.sampling import MIB, Measured, Operation, joined, rounded, take_turns
+from ps_cli.bench.instruments.sampling import (
+    Measured,
+    Operation,
+    figures_table,
+    joined,
+    rounded,
+    take_turns,
+)
 from ps_cli.bench.measurements.dense import DEFAULT_SIZE_MB, MOVES, QUICK_SIZE_MB
 from ps_cli.bench.settings import BenchSettings
 
@@ -25,13 +33,12 @@ OPTIMIZERS = ("sgd", "adam")
 
 
 def replicated(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document that `--json` writes.
+    """Measure everything; the document of `--json`.
 
     Blocking: a minute or two at 256 MB.
     """
     found = environment()
-    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
-    byte_count = size_mb * MIB
+    byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     rows, legs = [], []
     for lane in settings.lanes:
         with contextlib.ExitStack() as stack:
@@ -75,10 +82,9 @@ def _name(lane: str, optimizer: str, kind: Servers, move: str) -> str:
 def _operation(
     cluster: Cluster, optimizer: str, kind: Servers, move: str, byte_count: int
 ) -> Operation:
-    def run() -> float:
-        return together(cluster.workers, f"{optimizer} {move}")
-
-    return Operation(_name(cluster.lane, optimizer, kind, move), run, byte_count, cluster.pids)
+    name = _name(cluster.lane, optimizer, kind, move)
+    run = partial(together, cluster.workers, f"{optimizer} {move}")
+    return Operation(name, run, byte_count, cluster.pids)
 
 
 def _figures(
@@ -100,7 +106,7 @@ def _figures(
 
 
 def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row with replicas or a log over the one without of the same lane and optimizer."""
+    """Each row with replicas or a log, over the row without, of the same lane and optimizer."""
     alone = {(row["lane"], row["optimizer"]): row for row in rows if not _is_safe(row)}
     found = []
     for row in rows:
@@ -116,20 +122,17 @@ def _compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_safe(row: dict[str, Any]) -> bool:
-    """Whether a server may die."""
+    """True if the values survive the death of a server."""
     return bool(row["update_log"]) or row["replicas"] > 1
 
 
 def replicated_view(document: dict[str, Any]) -> RenderableType:
-    """The rates; those with replicas over those without in brackets."""
     ratios = {(row["lane"], row["optimizer"]): row for row in document["compared"]}
-    table = TextTable(
-        title=f"dense, {document['servers']} servers: GB/s of parameters",
+    table = figures_table(
+        f"dense, {document['servers']} servers: GB/s of parameters",
+        *(*MOVES, "CPU s/GB"),
         caption="in brackets: of the same with one replica and no log; CPU: servers + worker",
     )
-    table.add_column("", no_wrap=True)
-    for heading in (*MOVES, "CPU s/GB"):
-        table.add_column(heading, justify="right")
     for row in document["rows"]:
         ratio = ratios[row["lane"], row["optimizer"]]
         cells = [f"{row[f'{move}_gb_s']:.2f}" for move in MOVES]

@@ -1,4 +1,4 @@
-"""How long a cluster that starts from a checkpoint is at it, and what its servers take for it."""
+"""Restoring: the time and the memory of a cluster that starts from a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,20 +23,18 @@ from ps_core import limits
 
 SERVER_COUNTS = (1, 2)
 WARM, COLD = "warm", "cold"
-"""Whether the files are in the page cache when the cluster starts."""
+"""The files are in the page cache when the cluster starts, or not."""
 
 _NOTHING = "without"
 _STARTS = (_NOTHING, WARM, COLD)
 
 GROWTH_BYTES = limits.CHECKPOINT_BUFFER_BYTES + 32 * MIB
-"""What a server may take for a checkpoint beyond what it has: copies that wait to be written, and
-the rest.
-"""
+"""Memory that a server may take for a checkpoint: copies that wait to be written, and the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint, and the table of it that is pulled."""
+    """A checkpoint, and its table that is pulled."""
 
     url: str
     byte_count: int
@@ -45,8 +43,8 @@ class Saved:
 
 
 class _Start(NamedTuple):
-    """One start: seconds until the whole table was there, and the servers' memory, all together:
-    as they served, and at most.
+    """One start: seconds until the whole table was pulled, and the memory of all servers when they
+    served, and at its peak.
     """
 
     wall_s: float
@@ -55,9 +53,9 @@ class _Start(NamedTuple):
 
 
 def restores(saved: Saved, lane: str, settings: BenchSettings) -> list[dict[str, Any]]:
-    """Rows of the document: of restoring, and of the memory that it takes.
+    """The document's rows of restoring, and of its memory.
 
-    Blocking: a start of a cluster is some seconds, and there are three a round.
+    Blocking: a cluster starts three times in each round, and takes some seconds.
     """
     out = np.full(saved.table_bytes // ELEMENT_BYTES, 0, dtype=np.float32)
     round_count = 1 if settings.quick else settings.round_count
@@ -65,7 +63,7 @@ def restores(saved: Saved, lane: str, settings: BenchSettings) -> list[dict[str,
     for server_count in SERVER_COUNTS:
         listener = settings.within(f"restore, servers: {server_count}").on_progress
         taken: dict[str, list[_Start]] = {how: [] for how in _STARTS}
-        # No warm-up: every process is a new one, and the benchmark has started such before.
+        # No warm-up, because every process is new, and the benchmark has started some before.
         for number in range(1, round_count + 1):
             for how in _STARTS:
                 listener(f"round {number} of {round_count}, {how}")
@@ -87,7 +85,7 @@ def _start(
         began_s = time.perf_counter()
         cluster = stack.enter_context(ps.local_cluster(server_count, 1, resume=resume))
         pids = [pid for name, pid in cluster.process_ids.items() if name.startswith("server")]
-        # Whoever starts from nothing has nothing here yet but itself.
+        # The memory of a server that starts without a checkpoint: its own alone.
         before_bytes = sum(resident(pid).total_bytes for pid in pids)
         client = stack.enter_context(ps.connect(cluster.address, rank=0, lane=lane))
         table = client.create_table(saved.table, len(out), optimizer=OPTIMIZERS[OPTIMIZER])
@@ -102,7 +100,7 @@ def _start(
 
 
 def _forget_pages(directory: Path) -> None:
-    """Take the files out of the page cache; they are durable."""
+    """Drop the files from the page cache; they are durable."""
     for path in directory.iterdir():
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -128,7 +126,7 @@ def _restored(
                 "with_s": rounded(with_s),
                 "without_s": rounded(without_s),
                 "restore_s": rounded(restore_s),
-                # A small table is there before anybody asks: then there is nothing to divide by.
+                # A small table may take no measurable time.
                 "restore_gb_s": rounded(saved.byte_count / GB / restore_s)
                 if restore_s > 0
                 else None,
@@ -142,7 +140,7 @@ def _median_s(starts: Sequence[_Start]) -> float:
 
 
 def _memory(place: dict[str, Any], saved: Saved, taken: dict[str, list[_Start]]) -> dict[str, Any]:
-    """By how much servers exceeded what they are by themselves and what they hold for good."""
+    """The servers' peak beyond their own memory and their tables."""
     bare_bytes = statistics.median(start.before_bytes for start in taken[_NOTHING])
     peak_bytes = max(start.peak_bytes for start in (*taken[WARM], *taken[COLD]))
     before_bytes = int(bare_bytes) + saved.byte_count
@@ -152,7 +150,7 @@ def _memory(place: dict[str, Any], saved: Saved, taken: dict[str, list[_Start]])
 def memory_row(
     place: dict[str, Any], during: str, before_bytes: int, peak_bytes: int
 ) -> dict[str, Any]:
-    """A row of the document: what servers took beyond what they had, and what they may."""
+    """A row of the document: the growth of the servers' memory, and its bound."""
     bound_bytes = GROWTH_BYTES * place["servers"]
     growth_bytes = peak_bytes - before_bytes
     return {

@@ -1,10 +1,11 @@
-"""Many sessions on one server, a few of them active at a time, beside two workers."""
+"""Many sessions on one server, a few of them active at a time, compared with two workers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rich.table import Table as TextTable
@@ -14,7 +15,13 @@ from ps_cli.bench.contenders.child import Child, together
 from ps_cli.bench.contenders.contenders import Cluster, enter_all
 from ps_cli.bench.instruments.environment import environment
 from ps_cli.bench.instruments.process_memory import PeakWatch, thread_count
-from ps_cli.bench.instruments.sampling import MIB, Measured, Operation, rounded, take_turns
+from ps_cli.bench.instruments.sampling import (
+    Measured,
+    Operation,
+    figures_table,
+    rounded,
+    take_turns,
+)
 from ps_cli.bench.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 32
@@ -25,7 +32,7 @@ MB = 1e6
 
 @dataclass(frozen=True, slots=True)
 class _Crowd:
-    """So many processes with so many sessions each; one session of a process is active at a time.
+    """Processes with several sessions each; one session of a process is active at a time.
 
     A sample has `operation_count` operations of each process, each by its next session.
     """
@@ -47,29 +54,29 @@ class _Crowd:
 
 
 PAIR, CROWD = _Crowd(2, 1, 32), _Crowd(8, 8, 8)
-"""Both move as much in a sample; in the crowd's, every session has one turn."""
+"""Both move the same bytes in a sample; each session of the crowd has one turn in it."""
 
 QUICK_PAIR, QUICK_CROWD = _Crowd(2, 1, 4), _Crowd(2, 4, 4)
 
 
 def sessions(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document that `--json` writes.
+    """Measure everything; the document of `--json`.
 
     Blocking: a few minutes.
     """
     found = environment()
-    size_mb = settings.size_mb or (QUICK_SIZE_MB if settings.quick else DEFAULT_SIZE_MB)
+    byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     crowds = (QUICK_PAIR, QUICK_CROWD) if settings.quick else (PAIR, CROWD)
     rows: list[dict[str, Any]] = []
     compared = []
     for lane in settings.lanes:
-        pair, crowd = _measure(lane, crowds, size_mb * MIB, settings.within(lane))
+        pair, crowd = _measure(lane, crowds, byte_count, settings.within(lane))
         rows += (pair, crowd)
         compared.append({"lane": lane, **_compared(pair, crowd)})
     return {
         "environment": {
             **found,
-            "table_bytes": size_mb * MIB,
+            "table_bytes": byte_count,
             "operations_per_sample": crowds[1].operations_per_sample,
             "round_count": settings.round_count,
         },
@@ -82,13 +89,13 @@ def sessions(settings: BenchSettings) -> dict[str, object]:
 def _measure(
     lane: str, crowds: tuple[_Crowd, ...], byte_count: int, settings: BenchSettings
 ) -> list[dict[str, Any]]:
-    """The rows of one lane: its crowds, each on a server of its own, take turns."""
+    """The rows of one lane; its crowds, each with its own server, take turns."""
     with contextlib.ExitStack() as stack:
         clusters = enter_all(stack, [_gather(lane, crowd, byte_count) for crowd in crowds])
         operations = [
             Operation(
                 crowd.name_of(move),
-                _together(cluster, move),
+                partial(together, cluster.workers, move),
                 byte_count * crowd.operations_per_sample,
             )
             for crowd, cluster in zip(crowds, clusters, strict=True)
@@ -119,7 +126,6 @@ def _measure(
 
 @contextlib.contextmanager
 def _gather(lane: str, crowd: _Crowd, byte_count: int) -> Iterator[Cluster]:
-    """A scheduler, a server, and the crowd's processes."""
     with contextlib.ExitStack() as stack:
         roles = stack.enter_context(ps.local_cluster(servers=1, workers=crowd.session_count))
         given = (roles.address, lane, str(byte_count), str(crowd.operation_count))
@@ -135,16 +141,12 @@ def _gather(lane: str, crowd: _Crowd, byte_count: int) -> Iterator[Cluster]:
         yield Cluster(lane, workers, (roles.process_ids["server 0"],))
 
 
-def _together(cluster: Cluster, move: str) -> Callable[[], float]:
-    return lambda: together(cluster.workers, move)
-
-
 def _rates(crowd: _Crowd, measured: dict[str, Measured]) -> dict[str, float]:
     return {f"{move}_gb_s": rounded(measured[crowd.name_of(move)].gb_s) for move in MOVES}
 
 
 def _compared(pair: dict[str, Any], crowd: dict[str, Any]) -> dict[str, float]:
-    """The crowd beside two workers."""
+    """The crowd compared with two workers."""
     more_sessions = crowd["workers"] - pair["workers"]
     grown_bytes = crowd["server_peak_bytes"] - pair["server_peak_bytes"]
     return {
@@ -158,14 +160,11 @@ def _compared(pair: dict[str, Any], crowd: dict[str, Any]) -> dict[str, float]:
 
 
 def sessions_view(document: dict[str, Any]) -> TextTable:
-    """The document for a person."""
-    table = TextTable(
-        title="sessions: GB/s, sum over those active (in brackets: of 2 workers')",
-        caption="threads, MB: the server's (+ what it maps of its workers' memory)",
+    table = figures_table(
+        "sessions: GB/s, sum over those active (in brackets: of 2 workers')",
+        *(*MOVES, "threads", "MB"),
+        caption="threads, MB: the server's (+ its workers' memory that it maps)",
     )
-    table.add_column("", no_wrap=True)
-    for heading in (*MOVES, "threads", "MB"):
-        table.add_column(heading, justify="right")
     ratios = {lane["lane"]: lane for lane in document["compared"]}
     for row in document["rows"]:
         ratio = ratios[row["lane"]] if row["workers"] > PAIR.session_count else None

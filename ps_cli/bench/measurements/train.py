@@ -1,4 +1,4 @@
-"""What a cluster costs a training step: the same script with torch's optimizer and with ours."""
+"""A training step with and without a cluster: the same script with torch's optimizer and ours."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table as TextTable
 
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Child
 from ps_cli.bench.contenders.contenders import enter_all
 from ps_cli.bench.devices import name_of
 from ps_cli.bench.instruments.environment import environment
-from ps_cli.bench.instruments.sampling import rounded
+from ps_cli.bench.instruments.sampling import figures_table, rounded
 from ps_cli.bench.lanes import AUTO, GRPC, LANES
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import InvalidConfig
 
 WIDTH, BATCH, LENGTH, STEP_COUNT = 1280, 16, 128, 3
-"""About 10 million parameters; three steps a run."""
+"""About 10 million parameters; three steps in a run."""
 
 QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH = 128, 4, 16
 ELEMENT_BYTES = 4
 MB = 1e6
 ALONE = ("plain", "tuned")
-"""Ways of `ps_cli.bench.contenders.training`, which imports torch and is a process of its own."""
+"""Ways of `ps_cli.bench.contenders.training`, which is another process because it imports torch."""
 
 _ACTIONS = ("steps", "transfer", "detection")
-"""What is timed on a cluster."""
+"""The actions that are timed on a cluster."""
 
 _CEILING_NAMES = {
     "local_step_s": "alone, default Adam",
@@ -43,7 +42,7 @@ _CEILING_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """What is timed, by name, and the processes that train, by their way."""
+    """The functions that time actions, by name, and the processes that train, by way."""
 
     timed: dict[str, Callable[[], float]]
     trainers: dict[str, Child]
@@ -51,12 +50,12 @@ class _Runs:
 
 
 def train(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document that `--json` writes.
+    """Measure everything; the document of `--json`.
 
     Blocking: a few minutes.
 
     Raises:
-        InvalidConfig: a size was chosen, or there is no such device.
+        InvalidConfig: the settings have a size, or there is no such device.
     """
     if settings.size_mb:
         raise InvalidConfig(
@@ -65,7 +64,7 @@ def train(settings: BenchSettings) -> dict[str, object]:
     found = {**environment(), "device": name_of(settings.device)}
     sizes = (QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH) if settings.quick else (WIDTH, BATCH, LENGTH)
     shape = (settings.device, *(str(size) for size in (*sizes, STEP_COUNT)))
-    # Left to choose, a worker finds the best lane there is; the other is then asked for by name.
+    # A worker on "auto" takes the best lane; the other one is asked for by name.
     asked = (AUTO, GRPC) if settings.lanes == LANES else settings.lanes
     with contextlib.ExitStack() as stack:
         runs = _start(stack, asked, shape)
@@ -105,23 +104,23 @@ def train(settings: BenchSettings) -> dict[str, object]:
 
 
 def _start(stack: contextlib.ExitStack, asked: tuple[str, ...], shape: tuple[str, ...]) -> _Runs:
-    """Start what takes part; it ends with `stack`."""
+    """Start the processes, which end with `stack`."""
     ways = (*ALONE, *asked)
     trainers = enter_all(stack, [_trainer(way, shape) for way in ways])
     by_way = dict(zip(ways, trainers, strict=True))
     timed = {
-        "local_step_s": _timed(by_way["plain"], "steps"),
-        "local_fused_step_s": _timed(by_way["plain"], "fused steps"),
-        "local_tuned_step_s": _timed(by_way["tuned"], "fused steps"),
-        "bare_step_s": _timed(by_way["tuned"], "bare steps"),
-        **{f"{way} {action}": _timed(by_way[way], action) for way in asked for action in _ACTIONS},
+        "local_step_s": by_way["plain"].timed("steps"),
+        "local_fused_step_s": by_way["plain"].timed("fused steps"),
+        "local_tuned_step_s": by_way["tuned"].timed("fused steps"),
+        "bare_step_s": by_way["tuned"].timed("bare steps"),
+        **{f"{way} {action}": by_way[way].timed(action) for way in asked for action in _ACTIONS},
     }
     return _Runs(timed, by_way, int(by_way["plain"].do("parameters").result))
 
 
 @contextlib.contextmanager
 def _trainer(way: str, shape: tuple[str, ...]) -> Iterator[Child]:
-    """A process that trains alone in one of its ways, or on a cluster over a lane."""
+    """A process that trains alone, or on a cluster over a lane."""
     with contextlib.ExitStack() as stack:
         scheduler = ""
         if way not in ALONE:
@@ -130,7 +129,7 @@ def _trainer(way: str, shape: tuple[str, ...]) -> Iterator[Child]:
 
 
 def _figures(taken_s: dict[str, float], ceilings: dict[str, float]) -> dict[str, float]:
-    """How a step on the cluster stands beside one alone, and what of the transfer is hidden."""
+    """A step on the cluster compared with one alone, and the hidden share of the transfer."""
     step_s, transfer_s, detection_s = (taken_s[action] for action in _ACTIONS)
     exposed_s = step_s - ceilings["bare_step_s"]
     return {
@@ -146,32 +145,21 @@ def _figures(taken_s: dict[str, float], ceilings: dict[str, float]) -> dict[str,
     }
 
 
-def _timed(child: Child, action: str) -> Callable[[], float]:
-    def run() -> float:
-        return float(child.do(action).result)
-
-    return run
-
-
 def train_view(document: dict[str, Any]) -> RenderableType:
-    """The document for a person: the steps, and what of the transfer is hidden."""
+    """Two tables: the steps, and the transfer."""
     device = document["environment"]["device"]
-    steps = TextTable(
-        title=f"train on {device}: s of a step of a byte LSTM with Adam, 1 torch thread a process"
+    steps = figures_table(
+        f"train on {device}: s of a step of a byte LSTM with Adam, 1 torch thread a process",
+        *("step", "of default", "of fused", "of tuned"),
     )
-    steps.add_column("", no_wrap=True)
-    for heading in ("step", "of default", "of fused", "of tuned"):
-        steps.add_column(heading, justify="right")
     for key, name in _CEILING_NAMES.items():
         steps.add_row(name, f"{document['ceilings'][key]:.4f}")
-    transfer = TextTable(
-        title="train: what of the transfer is hidden, and what looking for edits takes",
+    transfer = figures_table(
+        "train: the hidden share of the transfer, and the cost of looking for edits",
+        *("MB", "transfer s", "exposed s", "hidden", "edits"),
         caption="exposed: s beyond forward and backward; hidden: the rest of the transfer; edits: "
-        "the part of a step that looks for parameters which the script has changed",
+        "the share of a step that looks for parameters which the script has changed",
     )
-    transfer.add_column("", no_wrap=True)
-    for heading in ("MB", "transfer s", "exposed s", "hidden", "edits"):
-        transfer.add_column(heading, justify="right")
     for row in document["rows"]:
         name = f"{row['lane']} ({row['asked_lane']}), 1 worker, 1 server"
         steps.add_row(
