@@ -42,14 +42,16 @@ class Numbers(RuleBasedStateMachine):
         self.sizes: dict[EntryKey, int] = {}
         self.given: defaultdict[RangeId, set[int]] = defaultdict(set)
 
-    @rule(block=st.integers(0, 3), byte_count=st.integers(0, 300))
-    def push(self, block: int, byte_count: int) -> None:
+    @rule(block=st.integers(0, 3), byte_count=st.integers(1, 300), waits=st.booleans())
+    def push(self, block: int, byte_count: int, waits: bool) -> None:
         at = BlockPlace(TABLE, RANGES[block % 2], block)
         key = self.window.submit(at, self.clock, b"body", byte_count=byte_count)
         before = self.newest.get(block)
         if before is not None:
             self.sizes[before] = 0  # it is given up, or the same
         self.newest[block], self.sizes[key] = key, byte_count
+        if not waits:
+            self.window.poll(self.now_s)
 
     @rule(kept=st.sets(st.integers(0, 3)))
     def withdraw(self, kept: set[int]) -> None:
@@ -67,10 +69,19 @@ class Numbers(RuleBasedStateMachine):
     def poll(self) -> None:
         self.window.poll(self.now_s)
 
+    @precondition(lambda self: self.sent())
+    @rule(choice=st.data(), kind=st.sampled_from(list(ReplyKind)))
+    def answer(self, choice: st.DataObject, kind: ReplyKind) -> None:
+        self.hear(choice, kind, choice.draw(st.sampled_from(self.sent())), EntryState.SENT)
+
     @precondition(lambda self: self.window.open_entries())
     @rule(choice=st.data(), kind=st.sampled_from(list(ReplyKind)))
-    def hear(self, choice: st.DataObject, kind: ReplyKind) -> None:
-        key, state = choice.draw(st.sampled_from(self.window.open_entries()))
+    def answer_late(self, choice: st.DataObject, kind: ReplyKind) -> None:
+        self.hear(choice, kind, *choice.draw(st.sampled_from(self.window.open_entries())))
+
+    def hear(
+        self, choice: st.DataObject, kind: ReplyKind, key: EntryKey, state: EntryState
+    ) -> None:
         ending, error = None, None
         if kind is ReplyKind.COMMITTED:
             ending = Ending(choice.draw(st.sampled_from([Outcome.APPLIED, Outcome.INVALID])))
@@ -98,6 +109,9 @@ class Numbers(RuleBasedStateMachine):
         self.now_s += seconds
         self.window.tick(self.now_s)
 
+    def sent(self) -> list[EntryKey]:
+        return [key for key, state in self.window.open_entries() if state is EntryState.SENT]
+
     @invariant()
     def numbers_have_no_gap(self) -> None:
         """PW-1."""
@@ -109,9 +123,9 @@ class Numbers(RuleBasedStateMachine):
     @invariant()
     def payload_in_flight_is_that_of_what_is_sent(self) -> None:
         """PW-2."""
-        sent = [k for k, state in self.window.open_entries() if state is EntryState.SENT]
-        assert self.window.in_flight_bytes == sum(self.sizes.get(key, 0) for key in sent)
+        expected = sum(self.sizes.get(key, 0) for key in self.sent())
+        assert self.window.in_flight_bytes == expected
 
 
 TestNumbers = Numbers.TestCase
-TestNumbers.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
+TestNumbers.settings = settings(max_examples=examples(600), stateful_step_count=40, deadline=None)
