@@ -64,9 +64,10 @@ protos: $(READY) ## Generate the stubs from protos/ again
 protos-check: $(READY) ## Fail if the committed stubs are not what the protos give
 	$(BIN)/python -m pytest -q tests/tidy/test_stubs.py
 
-reference: $(READY) ## Write docs/reference/REFERENCE.md and docs/reference/API.md from the code again
+reference: $(READY) ## Write REFERENCE.md, API.md and INVARIANTS.md of docs/reference from the code again
 	PYTHONPATH=.:protos $(BIN)/python -m docs.reference
 	PYTHONPATH=.:protos $(BIN)/python -m docs.api
+	PYTHONPATH=.:protos $(BIN)/python -m docs.invariants
 
 image-lock: $(READY) ## Write deploy/image/*.txt again: versions and hashes of what the image installs
 	$(BIN)/python -m deploy.image_lock

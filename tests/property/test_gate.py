@@ -200,8 +200,8 @@ class Twin:
 
 
 class Gate(RuleBasedStateMachine):
-    """Three workers that step, read and leave in any order, while the setting changes (RM-4,
-    RM-6).
+    """Three workers that step, read and leave in any order, while the setting changes (RM-2,
+    RM-4, RM-6).
     """
 
     @initialize(text=st.sampled_from(SETTINGS), clips=st.booleans())

@@ -31,10 +31,10 @@ def test_errors_that_travel_under_the_code_of_another() -> None:
 
 def test_a_breach_names_the_invariant() -> None:
     with pytest.raises(errors.InvariantViolation) as failure:
-        errors.check(False, "LED-1", "sequence 3 ends twice")
-    assert failure.value.invariant == "LED-1"
-    assert failure.value.message == "invariant LED-1 violated: sequence 3 ends twice"
+        errors.check(False, "X-1", "sequence 3 ends twice")
+    assert failure.value.invariant == "X-1"
+    assert failure.value.message == "invariant X-1 violated: sequence 3 ends twice"
 
 
 def test_what_holds_is_no_breach() -> None:
-    errors.check(True, "LED-1", "nothing")
+    errors.check(True, "X-1", "nothing")

@@ -261,6 +261,7 @@ def test_an_eager_push_is_applied_on_arrival_and_its_seal_repeats_its_numbers(as
 
 
 def test_an_update_is_summed_in_rank_order_whatever_came_first(bsp: Bench) -> None:
+    """RM-2."""
     bsp.push(1, 1, 1)
     bsp.seal(1, 2, 1)
     bsp.push(0, 1, 1)
