@@ -358,7 +358,7 @@ class Custom(ServerOptimizer):
         return OptimizerSpec(self.kind, self.numbers, kernels=kernels, custom_update=self.update)
 
 
-def numbers_of(spec: OptimizerSpec, group: Mapping[str, Any]) -> Hyperparameters:
+def hyperparameters_of(spec: OptimizerSpec, group: Mapping[str, Any]) -> Hyperparameters:
     """The numbers of a torch parameter group for a step of a table with that optimizer.
 
     Raises:

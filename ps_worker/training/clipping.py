@@ -1,29 +1,29 @@
-"""Clipping by global norm: one norm over all gradients of an optimizer, as
-`torch.nn.utils.clip_grad_norm_` has it.
+"""Clipping by global norm: one norm over all gradients of an optimizer, as in
+`torch.nn.utils.clip_grad_norm_`.
 
-    whose gradient                       where                                            by what
+    gradient                             place                                            means
     the worker's own: SSP, ASP           on the servers, as they take the step            its scale
     the reduced one: BSP                 on the servers, as they apply the update         its scale
     the worker's own: `Add`              here, before the local optimizer                 in place
     the reduced one: `Aggregate` (BSP)   at every worker, before the local optimizer      in place
 
-A factor that travels with the seal leaves the gradients as they are, so that blocks stream out
-while backward runs although nobody knows the norm yet.
+A scale that travels with the seal leaves the gradients unchanged, so that blocks can leave while
+backward runs, before the norm is known.
 
 Rules:
-    - Gradients of half precision count in float32, where squares do not overflow.
-    - The reduced gradient has the same bits at every worker, and so has what is computed here from
-      it: tensor by tensor, whatever the cut into blocks, on equal kinds of device.
+    - Gradients of half precision are squared in float32, where squares do not overflow.
+    - The reduced gradient has the same bits at every worker, and so has its norm: it is computed
+      tensor by tensor, whatever the cut into blocks, on equal kinds of device.
 
-Under BSP the servers tell their parts of the reduced gradient's norm:
+Under BSP the servers send the squares of their blocks of the reduced gradient:
 
     seals --committed, with squares--> norm over all tables --> UpdateScale on each of them
 
-    - All of it happens on the background thread as answers come: whoever waits for the step waits
-      for this too, and a wait that expires has nothing to take up again.
-    - The norm is summed exactly (`math.fsum`), so whatever the tables' ranges are, it is the same;
-      all workers were told the same numbers, so they find the same scale.
-    - A worker that was told too little, since its step came too late, says nothing: others do.
+    - All of it happens on the background thread as answers come: a wait for the step includes it,
+      and a wait that expires has nothing to resume.
+    - The norm is summed exactly (`math.fsum`), whatever the tables' ranges are; all workers get the
+      same squares, so they compute the same scale.
+    - A worker that lacks squares, because its step came too late, sends no scale: others do.
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Clip(NamedTuple):
-    """The norm of a gradient, and what the gradient is to be multiplied by."""
+    """The norm of a gradient, and the factor that clips it."""
 
     norm: float
     factor: float
 
 
 def clip_of(parameters: Iterable[torch.Tensor], max_norm: float, scale: float) -> Clip:
-    """How this worker's own gradients are clipped, each of them times `scale`.
-
-    Blocking: until the devices have computed the norm.
+    """The norm and the factor of this worker's own gradients, each times `scale`. Waits for the
+    devices.
     """
     gradients = [
         parameter.grad.float() if parameter.grad.dtype in _HALF else parameter.grad
         for parameter in parameters
-        # What is not dense is refused by name when it is staged.
+        # Staging refuses gradients that are not dense, by name.
         if parameter.grad is not None and parameter.grad.layout is torch.strided
     ]
     norm = torch.nn.utils.get_total_norm(gradients) * scale
@@ -70,7 +69,7 @@ def clip_of(parameters: Iterable[torch.Tensor], max_norm: float, scale: float) -
 
 
 def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
-    """All gradients times `factor`, in place."""
+    """Multiply all gradients in place."""
     if factor == 1.0:
         return
     for parameter in parameters:
@@ -79,22 +78,18 @@ def multiply_gradients(parameters: Iterable[torch.Tensor], factor: float) -> Non
 
 
 def clip_reduced(parameters: Iterable[torch.Tensor], max_norm: float) -> float:
-    """Clips the reduced gradient, which is in `.grad`, in place.
-
-    Returns:
-        The norm before; if that is not finite the gradients are no numbers either, as torch has it.
-
-    Blocking: until the devices have computed the norm.
+    """Clip the reduced gradient, which is in `.grad`, in place; returns its norm. A norm that is
+    not finite makes the gradients NaN, as in torch. Waits for the devices.
     """
     return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
 
 
 EPSILON = 1e-6
-"""Added to the norm, as torch does."""
+"""Added to the norm, as in torch."""
 
 
 def norm_of(squares: Sequence[float]) -> float:
-    """The root of their sum; infinite if that is too large."""
+    """The root of the squares' sum; infinite if that overflows."""
     try:
         return math.sqrt(math.fsum(squares))
     except OverflowError:
@@ -102,7 +97,7 @@ def norm_of(squares: Sequence[float]) -> float:
 
 
 def scale_of(norm: float, max_norm: float) -> float:
-    """What makes a gradient of that norm as long as `max_norm` at most; NaN if it is no number."""
+    """The factor that shortens a gradient of that norm to `max_norm`, at most 1; NaN for NaN."""
     scale = max_norm / (norm + EPSILON)
     return 1.0 if scale > 1.0 else scale
 
@@ -115,8 +110,8 @@ class UpdateScaling:
         max_norm: the largest norm, above 0.
 
     Attributes:
-        tickets: to be waited for beside those of the steps, in their order.
-        norm: of the reduced gradient; None before it is known, and where no update waited.
+        tickets: to wait for beside those of the steps, in their order.
+        norm: of the reduced gradient; None before it is known, and if no update waited.
     """
 
     def __init__(
@@ -141,23 +136,23 @@ class UpdateScaling:
             if self._open_count:
                 return
         if any(ticket.future.exception() is not None for _, ticket in self._steps):
-            for (_, ticket), promise in zip(self._steps, self.tickets, strict=True):
-                promise.future.set_result(StepResult(ticket.clock, False, 0))  # nobody looks at it
+            for own in self.tickets:
+                own.future.set_result(StepResult(own.clock, False, 0))  # not used
             return
         results = [ticket.future.result() for _, ticket in self._steps]
         squares = [square for result in results for square in result.squares.values()]
         if squares and all(map(self._is_whole, results, self._steps)):
             self.norm = norm_of(squares)
-        for result, (handle, _), promise in zip(results, self._steps, self.tickets, strict=True):
+        for result, (handle, _), own in zip(results, self._steps, self.tickets, strict=True):
             if self.norm is None or not result.squares:
-                promise.future.set_result(result)
+                own.future.set_result(result)
                 continue
-            said = handle.steps.scale(result.clock, scale_of(self.norm, self._max_norm))
-            said.future.add_done_callback(partial(_pass_on, promise.future))
+            scaled = handle.steps.scale(result.clock, scale_of(self.norm, self._max_norm))
+            scaled.future.add_done_callback(partial(_pass_on, own.future))
 
     @staticmethod
     def _is_whole(result: StepResult, step: tuple[TableHandle, PushTicket]) -> bool:
-        """Whether every range told its part, or none did."""
+        """True if the result has the squares of all blocks, or of none."""
         return len(result.squares) in (0, step[0].table.block_count)
 
 

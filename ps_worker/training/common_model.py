@@ -1,14 +1,13 @@
-"""All workers come to have the same parameters: two barriers with a pull between them (SEMANTICS
-S17).
+"""Gives all workers the same parameters: two barriers with a pull between them (SEMANTICS S17).
 
-    begun      this worker waits for the others: each has taken its last step
-    met        all have; nobody takes a step
+    begun      this worker waits until each worker has taken its last step
+    met        all have; no worker takes a step
     pulled     this worker has the model, and waits until all have it
 
 Rules:
-    - A call that was interrupted goes on where it was. So does the next step, which would otherwise
-      be in what some workers pull, and not in what others have pulled.
-    - What the script changes after an interruption stays: it is an edit of the next step.
+    - The next call resumes one that was interrupted. So does the next step, which otherwise only
+      some workers would pull.
+    - Changes that the script makes after an interruption stay: they are an edit of the next step.
 """
 
 from __future__ import annotations
@@ -32,14 +31,7 @@ class _Stage(IntEnum):
 
 
 class CommonModel:
-    """The meetings of one model's workers.
-
-    Args:
-        client: a worker's client.
-        name: the optimizer's.
-        tables: of parameters; the owner adds them.
-        buffers: of buffers; likewise.
-    """
+    """The meetings of one model's workers; `tables` and `buffers` are the owner's lists."""
 
     def __init__(
         self,
@@ -57,22 +49,20 @@ class CommonModel:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a meeting was begun that has not ended."""
+        """True if a meeting was begun and has not ended."""
         return self._stage is not _Stage.NONE
 
     def meet(self, timeout_s: float | None, *, is_pulled: bool) -> None:
-        """All workers have called this, and have the model.
+        """Wait until all workers have called this, and have the model.
 
         Args:
-            timeout_s: as `Client.barrier` takes it.
-            is_pulled: False where the workers have the same parameters anyway.
-
-        Blocking: until it is so.
+            timeout_s: as for `Client.barrier`.
+            is_pulled: False if the workers have the same parameters anyway.
 
         Raises:
-            WaitExpired: somebody is missing.
-            EditRefused: a parameter was changed since the last step; in a call that goes on, since
-                it was interrupted: the others have the model then.
+            WaitExpired: a worker is missing.
+            EditRefused: a parameter was changed since the last step, or since the call was
+                interrupted; then the others have the model.
             InvalidConfig: another worker has made another collective call.
         """
         went_on = self.is_interrupted
@@ -85,9 +75,8 @@ class CommonModel:
             self._check_unchanged()
 
     def go_on(self, timeout_s: float | None = None) -> None:
-        """End a meeting that was interrupted; nothing if none was.
-
-        Blocking, Raises: as `meet`; parameters that were changed keep their values.
+        """End a meeting that was interrupted, if one was; blocks and raises as `meet`. Parameters
+        that were changed keep their values.
         """
         try:
             if self._stage is _Stage.BEGUN:
@@ -123,7 +112,7 @@ class CommonModel:
             )
 
     def _pull_all(self) -> None:
-        """All parameters and buffers as they are now, while nobody takes a step."""
+        """Pull all parameters and buffers, while no worker takes a step."""
         for table in self._tables:
             table.begin_refresh()
         pulled = [buffers for buffers in self._buffers if buffers.is_pulled]

@@ -7,17 +7,16 @@
         opt.step()                      # ends the step; the parameters are the servers' again
 
 Rules:
-    - Every step seals every table of the optimizer, whatever has a gradient
+    - Every step seals every table of the optimizer, with or without gradients
       (`ps_worker.training.trained_model`).
-    - Hyperparameters are read from `param_groups` when the step ends and travel with it, so torch's
-      learning-rate schedulers work as they are.
-    - Optimizer state is the servers'; `state_dict` asks for it, and `load_state_dict` gives it to
+    - Each step carries the hyperparameters of `param_groups`, as they are at its end, so torch's
+      learning-rate schedulers work unchanged.
+    - The servers have the optimizer state; `state_dict` pulls it, and `load_state_dict` gives it to
       them with the next `step` (SEMANTICS S16). With `Aggregate` and `Add` it is the local
-      optimizer's and `state_dict` is that one's.
-    - Parameters that the script changes between two steps are taken over by the servers with the
-      next `step`, if all workers change them alike under BSP; else `step` refuses (SEMANTICS S16).
-
-What it deliberately does not do: average over `accumulate` (scale the loss, as without us).
+      optimizer's.
+    - The next `step` gives the servers parameters that the script has changed, if all workers
+      change them alike under BSP; else it refuses (SEMANTICS S16).
+    - Gradients are not averaged over `accumulate`: scale the loss, as with torch.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from ps_worker.spec.optimizers import Add, Aggregate, Custom, ServerOptimizer, c
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult, TableHandle
-from ps_worker.training import joining as succession
+from ps_worker.training import joining
 from ps_worker.training.local_optimizer import inner_optimizer
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
@@ -69,10 +68,10 @@ _names_in_use: weakref.WeakKeyDictionary[Client, set[str]] = weakref.WeakKeyDict
 
 
 def _plain(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A method of torch's optimizer as it is written, while nothing is compiled.
+    """A method of torch's optimizer without its wrapper, unless the script compiles.
 
-    torch wraps it, so that `torch.compile` passes it by; the first call of the wrapped one imports
-    the compiler: a second of CPU and 80 MB, for nothing in a script that compiles nothing.
+    The wrapper keeps `torch.compile` away; its first call imports the compiler, which costs a
+    second of CPU and 80 MB.
     """
     return method if "torch._dynamo" in sys.modules else inspect.unwrap(method)
 
@@ -82,61 +81,61 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Args:
         client: a worker's client.
-        parameters: a module, or what any torch optimizer takes: parameters, (name, parameter) pairs
-            or groups of them. With a module, its buffers are shared as well.
+        parameters: a module, or the argument of any torch optimizer: parameters, (name, parameter)
+            pairs or groups of them. With a module, its buffers are shared as well.
         optimizer: `SGD`, `Adam`, `AdamW`, `Adagrad`, `RMSprop`: runs on the servers. `Aggregate`:
             the servers reduce the gradients and each worker runs a torch optimizer of its own.
-            `Add`: each worker runs one on its own gradients; the servers add up what it did.
-            `Custom`: an update of the servers' own.
-        module: the module of the parameters where they are given otherwise: for the names of
-            parameters that come without, and for its buffers.
+            `Add`: each worker runs one on its own gradients; the servers add up its updates.
+            `Custom`: a custom update on the servers.
+        module: the module, if `parameters` is none: for the names of parameters, and for its
+            buffers.
 
     Options:
-        name (str, 'model'): the first part of its tables' names; two optimizers of one cluster need
+        name (str, 'model'): the beginning of its tables' names; two optimizers of one cluster need
             two names.
         consistency (Consistency | str, the client's): `BSP()`, `SSP(staleness)` or `ASP()`, or
             their short form ("ssp:4"). The client's is BSP unless its option says otherwise.
         reduction (str, 'mean'): "mean" or "sum" of the workers' gradients; SSP and ASP apply each
             whole.
         mode (str, 'sealed'): "sealed": a gradient that changes after its block left is sent again
-            before the step counts. "eager": the gradient is final when autograd has finished it; a
-            later change raises `GradientChangedAfterPush`. Not under BSP, such blocks apply on
-            arrival.
+            before the step ends. "eager": the gradient is final when autograd has finished it; a
+            later change raises `GradientChangedAfterPush`. Under SSP and ASP the servers apply such
+            blocks on arrival.
         buffers (str | None, 'rank0'): "rank0": every worker has rank 0's buffers after each step;
-            "mean": their mean (integers rounded), BSP only; None: each worker keeps its own, and no
-            reader sees any. Without a module there are no buffers to speak of.
+            "mean": their mean (integers rounded), BSP only; None: each worker keeps its own, and
+            readers get none. Needs a module.
         kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
-        accumulate (int, 1): backward passes of one step, 1 or more: gradients leave during the last
-            of them. A wrong number costs traffic, never correctness (in "eager" mode: an error).
-        block_elements (int, 0): elements a block, a multiple of 64; 0 means 262144.
+        accumulate (int, 1): backward passes of one step, 1 or more: gradients leave during the
+            last. A wrong number costs traffic, never correctness (in "eager" mode: an error).
+        block_elements (int, 0): elements of a block, a multiple of 64; 0 means 262144.
         allow_non_finite (bool, False): apply gradients with infinities and NaNs; else the step is
             skipped, and raises `InvalidTensor`.
-        gate_bytes (int, 0): the bound of memory for waiting steps on each server; 0 means the
-            server's own.
-        clip_norm (float | None, None): the largest norm of all gradients together, above 0; what is
-            longer is scaled down to it, as `torch.nn.utils.clip_grad_norm_` does, after the loss
-            scale. Under BSP that is the reduced gradient, at one round trip a step more; with
-            `Add`, and under SSP and ASP, each worker's own. Not for "eager" steps. None clips
-            nothing.
-        recompute (int, 3): with `ASP(reject=...)`: how often `step(closure)` computes anew what was
-            too stale, and pushes it, before it is given up. 0 never does, nor does `step` without
-            closure.
+        gate_bytes (int, 0): the memory quota of waiting steps on each server; 0 means the server's
+            own.
+        clip_norm (float | None, None): the largest norm of all gradients together, above 0; a
+            longer gradient is scaled down to it, as `torch.nn.utils.clip_grad_norm_` does, after
+            the loss scale. Under BSP this clips the reduced gradient, for one round trip more a
+            step; with `Add`, and under SSP and ASP, each worker's own. Not in "eager" mode. None:
+            no clipping.
+        recompute (int, 3): with `ASP(reject=...)`: the number of times that `step(closure)`
+            computes and pushes blocks anew that were too stale, before it gives them up. 0: never;
+            nor does `step` without closure.
 
     Attributes:
-        results: how the last step ended on each table: what was too stale (`ASP(reject=...)`), and
-            whether an update has formed without it (`BSP(backup_workers=...)`); empty if the step
-            was skipped.
+        results: the results of the last step, one a table: blocks that were too stale
+            (`ASP(reject=...)`), and updates made without it (`BSP(backup_workers=...)`); empty if
+            the step was skipped.
         gradient_norm: the norm that the last step was clipped by; None without `clip_norm`.
 
     All workers start from the parameters of rank 0. They must register the same parameters in the
-    same order, with `requires_grad` as on the others. Parameters in bfloat16 or float16 have
-    float32 masters on the servers, which torch.optim has not: small updates add up.
+    same order, with the same `requires_grad`. Parameters in bfloat16 or float16 have float32
+    masters on the servers, unlike in torch.optim, so small updates add up.
 
-    What a script does to parameters between two steps (`load_state_dict`, `nn.init`, in-place
-    changes of any kind) is taken over with the next step: under BSP, where every worker does the
-    same. To clamp in every step, in any setting, give the optimizer `clamp`.
+    The next step takes over changes that a script makes to parameters between two steps
+    (`load_state_dict`, `nn.init`, in-place changes of any kind), if every worker makes the same
+    under BSP. To clamp in every step, under any consistency, give the optimizer `clamp`.
 
-    Blocking: until all tables exist and rank 0's parameters have been taken over.
+    Blocking: until all tables exist and this worker has rank 0's parameters.
 
     Raises:
         InvalidConfig: a setting is wrong, or the name is in use.
@@ -145,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    """`torch.amp.GradScaler` leaves unscaling and skipping to `step`, through `grad_scale` and
+    """`torch.amp.GradScaler` then leaves unscaling and skipping to `step`, by `grad_scale` and
     `found_inf`."""
 
     @shows(OptimizerOptions, {**defaults_of(TrainingOptions), "consistency": THE_CLIENTS})
@@ -193,7 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         client.attach_state(f"optimizer/{self._options.name}", self._own_state)
 
     def _start(self) -> None:
-        """Makes the tables; all workers have rank 0's values in the end."""
+        """Create the tables, and start from rank 0's values."""
         for number in range(len(self.param_groups)):
             self._tables.extend(self._tables_of_group(number))
         if self._module is not None and self._options.buffers is not None:
@@ -208,7 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def _keeps_parameters(self) -> bool:
-        """Whether the parameters are this worker's own, and the servers have sums."""
+        """True if the parameters are this worker's own, and the servers have sums."""
         return self._inner is not None and not self._model.adds
 
     def _trained(self) -> list[tuple[TableHandle, bool]]:
@@ -219,7 +218,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def results(self) -> tuple[StepResult, ...]:
-        """How the last step ended on each table."""
+        """The results of the last step, one a table."""
         return tuple(self._model.results.values())
 
     @property
@@ -227,7 +226,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """The norm that the last step was clipped by."""
         return self._model.gradient_norm
 
-    # --- what it is made of
+    # --- parts
 
     @property
     def _options(self) -> TrainingOptions:
@@ -246,38 +245,37 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
-        """End the step: clock + 1 on every table, and the parameters are the servers' again.
+        """End the step: clock + 1 on every table, and pull the parameters.
 
-        Under BSP they then are those of every other worker at this clock, bit for bit.
+        Under BSP they are equal to those of every other worker at this clock, bit for bit.
 
-        Where blocks were too stale (`ASP(reject=...)`), `closure` is called again, at the
-        parameters that the step brought, and those blocks alone are pushed: a round, which is a
-        step of its own, with a clock of its own on every table. There are `recompute` of them at
-        most; what is still too stale then is given up, as everything is without a closure.
+        If blocks were too stale (`ASP(reject=...)`), this calls `closure` again, at the pulled
+        parameters, and pushes only those blocks: a round, which is a step of its own, with a clock
+        of its own on every table. After `recompute` rounds it gives up blocks that are still too
+        stale; without a closure it gives them up at once.
 
         Args:
-            closure: as torch has it: clears the gradients, evaluates the model, calls `backward`
-                and returns the loss.
+            closure: as in torch: clears the gradients, evaluates the model, calls `backward` and
+                returns the loss.
 
         Returns:
-            What `closure` returned the first time; None without one.
+            The result of the first call of `closure`; None without one.
 
         Blocking: until the update is there: under BSP every worker has taken part.
 
         Raises:
             InvalidTensor: a gradient is not finite; the step was skipped on every server (in a
-                round: what came before it counts).
+                round: earlier rounds count).
             InvalidConfig: another worker's hyperparameters or norm differ at this clock; or a
-                switch that is the table's for good was changed; or the model is in torch's
-                DistributedDataParallel, too, which reduces the gradients among the workers.
+                fixed switch of the table was changed; or the model is also in torch's
+                DistributedDataParallel, which reduces the gradients among the workers.
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
-                or not under BSP, or by a worker that joins others. The step was not taken; what was
-                changed stays so.
+                or not under BSP, or by a joining worker. The step was not taken; the changes stay.
             WaitExpired: workers or servers are missing; the message names them. The step stays
-                sealed. The next call waits for it, and is no other step unless there was a backward
-                pass in between; so it is after Ctrl-C. `zero_grad` waits for it too. Parameters
-                that the script changes meanwhile are an edit of the step after it.
+                sealed. The next call waits for it, and takes a step of its own only after a
+                backward pass; likewise after Ctrl-C. `zero_grad` waits for it too. Parameters that
+                the script changes meanwhile are an edit of the step after it.
         """
         if not self._has_stepped:  # frameworks wrap the model when they have the optimizer
             _check_reduces_alone(self.param_groups, self._client.world_size)
@@ -296,12 +294,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return self._loss
         finally:
             if not self._model.is_repeated:
-                self._loss = None  # it may hold all that backward would need
+                self._loss = None  # it may hold the whole graph of backward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch; what left of the gradients that are zeroed takes no part in the step.
+        """As torch; blocks of the zeroed gradients that have left take no part in the step.
 
-        Blocking: until the step before has ended, where `step` could not wait for that.
+        Blocking: until the last step has ended, if `step` could not wait for that.
 
         Raises:
             WaitExpired: it has not.
@@ -318,8 +316,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """As torch; the group gets tables of its own, which start from rank 0's values.
 
         All workers must call it after the same step. In a cluster that was started from a
-        checkpoint which has the group, at any time before that step of the run is reached again:
-        the group goes on from there.
+        checkpoint with the group, they may call it at any time before that step is reached again:
+        the group goes on from the checkpoint.
 
         Blocking: until rank 0 has given the values.
 
@@ -347,11 +345,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hook_trainable()
 
     def state_dict(self) -> dict[str, Any]:
-        """The parameter groups, and the optimizer state that the servers hold, in the layout of the
-        torch.optim namesake, which can load it. With `Aggregate` and `Add` the local optimizer's.
+        """The parameter groups, and the servers' optimizer state, in the layout of the torch.optim
+        namesake, which can load it. With `Aggregate` and `Add` the local optimizer's.
 
-        State is on the CPU, in float32 (float64 for float64 parameters). Under BSP it is that after
-        this worker's last step, at whichever workers ask; elsewhere as it is when it is read.
+        State is on the CPU, in float32 (float64 for float64 parameters). Under BSP it is the state
+        after this worker's last step; else the servers' state of the moment.
 
         Blocking: until the last step has ended, and every server has answered.
 
@@ -377,17 +375,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave, here or of the torch.optim namesake: the groups at
+        """Load the result of `state_dict`, of this class or the torch.optim namesake: the groups at
         once, the state with the next `step`. All workers load the same before the same step, under
-        BSP. What the servers have already is not sent.
+        BSP. State that the servers have already is not sent.
 
-        Blocking: until every server has said what it has.
+        Blocking: until every server has given its state.
 
         Raises:
             InvalidConfig: it is another optimizer's, or of other parameters. Nothing has changed.
             InvalidTensor: an array has another shape, or is not finite. Nothing has changed.
-            EditRefused: the setting has no step of all workers, or this worker joins others that
-                train. Nothing has changed.
+            EditRefused: the consistency has no step of all workers, or this worker joins others
+                that train. Nothing has changed.
             PushpullError: as `Client.wait`.
         """
         if self._inner is not None:
@@ -402,7 +400,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         saved = state_dict.get("param_groups")
         groups = checked_groups(saved, self.param_groups, self._optimizer)
         for table in self._tables:
-            self._model.numbers(table, groups)
+            self._model.hyperparameters(table, groups)
         state = numbered(state_dict.get("state", {}), state_dict["param_groups"])
         self._model.load(state, groups)
         self.param_groups = groups
@@ -429,13 +427,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def has_local_state(self) -> bool:
-        """Whether an optimizer runs at this worker (`Aggregate`, `Add`)."""
+        """True if a torch optimizer runs at this worker (`Aggregate`, `Add`)."""
         return self._inner is not None
 
     @property
     def clock(self) -> int:
-        """Steps that this model has behind it at this worker, rounds included; where one that takes
-        the place of a worker that is gone begins, in its schedules too.
+        """The steps that this worker has taken with the model, rounds included; a late joiner
+        begins at this step, in its schedules too.
         """
         return max((table.handle.clock for table in self._tables), default=0)
 
@@ -446,45 +444,44 @@ class DistributedOptimizer(torch.optim.Optimizer):
         after_clock: int = 0,
         timeout_s: float | None = None,
     ) -> int:
-        """Change how far the workers of this model may run apart, while they train: all its tables,
-        as `Client.set_consistency` does one. Call it between two steps, at every worker.
+        """Change the consistency of all tables of this model while workers train, as
+        `Client.set_consistency` does for one. Call it between two steps, at every worker.
 
         Returns:
-            The last clock of the setting before, on whichever table it is highest.
+            The last clock of the old setting, the highest of all tables.
 
-        Blocking: until every server has promised; a few milliseconds a table.
+        Blocking: until every server has prepared the changes; a few milliseconds a table.
 
         Raises:
-            InvalidConfig: the setting is wrong, or this model cannot have it: `buffers="mean"` and
-                `Aggregate` need BSP.
-            WaitExpired: a server has not promised in time; call again to change what is left.
+            InvalidConfig: the setting is wrong, or this model does not support it:
+                `buffers="mean"` and `Aggregate` need BSP.
+            WaitExpired: a server did not prepare in time; call again to change the other tables.
         """
         return self._model.set_consistency(consistency_of(consistency), after_clock, timeout_s)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Give every worker the same parameters, with every step of all workers in them: the model
-        to evaluate or to save, where workers run apart (SSP, ASP). All workers call it, each after
-        its own last step, or between two steps; training goes on after it.
+        """Pull the same parameters at every worker, with every step of all workers in them: a model
+        to evaluate or to save under SSP and ASP. All workers call it, each after its own last step,
+        or between two steps; training goes on after it. Buffers on the servers come with them.
 
-        Under BSP they are the same after each step; it does no harm there. Buffers that the servers
-        have come with them.
+        Under BSP parameters are the same after each step anyway.
 
         Args:
-            timeout_s: how long to wait for the others; None means the client's request_deadline_s.
+            timeout_s: None means the client's request_deadline_s.
 
-        Blocking: until all workers have called it, have pulled the model, and have said so.
+        Blocking: until all workers have called it and have pulled the model.
 
         Raises:
-            WaitExpired: somebody is missing, named by the message. Call it again to go on; the
-                next `step` goes on with it, too, before it takes its own step. So it is after
-                Ctrl-C. What the script changes meanwhile stays.
+            WaitExpired: a worker is missing, named by the message. The same call goes on with it;
+                so does the next `step`, before it takes its own step; likewise after Ctrl-C.
+                Changes that the script makes meanwhile stay.
             EditRefused: a parameter was changed since the last step: its value would be lost.
             InvalidConfig: another worker has made another collective call.
         """
         self._model.synchronize(timeout_s)
 
     def close(self) -> None:
-        """Takes the hooks off the parameters; the tables stay. Idempotent."""
+        """Remove the hooks of the parameters; the tables stay. Idempotent."""
         for handle in self._hooks.values():
             handle.remove()
         self._hooks.clear()
@@ -498,7 +495,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def _taken_name(self) -> Iterator[None]:
-        """The name is this optimizer's for good, unless the work under it fails."""
+        """Takes the name for this optimizer, unless the block fails."""
         if self._client.is_reader:
             raise InvalidConfig("the client is a reader's; expected a worker's (role='worker')")
         names = _names_in_use.setdefault(self._client, set())
@@ -527,14 +524,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for layout in table_layouts(prefix, group)
         ]
         if isinstance(optimizer, Custom) and tables:
-            # The servers know the numbers that nobody gave; here schedulers find and change them.
+            # Fill in the servers' defaults, so that schedulers find and change them.
             for name, value in tables[0].handle.spec.optimizer.hyperparameters:
                 group.setdefault(name, value)
                 self.defaults.setdefault(name, value)
         return tables
 
     def _birth_clock(self) -> int:
-        """The model's clock at present; where workers' clocks differ, 0."""
+        """The model's present clock; 0 if workers' clocks may differ."""
         if not self._is_made or not self._options.is_in_lockstep:
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
@@ -543,13 +540,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
         is_giver = self._client.rank == 0 and not joins
         if self._client.is_late_joiner:
-            succession.check_may_join(isinstance(self._optimizer, Aggregate))
+            joining.check_may_join(isinstance(self._optimizer, Aggregate))
         if joins:
-            succession.begin_where_the_others_are(self._client, tables)
+            joining.begin_where_the_others_are(self._client, tables)
         restored = [t for t in tables if t.handle.table.restored_clock is not None]
         given = [t for t in tables if is_giver and t not in restored]
-        # What is restored of sums is nobody's parameters: those are in the worker's own state. What
-        # was imported is what they begin with.
+        # Restored sums are not parameters, which the worker's own state has; imported values are.
         is_own = self._keeps_parameters and self._client.checkpoints.imported is None
         own = [t for t in restored if is_own and isinstance(t, TrainedTable)]
         for table in () if joins else tables:
@@ -566,11 +562,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._model.joined()
 
     def _hook_trainable(self) -> None:
-        """Parameters may be unfrozen at any time; tensors that need no gradient take no hook."""
+        """Hook parameters that the script has unfrozen; torch hooks no other tensors."""
         for table in self._tables:
             for index, entry in enumerate(table.layout.placed):
                 if entry.tensor.requires_grad and self._model.adds:
-                    table.is_asleep = False  # what is pushed is there after the step only
+                    table.is_asleep = False  # its values exist only after the step: no hook
                 elif entry.tensor.requires_grad and entry.tensor not in self._hooks:
                     table.is_asleep = False
                     hook = _Hook(weakref.ref(self), table, index)
@@ -583,12 +579,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _hooked(self, table: TrainedTable, index: int) -> None:
         self._model.gradient_came()
         arrives = self._options.applies_on_arrival
-        numbers = self._model.numbers(table, self.param_groups) if arrives else ()
-        table.hooked(index, numbers)
+        given = self._model.hyperparameters(table, self.param_groups) if arrives else ()
+        table.hooked(index, given)
 
 
 class _Hook:
-    """A parameter's hook; does not keep its optimizer alive."""
+    """A parameter's hook, with a weak reference to its optimizer."""
 
     def __init__(
         self, optimizer: weakref.ref[DistributedOptimizer], table: TrainedTable, index: int
@@ -604,15 +600,10 @@ class _Hook:
 
 
 def _check_known(imported: Imported, name: str, module: nn.Module) -> None:
-    """Refuse what has tensors that the model does not have: it is another model's.
+    """Refuse an import with tensors that the model does not have. `name` is the optimizer's.
 
-    Tied parameters count under each of their names, as `module.state_dict()` has them; those of
-    the module that another optimizer trains count as well.
-
-    Args:
-        imported: what was imported.
-        name: that of the model's `DistributedOptimizer`.
-        module: the model.
+    Tied parameters count under each of their names, as in `module.state_dict()`; parameters of the
+    module that another optimizer trains count as well.
 
     Raises:
         InvalidCheckpoint: naming some of them.
@@ -631,18 +622,13 @@ def _check_known(imported: Imported, name: str, module: nn.Module) -> None:
 
 
 def _check_reduces_alone(groups: Iterable[Mapping[str, Any]], worker_count: int) -> None:
-    """Refuse parameters whose gradients another reduces among the workers as well: their module is
-    in torch's DistributedDataParallel, since torchrun has started the workers and a framework has
-    taken its variables for its own.
+    """Refuse parameters of a module in torch's DistributedDataParallel, which reduces their
+    gradients as well: a framework wraps modules if it finds torchrun's variables.
 
-    Args:
-        groups: the optimizer's.
-        worker_count: how many workers there are.
-
-    Blocking: looks at all objects of the process, where it is in a process group of several.
+    Blocking: looks at all objects of a process that is in a process group of several.
 
     Raises:
-        InvalidConfig: they are a module's that is in DistributedDataParallel with other processes.
+        InvalidConfig: the module is in DistributedDataParallel with other processes.
     """
     if worker_count == 1 or not distributed.is_available() or not distributed.is_initialized():
         return
@@ -658,7 +644,7 @@ def _check_reduces_alone(groups: Iterable[Mapping[str, Any]], worker_count: int)
             raise InvalidConfig(
                 f"the model is in DistributedDataParallel with {process_count} processes, and this "
                 f"is one of {worker_count} workers: gradients would be reduced twice, and a "
-                "framework deals out the data twice. Train the module itself; where a framework "
+                "framework deals out the data twice. Train the module itself; if a framework "
                 "has wrapped it, remove RANK, WORLD_SIZE and LOCAL_RANK from os.environ after "
                 "ps.connect(), before the framework is set up"
             )

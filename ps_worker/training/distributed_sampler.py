@@ -8,14 +8,12 @@
             ...
 
 Rules:
-    - A batch has been seen when this worker has sealed a step since it was handed to the script: a
-      loader that fetches ahead, and a batch that is in the script's hands when a checkpoint is
-      made, do not count.
-    - A worker's place is its rank. One that comes beyond the number that the cluster was started
-      for has no place of its own: it sees what others see, too, in another order.
-
-What it deliberately does not do: deal an epoch out anew while it runs. Under BSP all workers must
-take equally many steps, and one that joins could not know how many.
+    - A batch is seen once this worker has sealed a step after the script got it: batches that a
+      loader fetched ahead, or that the script still trains on, do not count.
+    - A worker's place is its rank. A worker beyond the number that the cluster was started for
+      shares another's place: it sees the same samples in another order.
+    - An epoch is not distributed anew while it runs, because under BSP all workers must take
+      equally many steps, and a joining worker could not know how many.
 """
 
 from __future__ import annotations
@@ -35,36 +33,36 @@ BatchT = TypeVar("BatchT")
 
 _FIELDS = ("epoch", "length", "place", "places", "seed", "shuffle", "stages", "taken")
 _OTHER_ORDER = 1_000_003
-"""Between the seeds of workers that have the same place."""
+"""The distance of the seeds of workers at the same place."""
 
 
 class DistributedSampler(torch.utils.data.Sampler[int]):
     """torch's DistributedSampler, with a client in the place of `num_replicas` and `rank`, and with
     its position in checkpoints.
 
-    Every worker has equally many samples of an epoch, as many as torch's would give it; each sample
-    is seen once, but for those that make it come out even. In a cluster that was started from a
-    checkpoint it goes on where all workers together were: what was left of the epoch is dealt out
-    among as many workers as there are now, and seen once.
+    Every worker sees equally many samples of an epoch, as many as with torch's sampler; each sample
+    is seen once, except those that make the numbers equal. In a cluster that was started from a
+    checkpoint, the present workers share the samples of the epoch that no worker had seen.
 
     Args:
         client: the worker's.
-        dataset: the data set, or how many samples it has.
-        shuffle: draw another order for every epoch.
-        seed: what the orders are drawn from; the same at every worker.
-        drop_last: leave out the samples that do not come out even; else some are seen twice.
-        name: under which its position is in checkpoints, unique in this worker; None: it is in
-            none, as for validation.
+        dataset: the data set, or the number of its samples.
+        shuffle: draw a new order for every epoch.
+        seed: the seed of the orders; the same at every worker.
+        drop_last: leave out the last samples if they do not divide evenly; else some are seen
+            twice.
+        name: the name of its position in checkpoints, unique in this worker; None keeps it out of
+            checkpoints, as for validation.
 
     Attributes:
-        epoch: the epoch that comes next, or is under way.
+        epoch: the next or running epoch.
 
-    Blocking: reads what the workers of the checkpoint had, where there is one.
+    Blocking: reads the positions of the checkpoint's workers, if there are any.
 
     Raises:
-        InvalidConfig: the name is taken, the data set is empty or has another length than in the
+        InvalidConfig: the name is taken; the data set is empty or has another length than in the
             checkpoint.
-        NotPermitted: the client is no worker's.
+        NotPermitted: the client is not a worker's.
     """
 
     def __init__(
@@ -89,8 +87,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         own_order = client.rank // self.num_replicas * _OTHER_ORDER
         self._plan = Epoch(length, 0, seed + own_order, shuffle)
         self._seed = seed
-        self._begun = 0  # of this worker's share of the stage, before `follow`
-        self._handed = self._settled = 0  # batches since
+        self._begun = 0  # samples of this worker's share of the stage, before `follow`
+        self._handed = self._trained = 0  # batches since
         self._handed_clock = 0
         self._batch_size = 0
         if name is not None:
@@ -101,68 +99,68 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that comes next, or is under way."""
+        """The next or running epoch."""
         return self._plan.number
 
     @property
     def seed(self) -> int:
-        """What the orders are drawn from."""
+        """The seed of the orders."""
         return self._seed
 
     @property
     def shuffle(self) -> bool:
-        """Whether each epoch has another order."""
+        """True if each epoch has a new order."""
         return self._plan.is_shuffled
 
     def set_epoch(self, number: int) -> None:
-        """The epoch that comes next. If it is the one that is under way, or was in the checkpoint,
-        it goes on where it was; another begins at its begin.
+        """Set the next epoch. The running epoch, or the checkpoint's, goes on; another begins at
+        its first sample.
         """
         if number != self._plan.number:
             self._begin(number)
 
     def __len__(self) -> int:
-        """How many samples this worker has before it in the epoch, when `follow` begins."""
+        """The number of samples that this worker has left in the epoch, when `follow` begins."""
         return max(self._share_count - self._begun, 0)
 
     def __iter__(self) -> Iterator[int]:
-        """The numbers of these samples."""
+        """The indexes of these samples."""
         share = share_of(
             self._plan.left(), self._place, self.num_replicas, drop_last=self.drop_last
         )
         return iter(share[self._begun :].tolist())
 
-    # --- where the script is
+    # --- the position
 
     def follow(self, loader: Iterable[BatchT], batch_size: int | None = None) -> Iterator[BatchT]:
-        """The batches of a loader that has this sampler, counted as they are trained on; at the end
-        the next epoch is due.
+        """The batches of a loader with this sampler, counted as they are trained on; at the end the
+        next epoch begins.
 
         Args:
-            loader: a `DataLoader`, or whatever gives batches of this sampler's samples in order.
+            loader: a `DataLoader`, or any iterable of batches of this sampler's samples in order.
             batch_size: samples of a batch; None means the loader's.
 
         Raises:
-            InvalidConfig: the loader does not say how large its batches are.
+            InvalidConfig: the loader has no batch size.
         """
         size = batch_size or getattr(loader, "batch_size", None)
         size = size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         if not size:
             raise InvalidConfig("the loader has no batch_size; give follow(loader, batch_size=...)")
         self._begun = self._taken
-        self._handed = self._settled = 0
+        self._handed = self._trained = 0
         self._batch_size = int(size)
         for batch in loader:
-            self._settled, self._handed_clock = self._done, self._client.engine.steps.newest_clock
+            self._trained, self._handed_clock = self._done, self._client.engine.steps.newest_clock
             self._handed += 1
             yield batch
         self._begin(self._plan.number + 1)
 
     def seek(self, batch_count: int, batch_size: int) -> None:
-        """Go on as a worker does that has seen so many batches since the first epoch began: for one
-        that takes the place of another, `sampler.seek(optimizer.clock, batch_size)`.
+        """Go to the position of a worker that has seen so many batches since the first epoch began:
+        for a late joiner, `sampler.seek(optimizer.clock, batch_size)`.
 
-        It is where the others are if they have taken a step for every batch under BSP, in a run
+        That is the other workers' position if they take a step for every batch under BSP, in a run
         that was not started from a checkpoint within an epoch.
         """
         self._begin(0)
@@ -177,23 +175,23 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
     @property
     def _done(self) -> int:
-        """Batches of those that were handed out that have been trained on."""
+        """The batches that have been trained on, of those handed to the script."""
         is_sealed = self._client.engine.steps.newest_clock > self._handed_clock
-        return self._handed if is_sealed else self._settled
+        return self._handed if is_sealed else self._trained
 
     @property
     def _taken(self) -> int:
-        """Samples of this worker's share of the stage that have been seen."""
+        """The samples of this worker's share of the stage that have been seen."""
         return self._begun + self._done * self._batch_size
 
     def _begin(self, number: int) -> None:
         self._plan = replace(self._plan, number=number, stages=())
-        self._begun = self._handed = self._settled = 0
+        self._begun = self._handed = self._trained = 0
 
     # --- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this worker is in the epoch."""
+        """This worker's position in the epoch."""
         plan = self._plan
         return {
             "epoch": plan.number,
@@ -207,11 +205,11 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from one worker's state, all others having seen as many samples as it had: so it is
-        under BSP. What a cluster's checkpoint has of all workers is loaded without a call.
+        """Go on from one worker's state, if all others have seen as many samples, as under BSP. A
+        cluster's checkpoint, which has all workers' states, needs no call.
 
         Raises:
-            InvalidCheckpoint: it is no such state.
+            InvalidCheckpoint: it is not a sampler's state.
             InvalidConfig: it is of another data set, seed or shuffle.
         """
         self._load([state_dict], alike=True)
@@ -224,14 +222,14 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         for state in states:
             self._check(state)
         number = min(state["epoch"] for state in states)
-        # Of most workers; one that took a place in the middle of the epoch may not know its stages.
+        # A worker that joined within the epoch may not know its stages: take the majority's.
         here = [_stage_in(state) for state in states if state["epoch"] == number]
         stages, places = max(here, key=here.count)
         plan = replace(self._plan, number=number, stages=stages)
         taken: list[int | None] = [None] * places
         for state in states:
             if state["epoch"] > number:  # it had seen all of this one
-                _warn_of_what_comes_again(state)
+                _warn_of_repeated_samples(state)
                 state = {**state, "taken": plan.length}
             elif _stage_in(state) != (stages, places):
                 continue
@@ -248,9 +246,9 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
     def _check(self, state: Mapping[str, Any]) -> None:
         if set(state) != set(_FIELDS):
             raise InvalidCheckpoint(f"a sampler's state of other fields than {', '.join(_FIELDS)}")
-        numbers = ("epoch", "length", "places", "seed", "taken")
-        if not all(isinstance(state[name], int) for name in numbers) or state["places"] < 1:
-            raise InvalidCheckpoint("a sampler's state has no numbers where it should")
+        integers = ("epoch", "length", "places", "seed", "taken")
+        if not all(isinstance(state[name], int) for name in integers) or state["places"] < 1:
+            raise InvalidCheckpoint("a sampler's state has fields that are not integers")
         own = {"length": self._plan.length, "seed": self._seed, "shuffle": self._plan.is_shuffled}
         for name, value in own.items():
             if state[name] != value:
@@ -261,10 +259,10 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 
 
 def _stage_in(state: Mapping[str, Any]) -> tuple[tuple[Stage, ...], int]:
-    """The stages that are over, and the places of the one that is not."""
+    """The ended stages, and the places of the running one."""
     return tuple(map(tuple, state["stages"])), state["places"]
 
 
-def _warn_of_what_comes_again(state: Mapping[str, Any]) -> None:
+def _warn_of_repeated_samples(state: Mapping[str, Any]) -> None:
     if state["taken"]:
         logs.warning("samples_come_again", epoch=state["epoch"], count=state["taken"])

@@ -1,19 +1,19 @@
-"""Which samples of an epoch a worker sees, and what is left of it when others go on: pure.
+"""Each worker's samples of an epoch, and the samples that a restored run has left. Pure.
 
 An epoch is an order of all samples. Its *places*, one for each worker that the cluster was started
-for, take turns: place p has positions p, p + places, p + 2 * places, ... of it. Where a run goes
-on with other workers, what nobody had seen becomes the order of another *stage*, with as many
+for, take turns: place p has positions p, p + places, p + 2 * places, ... If a run goes on with
+other workers, the samples that no worker had seen become the order of another *stage*, with as many
 places as there are workers then.
 
 Rules:
-    - The order of a first stage, and what each place has of it, are those of
+    - The order of a first stage, and the share of each place, are those of
       `torch.utils.data.DistributedSampler` with the same seed, bit for bit.
-    - All places have equally many samples: where they do not come out even, those at the begin of
-      the order are seen again at its end, or those at the end are left out.
+    - All places have equally many samples: if they do not divide evenly, the first of the order are
+      seen again at its end, or the last are left out.
 
 Invariants:
-    PLAN-1  However many stages an epoch has, and however far each place came in each: nothing that
-            is left of it has been seen, and all that was not seen is left.
+    PLAN-1  After any number of stages, whatever each place has seen in each, exactly the samples
+            that were not seen are left.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ import numpy.typing as npt
 import torch
 
 Order = npt.NDArray[np.int64]
-"""Numbers of samples, in the order in which they are seen."""
+"""Indexes of samples, in order."""
 
 Stage = tuple[int, ...]
-"""How many samples each place has seen of a stage that is over; as many as it had places."""
+"""The number of samples that each place has seen of an ended stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """An epoch, from its begin.
+    """An epoch.
 
     Attributes:
         length: samples of the data set.
-        number: which epoch it is, from 0.
-        seed: what its order is drawn from, with its number.
-        is_shuffled: whether it is drawn; else it is that of the data set.
-        stages: those that are over.
+        number: of the epoch, from 0.
+        seed: of its order, together with its number.
+        is_shuffled: the order is drawn; else it is the data set's.
+        stages: the ended ones.
     """
 
     length: int
@@ -51,7 +51,7 @@ class Epoch:
     stages: tuple[Stage, ...] = ()
 
     def left(self) -> Order:
-        """What nobody had seen when the present stage began, in order."""
+        """The samples that no place had seen when the present stage began, in order."""
         if self.is_shuffled:
             generator = torch.Generator().manual_seed(self.seed + self.number)
             order = torch.randperm(self.length, generator=generator).numpy()
@@ -65,7 +65,7 @@ class Epoch:
 
     @property
     def left_count(self) -> int:
-        """How many these are, without drawing them."""
+        """The length of `left`, without drawing it."""
         count = self.length
         for stage in self.stages:
             shares = (-(-(count - place) // len(stage)) for place in range(len(stage)))
@@ -74,12 +74,12 @@ class Epoch:
 
 
 def share_count(left_count: int, places: int, *, drop_last: bool) -> int:
-    """How many samples each place has of so many."""
+    """The number of samples that each place has of a stage."""
     return left_count // places if drop_last else -(-left_count // places)
 
 
 def share_of(left: Order, place: int, places: int, *, drop_last: bool) -> Order:
-    """What one place has of them."""
+    """The samples of one place."""
     count = share_count(len(left), places, drop_last=drop_last)
     if not count:
         return left[:0]
@@ -87,8 +87,8 @@ def share_of(left: Order, place: int, places: int, *, drop_last: bool) -> Order:
 
 
 def stage_of(taken: Sequence[int | None]) -> Stage:
-    """The stage that ends, where each place has seen so many; of one that is not known it is taken
-    for granted that it saw no more than the others: what it did may be seen again.
+    """The stage that ends with `taken` samples seen by each place. An unknown place counts as the
+    least of the others, so its samples may be seen again.
     """
     known = [count for count in taken if count is not None]
     least = min(known, default=0)

@@ -1,4 +1,4 @@
-"""Work that Ctrl-C must not cut in two: a step is sealed on all tables, or on none."""
+"""Work that Ctrl-C must not interrupt: a step is sealed on all tables, or on none."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from types import FrameType
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C takes effect when the block has ended. Only the main thread is ever interrupted.
-
-    For short work: nothing in the block may wait for another process.
+    """Delays Ctrl-C until the block has ended; the block must not wait for another process. Only
+    the main thread is ever interrupted.
     """
     handler = None
     if threading.current_thread() is threading.main_thread():

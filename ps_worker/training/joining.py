@@ -1,13 +1,12 @@
-"""A worker that joins while others train, in the place of one that is gone or beyond the first: it
-begins where the others are.
+"""A late joiner begins at the clock of the other workers.
 
-The view says after which clock it has joined each table (SEMANTICS S6). The tables of one model may
-be joined a step apart; then it ends the steps that it is behind with nothing, so that from then on
-all its tables are as many steps beyond where they began, as the other workers' are. It reads
-nothing before: a read of one table may wait for others who wait for it on another.
+The view has the clock after which it has joined each table (SEMANTICS S6). It may join the tables
+of one model a step apart; then it ends empty steps on those that are behind, so that all its tables
+are equally many steps from their beginning, like the other workers'. It pulls only after that,
+because a pull of one table may wait for workers that wait for this one on another.
 
-Where all workers are new, as when all were started again, none of them joins others that train:
-what they load before their first step has one meaning if all load the same (SEMANTICS S16).
+If all workers are new, because all were started again, none joins others that train: all may load
+the same before their first step (SEMANTICS S16).
 """
 
 from __future__ import annotations
@@ -35,11 +34,7 @@ from ps_worker.training.tables.trained_table import TrainedTable
 
 
 def check_may_join(is_aggregate: bool) -> None:
-    """Refuse what no server could tell a newcomer.
-
-    Raises:
-        InvalidConfig: the parameters are the workers'.
-    """
+    """Raises InvalidConfig with Aggregate, whose parameters no server has."""
     if is_aggregate:
         raise InvalidConfig(
             "this worker joins while others train, and with Aggregate the parameters "
@@ -50,10 +45,7 @@ def check_may_join(is_aggregate: bool) -> None:
 def begin_where_the_others_are(
     client: Client, tables: Sequence[TrainedTable | BufferTable]
 ) -> None:
-    """Put all tables of a model at one step, and read them.
-
-    Blocking: until this worker has joined every table.
-    """
+    """Join every table of a model, bring them to one step, and pull them."""
     joins = client.engine.joins
     client.tables.join([t.handle for t in tables if joins(t.handle.table.table_id)])
     firsts = [table.handle.table.restored_clock or 0 for table in tables]
@@ -70,10 +62,10 @@ def begin_where_the_others_are(
 def joins_nobody(
     client: Client, tables: Sequence[TrainedTable], joined_s: float, *, is_at_start: bool
 ) -> bool:
-    """Whether all workers that are there are new, and none has trained without this one, which has
-    joined these tables at that time; or whether nobody had taken a step by then.
+    """True if all present workers are new, and none has trained without this one, which joined
+    these tables at `joined_s`; or if no worker had taken a step by then.
 
-    Blocking: until that is known, at most `ALL_HERE_WITHIN_S` from when it joined.
+    Blocking: until that is known, at most `ALL_HERE_WITHIN_S` after `joined_s`.
     """
     engine, waited_s = client.engine, now_s() - joined_s
     own, joined_ids = client.session.incarnation, _joined_ids(client, tables)
@@ -98,7 +90,7 @@ def _is_known(view: ClusterView, late_joiner: LateJoiner, waited_s: float) -> bo
 
 
 def clocks_to_pass(client: Client, tables: Sequence[TrainedTable]) -> int:
-    """How many clocks this worker passes before it loads, with others that are new as it is."""
+    """The number of clocks that this worker passes before it loads together with other new ones."""
     joined_ids = _joined_ids(client, tables)
     awake = [table.handle for table in tables if not table.is_asleep]
     clocks = {h.table.table_id: h.clock for h in awake if h.table.table_id in joined_ids}

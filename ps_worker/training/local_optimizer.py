@@ -1,4 +1,4 @@
-"""The torch optimizer that a worker runs itself: `Aggregate`'s and `Add`'s."""
+"""A worker's own torch optimizer, for `Aggregate` and `Add`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,14 @@ from ps_worker.spec.optimizers import Add, Aggregate
 def inner_optimizer(
     optimizer: Aggregate | Add, groups: list[dict[str, Any]]
 ) -> torch.optim.Optimizer:
-    """What the factory makes of parameter groups.
-
-    Raises:
-        InvalidConfig: there is no factory, or it makes something else.
-    """
+    """The factory's torch optimizer for these groups; InvalidConfig if it makes none."""
     kind = type(optimizer).__name__
     if optimizer.factory is None:
         raise InvalidConfig(f"{kind} has no factory; expected one that makes a torch optimizer")
     if not callable(optimizer.factory):
         raise InvalidConfig(
-            f"{kind}'s factory is {type(optimizer.factory).__name__}; expected what makes a torch "
-            "optimizer of parameter groups, such as functools.partial(torch.optim.SGD, lr=0.1)"
+            f"{kind}'s factory is {type(optimizer.factory).__name__}; expected a function of "
+            "parameter groups, such as functools.partial(torch.optim.SGD, lr=0.1)"
         )
     inner = optimizer.factory(groups)
     if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, torch.optim.LBFGS):
@@ -38,17 +34,14 @@ def inner_optimizer(
 
 
 class StateBefore:
-    """The state of an optimizer before a step, a part of which may have to be taken again.
-
-    Costs a copy of that state.
-    """
+    """A copy of an optimizer's state before a step that may have to be repeated in part."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._state = {tensor: copy.deepcopy(kept) for tensor, kept in optimizer.state.items()}
+        self._state = {tensor: copy.deepcopy(state) for tensor, state in optimizer.state.items()}
 
     def step_again(self, tensors: AbstractSet[torch.Tensor]) -> None:
-        """Take the step again for these tensors alone, as if it had not been taken before."""
+        """Repeat the step for these tensors alone, from the copied state."""
         state = self._optimizer.state
         for tensor in tensors:
             if tensor in self._state:

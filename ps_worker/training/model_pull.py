@@ -1,15 +1,14 @@
 """`pull_model`: a whole model from the servers, for evaluators and servers of predictions.
 
 Rules:
-    - The tables of a `DistributedOptimizer` are found by its name, their tensors by the names that
-      the model has for its parameters and persistent buffers.
-    - A consistent read takes all tables that train at one clock; but for BSP it cuts them first.
-      Under ASP no clock is one of all workers: each part is read as it is.
+    - The name of a `DistributedOptimizer` finds its tables; the names of the model's parameters and
+      persistent buffers find their tensors.
+    - A consistent pull takes all trained tables at one clock; under SSP it cuts them first. Under
+      ASP no clock is one of all workers: each table is pulled as it is.
     - Groups added later count from the clock in their tables' names ("model/1@120/float32"); tables
-      of parameters that were frozen at first count from when they were unfrozen, and are read at
+      of parameters that were frozen at first count from when they were unfrozen, and are pulled at
       their own newest clock.
-
-What it deliberately does not do: read the parameters of `Aggregate`, which are the workers'.
+    - Parameters of `Aggregate` cannot be pulled, because the workers have them.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ if TYPE_CHECKING:
     from ps_worker.steps.steps import Pulled, PullTicket, TableHandle
 
 _ATTEMPT_S = 10.0
-"""How long one attempt waits for its clock: training may have ended before it."""
+"""The longest that one attempt waits for its clock, because training may have ended before it."""
 
 
 def table_prefix(name: str, group: int, clock: int) -> str:
-    """The first parts of the names of a group's tables; `clock` is that of the group's birth."""
+    """The beginning of the names of a group's tables; `clock` is that of the group's birth."""
     return f"{name}/{group}" + (f"@{clock}" if clock else "")
 
 
 def birth_clock(table_name: str) -> int:
-    """The clock that `table_prefix` was given."""
+    """The clock in a name with a `table_prefix`."""
     _, _, clock = table_name.split("/")[1].partition("@")
     return int(clock or 0)
 
 
 def known_birth(name: str, group: int, table_names: Iterable[str]) -> int | None:
-    """The clock that a group's tables were born at; None: none of these is of that group."""
+    """The clock of a group's birth; None if none of these tables is of that group."""
     begins = f"{name}/{group}"
     for each in table_names:
         if each.startswith((f"{begins}/", f"{begins}@")):
@@ -76,18 +75,18 @@ def pull_model(
     """Pull parameters and buffers that a `DistributedOptimizer` trains into a model.
 
     Args:
-        client: a reader's client, or a worker's, which reads at its own clock.
+        client: a reader's client, or a worker's, which pulls at its own clock.
         model: the same architecture as the workers'; its values are replaced.
         name: the optimizer's name.
-        consistent: the state after one and the same step in every part. Under SSP that holds up the
-            workers that are ahead for a moment; under ASP there is no such state. With False each
-            part is as new as it comes.
-        timeout_s: how long it may take; None means the client's request_deadline_s.
+        consistent: the state after the same step in every table. Under SSP workers that are ahead
+            wait for a moment; under ASP there is no such state. With False each table is pulled at
+            its newest state.
+        timeout_s: None means the client's request_deadline_s.
 
     Returns:
-        The clock that was read: the number of the step (0 where nothing tells: ASP).
+        The pulled clock: the number of the step (0 if unknown: ASP).
 
-    Blocking: until the tables exist, rank 0 has given their first values, and all has been read.
+    Blocking: until the tables exist, rank 0 has given their first values, and all are pulled.
 
     Raises:
         TableNotFound: a parameter or buffer is in no table; the message names it.
@@ -101,24 +100,24 @@ def pull_model(
     tables = _find_tables(client, name, targets, end_s)
     for table in tables:
         _check(table, targets)
-    parts = [_Part(client, table) for table in tables]
-    training = [part for part in parts if not part.table.name.endswith("/frozen")]
+    pulls = [_TablePull(client, table) for table in tables]
+    training = [pull for pull in pulls if not pull.table.name.endswith("/frozen")]
     modes = {client.consistency_of(table).mode for table in tables}
     if not consistent or not client.is_reader or not training or Mode.ASP in modes:
-        clock = _read(training, consistent and modes == {Mode.BSP}, end_s)
+        clock = _pull(training, consistent and modes == {Mode.BSP}, end_s)
     elif modes == {Mode.BSP}:
-        clock = _read_at_one_clock(training, end_s)
+        clock = _pull_at_one_clock(training, end_s)
     else:
-        clock = _read_by_cut(training, end_s)
-    _read([part for part in parts if part not in training], consistent, end_s)
-    for part in parts:
-        part.write(targets)
+        clock = _pull_by_cut(training, end_s)
+    _pull([pull for pull in pulls if pull not in training], consistent, end_s)
+    for pull in pulls:
+        pull.write(targets)
     return clock
 
 
 @dataclass(eq=False)
-class _Part:
-    """A table and the memory that it is read into."""
+class _TablePull:
+    """A table and the memory that it is pulled into."""
 
     client: Client
     table: TableHandle
@@ -190,30 +189,30 @@ def _check(table: TableHandle, targets: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _read(parts: Sequence[_Part], consistent: bool, end_s: float) -> int:
-    tickets = [(part.birth, part.start(consistent, end_s)) for part in parts]
-    for part in parts:
-        part.pending.wait()
+def _pull(pulls: Sequence[_TablePull], consistent: bool, end_s: float) -> int:
+    tickets = [(pull.birth, pull.start(consistent, end_s)) for pull in pulls]
+    for pull in pulls:
+        pull.pending.wait()
     return min((birth + ticket.future.result().clock for birth, ticket in tickets), default=0)
 
 
-def _read_at_one_clock(parts: Sequence[_Part], end_s: float) -> int:
-    """Names a clock for all tables; a little further ahead each time that they were faster."""
-    smallest = min(parts, key=lambda part: part.table.element_count)
+def _pull_at_one_clock(pulls: Sequence[_TablePull], end_s: float) -> int:
+    """Pull all tables at one clock, further ahead each time that a table had passed it."""
+    smallest = min(pulls, key=lambda pull: pull.table.element_count)
     margin = 0
     clock: int | None = None
     while True:
         if clock is None:
-            clock = _read([smallest], consistent=True, end_s=end_s)
+            clock = _pull([smallest], consistent=True, end_s=end_s)
         try:
-            _attempt(parts, clock, min(end_s, now_s() + _ATTEMPT_S))
+            _attempt(pulls, clock, min(end_s, now_s() + _ATTEMPT_S))
             return clock
         except AlreadyPast as past:
             margin = max(1, 2 * margin)
             clock = max(clock, past.clock) + margin
             if now_s() >= end_s:
                 raise WaitExpired(
-                    f"no clock could be read before the servers had passed it: {past.message}"
+                    f"no clock could be pulled before the servers had passed it: {past.message}"
                 ) from past
         except WaitExpired:
             if now_s() >= end_s:
@@ -221,36 +220,36 @@ def _read_at_one_clock(parts: Sequence[_Part], end_s: float) -> int:
             margin, clock = 0, None  # training has paused or ended before that clock
 
 
-def _read_by_cut(parts: Sequence[_Part], end_s: float) -> int:
-    """Holds all tables where they are, and reads them at the highest clock of any."""
-    tables = [part.table for part in parts]
+def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int:
+    """Suspend updates of all tables, and pull them at the highest clock of any."""
+    tables = [pull.table for pull in pulls]
     while True:
         lasts_s = min(limits.DEFAULT_CUT_S, max(end_s - now_s(), 0.001))
-        with parts[0].client.tables.cut(tables, lasts_s) as (cut, clocks):
-            clock = max(clock + part.birth for part, clock in zip(parts, clocks, strict=True))
+        with pulls[0].client.tables.cut(tables, lasts_s) as (cut, clocks):
+            clock = max(clock + pull.birth for pull, clock in zip(pulls, clocks, strict=True))
             try:
-                _attempt(parts, clock, now_s() + lasts_s, cut)
+                _attempt(pulls, clock, now_s() + lasts_s, cut)
                 return clock
             except (AlreadyPast, WaitExpired):
                 if now_s() >= end_s:
                     raise
 
 
-def _attempt(parts: Sequence[_Part], clock: int, end_s: float, cut: int = 0) -> None:
-    """Reads all parts at one clock, or raises when none of them is being written any more.
+def _attempt(pulls: Sequence[_TablePull], clock: int, end_s: float, cut: int = 0) -> None:
+    """Pull all tables at one clock; raises once none of them is being written any more.
 
     Raises:
-        AlreadyPast: a table is further; its `clock` is counted from the model's birth.
+        AlreadyPast: a table is past it; the error's `clock` counts from the model's birth.
         WaitExpired: the clock did not come in time.
     """
     failure: AlreadyPast | WaitExpired | None = None
-    for part in parts:
-        part.start(True, end_s, Moment(max(clock - part.birth, 0), cut))
-    for part in parts:
+    for pull in pulls:
+        pull.start(True, end_s, Moment(max(clock - pull.birth, 0), cut))
+    for pull in pulls:
         try:
-            part.pending.wait()
+            pull.pending.wait()
         except AlreadyPast as past:
-            furthest = max(past.clock + part.birth, failure.clock if failure else 0)
+            furthest = max(past.clock + pull.birth, failure.clock if failure else 0)
             failure = AlreadyPast(past.message, clock=furthest)
         except WaitExpired as late:
             failure = failure or late

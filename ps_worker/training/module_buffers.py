@@ -1,13 +1,11 @@
 """A module's buffers (BatchNorm's running statistics) as tables, so that all workers share them.
 
 Rules:
-    - Persistent buffers only: the others are caches, which every process makes for itself.
+    - Only persistent buffers are shared: the others are caches, which every process makes itself.
     - Floating-point buffers have a table of their dtype; integers and booleans share one of
       float64, which holds every integer up to 2**53, and are rounded when they come back.
-    - "rank0": rank 0's values replace everybody's in each step. "mean": the mean of the workers'.
-
-What it deliberately does not do: take part in the update of parameters: a step that is skipped
-there has moved the running statistics all the same, as it does in one process.
+    - "rank0": rank 0's values replace all others in each step. "mean": the mean of the workers'.
+    - Buffers of a step that is skipped count, as in one process.
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ if TYPE_CHECKING:
     from ps_worker.steps.steps import Pulled, PullTicket, TableStep
 
 MAX_EXACT_INTEGER = 2**53
-"""The largest integer up to which float64 holds every one."""
+"""The integer up to which float64 holds every one."""
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that `module.state_dict()` has, each once, in order of registration; a compiled
-    module's by the names of the plain one.
+    """The buffers of `module.state_dict()`, each once, in order of registration, by the names of
+    the plain module if it is compiled.
     """
     seen: set[int] = set()
     for prefix, child in module.named_modules():
@@ -51,7 +49,7 @@ def buffer_layouts(prefix: str, module: nn.Module) -> list[FlatLayout]:
     """The tables of a module's buffers, in order of first appearance.
 
     Raises:
-        InvalidConfig: a buffer of a type that no table has.
+        InvalidConfig: no table can have a buffer's dtype.
     """
     bins: dict[tuple[str, DType], list[tuple[str, torch.Tensor]]] = {}
     for name, buffer in persistent_buffers(module):
@@ -72,7 +70,7 @@ def buffer_layouts(prefix: str, module: nn.Module) -> list[FlatLayout]:
 
 
 def write_values(target: torch.Tensor, values: torch.Tensor) -> None:
-    """`values` into `target`, rounded to the nearest where `target` holds integers."""
+    """Write `values` into `target`, rounded to the nearest integer if `target` has integers."""
     with torch.no_grad():
         if target.dtype is torch.bool:
             target.copy_(values.round() != 0)
@@ -89,8 +87,8 @@ class BufferTable:
 
     Args:
         client: a worker's client.
-        module: whose buffers they are.
-        layout: which of them, and where they lie.
+        module: the buffers' module.
+        layout: the buffers and their places.
         options: the optimizer's options; `buffers` is not None.
 
     Blocking: until the table exists.
@@ -116,18 +114,18 @@ class BufferTable:
             dtype=layout.dtype.value,
             init=FromRank0(),
             consistency=options.consistency.without_policy(),
-            # One contributor or none in the case of rank0, whose sum is its values, bit for bit.
+            # "rank0" has at most one contributor, whose sum is its values, bit for bit.
             reduction="mean" if options.buffers == "mean" else "sum",
             block_elements=options.block_elements,
             allow_non_finite=True,
         )
 
     def begin_assign(self) -> None:
-        """Rank 0: gives the servers its buffers."""
+        """Give the servers rank 0's buffers."""
         self._pending.add(self._push(self._client.tables.begin_assign(self.handle)).seal())
 
     def push(self) -> None:
-        """Sends the buffers as they are now, where it is this worker's to do.
+        """Push the present buffers, if this worker publishes them.
 
         Raises:
             InvalidTensor: a buffer has another shape than at the start, or is too large an integer.
@@ -136,10 +134,7 @@ class BufferTable:
             self._push(self._client.tables.begin_step(self.handle))
 
     def seal(self) -> None:
-        """Ends the step on this table, and asks for the outcome.
-
-        Blocking: no; `finish` waits.
-        """
+        """End the step on this table, and begin to pull; `finish` waits."""
         step = self._client.tables.begin_step(self.handle)
         self._pending.add(step.seal(skip=not self._publishes))
         if self._receives:
@@ -147,48 +142,41 @@ class BufferTable:
 
     @property
     def is_pulled(self) -> bool:
-        """Whether each step brings the buffers."""
+        """True if each step pulls the buffers."""
         return self._receives
 
     def pass_clock(self) -> None:
-        """Seals a step in which the buffers have no part.
-
-        Blocking: no; `settle` waits.
-        """
+        """Seal a step in which the buffers have no part; `wait_pending` waits."""
         self._pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
 
     def begin_pull(self) -> None:
-        """Asks for the buffers as of this worker's clock."""
+        """Begin to pull the buffers at this worker's clock."""
         self._pull = self._client.pulls.start(self.handle, self._received.raw)
         self._pending.add(self._pull)
 
-    def settle(self) -> None:
-        """Waits for a step that an earlier call could not see the end of.
-
-        Raises:
-            PushpullError: as `Client.wait`.
-        """
+    def wait_pending(self) -> None:
+        """Wait for a step that an earlier call did not see the end of."""
         self._pending.wait()
 
     def left(self) -> None:
-        """The wait for the buffers has ended early, and the script goes on: what it changes in them
-        from now on is not written over.
+        """A wait for the buffers was given up, and the script goes on: its changes of them from now
+        on are not overwritten.
         """
         if self._pull is not None and not self._left:
             current = self._current(self._received)
             self._left = {name: buffer.detach().clone() for name, buffer, _ in current}
 
     def finish(self) -> None:
-        """Waits for the end of the step; the module then has the buffers that all workers have,
-        save those that were changed while it was waited for. A pull that has expired is begun
+        """Wait for the end of the step, and write the pulled buffers into the module, except those
+        that the script has changed since a wait was given up. A pull that has expired is begun
         again.
 
         Raises:
-            PushpullError: as `Client.wait`; what is not done stays to be settled.
+            PushpullError: as `Client.wait`; a later call waits for the rest.
         """
         if self._pull is not None and self._pull.has_expired:
             self.begin_pull()
-        self.settle()
+        self.wait_pending()
         pull, self._pull = self._pull, None
         if pull is not None:
             before, self._left = self._left, {}
@@ -205,7 +193,7 @@ class BufferTable:
         return step
 
     def _current(self, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Each buffer as the module has it now, since modules may put a new tensor in its place."""
+        """Each buffer as the module has it now, because modules may replace the tensor."""
         for entry, view in zip(self._layout.placed, flat.views, strict=True):
             yield entry.name, self._module.get_buffer(entry.name), view
 

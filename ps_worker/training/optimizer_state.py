@@ -1,16 +1,14 @@
-"""What a `DistributedOptimizer` has of its own at a worker: its parameter groups as torch.optim
-saves them, and all of it for checkpoints.
+"""A worker's own state of a `DistributedOptimizer`: its parameter groups in torch.optim's form, and
+its attached state for checkpoints.
 
-The servers have the parameters and their optimizers' state. A worker has the numbers of its groups,
-which schedules change; with `Aggregate` and `Add` a local optimizer; with `Aggregate` the
-parameters, too.
+The servers have the parameters and the optimizer state (`served_state`). A worker has the
+hyperparameters of its groups, which schedules change; with `Aggregate` and `Add` a local optimizer;
+with `Aggregate` the parameters, too.
 
 Rules:
     - A saved group has every key of the namesake's, so that torch's own `load_state_dict` takes it.
-    - A group that is loaded is checked before anything is taken over. What torch says how to
-      compute with (`foreach`, `fused`, ...) is kept and has no effect here.
-
-What it deliberately does not do: touch state of the servers (`ps_worker.training.served_state`).
+    - All groups are checked before one is loaded. torch's switches of implementation (`foreach`,
+      `fused`, ...) are loaded and have no effect here.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ from ps_worker.spec.optimizers import ServerOptimizer
 
 _OWN_KEYS = ("params", "param_names")
 _DECOUPLED = "decoupled_weight_decay"
-"""How torch tells Adam and AdamW apart."""
+"""The key by which torch tells Adam and AdamW apart."""
 
 _ADAMS = {"Adam": False, "AdamW": True}
 
 
 def fill_groups(groups: Sequence[dict[str, Any]], optimizer: ServerOptimizer) -> None:
-    """What groups lack that those of the torch.optim namesake have; nothing where there is none."""
+    """Fill in the keys that groups of the torch.optim namesake have, if there is one."""
     cls = getattr(torch.optim, type(optimizer).__name__, None)
     if cls is None:
         return
@@ -46,10 +44,11 @@ def fill_groups(groups: Sequence[dict[str, Any]], optimizer: ServerOptimizer) ->
 def checked_groups(
     saved: object, groups: Sequence[Mapping[str, Any]], optimizer: ServerOptimizer
 ) -> list[dict[str, Any]]:
-    """The groups as they will be when `saved` has been taken over, with their own parameters.
+    """The groups of `saved`, with the parameters of `groups`.
 
     Raises:
-        InvalidConfig: there are others, of other sizes, or another optimizer's.
+        InvalidConfig: `saved` has another number of groups or parameters, or is another
+            optimizer's.
     """
     if not isinstance(saved, Sequence) or not all(isinstance(each, Mapping) for each in saved):
         raise InvalidConfig("the state_dict has no 'param_groups'; expected a torch optimizer's")
@@ -66,9 +65,9 @@ def checked_groups(
                 f"optimizer's has {len(own['params'])}"
             )
         _check_kind(number, theirs, own, optimizer)
-        kept = {key: own[key] for key in (*_OWN_KEYS, "clamp") if key in own}
+        own_values = {key: own[key] for key in (*_OWN_KEYS, "clamp") if key in own}
         new = copy.deepcopy({key: value for key, value in theirs.items() if key not in _OWN_KEYS})
-        found.append({**kept, **new})
+        found.append({**own_values, **new})
     return found
 
 
@@ -77,10 +76,10 @@ def _check_kind(
 ) -> None:
     name = type(optimizer).__name__
     optional = {"clamp", "initial_lr", *_OWN_KEYS}
-    lacking = sorted((optimizer.defaults().keys() & own.keys()) - optional - theirs.keys())
-    if lacking:
+    missing = sorted((optimizer.defaults().keys() & own.keys()) - optional - theirs.keys())
+    if missing:
         raise InvalidConfig(
-            f"parameter group {number} of the state_dict has no '{lacking[0]}', which {name} "
+            f"parameter group {number} of the state_dict has no '{missing[0]}', which {name} "
             "needs: it is another optimizer's"
         )
     expected = _ADAMS.get(name)
@@ -94,13 +93,13 @@ def _check_kind(
 def numbered(
     state: Mapping[Any, Any], saved: Sequence[Mapping[str, Any]]
 ) -> dict[int, Mapping[str, Any]]:
-    """State by the place of its parameter among all; `saved` says which number each had.
+    """State by the place of its parameter among all; `saved` has the number of each parameter.
 
     Raises:
-        InvalidConfig: state of a parameter that no group has, or that is no dict.
+        InvalidConfig: no group has a state's parameter, or the state is not a dict.
     """
-    numbers = [number for group in saved for number in group["params"]]
-    places = {number: place for place, number in enumerate(numbers)}
+    in_order = (number for group in saved for number in group["params"])
+    places = {number: place for place, number in enumerate(in_order)}
     found: dict[int, Mapping[str, Any]] = {}
     for number, entry in state.items():
         if number not in places:
@@ -118,7 +117,7 @@ def numbered(
 
 
 class _Optimizer(Protocol):
-    """A `DistributedOptimizer`, of which this is known."""
+    """A `DistributedOptimizer`, which imports this module."""
 
     param_groups: list[dict[str, Any]]
 
@@ -129,12 +128,7 @@ class _Optimizer(Protocol):
 
 
 class OptimizerState:
-    """The state of one.
-
-    Args:
-        optimizer: whose.
-        keeps_parameters: whether the parameters belong to it.
-    """
+    """The attached state of a `DistributedOptimizer`; with `keeps_parameters` it has them, too."""
 
     def __init__(self, optimizer: _Optimizer, keeps_parameters: bool) -> None:
         self._optimizer = optimizer
@@ -142,10 +136,10 @@ class OptimizerState:
         self._later: Mapping[str, Any] | None = None  # it has groups that are not there yet
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers by group; the local optimizer's state; the parameters in order."""
+        """Hyperparameters by group; the local optimizer's state; the parameters in order."""
         groups = self._optimizer.param_groups
-        numbers = [{k: v for k, v in group.items() if k not in _OWN_KEYS} for group in groups]
-        found: dict[str, Any] = {"numbers": numbers}
+        by_group = [{k: v for k, v in group.items() if k not in _OWN_KEYS} for group in groups]
+        found: dict[str, Any] = {"numbers": by_group}
         if self._optimizer.has_local_state:
             found["local"] = self._optimizer.state_dict()["state"]
         if self._keeps_parameters:
@@ -153,12 +147,10 @@ class OptimizerState:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` gave. What it has of groups that are not there yet is for
-        `group_added`.
+        """Load the result of `state_dict`; `group_added` loads groups that do not exist yet.
 
         Raises:
-            InvalidCheckpoint: it is of an optimizer with fewer groups or other parameters; nothing
-                has changed.
+            InvalidCheckpoint: it has fewer groups or other parameters; nothing has changed.
         """
         saved_count, count = len(state["numbers"]), len(self._optimizer.param_groups)
         if saved_count < count:
@@ -171,10 +163,10 @@ class OptimizerState:
             logs.warning("parameter_groups_missing", checkpoint=saved_count, optimizer=count)
 
     def group_added(self) -> None:
-        """There is another group, the last: it goes on as it was in the checkpoint, if that has it.
+        """Load the last group, which is new, if the checkpoint has it.
 
         Raises:
-            InvalidCheckpoint: its parameters were others.
+            InvalidCheckpoint: it has other parameters.
         """
         if self._later is not None:
             count = len(self._optimizer.param_groups)
@@ -183,7 +175,7 @@ class OptimizerState:
                 self._later = None
 
     def _take(self, state: Mapping[str, Any], first: int) -> None:
-        """Take over what `state` has of the groups from `first` on."""
+        """Load the groups from `first` on."""
         groups = self._optimizer.param_groups
         begin = sum(len(group["params"]) for group in groups[:first])
         own = self._parameters()[begin:]
@@ -195,8 +187,8 @@ class OptimizerState:
             group.update(saved)
         if self._optimizer.has_local_state and "local" in state:
             now = self._optimizer.state_dict()
-            numbers = range(begin, begin + len(own))
-            local = {k: v for k, v in state["local"].items() if k in numbers}
+            places = range(begin, begin + len(own))
+            local = {k: v for k, v in state["local"].items() if k in places}
             self._optimizer.load_state_dict({**now, "state": {**now["state"], **local}})
         with torch.no_grad():
             for parameter, values in zip(own, parameters, strict=False):

@@ -1,20 +1,21 @@
 """The edits of one step, in their order.
 
     parameters                  one, which replaces them
-    optimizer state, and        one for each array, and for the parameters that were changed: laid
-    perhaps parameters          beside what there is; the last, of `step`, puts all in place
+    optimizer state, and        one for each array, and for the changed parameters: staged beside
+    perhaps parameters          the present ones; the last, of `step`, puts all in place
     before these                one for each clock after which another new worker has joined, and
                                 this one has not taken: it changes nothing
-    frozen parameters           one more, on the tables that sleep, once the others have agreed
+    frozen parameters           one more, on the tables that sleep, once the others are committed
 
 Rules:
-    - Each is a clock of its own: a clock stages no more than a step does (S16).
-    - All have one name, of all that is changed. So workers that disagree about any of it disagree
-      at the first.
-    - A wait that expired leaves what is left to the next call. A refusal begins all of it anew.
+    - Each edit is a clock of its own, because a clock stages no more than a step does (S16).
+    - All edits have one name, which covers all changes, so workers that disagree about any change
+      disagree at the first edit.
+    - A wait that expires leaves the other edits to the next call. A refusal begins all of them
+      anew.
 
 Invariants:
-    EDIT-1  What is next is asked for only while there is something.
+    EDIT-1  The next edit is asked for only while there is one.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ REMEDIES = (
     "Do the same at every rank before the same step: the same seed, the same checkpoint. To clamp "
     "in every step, give the optimizer clamp=(least, greatest)"
 )
-"""What to do where the workers of a step disagree."""
+"""The advice if the workers of a step disagree."""
 
 PASSED = "passed"
-"""What is next when a clock is passed with an edit that changes nothing: no array has that name."""
+"""The edit of a clock that changes nothing; no array has that name."""
 
 ASLEEP = "asleep"
-"""What is next when the parameters of tables that sleep are: no array has that name."""
+"""The edit of the parameters of tables that sleep; no array has that name."""
 
 
 Edited = Mapping["TrainedTable", Sequence[int]]
-"""Parameters that were changed, by table, as places in its layout."""
+"""Changed parameters by table, as places in its layout."""
 
 
 class PlannedEdits:
-    """What a step has to give the servers before its gradients.
+    """The edits that a step has to give the servers before its gradients.
 
     Attributes:
-        edited: the parameters that were changed.
-        problem: why their values are none; empty if they are.
-        digest: names all that is changed.
-        edit_digest: names the parameters that were changed.
+        edited: the changed parameters.
+        problem: the reason why their values are invalid; empty if they are valid.
+        digest: a name of all changes.
+        edit_digest: a name of the changed parameters.
     """
 
     def __init__(self) -> None:
@@ -78,10 +79,8 @@ class PlannedEdits:
     def plan(
         self, edited: Edited, loaded: LoadedState | None, problem: str, passed_count: int = 0
     ) -> None:
-        """These are to be given to the servers: at least one of them; so many clocks are passed
-        before.
-
-        Blocking: as `edits.digest_of`.
+        """Plan changed parameters, loaded state or both, after `passed_count` empty edits. Blocks
+        as `digest_of`.
         """
         self.edited, self._loaded, self.problem = edited, loaded, problem
         self._left.clear()
@@ -92,7 +91,9 @@ class PlannedEdits:
             self._left.extend([VALUES_ARRAY] if edited else [])
             self._left.extend(loaded.names)
         if not problem and any(table.is_asleep for table in edited):
-            self._left.append(ASLEEP)  # a table that sleeps is stepped only where all mean it
+            self._left.append(
+                ASLEEP
+            )  # a table that sleeps takes a step only if all workers edit it
         self.digest = self.edit_digest = b"" if problem else digest_of(edited)
         if loaded is not None:
             whole = self.digest + loaded.digest
@@ -100,14 +101,16 @@ class PlannedEdits:
 
     @property
     def next(self) -> str:
-        """The array that is to be laid beside or put in place; empty: parameters, at once; ASLEEP:
-        those of tables that sleep, at once; PASSED: nothing.
+        """The array of the next edit; empty: parameters, at once; ASLEEP: those of tables that
+        sleep, at once; PASSED: none.
         """
         check(bool(self._left), "EDIT-1", "nothing is planned")
         return self._left[0]
 
     def values(self, table: TrainedTable) -> torch.Tensor | None:
-        """Of the array that is next, a table's; None if it has none. Parameters have their own."""
+        """A table's values of the next edit's array; None if it has none, or the array has
+        parameters.
+        """
         check(self._loaded is not None, "EDIT-1", "no state was loaded")
         if self._loaded is None:
             return None
@@ -115,20 +118,19 @@ class PlannedEdits:
 
     @property
     def is_in_place_with_next(self) -> bool:
-        """Whether all that is planned is in place when the servers have what is next."""
+        """True if all planned edits are in place once the servers have the next."""
         return len(self._left) - (ASLEEP in self._left) <= 1
 
     def taken(self) -> None:
-        """The servers have what was next."""
+        """The servers have the next edit."""
         self._left.popleft()
 
     def forget(self) -> None:
-        """Nothing is planned any more."""
         self._left.clear()
 
 
 def load_refused(name: str, why: str) -> str:
-    """The message of loaded state that no step can take."""
+    """The message about loaded state that no step can take."""
     return (
         f"optimizer state was loaded into '{name}', {why}. Nothing was sent. Load it under BSP: "
         "set_consistency('bsp') at every worker, load_state_dict(), step(), and "
@@ -138,7 +140,7 @@ def load_refused(name: str, why: str) -> str:
 
 
 def names_of(edited: Edited) -> str:
-    """Which parameters they are, in words; of many the first few."""
+    """The names of the first few parameters, and the number of the others."""
     names = [f"'{name}'" for name in _names(edited)]
     more_count = len(names) - _NAMED_COUNT
     words = ", ".join(names[:_NAMED_COUNT])
@@ -152,9 +154,8 @@ def _names(edited: Edited) -> Iterator[str]:
 
 
 def digest_of(edited: Edited) -> bytes:
-    """What names an edit: the same at all workers that changed the same to the same values.
-
-    Blocking: brings what was changed into host memory.
+    """The name of an edit: the same at all workers that made the same changes. Copies the changed
+    parameters into host memory.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for table, indexes in edited.items():
@@ -168,7 +169,7 @@ def digest_of(edited: Edited) -> bytes:
 
 
 def problem_of(edited: Edited, *, may_be_infinite: bool) -> str:
-    """Why values are no parameters of the table; empty if they are."""
+    """The reason why the table cannot have these values; empty if it can."""
     for table, indexes in edited.items():
         for index in indexes:
             entry, expected = table.layout.placed[index], table.handle.spec.tensors[index].shape

@@ -1,4 +1,4 @@
-"""The optimizer state that the servers hold, in torch.optim's own layout: read, and loaded.
+"""The servers' optimizer state in torch.optim's own layout: pulled, and loaded.
 
     optimizer.state_dict()          pulls each array of each table, and cuts it into tensors
     optimizer.load_state_dict(sd)   checks `sd`, and lays it out as tables have it; the next `step`
@@ -6,12 +6,9 @@
 
 Rules:
     - A tensor that has taken no step has no entry, as in torch; Adagrad's have one from the start.
-    - State is float32 (float64 for float64 parameters), as the servers compute with, whatever the
-      dtype of the parameters.
-    - What is loaded replaces all state of all tables: a tensor without an entry begins anew.
-
-What it deliberately does not do: send anything, or know groups
-(`ps_worker.training.distributed_optimizer`).
+    - State is float32 (float64 for float64 parameters), the servers' arithmetic, whatever the dtype
+      of the parameters.
+    - Loaded state replaces all state of all tables: a tensor without an entry begins anew.
 """
 
 from __future__ import annotations
@@ -39,23 +36,23 @@ if TYPE_CHECKING:
     from ps_worker.training.tables.trained_table import TrainedTable
 
 Arrays: TypeAlias = dict[str, torch.Tensor]
-"""Of one table, by name: each 1-D, all its elements."""
+"""The arrays of one table, by name: each 1-D, all its elements."""
 
 State: TypeAlias = Mapping[int, Mapping[str, Any]]
-"""As a torch optimizer's `state_dict` has it, by the place of the parameter among all."""
+"""The state in a torch optimizer's `state_dict`, by the place of the parameter among all."""
 
 _DIGEST_BYTES = 16
 _MOMENTUM = "momentum_buffer"
-"""Made by torch only where there is momentum."""
+"""An array that torch makes only with momentum."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedState:
-    """Optimizer state that was loaded, and that the servers do not have yet.
+    """Loaded optimizer state that the servers do not have yet.
 
     Attributes:
         arrays: of each table that is awake.
-        names: the arrays in the order in which they are given to the servers.
+        names: the arrays, in the order in which the servers get them.
         digest: the same at all workers that loaded the same.
     """
 
@@ -65,10 +62,7 @@ class LoadedState:
 
 
 def loaded_state(arrays: Mapping[TrainedTable, Arrays]) -> LoadedState:
-    """What `arrays_of` made, to be given to the servers.
-
-    Blocking: reads all of it.
-    """
+    """The result of `arrays_of`, with its digest."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     names: dict[str, None] = {}
     for table, own in arrays.items():
@@ -81,12 +75,7 @@ def loaded_state(arrays: Mapping[TrainedTable, Arrays]) -> LoadedState:
 
 
 def is_same(arrays: Mapping[TrainedTable, Arrays], others: Mapping[TrainedTable, Arrays]) -> bool:
-    """Whether what is to be loaded is what there is already: then nothing is to be done.
-
-    Args:
-        arrays: what is to be loaded.
-        others: what there is; what it lacks is zeros.
-    """
+    """True if `arrays` equal `others`, whose missing arrays are zeros."""
     return all(
         same_bits(values, others[table][name]) if name in others[table] else not values.any()
         for table, own in arrays.items()
@@ -98,12 +87,12 @@ def is_same(arrays: Mapping[TrainedTable, Arrays], others: Mapping[TrainedTable,
 
 
 def pulled_arrays(client: Client, tables: Sequence[TrainedTable]) -> dict[TrainedTable, Arrays]:
-    """All state of these tables, at the clock that this worker has on each.
+    """All state of these tables, at this worker's clock on each.
 
-    Under BSP that is one state of all tables: nobody changes it before this worker takes its next
-    step. Elsewhere each array is as it is when it is read.
+    Under BSP that is one state of all tables, which does not change before this worker's next step;
+    else each array is of the moment of its pull.
 
-    Blocking: until every server has answered; an array for each that the optimizer has.
+    Blocking: until every server has answered.
 
     Raises:
         PushpullError: as `Client.wait`.
@@ -113,7 +102,7 @@ def pulled_arrays(client: Client, tables: Sequence[TrainedTable]) -> dict[Traine
     wanted = [
         (table, name)
         for table in tables
-        if found[table][STEP_ARRAY].any() or _begins_with_state(table)  # else all is zeros
+        if found[table][STEP_ARRAY].any() or _begins_with_state(table)  # else zeros
         for name in table.handle.spec.optimizer.state_arrays
     ]
     _pull(client, wanted, found)
@@ -139,12 +128,7 @@ def _pull(
 def torch_state(
     arrays: Mapping[TrainedTable, Arrays], groups: Sequence[Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """The state of each parameter as its torch.optim namesake has it.
-
-    Args:
-        arrays: of each table; not copied.
-        groups: torch's parameter groups.
-    """
+    """The state of each parameter, as in its torch.optim namesake; views of `arrays`."""
     found = {}
     for table, own in arrays.items():
         steps = own[STEP_ARRAY]
@@ -158,16 +142,16 @@ def torch_state(
                 for name, values in own.items()
                 if name != STEP_ARRAY
             }
-            state = _entry(table, count, views, groups[table.group])
+            state = _tensor_state(table, count, views, groups[table.group])
             if state:
                 found[entry.tensor] = state
     return found
 
 
-def _entry(
+def _tensor_state(
     table: TrainedTable, count: int, views: dict[str, torch.Tensor], group: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Of one tensor; empty if it has none."""
+    """The state of a tensor that has taken `count` steps; empty if it has none."""
     optimizer = table.handle.spec.optimizer
     if optimizer.kind is OptimizerKind.SGD:
         return {_MOMENTUM: views[_MOMENTUM]} if count else {}
@@ -180,7 +164,7 @@ def _entry(
 
 
 def _step_dtype() -> torch.dtype:
-    """As torch.optim counts steps."""
+    """The dtype in which torch.optim counts steps."""
     is_double = torch.get_default_dtype() is torch.float64
     return torch.float64 if is_double else torch.float32
 
@@ -201,28 +185,28 @@ def arrays_of(
     *,
     may_be_infinite: bool,
 ) -> dict[TrainedTable, Arrays]:
-    """State as torch has it, laid out as the tables that are awake have theirs.
+    """State in torch's layout, as arrays of the tables that are awake.
 
     Args:
         state: by the place of the parameter, counted over all groups.
         tables: of the model.
         groups: the parameter groups as they will be.
-        may_be_infinite: whether state may have infinities and NaNs.
+        may_be_infinite: accept infinities and NaNs.
 
     Raises:
         InvalidConfig: it is another optimizer's, or of other parameters.
         InvalidTensor: an array has another shape than its parameter, or is not finite.
     """
-    numbers: dict[torch.Tensor, int] = {}
+    place_of: dict[torch.Tensor, int] = {}
     for group in groups:
         for parameter in group["params"]:
-            numbers.setdefault(parameter, len(numbers))
+            place_of.setdefault(parameter, len(place_of))
     found: dict[TrainedTable, Arrays] = {}
     for table in tables:
         own = {
-            index: state[numbers[entry.tensor]]
+            index: state[place_of[entry.tensor]]
             for index, entry in enumerate(table.layout.placed)
-            if state.get(numbers[entry.tensor])
+            if state.get(place_of[entry.tensor])
         }
         if table.is_asleep:
             _check_asleep(table, own)
@@ -246,14 +230,14 @@ def _table_arrays(
     group: Mapping[str, Any],
     may_be_infinite: bool,
 ) -> Arrays:
-    """All state of one table; tensors without an entry are as they begin."""
+    """All state of one table; tensors without an entry have their initial state."""
     optimizer = table.handle.spec.optimizer
     arrays: Arrays = {}
     for name in (*optimizer.state_arrays, STEP_ARRAY):
         has_any = any(entry.get(name) is not None for entry in own.values())
         is_without = optimizer.kind is OptimizerKind.SGD or not group.get("momentum")
         if name == _MOMENTUM and is_without and not has_any:
-            continue  # nobody looks at it
+            continue  # the optimizer does not use it
         arrays[name] = _zeros(table)
         if name == "sum":
             arrays[name].fill_(dict(optimizer.merged(()))["initial_accumulator_value"])
@@ -269,7 +253,7 @@ def _table_arrays(
     return arrays
 
 
-def _what(table: TrainedTable, index: int) -> str:
+def _words(table: TrainedTable, index: int) -> str:
     return f"the optimizer state of '{table.layout.placed[index].name}'"
 
 
@@ -278,7 +262,7 @@ def _check_names(table: TrainedTable, index: int, entry: Mapping[str, Any], arra
     for name in entry:
         if not optimizer.has_array(name) and entry[name] is not None:
             raise InvalidConfig(
-                f"{_what(table, index)} has '{name}'; {optimizer.label} has "
+                f"{_words(table, index)} has '{name}'; {optimizer.label} has "
                 f"{array_words(optimizer)}: the state is another optimizer's, or was made with "
                 "another amsgrad or centered"
             )
@@ -286,7 +270,7 @@ def _check_names(table: TrainedTable, index: int, entry: Mapping[str, Any], arra
         is_sgd = optimizer.kind is OptimizerKind.SGD  # the first gradient makes its buffer
         if entry.get(name) is None and not is_sgd:
             raise InvalidConfig(
-                f"{_what(table, index)} has no '{name}', which {optimizer.label} needs: it is "
+                f"{_words(table, index)} has no '{name}', which {optimizer.label} needs: it is "
                 "another optimizer's, or was made with other settings"
             )
 
@@ -298,7 +282,7 @@ def _count(table: TrainedTable, index: int, entry: Mapping[str, Any]) -> float:
     count = float(entry[STEP_ARRAY])
     if not 0 <= count <= MAX_LOADED_STEP_COUNT or count != int(count):
         raise InvalidTensor(
-            f"{_what(table, index)} has step {count}; expected a whole number from 0 to "
+            f"{_words(table, index)} has step {count}; expected a whole number from 0 to "
             f"{MAX_LOADED_STEP_COUNT}"
         )
     return count
@@ -310,10 +294,10 @@ def _checked(
     expected = tuple(table.layout.placed[index].tensor.shape)
     if not isinstance(values, torch.Tensor) or tuple(values.shape) != expected:
         shape = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-        raise InvalidTensor(f"{_what(table, index)}: '{name}' is {shape}; expected {expected}")
+        raise InvalidTensor(f"{_words(table, index)}: '{name}' is {shape}; expected {expected}")
     if not may_be_infinite and not is_finite(values.detach()):
         raise InvalidTensor(
-            f"{_what(table, index)}: '{name}' has an infinity or a NaN; expected finite values "
+            f"{_words(table, index)}: '{name}' has an infinity or a NaN; expected finite values "
             "(allow_non_finite=True would take it)"
         )
     return values.detach().reshape(-1)

@@ -1,6 +1,4 @@
-"""Where the time of an optimizer's steps goes, for `ps_worker.client.step_record`; and the pace of
-emulated ones.
-"""
+"""The times of an optimizer's steps, for `step_record`, and emulated computation."""
 
 from __future__ import annotations
 
@@ -23,23 +21,19 @@ START_TABLE = "pushpull-start"
 
 
 def _begin_together(client: Client) -> None:
-    """Waits for all workers, so that no run has the seconds in it that some start later.
-
-    Without it those of a BSP run would wait in their first step, and those of an ASP run would have
-    trained alone; what is compared is how they wait once all are there.
+    """Wait for all workers, because compared runs should not contain the time that some start
+    later: under BSP the others would wait in their first step, and under ASP they would train
+    alone.
     """
     table = client.create_table(START_TABLE, 1, optimizer=Assign(), consistency=BSP())
-    if table.clock == 0:  # one barrier a client, whatever number of optimizers it has
+    if table.clock == 0:  # one barrier a client, however many optimizers it has
         client.push_pull(table, np.zeros(1, dtype=np.float32))
 
 
 class StepTimes:
-    """Where the time of one optimizer's steps goes; waits where computation is emulated.
+    """The times of one optimizer's steps; sleeps to emulate computation.
 
-    Args:
-        client: the optimizer's.
-
-    Blocking: where steps are recorded, until all workers of the cluster are here.
+    Blocking: if steps are recorded, until all workers of the cluster are here.
 
     Raises:
         InvalidConfig: the emulated straggler is a rank that the cluster does not have.
@@ -58,10 +52,8 @@ class StepTimes:
         self._ended_s = self._computed_s = self._sealed_s = now_s()
 
     def computed(self, clock: int) -> None:
-        """The gradients of step `clock` are there.
-
-        Blocking: until the emulated computation would be done, which began when the step before
-        ended; the computation that was real counts in it.
+        """The gradients of step `clock` are there. Sleeps until the emulated computation would be
+        done, which began when the last step ended; real computation counts in it.
         """
         if self._compute is not None:
             client = self._client
@@ -72,7 +64,7 @@ class StepTimes:
         self._computed_s = now_s()
 
     def sealed(self, tickets: Sequence[PushTicket]) -> None:
-        """All of the step has been handed over; `tickets` tell when it is committed."""
+        """The step was handed over; `tickets` are done when it is committed."""
         self._sealed_s = now_s()
         if not self._client.connection.record.is_on:
             return
@@ -89,7 +81,7 @@ class StepTimes:
     def ended(self) -> None:
         """The parameters are here."""
         computed_from_s, self._ended_s = self._ended_s, now_s()
-        # A skipped step's blocks may have been refused; that is the optimizer's to say.
+        # A skipped step's blocks may have been refused; the optimizer raises that.
         futures = [ticket.future for ticket in self._tickets if ticket.done()]
         results = [future.result() for future in futures if future.exception() is None]
         if not results:

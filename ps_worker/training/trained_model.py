@@ -1,19 +1,18 @@
 """All tables of a model in training: they take their steps together.
 
 Rules:
-    - A step seals every table that is awake, and either all of them take part or none does (a
+    - A step seals every table that is awake; all of them take part in the update, or none does (a
       gradient that is not finite, an overflow of mixed precision).
-    - What can be refused is refused before the first seal.
-    - A step happens once. It is sealed on all tables without being interrupted; where the wait for
-      it ends early (WaitExpired, Ctrl-C), it stays to be ended, and nothing is sealed before that.
-    - A *round* is a step in which only blocks that were too stale are pushed, computed anew. It
-      takes one clock on every table of the model, those that sleep included: between any two
-      tables the distance of a worker's clocks is that of every other worker's. Else a change into
-      BSP could leave two workers waiting for each other, each on another table. For the same reason
-      clocks whose updates formed without this worker are left out on all tables, or on none.
+    - All checks come before the first seal.
+    - A step is sealed on all tables without interruption. If the wait for it ends early
+      (WaitExpired, Ctrl-C), the next call ends it before it seals another.
+    - A *round* is a step that pushes only blocks that were too stale, computed anew. It takes one
+      clock on every table of the model, those that sleep included, so the clocks of any two tables
+      are equally far apart at every worker. Otherwise a change to BSP could leave two workers
+      waiting for each other, each on another table. For the same reason a worker skips clocks whose
+      updates were made without it on all tables, or on none.
 
-What it deliberately does not do: know torch's optimizer interface, or make tables
-(`ps_worker.training.distributed_optimizer` does).
+`distributed_optimizer` has torch's interface, and creates the tables.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ps_core.errors import (
 )
 from ps_core.tables import VALUES_ARRAY, Hyperparameters
 from ps_runtime.system.clock import now_s
-from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, numbers_of
+from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, hyperparameters_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult
 from ps_worker.training.clipping import UpdateScaling, clip_of, clip_reduced, multiply_gradients
@@ -79,19 +78,19 @@ Groups: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class _SealedStep:
-    """A step that was sealed on all tables, and whose end is not known.
+    """A step that was sealed on all tables and has not ended.
 
     Attributes:
         tickets: of the tables that are awake.
-        scaling: what clips the update; None where nothing does.
+        scaling: clips the update; None: no clipping.
         is_skipped: it takes no part in the update.
-        problem: why, if a gradient was not finite.
-        pulled: what has come of it so far.
-        edited: the parameters that it gives the servers, where it is an edit.
-        is_edit: whether it is one.
-        is_laid: it is an edit that more are to follow before it is in place.
-        refused: why nothing of it was taken, if that is known.
-        is_taken_over: it has become the parameters' values.
+        problem: the name of a gradient that was not finite, in words; else empty.
+        pulled: the tables pulled so far.
+        edited: the parameters of an edit.
+        is_edit: it is an edit.
+        is_staged: it is an edit that a later one puts in place.
+        refused: the error, if the edit was refused.
+        is_taken_over: its result was written into the parameters.
         has_gradients: gradients of the next step have come since.
     """
 
@@ -102,27 +101,22 @@ class _SealedStep:
     pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
     edited: Edited = field(default_factory=dict)
     is_edit: bool = False
-    is_laid: bool = False
+    is_staged: bool = False
     refused: EditRefused | None = None
     is_taken_over: bool = False
     has_gradients: bool = False
 
 
 class TrainedModel:
-    """The tables of one `DistributedOptimizer`, and how a step goes over them.
-
-    Args:
-        client: a worker's client.
-        optimizer: what the servers do with the gradients.
-        options: the optimizer's options.
+    """The tables of one `DistributedOptimizer`, which take their steps together.
 
     Attributes:
-        options: as they are now.
+        options: the present ones.
         tables: of parameters; the owner adds them.
-        buffers: of buffers; likewise.
-        inner: the local optimizer of `Aggregate` and `Add`; the owner gives it.
-        results: how the last step ended on each table that is awake; empty if it was skipped.
-        gradient_norm: what the last step was clipped by; None where nothing is clipped.
+        buffers: of buffers; the owner adds them.
+        inner: the local optimizer of `Aggregate` and `Add`; the owner sets it.
+        results: the results of the last step, by table that is awake; empty if it was skipped.
+        gradient_norm: the norm that the last step was clipped by; None without clipping.
     """
 
     def __init__(
@@ -138,36 +132,33 @@ class TrainedModel:
         self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
-        self._round_count = 0  # how far the clocks are ahead of the script's steps
+        self._round_count = 0  # the clocks beyond the script's steps
         self._loaded: LoadedState | None = None
-        self._given = (-1, b"")  # names the state that `gave_state` was told of, and when
+        self._given = (-1, b"")  # clock and digest of the state that `gave_state` noted
         self._edits = PlannedEdits()
         self._joined_at = -1  # its clock when it joined others
-        self._joined_s = 0.0  # when that was
-        self._is_at_start = True  # whether nobody had taken a step by then
-        self._brought: Edited | None = None  # what it had changed at its first backward pass
+        self._joined_s = 0.0  # the time when it joined
+        self._is_at_start = True  # no worker had taken a step by then
+        self._brought: Edited | None = None  # its changes before its first backward pass
         self._times: StepTimes  # from `begin` on
 
     @property
     def adds(self) -> bool:
-        """Whether what is pushed is how far a local optimizer moved the parameters."""
+        """True if the worker pushes its local optimizer's updates."""
         return isinstance(self._optimizer, Add)
 
     @property
     def _aggregates(self) -> bool:
-        """Whether the servers have sums, and the parameters are the local optimizer's."""
+        """True if the servers have sums, and the parameters are the local optimizer's."""
         return self.inner is not None and not self.adds
 
     def begin(self) -> None:
-        """The tables are there; the first step's computation begins.
-
-        Blocking: as `StepTimes`.
-        """
+        """Begin the first step's computation; blocks as `StepTimes`."""
         self._times = StepTimes(self._client)
 
     def joined(self) -> None:
-        """This worker joins others that train: the model is theirs, and what is changed before the
-        first backward pass would be refused to all of them (SEMANTICS S16).
+        """This worker joins others that train: they would refuse changes that it makes before its
+        first backward pass (SEMANTICS S16).
         """
         clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self.tables]
         self._is_at_start = all(clock <= first for clock, first in clocks)
@@ -175,22 +166,21 @@ class TrainedModel:
 
     # --- between two steps
 
-    def numbers(self, table: TrainedTable, groups: Groups) -> Hyperparameters:
+    def hyperparameters(self, table: TrainedTable, groups: Groups) -> Hyperparameters:
         """The hyperparameters of a step on a table.
 
         Raises:
-            InvalidConfig: a switch that is the table's for good was changed.
+            InvalidConfig: a fixed switch of the table was changed.
         """
         if self.inner is not None:
             return ()
         group = groups[table.group]
         check_switches(table.handle.spec.optimizer, group, table.name)
-        return numbers_of(table.handle.spec.optimizer, group)
+        return hyperparameters_of(table.handle.spec.optimizer, group)
 
     def set_consistency(
         self, wanted: Consistency, after_clock: int, timeout_s: float | None
     ) -> int:
-        """As `DistributedOptimizer.set_consistency`."""
         options = replace(self.options, consistency=wanted)
         clocks = [
             self._client.set_consistency(
@@ -205,59 +195,52 @@ class TrainedModel:
         return max(clocks, default=0)
 
     def synchronize(self, timeout_s: float | None) -> None:
-        """As `DistributedOptimizer.synchronize`. A call that was interrupted goes on where it was:
-        the others are there, too.
-        """
+        """As `DistributedOptimizer.synchronize`; resumes a call that was interrupted."""
         self.end_step()
         if not self._common.is_interrupted:
-            self._settle()
+            self._wait_pending()
             if self.options.applies_on_arrival and any(
                 t.handle.steps.has_open_step for t in self.tables
             ):
                 raise InvalidConfig(
                     "synchronize between backward and step in eager mode, whose blocks are applied "
-                    "as they come; call step() first"
+                    "on arrival; call step() first"
                 )
         self._common.meet(timeout_s, is_pulled=not self._aggregates)
 
-    def _settle(self) -> None:
+    def _wait_pending(self) -> None:
         for table in self.tables:
-            table.settle()
+            table.wait_pending()
         for buffers in self.buffers:
-            buffers.settle()
+            buffers.wait_pending()
 
     def pass_rounds(self, tables: Sequence[TrainedTable]) -> None:
-        """New tables take the clocks that the others had for rounds.
-
-        Blocking: until they are committed.
-        """
+        """Pass the clocks of earlier rounds on new tables, and wait until they are committed."""
         for table in tables:
             for _ in range(self._round_count):
                 table.pass_clock()
-            table.settle()
+            table.wait_pending()
 
     # --- a step
 
     @property
     def is_repeated(self) -> bool:
-        """Whether `step` would only wait for the step before, which has not ended: no gradient has
-        come since.
-        """
+        """True if `step` would only end the last step, because no gradient has come since."""
         sealed = self._sealed
         return sealed is not None and not sealed.has_gradients and not sealed.is_edit
 
     def gradient_came(self) -> None:
-        """A backward pass runs: the next `step` is one of its own.
+        """A backward pass runs, so the next `step` takes a step of its own.
 
         Raises:
-            InvalidConfig: the step before would write its reduced gradients over it; or other
-                workers, which are in a `synchronize`, would see it.
+            InvalidConfig: the last step would overwrite its gradients; or other workers, which are
+                in a `synchronize`, would pull it.
         """
         if self._joined_at >= 0 and self._brought is None:
             self._brought = self._edited()
         if self._common.is_interrupted and self.options.applies_on_arrival:
             raise InvalidConfig(
-                "a backward pass in eager mode, whose blocks are applied as they come, before a "
+                "a backward pass in eager mode, whose blocks are applied on arrival, before a "
                 "synchronize() that was interrupted has ended; call synchronize() until it returns"
             )
         if self._sealed is None:
@@ -270,9 +253,8 @@ class TrainedModel:
         self._sealed.has_gradients = True
 
     def end_step(self) -> None:
-        """Ends the step whose end an earlier call has not seen, if there is one.
-
-        Blocking, Raises: as `step`; a gradient that was not finite is not told again.
+        """End the step whose end an earlier call has not seen, if there is one; blocks and raises
+        as `step`, but not again for a gradient that was not finite.
         """
         if self._sealed is not None:
             self._sealed.problem = ""
@@ -281,13 +263,13 @@ class TrainedModel:
     def step(
         self, groups: Groups, scale: StepScale, closure: Callable[[], object] | None = None
     ) -> None:
-        """A step of all tables, and rounds until nothing is too stale or they are up. Where the
-        step before has not ended: its end, and another step only if gradients have come since.
+        """Take a step of all tables, and rounds while blocks are too stale. End the last step
+        first; if no gradients have come since, do only that.
 
         Args:
             groups: torch's parameter groups.
-            scale: what the gradients that are there count for.
-            closure: computes them anew; None: there are no rounds.
+            scale: of the present gradients.
+            closure: computes them anew; None: no rounds.
 
         Blocking, Raises: as `DistributedOptimizer.step`.
         """
@@ -314,18 +296,18 @@ class TrainedModel:
         return {table: end.rejected for table, end in self.results.items() if end.rejected}
 
     def _settings(self) -> Iterator[Consistency]:
-        """The newest settings of all tables: others than the owner may have changed them."""
+        """The newest settings of all tables, which other clients may have changed."""
         for handle in (*(t.handle for t in self.tables), *(b.handle for b in self.buffers)):
             yield self._client.consistency_of(handle)
 
     def _may_recompute(self, before: StateBefore | None) -> bool:
-        """Under BSP a step of some blocks would stand for a whole one, in everybody's update."""
+        """False under BSP, where a step of some blocks would count as a whole one."""
         if self.adds and before is None:
             return False
         return all(setting.mode is not Mode.BSP for setting in self._settings())
 
     def _state_before(self) -> StateBefore | None:
-        """ADD: what the local optimizer may have to go back to."""
+        """ADD: the state that the local optimizer may have to return to."""
         if self.inner is None or not self.adds or not self.options.recompute:
             return None
         rejects = any(setting.policy is StalePolicy.REJECT for setting in self._settings())
@@ -345,11 +327,11 @@ class TrainedModel:
     def _step(
         self, groups: Groups, scale: StepScale, before: StateBefore | None = None
     ) -> dict[TrainedTable, StepResult]:
-        """One step; how it ended on each table that is awake, nothing if it was skipped."""
+        """Take one step; returns its results by table that is awake, none if it was skipped."""
         self.end_step()
         self._times.computed(1 + max((table.handle.clock for table in self.tables), default=0))
         self._common.go_on()
-        self._settle()
+        self._wait_pending()
         for table in self.tables:
             table.check_dtype()
         self._take_edits()
@@ -357,17 +339,12 @@ class TrainedModel:
             self._sealed = sealed = self._seal(groups, scale, before)
         return self._end(sealed)
 
-    # --- what the script has changed
+    # --- edits
 
     def load(self, state: State, groups: Groups) -> None:
-        """Optimizer state that the next `step` gives to the servers, in the place of what was
-        loaded before; nothing if they have it already.
-
-        Args:
-            state: as `arrays_of` takes it.
-            groups: the parameter groups as they will be.
-
-        Blocking, Raises: as `DistributedOptimizer.load_state_dict`.
+        """Have the next `step` give optimizer state to the servers, unless they have it already.
+        Replaces state that was loaded before. Args as `arrays_of`; blocks and raises as
+        `DistributedOptimizer.load_state_dict`.
         """
         may_be_infinite = self.options.allow_non_finite
         arrays = arrays_of(state, self.tables, groups, may_be_infinite=may_be_infinite)
@@ -385,15 +362,13 @@ class TrainedModel:
         self._edits.forget()
 
     def gave_state(self, entries: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
-        """The script has been given this. Where no step is all workers', others may have changed it
-        since; to load it again before the next step, as Accelerate does with every optimizer, is no
-        change all the same.
+        """Note the state that the script has been given. To load it again before the next step, as
+        Accelerate does with every optimizer, is no change, even if other workers have changed it
+        since, in a setting without steps of all workers.
 
         Args:
             entries: the state of each parameter that has any.
             groups: the parameter groups.
-
-        Blocking: reads all of it, in such a setting.
         """
         if self.why_no_edit():
             parameters = enumerate(_parameters(groups))
@@ -407,18 +382,18 @@ class TrainedModel:
 
     @property
     def loaded(self) -> LoadedState | None:
-        """What was loaded, and not all given to the servers."""
+        """Loaded state that the servers do not have in full yet."""
         return self._loaded
 
     def _take_edits(self) -> None:
-        """Gives the servers the parameters that were changed since the last step, and optimizer
-        state that was loaded, in steps before that of the gradients (SEMANTICS S16).
+        """Give the servers the parameters that were changed since the last step, and loaded
+        optimizer state, in steps before that of the gradients (SEMANTICS S16).
 
-        Blocking: until they have ended; reads every parameter.
+        Blocking: until these have ended; reads every parameter.
 
         Raises:
-            EditRefused: the setting has no such step, or the workers do not mean the same.
-            InvalidTensor: the values are none that the table may have.
+            EditRefused: the setting has no such step, or the workers make different edits.
+            InvalidTensor: the table cannot have the values.
         """
         if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
             if self.adds and self._is_new:
@@ -436,18 +411,16 @@ class TrainedModel:
         return {table: indexes for table, indexes in found.items() if indexes}
 
     def _is_as_planned(self) -> bool:
-        """Whether a plan of which some was taken is still what the script means: it may have
-        changed more since a wait expired.
-        """
+        """False if the script has changed more since a wait for a planned edit expired."""
         return not self._edits.problem and digest_of(self._edited()) == self._edits.edit_digest
 
     @property
     def _is_new(self) -> bool:
-        """Whether it joins others that train, and has taken no step with them."""
+        """True if this worker joins others that train, and has taken no step with them."""
         return self._joined_at >= self._clock
 
     def _check_brings_nothing(self, edited: Edited) -> None:
-        """What a newcomer's script changed before its loop is nobody else's edit."""
+        """Refuse a late joiner's changes before its loop, which no other worker makes."""
         brought = edited if self._brought is None else self._brought
         left = {
             table: indexes
@@ -494,15 +467,17 @@ class TrainedModel:
         self._edits.plan(edited, self._loaded, problem, passed_count)
 
     def why_no_edit(self) -> str:
-        """Why the next step cannot be an edit, as far as this worker knows; empty if it can."""
+        """The reason why the next step cannot be an edit, as far as this worker knows; empty if it
+        can.
+        """
         if self.options.applies_on_arrival:
             return "with mode='eager', whose blocks were applied as they left"
         reasons = (self._client.tables.why_no_edit(table.handle) for table in self.tables)
         return next((reason for reason in reasons if reason), "")
 
     def _seal_edit(self) -> _SealedStep:
-        """Seals the next edit on every table; nothing is waited for. One with a problem is
-        nobody's: it ends the clock for all, who need not wait for this worker so.
+        """Seal the next edit on every table. One with a problem has a name of its own: it is
+        refused and ends the clock for all workers, which need not wait for this one.
         """
         edits, array = self._edits, self._edits.next
         name = f"refused by worker {self._client.rank}".encode() if edits.problem else edits.digest
@@ -523,13 +498,12 @@ class TrainedModel:
                 tickets[table] = table.edit(indexes, name, array)
             else:
                 tickets[table] = table.load(array, edits.values(table), name)
-        is_laid = not edits.is_in_place_with_next
-        return _SealedStep(
-            tickets, None, False, edits.problem, edited=edits.edited, is_edit=True, is_laid=is_laid
-        )
+        step = _SealedStep(tickets, None, False, edits.problem, edited=edits.edited, is_edit=True)
+        step.is_staged = not edits.is_in_place_with_next
+        return step
 
     def _ended_edit(self, sealed: _SealedStep) -> None:
-        """What was planned goes on, or begins anew with the next step."""
+        """Go on to the next planned edit; after a refusal, plan anew with the next step."""
         if sealed.refused is not None or sealed.problem:
             self._edits.forget()
             return
@@ -549,20 +523,18 @@ class TrainedModel:
             own = "optimizer state was loaded here, which waits for a step that takes all of it"
         elif sealed.edited:
             own = f"{names_of(sealed.edited)} was changed here, and stays so until undone or taken"
-        raise EditRefused(
-            f"{sealed.refused.message}; {own}. The step was not taken by anybody. {REMEDIES}"
-        )
+        raise EditRefused(f"{sealed.refused.message}; {own}. No worker took the step. {REMEDIES}")
 
     def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
-        """Sends what is left of the step, and seals it on every table; nothing is waited for."""
-        awake = {t: self.numbers(t, groups) for t in self.tables if not t.is_asleep}
+        """Push the rest of the step, and seal it on every table."""
+        awake = {t: self.hyperparameters(t, groups) for t in self.tables if not t.is_asleep}
         scale = self._scaled(scale, groups)
         if self.options.is_eager:
-            for table, numbers in awake.items():
-                table.check_final(numbers)
+            for table, hyperparameters in awake.items():
+                table.check_final(hyperparameters)
         if self.adds and not scale.skip:
             self._move(before)
-        # All that can be refused here is refused before the first seal: all tables end the step.
+        # All checks come before the first seal, so that all tables end the step.
         problem = scale.problem if scale.skip else _push_rest(awake)
         for buffers in self.buffers:
             buffers.push()
@@ -570,8 +542,8 @@ class TrainedModel:
             buffers.seal()
         skip = scale.skip or bool(problem)
         tickets = {
-            table: table.seal(numbers, scale, skip=skip or not table.takes_part)
-            for table, numbers in awake.items()
+            table: table.seal(hyperparameters, scale, skip=skip or not table.takes_part)
+            for table, hyperparameters in awake.items()
         }
         scaling = None if skip else self._scale_updates(scale, tickets)
         self._pass_asleep()
@@ -580,7 +552,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
-        """Waits for the end of a step, and takes over what came of it; as `_step`."""
+        """Wait for the end of a step, and take over its result; returns as `_step`."""
         try:
             for table in sealed.tickets:
                 pulled = _finished(table, sealed)
@@ -592,7 +564,7 @@ class TrainedModel:
                 buffers.finish()
         except BaseException as error:
             if isinstance(error, PushpullError) and not isinstance(error, WaitExpired):
-                self._sealed = None  # it has ended, if not well
+                self._sealed = None  # it has ended, with an error
             self._left(sealed)
             raise
         with uninterrupted():
@@ -614,7 +586,7 @@ class TrainedModel:
         return {table: ticket.future.result() for table, ticket in ended.items()}
 
     def _left(self, sealed: _SealedStep) -> None:
-        """The script goes on before the step has ended: what it changes meanwhile comes after."""
+        """The script goes on before the step has ended: its changes come after the step."""
         with uninterrupted():
             for table in sealed.tickets if not self._aggregates else ():
                 table.left()
@@ -622,7 +594,7 @@ class TrainedModel:
                 buffers.left()
 
     def _pass_asleep(self) -> None:
-        """A round takes a clock of every table."""
+        """Pass the clock of a round on tables that sleep."""
         if not any(table.is_restricted for table in self.tables):
             return
         self._round_count += 1
@@ -631,8 +603,8 @@ class TrainedModel:
                 table.pass_clock()
 
     def _leave_out(self, awake: Collection[TrainedTable]) -> None:
-        """Backup workers: where all tables have formed without this worker, it goes on at the
-        newest clock of all. What sleeps, or is not read here, passes as many.
+        """Backup workers: skip clocks whose updates were made without this worker on all tables.
+        Tables that sleep, or are not pulled here, pass as many.
         """
         parts: list[TrainedTable | BufferTable] = [*self.tables, *self.buffers]
         if not self._client.tables.are_all_in([part.handle for part in parts]):
@@ -644,15 +616,17 @@ class TrainedModel:
                 part.pass_clock()
 
     def _move(self, before: StateBefore | None) -> None:
-        """ADD: the local optimizer takes a step on this worker's own gradients."""
+        """ADD: take a local optimizer's step on this worker's own gradients."""
         if before is not None:
             before.step_again(set().union(*(table.restricted_to() for table in self.tables)))
         elif self.inner is not None:
             self.inner.step()
 
     def _take_over(self, sealed: _SealedStep) -> None:
-        """What was pulled becomes parameters, or gradients for the local optimizer; once."""
-        is_taken = sealed.refused is None and not sealed.problem and not sealed.is_laid
+        """Write the pulled values into the parameters, or into the gradients for one step of the
+        local optimizer.
+        """
+        is_taken = sealed.refused is None and not sealed.problem and not sealed.is_staged
         for table in sealed.tickets:
             if not self._aggregates:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
@@ -665,13 +639,13 @@ class TrainedModel:
             self.inner.step()
         sealed.is_taken_over = True
 
-    # --- what gradients count for
+    # --- the scale of gradients
 
     def _scaled(self, scale: StepScale, groups: Groups) -> StepScale:
-        """What goes with the seal, once loss scale and clipping have been seen to.
+        """The scale for the seal, after the loss scale and clipping.
 
         Raises:
-            InvalidConfig: they cannot be had.
+            InvalidConfig: blocks that are applied on arrival cannot be scaled.
         """
         if self.options.applies_on_arrival and scale != StepScale():
             raise InvalidConfig(
@@ -690,22 +664,20 @@ class TrainedModel:
         return self._clipped(scale, groups, max_norm)
 
     def _clipped(self, scale: StepScale, groups: Groups, max_norm: float) -> StepScale:
-        """This worker's own gradients, clipped: by their scale where that can be, else in place.
-
-        A server's optimizer under BSP clips the reduced gradient instead; which it is at this clock
-        the servers know.
+        """Clip this worker's own gradients, by their scale if possible, else in place. Under BSP
+        the servers clip the reduced gradient instead; they know the consistency of this clock.
         """
         clip = clip_of(_parameters(groups), max_norm, scale.contribution_scale)
         self.gradient_norm = clip.norm
         if not math.isfinite(clip.norm) and not self.options.allow_non_finite:
-            problem = self._why_not_finite(clip.norm)
+            problem = self._not_finite_words(clip.norm)
             return StepScale(1.0, True, problem, None if self.adds else 1.0)
         if self.adds:
             multiply_gradients(_parameters(groups), clip.factor)
             return scale
         if scale.contribution_scale * clip.factor > 0.0:
             return replace(scale, clip_scale=clip.factor)
-        # A seal carries no NaN, and no 0.
+        # A seal cannot carry NaN or 0.
         if any(setting.mode is not Mode.BSP for setting in self._settings()):
             multiply_gradients(_parameters(groups), clip.factor)
         return replace(scale, clip_scale=1.0)
@@ -713,7 +685,7 @@ class TrainedModel:
     def _scale_updates(
         self, scale: StepScale, tickets: Mapping[TrainedTable, PushTicket]
     ) -> UpdateScaling | None:
-        """BSP: the updates wait for their norm; they are scaled as soon as it is known."""
+        """BSP: scale the updates, which wait for their norm, as soon as it is known."""
         max_norm = self.options.clip_norm
         if scale.clip_scale is None or max_norm is None or not tickets:
             return None
@@ -725,7 +697,7 @@ class TrainedModel:
             table.wait_for(ticket)
         return scaling
 
-    def _why_not_finite(self, norm: float) -> str:
+    def _not_finite_words(self, norm: float) -> str:
         for table in self.tables:
             for entry in table.layout.placed:
                 gradient = entry.tensor.grad
@@ -738,8 +710,8 @@ class TrainedModel:
 
 
 def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
-    """As `TrainedTable.finish`; where nothing of the step is taken, its clock is over all the same,
-    and what was asked for comes.
+    """As `TrainedTable.finish`; notes a refused edit, whose clock ends all the same, and goes on to
+    wait for the pull.
     """
     while True:
         try:
@@ -754,13 +726,13 @@ def _parameters(groups: Groups) -> Iterator[torch.Tensor]:
 
 
 def _push_rest(awake: Mapping[TrainedTable, Hyperparameters]) -> str:
-    """Sends what is left of the step; the first gradient that is not finite ends that.
+    """Push the rest of the step, up to the first gradient that is not finite.
 
     Returns:
-        Which that is; empty if all are finite.
+        That gradient's name, in words; empty if all are finite.
     """
-    for table, numbers in awake.items():
-        name = table.push_rest(numbers)
+    for table, hyperparameters in awake.items():
+        name = table.push_rest(hyperparameters)
         if name is not None:
             return _not_finite(name, table)
     return ""
@@ -774,7 +746,7 @@ def _not_finite(name: str, table: TrainedTable) -> str:
 
 
 def _after_round(before: StepResult, ended: StepResult) -> StepResult:
-    """How a step ended, with one round more. What had no part in the round has its clock."""
+    """The result of a step with one round more."""
     return replace(
         before,
         clock=ended.clock,

@@ -22,6 +22,7 @@ READ = (
     "ps_worker/client/",
     "ps_worker/collectives/",
     "ps_worker/steps/",
+    "ps_worker/training/",
     "ps_worker/transport/",
     "ps_worker/window/",
     "ps_worker/__",

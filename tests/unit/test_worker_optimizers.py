@@ -101,7 +101,7 @@ def test_a_clamp_is_a_groups_own() -> None:
     assert "clamp_max" not in dict(spec.hyperparameters)
     group = {**SGD().defaults(), "clamp": (-0.25, 0.25)}
     assert SGD().with_group(group).clamp == (-0.25, 0.25)
-    assert dict(optimizers.numbers_of(spec, group))["clamp_max"] == 0.25
+    assert dict(optimizers.hyperparameters_of(spec, group))["clamp_max"] == 0.25
     optimizers.check_switches(spec, group, "t")
     with pytest.raises(InvalidConfig, match=r"table 't' has clamp_min -0\.5; the parameter group"):
         optimizers.check_switches(spec, {**group, "clamp": (None, 0.25)}, "t")
@@ -118,12 +118,12 @@ def test_a_custom_updates_numbers_are_what_is_in_the_group() -> None:
     assert (spec.kind, spec.custom_update) == (OptimizerKind.CUSTOM, "lion")
     assert spec.hyperparameters == (("beta1", 0.9), ("lr", 0.2), ("weight_decay", 0.5))
     later = {"lr": torch.tensor(0.25), "beta1": 0.5, "weight_decay": 0, "maximize": True}
-    assert optimizers.numbers_of(spec, later) == (
+    assert optimizers.hyperparameters_of(spec, later) == (
         ("beta1", 0.5), ("lr", 0.25), ("weight_decay", 0.0),
     )  # fmt: skip
     optimizers.check_switches(spec, later, "t")
     with pytest.raises(InvalidConfig, match="no 'beta1', which custom:lion needs"):
-        optimizers.numbers_of(spec, {"lr": 1.0})
+        optimizers.hyperparameters_of(spec, {"lr": 1.0})
     with pytest.raises(InvalidConfig, match="custom update 'lion': lr is nan"):
         Custom("lion", lr=float("nan"))
 

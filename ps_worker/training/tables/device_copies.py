@@ -1,16 +1,14 @@
-"""Copies between CUDA devices and host memory, each way on a stream of its own.
-
-On the stream that a device computes on, a copy would hold up what comes behind it; beside it, both
-go on at once.
+"""Copies between CUDA devices and host memory, each way on a stream of its own, so that they run
+beside the device's computation.
 
 Rules:
-    - A copy begins when its device has done all that the current stream had been given before.
-    - To the host: what the current stream is given later does not wait, and may change the source
-      under the copy. Whoever cares compares afterwards.
-    - To a device: what the current stream is given later waits, and so finds the new values.
-    - The host's end belongs to the copy until its arrival.
+    - A copy begins when the device has done all earlier work of the current stream.
+    - To the host: later work of the current stream does not wait, and may change the source during
+      the copy; `staging` compares afterwards.
+    - To a device: later work of the current stream waits, and so finds the new values.
+    - The copy owns the host's memory until its arrival.
 
-Only pinned memory lets a copy run by itself; with other memory the call waits, and all else holds.
+A copy of memory that is not pinned blocks; all else holds.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ import torch
 
 
 class Arrival(Protocol):
-    """The end of copies that are on their way; a `torch.cuda.Event` is one."""
+    """The end of copies in flight; a `torch.cuda.Event` is one."""
 
     def query(self) -> bool:
-        """Whether they have ended. Never blocks."""
+        """True once they have ended. Never blocks."""
 
     def synchronize(self) -> None:
         """Wait until they have ended."""
@@ -34,27 +32,24 @@ class Arrival(Protocol):
 
 @cache
 def stream_to_host(device: torch.device) -> torch.cuda.Stream:
-    """The stream of the copies from a device; the same one for all that asks."""
+    """The one stream of the copies from a device."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def stream_from_host(device: torch.device) -> torch.cuda.Stream:
-    """The stream of the copies to a device; the same one for all that asks."""
+    """The one stream of the copies to a device."""
     return torch.cuda.Stream(device)
 
 
 def to_host(source: torch.Tensor, target: torch.Tensor) -> Arrival | None:
-    """Copy a tensor into host memory.
-
-    Args:
-        source: where from, on any device.
-        target: where to, of the same shape and dtype; pinned if the source is on a CUDA device.
+    """Copy a tensor into host memory: `target` has its shape and dtype, and is pinned if `source`
+    is on a CUDA device.
 
     Returns:
-        When it will be there; None: it is.
+        The copy's arrival; None: it is complete.
 
-    Blocking: from a CUDA device no; else until it is copied.
+    Blocking: until it is copied; from a CUDA device no.
     """
     if source.device.type != "cuda":
         target.copy_(source)
@@ -64,7 +59,7 @@ def to_host(source: torch.Tensor, target: torch.Tensor) -> Arrival | None:
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
         arrival = _recorded(stream)
-    # Its owner may drop it before the copy has ended; nobody must get its memory until then.
+    # Its owner may drop it during the copy; the allocator must not give its memory away until then.
     source.record_stream(stream)
     return arrival
 
@@ -76,9 +71,9 @@ def from_host(moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arriva
         moves: (target, source) pairs; sources are pinned if their targets are on CUDA devices.
 
     Returns:
-        When the sources may be written to again; empty: they may.
+        The arrivals after which the sources may be written again; empty: at once.
 
-    Blocking: to CUDA devices no; else until it is copied.
+    Blocking: until they are copied; to CUDA devices no.
     """
     by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in moves:
@@ -91,21 +86,18 @@ def from_host(moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arriva
 
 def _to_device(device: torch.device, moves: list[tuple[torch.Tensor, torch.Tensor]]) -> Arrival:
     stream, current = stream_from_host(device), torch.cuda.current_stream(device)
-    stream.wait_stream(current)  # on it the old values may still be read
+    stream.wait_stream(current)  # its work may still read the old values
     with torch.cuda.stream(stream):
         for target, source in moves:
             target.copy_(source, non_blocking=True)
         arrival = _recorded(stream)
-    # Also what lets the targets go without `record_stream`: their memory's next user waits too.
+    # So targets need no `record_stream`: the next user of their memory waits too.
     current.wait_event(arrival)
     return arrival
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """The moment when all that `stream` has been given by now is done.
-
-    Whoever waits for it sleeps: by default it would spin, on a core that the transfer needs.
-    """
-    event = torch.cuda.Event(blocking=True)
+    """The end of all present work of `stream`."""
+    event = torch.cuda.Event(blocking=True)  # waits sleep; a spin would take the transfer's core
     event.record(stream)
     return event

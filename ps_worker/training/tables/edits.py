@@ -1,17 +1,14 @@
-"""Parameters that a script has changed between two steps are found (SEMANTICS S16).
+"""Finds parameters that a script has changed between two steps (SEMANTICS S16).
 
     p.data.fill_(0.0); module.load_state_dict(...); nn.init.orthogonal_(p)   --step()--> an edit
 
 Rules:
-    - A parameter is edited if its bits are not those that this worker wrote into it last. What made
-      them differ does not matter: neither autograd's version counter nor the tensor's memory is
-      asked.
-    - On the CPU it is compared with what was pulled, bit by bit. On a device its sums of bits by
-      column are, with those of the moment in which it was written.
+    - A parameter is edited if its bits differ from those that this worker wrote into it last,
+      whatever autograd's version counter or the tensor's address say.
+    - On the CPU it is compared with the pulled values, bit by bit. On a device its sums of bits by
+      column are compared with those of the moment when it was written.
 
-What it deliberately does not do: name them (`ps_worker.training.planned_edits` does), send anything
-(`ps_worker.training.tables.trained_table` does), or decide what becomes of a step
-(`ps_worker.training.trained_model` does).
+`planned_edits` names the edits, `trained_table` sends them.
 """
 
 from __future__ import annotations
@@ -25,39 +22,35 @@ from ps_worker.training.tables.staging import FlatBuffer, column_sums, is_same_m
 
 
 class WrittenValues:
-    """What this worker wrote last into the parameters of a table.
+    """The values that this worker wrote last into the parameters of a table.
 
     Args:
         layout: the parameters.
-        received: what the values were copied from. It must not change while `is_known`.
+        received: the source of the values. It must not change while `is_known`.
 
     Attributes:
-        is_known: whether the parameters were written, and nothing is on its way that will be.
+        is_known: the parameters were written, and no pull is in flight.
     """
 
     def __init__(self, layout: FlatLayout, received: FlatBuffer) -> None:
         self._layout = layout
         self._received = received
         self._sums: dict[int, torch.Tensor] = {}
-        self._homes = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
+        self._sources = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
         self._marks: list[tuple[int, int]] = []
         self._left: list[torch.Tensor] = []
         self.is_known = False
 
     def left(self) -> None:
-        """A wait for other values has ended without them: what the script changes from now on, it
-        changes after the step that is waited for.
-
-        Blocking: no; sums are queued on the devices of the parameters.
+        """A wait for new values was given up: changes from now on are made after that step. Queues
+        sums on the devices of the parameters.
         """
         if not self._left:
             self._left = [column_sums(entry.tensor.detach()) for entry in self._layout.placed]
 
     def changed_since_left(self) -> set[int]:
-        """The parameters that were changed since the first `left` after they were written; told
-        once.
-
-        Blocking: reads every parameter, if a wait has ended so.
+        """The parameters that were changed since the first `left` after they were written; empty in
+        a second call. Reads every parameter, if a wait was given up.
         """
         before, self._left = self._left, []
         return {
@@ -67,13 +60,7 @@ class WrittenValues:
         }
 
     def written(self, but: Collection[int] = ()) -> None:
-        """The parameters have the values that were received.
-
-        Args:
-            but: those that have not.
-
-        Blocking: no; sums are queued on the devices.
-        """
+        """The parameters, except `but`, have the received values. Queues sums on the devices."""
         self.is_known = True
         self.mark()
         for index, entry in enumerate(self._layout.placed):
@@ -84,34 +71,33 @@ class WrittenValues:
                 self._sums[index] = column_sums(entry.tensor.detach())
 
     def mark(self) -> None:
-        """The parameters are as they were written, as far as a look at them can tell."""
+        """Note the versions and addresses of the parameters, which are as they were written."""
         self._marks = [_mark_of(entry.tensor) for entry in self._layout.placed]
 
     @property
     def is_touched(self) -> bool:
-        """Whether autograd or the allocator knows of a change since: a look that costs next to
-        nothing, and misses what is written past both (`.data`, numpy).
+        """True if versions or addresses have changed since `mark`. Costs next to nothing, and
+        misses changes that bypass both (`.data`, numpy).
         """
         marks = zip(self._layout.placed, self._marks, strict=True)
         return any(_mark_of(entry.tensor) != mark for entry, mark in marks)
 
     def edited(self) -> list[int]:
-        """The parameters that have other values now.
-
-        Blocking: reads every parameter once (CPU), or waits for the device.
+        """The parameters that have other values now. Reads every parameter once (CPU), or waits for
+        the device.
         """
         found = []
         on_device: list[tuple[int, torch.Tensor]] = []
         for index, entry in enumerate(self._layout.placed):
-            tensor, (home, byte_count, dtype) = entry.tensor, self._homes[index]
+            tensor, (source, byte_count, dtype) = entry.tensor, self._sources[index]
             if (
                 tensor.is_cpu
                 and tensor.dtype is dtype
                 and tensor.is_contiguous()
                 and tensor.nbytes == byte_count
-                and is_same_memory(tensor.data_ptr(), home, byte_count)
+                and is_same_memory(tensor.data_ptr(), source, byte_count)
             ):
-                continue  # as nearly always: a model may have thousands
+                continue  # the fast path: a model may have thousands
             now, sums = tensor.detach(), self._sums.get(index)
             if sums is not None and now.device == sums.device:
                 on_device.append((index, _differ(sums, column_sums(now))))
@@ -119,7 +105,7 @@ class WrittenValues:
                 found.append(index)
         if on_device:  # one transfer for each device, not one for each parameter
             flags = torch.stack([flag.to(on_device[0][1].device) for _, flag in on_device]).tolist()
-            # What is laid out otherwise has other sums, and perhaps the same values.
+            # A tensor of another layout has other sums, and perhaps the same values.
             found += [
                 i
                 for (i, _), flag in zip(on_device, flags, strict=True)

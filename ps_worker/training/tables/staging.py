@@ -1,26 +1,23 @@
-"""Gradients on their way to the servers: staged while backward runs, compared when the step ends.
+"""Staging of gradients: copied while backward runs, compared when the step ends.
 
 Each table has one flat buffer in host memory. A hook copies a parameter's gradient into it as soon
 as autograd has finished it; a block whose tensors have all been copied may leave. When the step
-ends, every gradient is compared with what was copied, so that clipping, unscaling, accumulation
-and anything else that a training loop does to `.grad` counts.
+ends, every gradient is compared with its copy, so that clipping, unscaling, accumulation and any
+other change that a training loop makes to `.grad` counts.
 
 Rules:
-    - The buffer holds what left, or what leaves next; the servers' copy of a block that is changed
-      after it left is replaced before the step's seal.
-    - "Changed" is decided by bits on the CPU; elsewhere by identity, `_version` and sums of bits by
-      column, computed on the device, where reading the gradient back would cost a transfer.
-    - A step may be restricted to some blocks: then what touches none of them is not even copied.
+    - The buffer holds the values that left, or that leave next; a block that changes after it left
+      is sent again before the step's seal.
+    - On the CPU bits decide what has changed. On a device identity, `_version` and sums of bits by
+      column do, because reading the gradient back would cost a transfer.
+    - In a step that is restricted to some blocks, gradients that touch none of them are not copied.
     - A table whose gradients mostly changed after they left (clipping does that in every step) is
       not streamed in the next step; staging goes on, so streaming starts again when that ends.
-    - A gradient on a device is copied beside backward (`device_copies`), which may have changed it
-      before the copy has ended; that is a change after it left, like any other.
+    - A gradient on a device is copied beside backward (`device_copies`), which may change it during
+      the copy; that is a change after it left, like any other.
 
 Invariants:
-    STG-1  What `take` gives covers every present gradient that has not left in its present form.
-
-What it deliberately does not do: send, or decide about seals
-(`ps_worker.training.distributed_optimizer`).
+    STG-1  `take` gives every block with a present gradient that has not left in its present form.
 """
 
 from __future__ import annotations
@@ -45,23 +42,23 @@ CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
 """Copies (source, target) as `ps_worker.training.tables.device_copies.to_host` does."""
 
 _BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type of the same width, in which NaN equals itself and 0 differs from -0."""
+"""Integer types by width; as integers, NaN equals itself and 0 differs from -0."""
 
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _COLUMN_COUNT = 1021
-"""A prime, so that no layer's rows are as long: what changes alike in every row, as a sign does, is
-no sum of two that cancel. A single sum missed `neg_` in 108 of 500 random tensors of ten elements;
-sums by column missed none, of ten or of 100,000.
+"""A prime, so that no layer has rows of this length, and equal changes of every row do not cancel.
+A single sum missed `neg_` in 108 of 500 random tensors of ten elements; sums by column missed none,
+of ten or of 100,000.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
-    """What identifies a gradient on a device without reading it back: where it lies, and sums of
-    its bits by column. A short one is its own sums.
+    """The identity of a gradient on a device without reading it back: its place in memory, and sums
+    of its bits by column (a short gradient is its own sums).
     """
 
     place: tuple[int, int, tuple[int, ...]]
@@ -69,21 +66,15 @@ class Fingerprint:
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Fingerprint:
-        """The fingerprint of a gradient as it is now.
-
-        Blocking: no; the sums are queued on the device.
-        """
+        """The fingerprint of a gradient as it is now; queues the sums on the device."""
         return cls(_place_of(gradient), column_sums(gradient))
 
     def is_untouched(self, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is the same tensor, of the same version.
-
-        Blocking: no; what only the sums tell does not count.
-        """
+        """True if a gradient is the same tensor, of the same version; never blocks."""
         return _place_of(gradient) == self.place
 
     def differs(self, other: Fingerprint) -> torch.Tensor:
-        """Whether two gradients differ: a one-element bool tensor on their device."""
+        """A one-element bool tensor on the device: True if two gradients differ."""
         if self.place != other.place or self.sums.shape != other.sums.shape:
             return torch.ones((), dtype=torch.bool, device=self.sums.device)
         return (self.sums != other.sums).any()
@@ -94,7 +85,7 @@ def _place_of(gradient: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _flat_bits(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements' bits in the order of the memory: a view, unless there are gaps in it."""
+    """The elements' bits in the order of the memory: a view, unless the memory has gaps."""
     if not gradient.is_contiguous():
         strides = gradient.stride()
         outer_first = sorted(range(gradient.dim()), key=lambda axis: -strides[axis])
@@ -103,10 +94,8 @@ def _flat_bits(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def column_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums of a tensor's bits, in the order of its memory: of each column of as many whole rows as
-    there are, then what is left over.
-
-    Blocking: no; they are queued on its device.
+    """Sums of a tensor's bits, in the order of its memory: of each column of its whole rows, then
+    the bits of the last row, if it is not whole. Queued on the device.
     """
     bits = _flat_bits(tensor)
     whole = bits.numel() // _COLUMN_COUNT * _COLUMN_COUNT
@@ -120,19 +109,14 @@ def column_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_same_memory(first: int, second: int, byte_count: int) -> bool:
-    """Whether so many bytes at two addresses are the same.
-
-    Blocking: reads both; other threads run meanwhile. 16 to 24 GB/s a core, where `torch.equal` of
-    integers read 6 to 14.
+    """True if `byte_count` bytes at two addresses are the same. Other threads run meanwhile. Reads
+    16 to 24 GB/s a core, where `torch.equal` of integers reads 6 to 14.
     """
     return not _memcmp(first, second, byte_count)
 
 
 def same_bits(staged: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether two CPU tensors of one shape and dtype have the same bits.
-
-    Blocking: reads both. Other threads run meanwhile.
-    """
+    """True if two CPU tensors of one shape and dtype have the same bits."""
     if staged.is_contiguous() and gradient.is_contiguous():
         return is_same_memory(staged.data_ptr(), gradient.data_ptr(), staged.nbytes)
     bits = _BITS[staged.element_size()]
@@ -140,7 +124,7 @@ def same_bits(staged: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _ParameterState:
     """A parameter's state in the current step."""
 
     blocks: tuple[int, ...]
@@ -151,12 +135,13 @@ class _Place:
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
+class _BlockState:
     """A block's state in the current step.
 
-    `waiting_count` tensors are still to be staged. `is_changed`: since it left, or staged and not
-    left. `is_wasted`: it left, or would have if the table were streamed, in a form that did not
-    last.
+    Attributes:
+        waiting_count: tensors that are not staged yet.
+        is_changed: it changed since it left, or is staged and has not left.
+        is_wasted: it changed after it left, or after it would have if the table were streamed.
     """
 
     tensors: tuple[int, ...]
@@ -167,10 +152,10 @@ class _Block:
 
 
 class FlatBuffer:
-    """Host memory in the shape of a table: pinned if its tensors are on a CUDA device, else such as
-    servers on this host can read, if `is_shared` and there is any.
+    """Host memory in the shape of a table: pinned if its tensors are on a CUDA device, else shared
+    with servers on this host, if `is_shared` and the system can.
 
-    Pinned memory is this process's own: on the same-host lane its blocks are copied into the ring.
+    Pinned memory cannot be shared: on the same-host lane its blocks are copied into the ring.
     """
 
     def __init__(self, layout: FlatLayout, *, is_shared: bool = False) -> None:
@@ -185,12 +170,11 @@ class FlatBuffer:
         self.raw: Raw = self.values.view(torch.uint8).numpy()
 
     def blocks(self, table: Table) -> Iterator[BlockValues]:
-        """All of it, block by block, where it lies."""
         return blocks_in(table, self.values)
 
 
 def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockValues]:
-    """A vector that has all elements of a table, block by block, where it lies."""
+    """The blocks of a table's flat values, as views."""
     size = table.spec.block_elements * values.element_size()
     raw = values.view(torch.uint8).numpy().data
     for block in range(table.block_count):
@@ -198,7 +182,7 @@ def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockValues]:
 
 
 def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """A tensor that servers on this host can read; None where no memory can be shared."""
+    """A tensor that servers on this host can read; None if no memory can be shared."""
     try:
         raw = empty_shared(element_count * dtype.itemsize, "uint8")
     except OSError:
@@ -208,6 +192,13 @@ def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None
 
 class GradientStaging:
     """The gradients of one table, from hook to step.
+
+    Args:
+        layout: the parameters.
+        table: the same, in the cluster.
+        accumulate: the backward passes of one step; a gradient is staged after the last.
+        is_shared: stage in memory that servers on this host can read.
+        copy: copies a gradient into host memory.
 
     Invariants: STG-1.
     """
@@ -221,13 +212,6 @@ class GradientStaging:
         is_shared: bool = False,
         copy: CopyToHost = to_host,
     ) -> None:
-        """Args:
-        layout: the parameters.
-        table: the same, as the cluster knows it.
-        accumulate: the backward passes of one step; a gradient is staged after the last.
-        is_shared: stage where servers on this host can read it.
-        copy: how a gradient comes into host memory.
-        """
         self.layout = layout
         self.table = table
         self.streams = True
@@ -236,27 +220,28 @@ class GradientStaging:
         self._buffer = FlatBuffer(layout, is_shared=is_shared)
         self._segments = [table.segments(block) for block in range(table.block_count)]
         self._blocks = [
-            _Block(tuple(s.tensor for s in segments), len(segments)) for segments in self._segments
+            _BlockState(tuple(s.tensor for s in segments), len(segments))
+            for segments in self._segments
         ]
-        homes: list[list[int]] = [[] for _ in layout.placed]
+        blocks_of: list[list[int]] = [[] for _ in layout.placed]
         for number, block in enumerate(self._blocks):
             for tensor in block.tensors:
-                homes[tensor].append(number)
-        self._places = [_Place(tuple(blocks)) for blocks in homes]
+                blocks_of[tensor].append(number)
+        self._parameters = [_ParameterState(tuple(blocks)) for blocks in blocks_of]
         self._copying: deque[tuple[Arrival, int]] = deque()
         self._only: frozenset[int] | None = None
         # Hooks run on autograd's threads: one for each device.
         self._lock = threading.Lock()
 
     def restrict(self, blocks: Collection[int] | None) -> None:
-        """Of the step that begins, or has begun, only these blocks leave from now on; None: all."""
+        """Let only these blocks leave from now on; None: all."""
         with self._lock:
             self._only = None if blocks is None else frozenset(blocks)
 
     # --- while backward runs
 
     def hooked(self, index: int) -> list[BlockValues]:
-        """Parameter `index` has its gradient: copies it; what may leave now, if anything.
+        """Copy the gradient of parameter `index`; returns the blocks that leave now.
 
         Blocking: copies one gradient (CPU), or queues the copy (device).
 
@@ -265,9 +250,9 @@ class GradientStaging:
         """
         gradient = self.layout.placed[index].tensor.grad
         with self._lock:
-            place = self._places[index]
-            place.hook_count += 1
-            if gradient is None or place.hook_count != self._accumulate:
+            parameter = self._parameters[index]
+            parameter.hook_count += 1
+            if gradient is None or parameter.hook_count != self._accumulate:
                 return []  # a later pass of a longer accumulation: `take` will see the difference
             if not self._is_wanted(index):
                 return []
@@ -275,7 +260,7 @@ class GradientStaging:
             return [self._leave(n) for n in ready if self._may_leave(n)] if self.streams else []
 
     def discard(self) -> None:
-        """The gradients were zeroed: the next backward pass starts over. What left stays out."""
+        """The gradients were zeroed: the next backward pass starts over."""
         with self._lock:
             self._finish_copies()
             for block in self._blocks:
@@ -285,10 +270,11 @@ class GradientStaging:
     # --- when the step ends
 
     def arriving(self) -> Iterator[list[BlockValues]]:
-        """What may leave of a streamed table as the last gradients come from their device.
+        """The blocks of a streamed table that leave as the last gradients come from their device.
 
-        A device is far behind the hooks: most of a backward pass is still to come when the last of
-        them has run. What has been touched since is left to `take`, as is all of other tables.
+        A device is far behind the hooks: when the last has run, it has most of a backward pass
+        before it. Gradients that were touched since are left to `take`, as are tables that are not
+        streamed.
 
         Blocking: waits for the device, gradient by gradient.
         """
@@ -300,23 +286,23 @@ class GradientStaging:
                 arrival.synchronize()
                 complete = self._mark_staged(index)
                 ready = [n for n in complete if self._may_leave(n) and self._is_untouched(n)]
-                parts = [self._leave(number) for number in ready]
-            yield parts
+                blocks = [self._leave(number) for number in ready]
+            yield blocks
 
     def changed_after_leaving(self) -> str | None:
-        """The name of a parameter whose block left with another gradient than it has now.
-
-        Blocking: waits for the device.
+        """The name of a parameter whose gradient has changed since its block left. Waits for the
+        device.
         """
         with self._lock:
             self._finish_copies()
-            for index in sorted(self._changed_places()):
-                if any(self._blocks[block].has_left for block in self._places[index].blocks):
+            for index in sorted(self._changed_parameters()):
+                if any(self._blocks[block].has_left for block in self._parameters[index].blocks):
                     return self.layout.placed[index].name
         return None
 
     def take(self) -> list[BlockValues]:
-        """All that has to leave before the step's seal (STG-1), and the step's bookkeeping ends.
+        """The blocks that have to leave before the step's seal (STG-1); ends the step's
+        bookkeeping.
 
         Blocking: reads every gradient once (CPU), or waits for the device.
 
@@ -325,7 +311,7 @@ class GradientStaging:
         """
         with self._lock:
             self._finish_copies()
-            for index in self._changed_places():
+            for index in self._changed_parameters():
                 self._restage(index)
             self._finish_copies()
             wasted_count = sum(block.is_wasted for block in self._blocks)
@@ -334,12 +320,9 @@ class GradientStaging:
             return [self._leave(number) for number in leaving]
 
     def non_finite(self) -> str | None:
-        """The name of a parameter whose staged gradient has an infinity or a NaN.
-
-        Blocking: reads the staged gradients once.
-        """
-        present = [i for i, place in enumerate(self._places) if place.is_present]
-        if len(present) == len(self._places) and is_finite(self._buffer.values):
+        """The name of a parameter whose staged gradient is not finite; reads all once."""
+        present = [i for i, parameter in enumerate(self._parameters) if parameter.is_present]
+        if len(present) == len(self._parameters) and is_finite(self._buffer.values):
             return None
         for index in present:
             if not is_finite(self._buffer.views[index]):
@@ -347,12 +330,12 @@ class GradientStaging:
         return None
 
     def finish(self) -> None:
-        """The step was sealed and committed: nothing has left of the next."""
+        """The step was sealed and committed: start the next."""
         with self._lock:
             self._finish_copies()  # of a step that was skipped before `take`
             self._restart()
-            for place in self._places:
-                place.is_present = False
+            for parameter in self._parameters:
+                parameter.is_present = False
             for block in self._blocks:
                 block.has_left = False
                 block.is_changed = False
@@ -361,46 +344,46 @@ class GradientStaging:
     # --- inside, under the lock
 
     def _restart(self) -> None:
-        for place in self._places:
-            place.hook_count = 0
-            place.is_staged = False
+        for parameter in self._parameters:
+            parameter.hook_count = 0
+            parameter.is_staged = False
         for block in self._blocks:
             block.waiting_count = len(block.tensors)
 
     def _copy(self, index: int, gradient: torch.Tensor) -> list[int]:
-        """Stages a gradient; the blocks that this completes (`_arrived` tells of those to come)."""
-        place, entry = self._places[index], self.layout.placed[index]
+        """Stage a gradient; returns the blocks that this completes (`_arrived` has later ones)."""
+        parameter, entry = self._parameters[index], self.layout.placed[index]
         if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
             raise InvalidTensor(
                 f"the gradient of '{entry.name}' is {gradient.layout} of shape "
                 f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}"
             )
-        for block in place.blocks:
+        for block in parameter.blocks:
             self._blocks[block].is_changed = True
-        place.is_present = True
+        parameter.is_present = True
         gradient = gradient.detach()
         arrival = self._copy_to_host(gradient, self._buffer.views[index])
         on_host = arrival is None and gradient.device.type == "cpu"
-        place.fingerprint = None if on_host else Fingerprint.of(gradient)
+        parameter.fingerprint = None if on_host else Fingerprint.of(gradient)
         if arrival is None:
             return self._mark_staged(index)
         self._copying.append((arrival, index))
         return []
 
     def _mark_staged(self, index: int) -> list[int]:
-        place = self._places[index]
-        if place.is_staged:
+        parameter = self._parameters[index]
+        if parameter.is_staged:
             return []
-        place.is_staged = True
+        parameter.is_staged = True
         complete = []
-        for number in place.blocks:
+        for number in parameter.blocks:
             self._blocks[number].waiting_count -= 1
             if self._blocks[number].waiting_count == 0:
                 complete.append(number)
         return complete
 
     def _arrived(self) -> list[int]:
-        """Blocks that copies which have ended by now complete. Never blocks."""
+        """The blocks that finished copies complete. Never blocks."""
         complete = []
         while self._copying and self._copying[0][0].query():
             complete += self._mark_staged(self._copying.popleft()[1])
@@ -413,28 +396,30 @@ class GradientStaging:
             self._mark_staged(index)
 
     def _is_untouched(self, block: int) -> bool:
-        """Whether a block's gradients are those that were staged, as far as the host can tell."""
+        """True if a block's gradients are the staged ones, as far as the host can tell."""
         for tensor in self._blocks[block].tensors:
-            fingerprint = self._places[tensor].fingerprint
+            fingerprint = self._parameters[tensor].fingerprint
             gradient = self.layout.placed[tensor].tensor.grad
             if gradient is None or not (fingerprint is None or fingerprint.is_untouched(gradient)):
                 return False
         return True
 
-    def _changed_places(self) -> set[int]:
-        """The parameters whose staged gradient is not the present one."""
+    def _changed_parameters(self) -> set[int]:
+        """The parameters whose present gradient differs from the staged one."""
         changed = set()
         on_device: list[tuple[int, torch.Tensor]] = []
-        for index, (entry, place) in enumerate(zip(self.layout.placed, self._places, strict=True)):
+        for index, (entry, parameter) in enumerate(
+            zip(self.layout.placed, self._parameters, strict=True)
+        ):
             gradient = entry.tensor.grad
             if not self._is_wanted(index):
                 continue
-            if gradient is None or not place.is_staged:
-                if place.is_present or gradient is not None:
+            if gradient is None or not parameter.is_staged:
+                if parameter.is_present or gradient is not None:
                     changed.add(index)
-            elif place.fingerprint is not None:
+            elif parameter.fingerprint is not None:
                 now = Fingerprint.of(gradient.detach())
-                on_device.append((index, place.fingerprint.differs(now)))
+                on_device.append((index, parameter.fingerprint.differs(now)))
             elif not same_bits(self._buffer.views[index], gradient.detach()):
                 changed.add(index)
         if on_device:  # one transfer for each device, not one for each parameter
@@ -443,29 +428,29 @@ class GradientStaging:
         return changed
 
     def _restage(self, index: int) -> None:
-        if self._places[index].is_staged:
-            for block in self._places[index].blocks:
+        if self._parameters[index].is_staged:
+            for block in self._parameters[index].blocks:
                 self._blocks[block].is_wasted |= self._blocks[block].waiting_count == 0
         gradient = self.layout.placed[index].tensor.grad
         if gradient is not None:
             self._copy(index, gradient)
             return
-        self._places[index].is_present = False
-        for block in self._places[index].blocks:
+        self._parameters[index].is_present = False
+        for block in self._parameters[index].blocks:
             self._blocks[block].is_changed = True
 
     def _may_leave(self, number: int) -> bool:
         return self._only is None or number in self._only
 
     def _is_wanted(self, index: int) -> bool:
-        """Whether any block that may leave has a part of the parameter."""
-        return self._only is None or not self._only.isdisjoint(self._places[index].blocks)
+        """True if any block that may leave has elements of the parameter."""
+        return self._only is None or not self._only.isdisjoint(self._parameters[index].blocks)
 
     def _must_leave(self, number: int) -> bool:
         if not self._may_leave(number):
             return False
         block = self._blocks[number]
-        is_present = any(self._places[tensor].is_present for tensor in block.tensors)
+        is_present = any(self._parameters[tensor].is_present for tensor in block.tensors)
         return block.is_changed if block.has_left else is_present
 
     def _leave(self, number: int) -> BlockValues:
@@ -475,12 +460,12 @@ class GradientStaging:
         width = self._buffer.values.element_size()
         start = number * self.table.spec.block_elements * width
         payload = self._buffer.raw.data[start : start + self.table.block_length(number) * width]
-        present = tuple(self._places[tensor].is_present for tensor in block.tensors)
+        present = tuple(self._parameters[tensor].is_present for tensor in block.tensors)
         return BlockValues(number, payload, pack_presence(present))
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether there is neither an infinity nor a NaN."""
+    """True if there is neither an infinity nor a NaN."""
     if not values.numel():
         return True
     # The extremes propagate NaN. One vectorised pass: 17 GB/s a core, 12 times as fast as a norm.

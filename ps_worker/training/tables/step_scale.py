@@ -1,4 +1,4 @@
-"""What a step's gradients count for: the inverse of the loss scale, 1 without one; or nothing."""
+"""The scale of a step's gradients: the inverse of the loss scale, 1 without one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from ps_core.errors import InvalidConfig
 
 @dataclass(frozen=True, slots=True)
 class StepScale:
-    """What this worker's gradients are multiplied by; whether the step takes no part at all, and
-    why, if that is an error; what clips them where they are not reduced first.
+    """The scale of this worker's gradients in a step.
+
+    Attributes:
+        contribution_scale: a factor of the gradients.
+        skip: the step takes no part in the update.
+        problem: the reason of `skip`, if it is an error.
+        clip_scale: the factor that clips this worker's own gradients.
     """
 
     contribution_scale: float = 1.0
@@ -22,7 +27,7 @@ class StepScale:
 
 
 def amp_scale_of(optimizer: torch.optim.Optimizer) -> StepScale:
-    """What `torch.amp.GradScaler` left on the optimizer for this call of `step`."""
+    """The scale that `torch.amp.GradScaler` left on the optimizer for this call of `step`."""
     found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     grad_scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
     skip = found_inf is not None and bool(found_inf.item())

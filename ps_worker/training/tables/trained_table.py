@@ -1,19 +1,15 @@
 """One table of parameters in training: gradients go out, parameters or reduced gradients come in.
 
 Rules:
-    - The table starts with rank 0's parameters; everybody else takes them over.
-    - A step's staging is touched again only when the step has been committed: until then it is
-      what a resend would send.
+    - The table starts with rank 0's parameters, which all other workers take over.
+    - A step's staging does not change before the step is committed, because a resend reads it.
     - A table of frozen parameters sleeps (no steps, no pulls) until one of them is unfrozen.
-
-What it deliberately does not do: know groups, loss scaling or other tables
-(`ps_worker.training.distributed_optimizer` does).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +38,7 @@ _REMEDIES = (
 )
 
 _LOOK_EVERY = 16
-"""Steps from one look at every bit of a table that sleeps to the next."""
+"""The step in which every bit of a table that sleeps is compared: one in so many."""
 
 
 class TrainedTable:
@@ -50,15 +46,15 @@ class TrainedTable:
 
     Args:
         client: a worker's client.
-        layout: the parameters and where they lie.
+        layout: the parameters and their places.
         group: the number of their parameter group.
-        optimizer: what the servers do with the gradients.
+        optimizer: the servers'.
         options: the optimizer's options.
 
     Blocking: until the table exists.
 
     Raises:
-        TableExists: another worker has made the table from another model.
+        TableExists: another worker has created the table from another model.
     """
 
     def __init__(
@@ -95,9 +91,9 @@ class TrainedTable:
         self._written = WrittenValues(layout, self._received)
         self._edit: FlatBuffer | None = None
         self._look_count = 0
-        self._landing: list[Arrival] = []
+        self._arrivals: list[Arrival] = []
         self._staging: GradientStaging | None = None
-        # Hooks run on autograd's threads, one for each device; one of them may end the step before.
+        # Hooks run on autograd's threads, one for each device; one of them may end the last step.
         self._lock = threading.RLock()
         self._moved: FlatBuffer | None = None
         self._only: frozenset[int] | None = None
@@ -106,17 +102,15 @@ class TrainedTable:
 
     @property
     def name(self) -> str:
-        """The table's name."""
         return self.handle.name
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the table's elements."""
         return TORCH_DTYPE[self.layout.dtype]
 
     @property
     def staging(self) -> GradientStaging:
-        """The gradients; made at first use, since a table that sleeps has none."""
+        """The gradients; made at first use, because a table that sleeps has none."""
         with self._lock:
             if self._staging is None:
                 staging = GradientStaging(
@@ -132,74 +126,68 @@ class TrainedTable:
     # --- at the start
 
     def begin_assign(self) -> None:
-        """Rank 0: gives the servers its parameters.
-
-        Blocking: no; `finish` waits.
-        """
+        """Give the servers the parameters of rank 0; `finish` waits."""
         for entry, view in zip(self.layout.placed, self._received.views, strict=True):
             view.copy_(entry.tensor.detach())
         step = self._client.tables.begin_assign(self.handle)
         step.push_blocks(self._received.blocks(self.handle.table))
         self._pending.add(step.seal())
         self._written.written()
-        for block in range(self.handle.table.block_count):  # as if it had pulled what it gave
+        for block in range(self.handle.table.block_count):  # as if it had pulled them
             self.handle.steps.saw(block, 0)
 
     # --- while backward runs
 
     def hooked(self, index: int, hyperparameters: Hyperparameters) -> None:
-        """Parameter `index` has its gradient; blocks that it completes leave.
+        """Stage the gradient of parameter `index`; blocks that it completes leave.
 
         Args:
-            index: its place in the layout.
-            hyperparameters: the group's numbers now; for blocks that are applied on arrival.
+            index: the parameter's place in the layout.
+            hyperparameters: the group's present ones, for blocks that are applied on arrival.
 
         Raises:
             InvalidTensor: the gradient is sparse.
-            WaitExpired: the step before could not be ended, and still cannot.
+            WaitExpired: the last step could not be ended, and still cannot.
         """
         with self._lock:
-            self.settle()
+            self.wait_pending()
             self._push(self.staging.hooked(index), hyperparameters)
 
     def discard(self) -> None:
-        """The gradients were zeroed."""
+        """The gradients were zeroed: start the step over."""
         if self._staging is not None and not self._pending:
             self._staging.discard()
 
     # --- a step of some blocks
 
     def restrict(self, blocks: Collection[int] | None) -> None:
-        """From now on only these blocks are pushed; None: all, as at first."""
+        """Push only these blocks from now on; None: all."""
         self._only = None if blocks is None else frozenset(blocks)
         if self._staging is not None:
             self._staging.restrict(blocks)
 
     @property
     def is_restricted(self) -> bool:
-        """Whether the step is one of some blocks, perhaps of other tables' alone."""
+        """True in a step of some blocks, perhaps only of other tables."""
         return self._only is not None
 
     @property
     def takes_part(self) -> bool:
-        """Whether anything of this table may be pushed."""
+        """True if any block of this table may be pushed."""
         return self._only is None or bool(self._only)
 
     def restricted_to(self) -> set[torch.Tensor]:
-        """The parameters that the blocks of this step have a part of."""
+        """The parameters with elements in the blocks of this step."""
         blocks = range(self.handle.table.block_count) if self._only is None else self._only
         placed = self.layout.placed
         return {placed[s.tensor].tensor for b in blocks for s in self.handle.table.segments(b)}
 
     def pass_clock(self) -> None:
-        """Seals a step in which this table has no part.
-
-        Blocking: no; `settle` waits.
-        """
+        """Seal a step in which this table has no part; `wait_pending` waits."""
         self._pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
 
     def check_dtype(self) -> None:
-        """Refuse a model that was moved to another dtype: its servers would train on in the first.
+        """Refuse a model that was moved to another dtype, which the servers do not follow.
 
         Raises:
             InvalidConfig: naming a parameter whose dtype is not the table's.
@@ -212,15 +200,15 @@ class TrainedTable:
                     ".bfloat16(), .to(dtype)) before its optimizer is made"
                 )
 
-    # --- what the script has changed
+    # --- edits
 
     def edited(self) -> list[int]:
-        """The parameters whose values are not those that were written last, as places in the
-        layout; none before that.
+        """The parameters that the script has changed since they were written, as places in the
+        layout.
 
-        Blocking: reads every parameter once (CPU), or waits for the device. Of a table that sleeps
-        only those that autograd knows of are looked for, and all of them in one step of
-        `_LOOK_EVERY`: to read a large frozen model would cost as much as a pass through it.
+        Blocking: reads every parameter once (CPU), or waits for the device. A table that sleeps is
+        read only if autograd knows of a change, and in one step of `_LOOK_EVERY`, because reading a
+        large frozen model would cost as much as a pass through it.
         """
         if not self._written.is_known:
             return []
@@ -234,17 +222,17 @@ class TrainedTable:
         return found
 
     def edit(self, indexes: Collection[int], name: bytes, array: str = "") -> PushTicket:
-        """Ends a step that is an edit: the servers take over these parameters, if all workers say
-        the same; and asks for what comes of it. What has left of gradients takes no part.
+        """End a step that is an edit: the servers take over these parameters, if all workers make
+        the same edit. Then begin to pull the result. Gradients that have left take no part.
 
         Args:
-            indexes: the parameters, as places in the layout; none where only other tables have any.
+            indexes: the parameters, as places in the layout; empty if only other tables have any.
             name: the edit's.
-            array: empty, or `VALUES_ARRAY` where they are loaded together with optimizer state.
+            array: empty, or `VALUES_ARRAY` for parameters loaded together with optimizer state.
 
         Blocking: copies the parameters; `finish` waits.
         """
-        parts: list[BlockValues] = []
+        blocks: list[BlockValues] = []
         if indexes:
             self._edit = FlatBuffer(self.layout, is_shared=self._client.connection.may_share_memory)
             for index in indexes:
@@ -253,46 +241,36 @@ class TrainedTable:
             if array:  # which is in the dtype of the table's arithmetic
                 is_double = values.dtype is torch.float64
                 values = values.to(torch.float64 if is_double else torch.float32)
-            parts = [
-                BlockValues(part.block, part.payload, pack_presence(present))
-                for part in blocks_in(self.handle.table, values)
-                if any(present := self._presence(part.block, indexes))
+            blocks = [
+                BlockValues(each.block, each.payload, pack_presence(present))
+                for each in blocks_in(self.handle.table, values)
+                if any(present := self._presence(each.block, indexes))
             ]
-        return self._end_edit(parts, name, array)
+        return self._end_edit(blocks, name, array)
 
     def load(self, array: str, values: torch.Tensor | None, name: bytes) -> PushTicket:
-        """Ends a step that is an edit of optimizer state, as `edit` does one of parameters.
+        """End a step that is an edit of optimizer state; `finish` waits.
 
         Args:
             array: the name of the state.
-            values: all elements of the table; None where only other tables have any.
+            values: all elements of the table; None if only other tables have any.
             name: the edit's.
 
         Shapes:
             values: 1-D, contiguous, in the dtype of the table's arithmetic. It must not change
             before the step has ended.
-
-        Blocking: no; `finish` waits.
         """
-        parts: Iterator[BlockValues] | tuple[BlockValues, ...] = ()
-        if values is not None:
-            parts = blocks_in(self.handle.table, values)
-        return self._end_edit(parts, name, array)
+        blocks = () if values is None else blocks_in(self.handle.table, values)
+        return self._end_edit(blocks, name, array)
 
-    def _end_edit(self, parts: Iterable[BlockValues], name: bytes, array: str) -> PushTicket:
-        ticket = self._client.tables.begin_step(self.handle).edit(parts, name, array)
+    def _end_edit(self, blocks: Iterable[BlockValues], name: bytes, array: str) -> PushTicket:
+        ticket = self._client.tables.begin_step(self.handle).edit(blocks, name, array)
         self._pending.add(ticket)
         self.begin_pull()
         return ticket
 
     def start_state_pull(self, array: str, values: torch.Tensor) -> PullTicket[Pulled]:
-        """Begins to pull an array of optimizer state.
-
-        Shapes:
-            values: as in `load`; written until the ticket is done.
-
-        Blocking: no.
-        """
+        """Begin to pull an array of optimizer state into `values`, of the shape of `load`'s."""
         raw = values.view(torch.uint8).numpy()
         return self._client.pulls.start_state(self.handle, raw, array)
 
@@ -302,7 +280,7 @@ class TrainedTable:
     # --- when the step ends
 
     def check_final(self, hyperparameters: Hyperparameters) -> None:
-        """Eager mode: refuse what has changed since its block left.
+        """Eager mode: refuse gradients and hyperparameters that changed after a block left.
 
         Raises:
             GradientChangedAfterPush: naming the parameter or the hyperparameter, and the remedies.
@@ -323,62 +301,48 @@ class TrainedTable:
             )
 
     def push_rest(self, hyperparameters: Hyperparameters) -> str | None:
-        """Sends what has not left in its present form.
+        """Push the blocks that have not left in their present form.
 
         Returns:
-            The name of a parameter whose gradient is not finite, unless such are allowed, or are
-            refused block by block (eager steps under ASP). Then nothing more is sent.
+            The name of a parameter whose gradient is not finite; then no more is pushed. None if
+            all are finite, or need not be, or servers refuse them block by block (eager steps under
+            ASP).
         """
         if not self.takes_part:
             return None
         if self._adds:
             return self._push_moved()
-        for parts in self.staging.arriving():
-            self._push(parts, hyperparameters)
-        parts = self.staging.take()
+        for blocks in self.staging.arriving():
+            self._push(blocks, hyperparameters)
+        blocks = self.staging.take()
         if not self._options.allow_non_finite and not self._applies_on_arrival:
             bad = self.staging.non_finite()
             if bad is not None:
                 return bad
-        self._push(parts, hyperparameters)
+        self._push(blocks, hyperparameters)
         return None
 
     def _push_moved(self) -> str | None:
-        """ADD: sends how far the parameters have moved from what was pulled last.
-
-        Returns:
-            As `push_rest`.
-        """
+        """ADD: push the parameters' distance from the last pull. Returns as `push_rest`."""
         if self._moved is None:
             self._moved = FlatBuffer(
                 self.layout, is_shared=self._client.connection.may_share_memory
             )
-        for arrival in self._landing:
+        for arrival in self._arrivals:
             arrival.synchronize()
-        placed, bases = self.layout.placed, self._received.views
-        for entry, view, base in zip(placed, self._moved.views, bases, strict=True):
-            view.copy_(entry.tensor.detach()).sub_(base)
+        placed, pulled_views = self.layout.placed, self._received.views
+        for entry, view, pulled in zip(placed, self._moved.views, pulled_views, strict=True):
+            view.copy_(entry.tensor.detach()).sub_(pulled)
             if not self._options.allow_non_finite and not is_finite(view):
                 return entry.name
-        parts = self._moved.blocks(self.handle.table)
+        blocks = self._moved.blocks(self.handle.table)
         if self._only is not None:
-            parts = (part for part in parts if part.block in self._only)
-        self._client.tables.begin_step(self.handle).push_blocks(parts)
+            blocks = (each for each in blocks if each.block in self._only)
+        self._client.tables.begin_step(self.handle).push_blocks(blocks)
         return None
 
     def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
-        """Ends the step and asks for what comes of it.
-
-        Args:
-            hyperparameters: its numbers.
-            scale: what its gradients count for.
-            skip: it takes no part.
-
-        Returns:
-            The step's ticket.
-
-        Blocking: no; `finish` waits.
-        """
+        """Seal the step, and begin to pull its result; `finish` waits."""
         step = self._client.tables.begin_step(self.handle)
         ticket = step.seal(
             hyperparameters,
@@ -392,26 +356,20 @@ class TrainedTable:
         return ticket
 
     def wait_for(self, ticket: PushTicket) -> None:
-        """The step has not ended before this has.
-
-        Blocking: no; `finish` waits.
-        """
+        """Let `finish` wait for this ticket, too."""
         self._pending.add(ticket)
 
     def begin_pull(self) -> None:
-        """Asks for the table as of this worker's clock.
-
-        Blocking: no; `finish` waits.
-        """
-        for arrival in self._landing:  # of what the pull before has brought
+        """Begin to pull the table at this worker's clock; `finish` waits."""
+        for arrival in self._arrivals:  # of copies that read the last pull's values
             arrival.synchronize()
-        self._landing.clear()
+        self._arrivals.clear()
         self._written.is_known = False
         self._pull = self._client.pulls.start(self.handle, self._received.raw)
         self._pending.add(self._pull)
 
-    def settle(self) -> None:
-        """Waits for a step that an earlier call could not see the end of.
+    def wait_pending(self) -> None:
+        """Wait for a step that an earlier call did not see the end of.
 
         Raises:
             PushpullError: as `Client.wait`.
@@ -422,27 +380,24 @@ class TrainedTable:
             self._ended()
 
     def finish(self) -> Pulled | None:
-        """Waits for the end of the step and of the pull; a pull that has expired is begun again.
+        """Wait for the end of the step and of the pull; a pull that has expired is begun again.
 
         Raises:
-            PushpullError: as `Client.wait`; what is not done stays to be settled.
+            PushpullError: as `Client.wait`; a later call waits for the rest.
         """
         if self._pull is not None and self._pull.has_expired:
             self.begin_pull()
         pull = self._pull
-        self.settle()
+        self.wait_pending()
         return None if pull is None else pull.future.result()
 
     def begin_refresh(self) -> None:
-        """Asks for the table as it is now, between two steps; at once where that was done.
-
-        Blocking: no; `finish_refresh` waits.
-        """
+        """Begin to pull the table between two steps, unless begun; `finish_refresh` waits."""
         if self._pull is None or self._pull.has_expired:
             self.begin_pull()
 
     def finish_refresh(self) -> None:
-        """Waits for it; what there is of gradients stays as it is.
+        """Wait for the pull; staged gradients stay.
 
         Raises:
             PushpullError: as `Client.wait`; another `begin_refresh` goes on.
@@ -451,27 +406,27 @@ class TrainedTable:
         self._pull = None
 
     def left(self) -> None:
-        """The wait for what was asked for has ended early, and the script goes on: what it changes
-        in the parameters from now on is not written over.
+        """A wait for the pull was given up, and the script goes on: its changes of parameters from
+        now on are not overwritten.
         """
         self._written.left()
 
     def write_parameters(self, but: Collection[int] = ()) -> None:
-        """What was pulled becomes the parameters' values, save of those that were changed while
-        it was waited for: they are edits, which come after it.
-
-        Args:
-            but: parameters that keep theirs, as places in the layout.
+        """Write the pulled values into the parameters, except `but` (places in the layout) and
+        those that the script has changed since a wait was given up: they are edits of the next
+        step.
         """
         but = {*but, *self._written.changed_since_left()}
         pairs = zip(self.layout.placed, self._received.views, strict=True)
         moves = [(entry.tensor, view) for i, (entry, view) in enumerate(pairs) if i not in but]
         with torch.no_grad():
-            self._landing = from_host(moves)
+            self._arrivals = from_host(moves)
         self._written.written(but)
 
     def write_gradients(self, pulled: Pulled) -> None:
-        """AGGREGATE: what was pulled becomes the gradients; tensors absent everywhere get None."""
+        """AGGREGATE: write the pulled sums into the gradients; tensors absent at all workers get
+        None.
+        """
         absent = set(range(len(self.layout.placed)))
         for block in range(self.handle.table.block_count):
             segments = self.handle.table.segments(block)
@@ -483,11 +438,11 @@ class TrainedTable:
             if index in absent:
                 parameter.grad = None
                 continue
-            # Of one memory format at all workers: a norm is summed in the order of the memory.
+            # One memory format at all workers, because a norm is summed in the order of memory.
             if parameter.grad is None or parameter.grad.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter)
             moves.append((parameter.grad, self._received.views[index]))
-        self._landing = from_host(moves)
+        self._arrivals = from_host(moves)
 
     def _ended(self) -> None:
         self._pull = None
@@ -497,9 +452,9 @@ class TrainedTable:
         if self._staging is not None:
             self._staging.finish()
 
-    def _push(self, parts: list[BlockValues], hyperparameters: Hyperparameters) -> None:
-        if not parts:
+    def _push(self, blocks: list[BlockValues], hyperparameters: Hyperparameters) -> None:
+        if not blocks:
             return
         if self._applies_on_arrival and self._eager is None:
             self._eager = hyperparameters
-        self._client.tables.begin_step(self.handle).push_blocks(parts, eager=self._eager)
+        self._client.tables.begin_step(self.handle).push_blocks(blocks, eager=self._eager)
