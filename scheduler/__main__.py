@@ -32,18 +32,17 @@ from scheduler.config import SchedulerConfig, parser
 from scheduler.edge.checkpointing import CheckpointPolicy
 from scheduler.edge.restoring import AUTO
 from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
-from scheduler.start import Start, started
+from scheduler.start import SchedulerStart, started
 
 SERVERS_LEAVE_WITHIN_S = 5.0
-"""How long a cluster that is done waits for its servers to say goodbye."""
+"""Wait of a finished cluster for its servers to leave."""
 
 UNDER_WAY_WITHIN_S = 30.0
-"""How long a checkpoint that was asked for is waited for at the end, where no last one is made."""
+"""Wait at the end for a checkpoint that somebody requested, where no last one is made."""
 
 
-async def serve(settings: SchedulerConfig, start: Start, secret: bytes) -> None:
-    """Serve the cluster until a stop signal comes or it is finished; whoever joins it proves to
-    know the secret.
+async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes) -> None:
+    """Serve the cluster until a stop signal comes or the cluster is finished.
 
     Raises:
         InvalidConfig: an address cannot be bound, or the ready file not written.
@@ -72,7 +71,7 @@ async def serve(settings: SchedulerConfig, start: Start, secret: bytes) -> None:
     )
 
     try:
-        await servicer.settled()
+        await servicer.flushed()
         node = await NodeServer.start(
             settings.listen,
             advertise=settings.advertise,
@@ -84,7 +83,7 @@ async def serve(settings: SchedulerConfig, start: Start, secret: bytes) -> None:
         stop.cancel()
         await servicer.close_journal(has_ended=False)
         raise
-    servicer.on_standing = partial(_say_if_degraded, node, servicer)
+    servicer.on_health_change = partial(_set_degraded, node, servicer)
     ticking = asyncio.create_task(_watch(servicer))
     try:
         node.set_serving(True)
@@ -106,19 +105,19 @@ async def serve(settings: SchedulerConfig, start: Start, secret: bytes) -> None:
         servicer.checkpointing.give_up("the scheduler ends")
         servicer.close()
         await servicer.checkpointing.close()
-        with contextlib.suppress(PushpullError):  # of the journal, which was said
-            await servicer.settled()
+        with contextlib.suppress(PushpullError):  # of the journal, logged before
+            await servicer.flushed()
         await node.stop(settings.drain_grace_s)
         ticking.cancel()
         await servicer.close_journal(has_ended=servicer.has_finished)
 
 
-def _say_if_degraded(node: NodeServer, servicer: SchedulerServicer) -> None:
+def _set_degraded(node: NodeServer, servicer: SchedulerServicer) -> None:
     node.degraded = servicer.degraded_words
 
 
 async def _watch(servicer: SchedulerServicer) -> None:
-    """Look after the cluster, for as long as the journal can be written."""
+    """Tick the cluster for as long as the journal can be written."""
     looking = asyncio.create_task(servicer.watch_for_silence())
     failing = asyncio.create_task(servicer.until_journal_failed())
     try:
@@ -136,7 +135,7 @@ async def _until_the_end(
     stop: asyncio.Task[signal.Signals],
     ticking: asyncio.Task[None],
 ) -> None:
-    """Wait for a stop signal or the end of the work; a failure of `ticking` is raised."""
+    """Wait for a stop signal or the end of the work; raise a failure of `ticking`."""
     finished = asyncio.create_task(_all_done(settings, servicer))
     try:
         await asyncio.wait((stop, finished, ticking), return_when=asyncio.FIRST_COMPLETED)
@@ -162,12 +161,12 @@ async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> N
     if await servicer.until_servers_have_left(SERVERS_LEAVE_WITHIN_S):
         logs.info("stopping", reason="all workers and servers have left")
     else:
-        logs.warning("stopping", reason=f"servers are left after {SERVERS_LEAVE_WITHIN_S} s")
+        logs.warning("stopping", reason=f"servers have not left in {SERVERS_LEAVE_WITHIN_S} s")
 
 
 async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, reason: str) -> None:
-    """Make a checkpoint of what there is, while there are servers; it is logged if there is none.
-    Where no last one is made, wait for one that somebody has asked for.
+    """Make a last checkpoint while servers are there, or log why there is none. Where
+    `checkpoint_last_s` is 0, wait for a running checkpoint that somebody requested.
 
     Blocking: at most `checkpoint_last_s`, or `UNDER_WAY_WITHIN_S` where that is 0.
     """
@@ -179,7 +178,7 @@ async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, rea
     try:
         await asyncio.wait((making, left), return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
-            raise WaitExpired("no server is left that has values")
+            raise WaitExpired("every server with values has left")
         making.result()
     except PushpullError as error:
         logs.warning("no_last_checkpoint", reason=error.message)
@@ -201,7 +200,7 @@ async def _last(
 
 
 def main() -> None:
-    """Run the scheduler; a wrong setting ends it with status 2 and a line that names it."""
+    """Run the scheduler; a wrong setting ends the process with status 2 and names it."""
     settings = config.from_command_line(SchedulerConfig, parser())
     try:
         die_with_parent_if_asked(os.environ)

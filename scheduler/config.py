@@ -15,38 +15,38 @@ class SchedulerConfig:
     """Settings of the scheduler."""
 
     workers: int = field(
-        metadata={"help": "The number of workers that opens clock 1 of a BSP table; at least 1."}
+        metadata={"help": "Workers; clock 1 of a BSP table opens when all are there. At least 1."}
     )
     servers: int = field(
-        metadata={"help": "The number of servers that a table waits for; at least 1."}
+        metadata={"help": "Servers; a table waits until all are there. At least 1."}
     )
     replicas: int = field(
         default=1,
         metadata={
             "help": "Servers that hold each range, 1 to `servers`. 1: a server that dies takes its "
-            "ranges with it; 2: one server may die, and training goes on."
+            "ranges with it; 2: training survives the death of one server."
         },
     )
     min_in_sync: int = field(
         default=1,
         metadata={
-            "help": "Of the replicas of a range, how many must hold a push before it counts, 1 to "
-            "`replicas`; a range with fewer takes none. 1: it goes on with the last one."
+            "help": "In-sync replicas of a range that must hold a push before it counts, 1 to "
+            "`replicas`; a range with fewer takes no pushes. 1: the last replica goes on alone."
         },
     )
     max_workers: int = field(
         default=0,
         metadata={
-            "help": "How many workers there may be at a time: those beyond `workers` join while "
-            "the others train. 0: none beyond these."
+            "help": "Most workers at a time; those beyond `workers` join while the others train. "
+            "0: none beyond `workers`."
         },
     )
     ranges: int = field(
         default=0,
         metadata={
             "help": "Key ranges, the unit of ownership; fixed for the life of the cluster. More "
-            "share more evenly over servers that join, fewer make pushes cheaper. 0: 64, 128 from "
-            "5 servers on, 256 from 9 on."
+            "ranges share more evenly, fewer make pushes cheaper. 0: 64; 128 from 5 servers on, "
+            "256 from 9 on."
         },
     )
     listen: str = field(
@@ -55,7 +55,7 @@ class SchedulerConfig:
     )
     advertise: str | None = field(
         default=None,
-        metadata={"help": "host:port, or host, where others reach it; unset derives it."},
+        metadata={"help": "host:port, or host, at which others reach it; unset derives it."},
     )
     http_listen: str = field(
         default="127.0.0.1:0",
@@ -68,97 +68,98 @@ class SchedulerConfig:
     journal: Path | None = field(
         default=None,
         metadata={
-            "help": "A directory on a local disk where the scheduler keeps what it knows: started "
-            "again with it, it goes on with the same cluster. Unset: a scheduler that is started "
-            "again has another cluster, and its nodes have to be started again, too."
+            "help": "A directory on a local disk for the scheduler's state: a scheduler that is "
+            "restarted with it resumes the cluster. Unset: a restarted scheduler has a new "
+            "cluster, and its nodes must be restarted, too."
         },
     )
     stop_when_done: bool = field(
         default=False,
-        metadata={"help": "End, and tell the servers to, when all workers have left."},
+        metadata={"help": "End when all workers have left, and end the servers."},
     )
     heartbeat_interval_s: float = field(
         default=limits.HEARTBEAT_INTERVAL_S,
-        metadata={"help": "How often nodes call, in seconds; at most half of lease_s."},
+        metadata={"help": "Seconds between heartbeats of a node; at most half of lease_s."},
     )
     lease_s: float = field(
         default=limits.LEASE_S,
-        metadata={"help": "A node counts as silent after so many seconds without a heartbeat."},
+        metadata={"help": "Seconds without a heartbeat after which a node counts as silent."},
     )
     worker_timeout_s: float = field(
         default=limits.WORKER_TIMEOUT_S,
         metadata={
-            "help": "A worker silent for so many seconds is declared gone, and the others go on "
-            "without it; above lease_s. 0: never."
+            "help": "Seconds of silence after which a worker is declared gone, and the others go "
+            "on without it; above lease_s. 0: never."
         },
     )
     adaptation_interval_s: float = field(
         default=limits.ADAPTATION_INTERVAL_S,
         metadata={
-            "help": "The bound of a table with ssp:LEAST..MOST moves at most once in so many "
+            "help": "Shortest time between two moves of the bound of an ssp:LEAST..MOST table, in "
             "seconds."
         },
     )
     checkpoint_url: str = field(
         default="",
         metadata={
-            "help": "Where checkpoints go: a path, or any URL that fsspec knows. Unset: "
-            "none are made."
+            "help": "The directory of checkpoints: a path, or any URL that fsspec knows. Unset: no "
+            "checkpoints."
         },
     )
     checkpoint_every_s: float = field(
-        default=0.0, metadata={"help": "A checkpoint in so many seconds; 0: not by time."}
+        default=0.0, metadata={"help": "Seconds between checkpoints; 0: not by time."}
     )
     checkpoint_every_clocks: int = field(
         default=0,
-        metadata={"help": "A checkpoint whenever a table is so many clocks further; 0: none so."},
+        metadata={"help": "Clocks of a table between checkpoints; 0: not by clocks."},
     )
     checkpoint_keep: int = field(
-        default=0, metadata={"help": "How many good checkpoints are kept; 0: all."}
+        default=0, metadata={"help": "Complete checkpoints to keep; 0: all."}
     )
     checkpoint_full_every: int = field(
         default=1,
         metadata={
-            "help": "Of so many checkpoints in a row one is full; the others have what changed, "
-            "and refer to earlier ones for the rest. 1: all are full."
+            "help": "One of so many checkpoints in a row is full; the others have only what "
+            "changed, and refer to earlier ones. 1: all are full."
         },
     )
     checkpoint_last_s: float = field(
         default=30.0,
         metadata={
-            "help": "Seconds that a last checkpoint may take: when the scheduler is told to stop "
-            "while servers are there, and with stop_when_done when all workers have left. 0: none "
-            "is made; one that is under way has 30 s."
+            "help": "Seconds for a last checkpoint: when the scheduler is stopped while servers "
+            "are there, and with stop_when_done when all workers have left. 0: no last checkpoint; "
+            "one that is running has 30 s."
         },
     )
     resume: str = field(
         default="",
         metadata={
-            "help": "The checkpoint that the cluster starts from: its directory, or a URL, under "
-            "which the newest good one is taken. auto: the newest under checkpoint_url, or anew if "
-            "none was ever complete there. Unset: it starts anew."
+            "help": "The checkpoint that the cluster starts from: its directory, or a URL with "
+            "several, of which the newest valid one is taken. auto: the newest under "
+            "checkpoint_url; empty if none was ever complete there. Unset: the cluster starts "
+            "empty."
         },
     )
     checkpoint_roots: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Further places, with commas, from which a restore may be asked for, beside "
-            "those of checkpoint_url and resume. Nothing else is opened."
+            "help": "Further places that a restore may read, separated by commas, beside "
+            "checkpoint_url and resume. No other place is opened."
         },
     )
     drain_grace_s: float = field(
         default=1.0,
-        metadata={"help": "Seconds that calls in progress may take when the scheduler stops."},
+        metadata={"help": "Seconds for running calls to end when the scheduler stops."},
     )
     ready_file: Path | None = field(
         default=None,
-        metadata={"help": "Written when it serves: its addresses as JSON. Unset writes none."},
+        metadata={"help": "A file for the addresses as JSON, written when the scheduler serves."},
     )
     log_level: str = field(default="info", metadata={"help": "One of debug, info, warning, error."})
-    log_format: str = field(default="text", metadata={"help": "text, or json: an object a line."})
+    log_format: str = field(default="text", metadata={"help": "text, or json: an object per line."})
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line of `pushpull scheduler`."""
+    """The parser of `pushpull scheduler`."""
     description = "Runs a cluster's scheduler: membership, tables and placement."
     return argument_parser(SchedulerConfig, description, "pushpull scheduler")

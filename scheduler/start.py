@@ -1,10 +1,9 @@
-"""What a scheduler serves when it starts: a new cluster, or the one that its journal has.
+"""The cluster that a scheduler serves when it starts: a new one, or the one in its journal.
 
 Rules:
-    - A journal that has a cluster is gone on with, whatever `resume` says: that is for the first
-      start. What nodes were told of the cluster (`_TOLD`) has to be what the settings say; what
-      only the scheduler goes by, such as `stop_when_done`, may be another from this start on.
-    - A journal that is not gone on with stays as it is.
+    - A journal with a cluster wins over `resume`, which is for the first start. Settings that nodes
+      were told (`_TOLD`) must be those of the journal; the others may change with each start.
+    - A journal that is refused stays as it is.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ps_core.errors import InvalidJournal, PushpullError
 from ps_core.keys import Incarnation
@@ -23,11 +23,16 @@ from scheduler.edge.restoring import checkpoints_under, restored_at_start
 from scheduler.edge.sqlite_store import SqliteStore
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.placement import range_count_for
-from scheduler.machine.state import MIN_TOKEN_KEY_BYTES, TIMELINE_BYTES, ClusterSettings, Kept
+from scheduler.machine.state import (
+    MIN_TOKEN_KEY_BYTES,
+    TIMELINE_BYTES,
+    ClusterSettings,
+    JournaledCluster,
+)
 from scheduler.store import records
 
 _INCARNATION_BITS = 40
-"""Of 53 that the contract allows: room for as many nodes as any cluster will see."""
+"""Bits of the first incarnation; the rest of the contract's 53 is for counting up."""
 
 _TOLD = {
     "worker_count": "workers",
@@ -40,45 +45,45 @@ _TOLD = {
     "min_in_sync": "min_in_sync",
     "checkpoint_url": "checkpoint_url",
 }
-"""Fields that nodes go by, and the settings that they come from."""
+"""Cluster settings that nodes were told, and the flag of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
-    """What is served, and where it is kept; None: nowhere."""
+class SchedulerStart:
+    """The cluster to serve, with the transitions of its start, and its journal, if it has one."""
 
     begun: Decision[Cluster]
     journal: Journal | None = None
 
 
-def started(settings: SchedulerConfig) -> Start:
-    """Open the journal, if there is to be one, and go on with what it has, or begin.
+def started(settings: SchedulerConfig) -> SchedulerStart:
+    """Resume the cluster in the journal; begin a new one if there is none.
 
     Blocking: reads the journal and checkpoints.
 
     Raises:
         InvalidConfig: a setting is out of its bounds.
-        InvalidCheckpoint: the checkpoint that it is to start from is no good one, or the place for
-            checkpoints cannot be read.
+        InvalidCheckpoint: the checkpoint to start from is invalid, or the checkpoint directory
+            cannot be read.
         InvalidJournal: the journal is damaged, or of another cluster.
-        Recovering: another scheduler has the journal, or its disk takes nothing.
+        Recovering: another scheduler has the journal, or its disk takes no write.
     """
     if settings.journal is None:
-        return Start(Decision(Cluster(cluster_settings(settings), clock.now_s())))
+        return SchedulerStart(Decision(Cluster(cluster_settings(settings), clock.now_s())))
     store = SqliteStore(Path(settings.journal))
     try:
-        kept = records.read(store.read())
-        if kept is None:
+        journaled = records.read(store.read())
+        if journaled is None:
             begun = Decision(Cluster(cluster_settings(settings), clock.now_s()))
         else:
-            begun = Cluster.resumed(_as_set(kept, settings), clock.now_s())
+            begun = Cluster.resumed(_with_settings(journaled, settings), clock.now_s())
         term = store.claim()
     except PushpullError as error:
         store.close()
         if isinstance(error, InvalidJournal) and store.name not in error.message:
             raise InvalidJournal(f"{store.name}: {error.message}") from error
         raise
-    if kept is not None:
+    if journaled is not None:
         view = begun.reply.view
         logs.info(
             "cluster_resumed",
@@ -88,50 +93,55 @@ def started(settings: SchedulerConfig) -> Start:
             nodes=sum(node.state.is_member for node in view.nodes),
             tables=len(view.tables),
         )
-    return Start(begun, Journal(store))
+    return SchedulerStart(begun, Journal(store))
 
 
 def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
-    """A new cluster: its identities and its key are drawn here, and nowhere else.
+    """Settings of a new cluster. Its identities and its key are drawn here, and nowhere else.
 
     Raises:
         InvalidConfig: a setting is out of its bounds.
-        InvalidCheckpoint: the checkpoint that it is to start from is no good one, or the place for
-            checkpoints cannot be read.
+        InvalidCheckpoint: as `started`.
     """
     checkpoint_url, newest = checkpoints_under(settings.checkpoint_url)
     return ClusterSettings(
-        checkpoint_url=checkpoint_url,
         checkpoint_count=newest,
-        checkpoint_full_every=settings.checkpoint_full_every,
         restored=restored_at_start(settings.resume, checkpoint_url),
         cluster_id=settings.cluster_id or secrets.token_hex(8),
         timeline=secrets.token_bytes(TIMELINE_BYTES),
         token_key=secrets.token_bytes(2 * MIN_TOKEN_KEY_BYTES),
         first_incarnation=Incarnation(1 + secrets.randbits(_INCARNATION_BITS)),
-        worker_count=settings.workers,
-        server_count=settings.servers,
         range_count=settings.ranges or range_count_for(settings.servers),
-        max_workers=settings.max_workers,
-        stop_when_done=settings.stop_when_done and not settings.checkpoint_url,
-        heartbeat_interval_s=settings.heartbeat_interval_s,
-        lease_s=settings.lease_s,
-        worker_timeout_s=settings.worker_timeout_s,
-        adaptation_interval_s=settings.adaptation_interval_s,
-        replica_count=settings.replicas,
-        min_in_sync=settings.min_in_sync,
+        **_given(settings, checkpoint_url),
     )
 
 
-def _as_set(kept: Kept, settings: SchedulerConfig) -> Kept:
-    """What a journal has, as the settings have it today.
+def _given(settings: SchedulerConfig, checkpoint_url: str) -> dict[str, Any]:
+    """Cluster settings that every start gives, by field."""
+    return {
+        "worker_count": settings.workers,
+        "server_count": settings.servers,
+        "max_workers": settings.max_workers,
+        "stop_when_done": settings.stop_when_done and not settings.checkpoint_url,
+        "heartbeat_interval_s": settings.heartbeat_interval_s,
+        "lease_s": settings.lease_s,
+        "worker_timeout_s": settings.worker_timeout_s,
+        "adaptation_interval_s": settings.adaptation_interval_s,
+        "replica_count": settings.replicas,
+        "min_in_sync": settings.min_in_sync,
+        "checkpoint_full_every": settings.checkpoint_full_every,
+        "checkpoint_url": checkpoint_url,
+    }
+
+
+def _with_settings(journaled: JournaledCluster, settings: SchedulerConfig) -> JournaledCluster:
+    """The journaled cluster with the settings of this start.
 
     Raises:
-        InvalidJournal: it is of another cluster, or of one with other settings.
-        InvalidConfig: a setting is out of its bounds.
-        InvalidCheckpoint: the place for checkpoints cannot be read.
+        InvalidJournal: it is another cluster, or has other settings.
+        InvalidConfig, InvalidCheckpoint: as `started`.
     """
-    was = kept.settings
+    was = journaled.settings
     if settings.cluster_id not in (None, was.cluster_id):
         raise InvalidJournal(
             f"it has cluster '{was.cluster_id}', and the settings say '{settings.cluster_id}': "
@@ -139,19 +149,8 @@ def _as_set(kept: Kept, settings: SchedulerConfig) -> Kept:
         )
     given = replace(
         was,
-        worker_count=settings.workers,
-        server_count=settings.servers,
         range_count=settings.ranges or was.range_count,
-        max_workers=settings.max_workers,
-        stop_when_done=settings.stop_when_done and not settings.checkpoint_url,
-        heartbeat_interval_s=settings.heartbeat_interval_s,
-        lease_s=settings.lease_s,
-        worker_timeout_s=settings.worker_timeout_s,
-        adaptation_interval_s=settings.adaptation_interval_s,
-        replica_count=settings.replicas,
-        min_in_sync=settings.min_in_sync,
-        checkpoint_full_every=settings.checkpoint_full_every,
-        checkpoint_url=checkpoints_under(settings.checkpoint_url)[0],
+        **_given(settings, checkpoints_under(settings.checkpoint_url)[0]),
     )
     for field, setting in _TOLD.items():
         before, now = getattr(was, field), getattr(given, field)
@@ -161,4 +160,4 @@ def _as_set(kept: Kept, settings: SchedulerConfig) -> Kept:
                 f"say {now!r}: start the scheduler as before, or give another directory, with "
                 "which the cluster begins anew"
             )
-    return replace(kept, settings=given)
+    return replace(journaled, settings=given)

@@ -1,6 +1,6 @@
-"""Tables whose bound moves, at the scheduler's edge: what nodes say in, wishes for changes out.
+"""The edge of tables with an adaptive bound: reports of nodes in, change requests out.
 
-Nodes are listened to only while there is such a table.
+Reports are ignored while no table has an adaptive bound.
 """
 
 from __future__ import annotations
@@ -12,32 +12,31 @@ from ps_core.keys import NodeId, TableId
 from ps_core.losses import LossTotals
 from ps_runtime.observe.metrics import SchedulerMetrics
 from pushpull.v1 import scheduler_pb2
-from scheduler.machine.adaptation import Adaptation, KeptCourse, Report
+from scheduler.machine.adaptation import Adaptation, CourseRecord, Report
 from scheduler.machine.changes import ChangeRequest
 
 DEADLINE_S = 2.0
-"""How long servers have to promise a move: while one does not, the others hold back their workers,
-and no bound is worth more than that. What was withdrawn is decided again a period later."""
+"""Time for the servers to prepare a move, in seconds. It is short because prepared servers hold
+workers back meanwhile; a withdrawn move is decided again one interval later."""
 
 
 class AdaptiveTables:
-    """Says where bounds should move.
+    """Requests moves of adaptive bounds.
 
     Args:
-        interval_s: how often a bound may move.
-        metrics: where the bounds are shown.
-        kept: what a scheduler before this one remembered of them.
+        interval_s: shortest time between two moves of a bound.
+        metrics: the scheduler's.
+        records: courses that an earlier scheduler wrote to the journal.
     """
 
     def __init__(
-        self, interval_s: float, metrics: SchedulerMetrics, kept: Mapping[TableId, KeptCourse]
+        self, interval_s: float, metrics: SchedulerMetrics, records: Mapping[TableId, CourseRecord]
     ) -> None:
-        self._adaptation = Adaptation(interval_s, kept)
+        self._adaptation = Adaptation(interval_s, records)
         self._metrics = metrics
         self._shown: set[str] = set()
 
     def observe(self, view: ClusterView) -> None:
-        """The cluster has changed."""
         self._adaptation.observe(view)
         tables = {table.title: table for table in self._adaptation.tables}
         for name, table in tables.items():
@@ -47,17 +46,15 @@ class AdaptiveTables:
         self._shown = set(tables)
 
     def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress, now_s: float) -> None:
-        """A node said how it does."""
         if not self._adaptation.is_idle:
             self._adaptation.heard(node_id, _report(said, now_s))
 
     @property
-    def courses(self) -> dict[TableId, KeptCourse]:
-        """What to remember of them."""
+    def courses(self) -> dict[TableId, CourseRecord]:
         return self._adaptation.courses
 
     def requests(self, now_s: float) -> list[ChangeRequest]:
-        """The moves to be made now."""
+        """Changes that move bounds now."""
         return [
             ChangeRequest(
                 move.table_name, move.consistency, 0, now_s + DEADLINE_S, move.reason, move.run

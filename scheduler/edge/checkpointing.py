@@ -1,16 +1,15 @@
-"""Checkpoints at the scheduler's edge: when one is due, its directory and manifest, and which go.
+"""The edge of checkpoints: starts them on schedule, writes manifests, removes old directories.
 
 Rules:
-    - Files are made and removed on a thread: the loop that the cluster lives by waits for no disk.
-    - A directory that came to nothing is removed, and again when the next checkpoint is complete: a
-      node that had not heard may have written into it. What stays has no manifest and counts for
-      nothing.
-    - The manifest of one that refers to others is written only while each of these has its own: so
-      nobody who removes checkpoints by hand leaves this cluster with a row that lacks its first.
-    - One that is due and fails is tried again after a while; what is due meanwhile is the same one.
+    - A thread creates and removes files, so the event loop waits for no disk.
+    - The directory of a failed checkpoint is removed, and again when the next one is complete,
+      because a node that had not heard may have written into it. Whatever remains has no manifest
+      and is ignored.
+    - The manifest of an incremental checkpoint is written only while every checkpoint that it
+      refers to has its own, so removing checkpoints by hand leaves no chain without its first.
+    - A scheduled checkpoint that fails is retried after `_RETRY_S`.
 
-What it deliberately does not do: decide who takes part (`scheduler.machine.checkpoints` does), or
-write what nodes hold.
+`scheduler.machine.checkpoints` decides who takes part; nodes write their own parts.
 """
 
 from __future__ import annotations
@@ -64,19 +63,19 @@ from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Transition
 
 _REMEMBERED_COUNT = 100
-"""Complete checkpoints of which it is known where they are, for those who asked for them."""
+"""Complete checkpoints whose addresses are remembered for their requesters."""
 
 _GIVEN_UP_COUNT = 16
-"""Checkpoints that came to nothing, whose directories are looked at again."""
+"""Failed checkpoints whose directories are removed once more."""
 
 _MAX_REASON_CHARACTERS = 2_000
-"""Of why one failed, in answers about the cluster."""
+"""Length of a failure's reason in status answers."""
 
 _RETRY_S = 10.0
-"""How long after one that was due has failed the next is tried."""
+"""Wait after a scheduled checkpoint has failed, in seconds."""
 
 _POLL_S = 0.02
-"""How often it is looked whether one has ended."""
+"""Interval of the check for the end of a checkpoint, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,9 @@ class CheckpointPolicy:
     """When checkpoints are made, and how many are kept.
 
     Attributes:
-        every_s: one in so many seconds; 0: not by time.
-        every_clocks: one when a worker has passed a multiple of so many; 0: not by clocks.
-        keep: how many good ones are kept; 0: all.
+        every_s: interval in seconds; 0: not by time.
+        every_clocks: one when a worker passes a multiple of this clock; 0: not by clocks.
+        keep: number of complete checkpoints to keep; 0: all.
     """
 
     every_s: float = 0.0
@@ -95,7 +94,7 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class CompleteCheckpoint:
     """A complete checkpoint."""
 
     number: int
@@ -108,9 +107,9 @@ class Checkpointing:
 
     Args:
         cluster: the machine.
-        policy: when they are made.
-        carry_out: logs and publishes what the machine decided.
-        metrics: where it counts what became of them.
+        policy: the rules of automatic checkpoints.
+        carry_out: logs and publishes a decision of the machine.
+        metrics: the scheduler's.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Checkpointing:
         self._carry_out = carry_out
         self._clocks: dict[NodeId, int] = {}
         self.reached: dict[NodeId, dict[TableId, int]] = {}
-        self._made: dict[int, Made] = {}
+        self._made: dict[int, CompleteCheckpoint] = {}
         self._last_s: float | None = None
         self._last_clock = 0
         self._not_before_s = 0.0
@@ -143,7 +142,7 @@ class Checkpointing:
         self._failed: tuple[CheckpointFailed, float] | None = None
 
     def history(self, now_s: float) -> scheduler_pb2.CheckpointHistory:
-        """What became of them."""
+        """Counts, and the newest complete and the newest failed one, for the status answer."""
         told = scheduler_pb2.CheckpointHistory(
             url=self._cluster.settings.checkpoint_url,
             complete_count=self._complete_count,
@@ -161,24 +160,23 @@ class Checkpointing:
 
     @property
     def clock(self) -> int:
-        """The highest clock that a worker has said."""
+        """Highest clock that a worker has reported."""
         return max(self._clocks.values(), default=0)
 
     @property
     def left_url(self) -> str:
-        """Where workers put what they have of their own when they leave; empty: nowhere."""
+        """Directory for the state of workers that leave; empty: none."""
         settings = self._cluster.settings
         url = settings.checkpoint_url
         return f"{url}/{left_directory_name(settings.cluster_id)}" if url else ""
 
     def reported(self, number: int) -> None:
-        """A node has reported a part."""
         self._has_left_parts = self._has_left_parts or number == LEAVING
 
     # --- when one is due
 
     def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress) -> None:
-        """A worker said where it is."""
+        """Note a worker's clocks."""
         clocks = {TableId(table.table_id): table.clock for table in said.tables}
         clock = max(clocks.values(), default=0)
         if clock:
@@ -186,7 +184,7 @@ class Checkpointing:
             self.reached[node_id] = clocks
 
     def look(self, now_s: float) -> None:
-        """Begin one that is due."""
+        """Begin a checkpoint if one is due."""
         policy, url = self._policy, self._cluster.settings.checkpoint_url
         if not url or not (policy.every_s or policy.every_clocks) or now_s < self._not_before_s:
             return
@@ -210,9 +208,7 @@ class Checkpointing:
             self._not_before_s = now_s + _RETRY_S
 
     def _clock_before(self) -> int:
-        """The clock of the newest checkpoint, when this scheduler starts: it may go on from a
-        journal, or a checkpoint.
-        """
+        """Clock of the newest checkpoint when this scheduler starts, resumed or restored."""
         restored = self._cluster.settings.restored
         tables = restored.tables.values() if restored is not None else ()
         cuts = (table.cut for table in self._cluster.view.of_run(UNNAMED).tables)
@@ -220,26 +216,26 @@ class Checkpointing:
         return max(clocks, default=0)
 
     def _has_moved(self, clock: int) -> bool:
-        """Whether there is anything to write that the last one has not; nobody may have said."""
+        """True if the clock has moved since the last checkpoint, or no worker has reported one."""
         return clock != self._last_clock or not self._clocks
 
     # --- one that somebody asked for
 
     async def create(
         self, request: scheduler_pb2.CreateCheckpointRequest, deadline_s: float
-    ) -> Made:
-        """Make one, and wait until it is complete; or wait for the one that would do, if it is
-        known and has not failed.
+    ) -> CompleteCheckpoint:
+        """Make a checkpoint, or take the running one if it covers the request, and wait until it
+        is complete.
 
         Args:
-            request: what was asked for.
-            deadline_s: a moment.
+            request: the request; `covered_by` names a checkpoint that would do.
+            deadline_s: a moment of the clock.
 
         Raises:
-            StaleAssignment: one was cut that the caller does not know of, and that may do.
-            InvalidConfig: the cluster has nowhere to put it.
-            InvalidCheckpoint: it could not be written.
-            WaitExpired: it was not complete in time; it may yet come to be.
+            StaleAssignment: a checkpoint was cut that the caller does not know, and that may do.
+            InvalidConfig: the cluster has no checkpoint URL.
+            InvalidCheckpoint: the checkpoint failed.
+            WaitExpired: it was not complete in time; it may still complete.
         """
         if not self._cluster.settings.checkpoint_url:
             raise InvalidConfig(
@@ -268,13 +264,10 @@ class Checkpointing:
             await asyncio.sleep(min(_POLL_S, max(deadline_s - clock.now_s(), 0.0)))
 
     async def until_none_is_under_way(self, deadline_s: float) -> None:
-        """Wait until the one that is made is complete, or has failed; at once where there is none.
-
-        Args:
-            deadline_s: a moment.
+        """Wait until no checkpoint is running.
 
         Raises:
-            WaitExpired: it was not in time; the message says what it waits for.
+            WaitExpired: at `deadline_s`, a moment of the clock; the message says why it still runs.
         """
         while self._cluster.view.checkpoint is not None:
             if clock.now_s() >= deadline_s:
@@ -289,21 +282,21 @@ class Checkpointing:
             )
 
     def _may_come(self, number: int) -> bool:
-        """Whether this one is complete, or is being made."""
+        """True if the checkpoint is complete or running."""
         under_way = self._cluster.view.checkpoint
         return number in self._made or (under_way is not None and under_way.number == number)
 
     # --- what becomes of it
 
     def resume(self) -> None:
-        """The cluster goes on from a journal: of a checkpoint that was written, the directory says
-        whether it has its manifest.
+        """End the checkpoint that a resumed cluster had written: it is complete if its directory
+        has a manifest.
         """
         under_way = self._cluster.view.checkpoint
         if under_way is not None:
-            self._start(self._settle(under_way))
+            self._start(self._end_written(under_way))
 
-    async def _settle(self, written: Checkpoint) -> None:
+    async def _end_written(self, written: Checkpoint) -> None:
         directory = CheckpointDirectory(locate(written.url))
         try:
             is_complete = await asyncio.to_thread(directory.has_manifest)
@@ -313,7 +306,7 @@ class Checkpointing:
         self._carry_out(self._cluster.end_checkpoint(written.number, problem))
 
     def published(self, transition: Transition, now_s: float) -> None:
-        """Something has changed in the cluster."""
+        """A transition was published."""
         if isinstance(transition, CheckpointCut):
             self._cut_in_view = self._cluster.view.view_number
         elif isinstance(transition, CheckpointWritten):
@@ -338,7 +331,7 @@ class Checkpointing:
             manifest, directory = await asyncio.to_thread(
                 lambda: _completed(attempt, manifest, self.left_url)
             )
-            made = Made(attempt.number, directory.url, manifest.byte_count)
+            made = CompleteCheckpoint(attempt.number, directory.url, manifest.byte_count)
             newest = list(self._made.items())[-_REMEMBERED_COUNT:]
             self._made = {**dict(newest), attempt.number: made}
             self._last_clock = max((table.clock for table in manifest.tables), default=0)
@@ -395,11 +388,11 @@ class Checkpointing:
         task.add_done_callback(self._tasks.discard)
 
     def give_up(self, reason: str) -> None:
-        """Let go of whoever waits for the one that is made, unless only its manifest is missing."""
+        """Fail the running checkpoint, unless only its manifest is missing."""
         self._carry_out(self._cluster.give_up_checkpoint(reason))
 
     async def close(self) -> None:
-        """Wait for what is being written or removed; what workers left behind goes, too."""
+        """Wait for running file operations, and remove the state of workers that left."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._remove_given_up()
         if self._has_left_parts:
@@ -409,7 +402,7 @@ class Checkpointing:
 def _completed(
     attempt: Attempt, manifest: Manifest, left_url: str
 ) -> tuple[Manifest, CheckpointDirectory]:
-    """Complete a checkpoint, with what workers that have left have in it.
+    """Complete a checkpoint, with copies of the state of workers that have left.
 
     Blocking, Raises: as `write_manifest`.
     """
@@ -433,7 +426,7 @@ def _completed(
 
 
 def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
-    """Complete a checkpoint whose parts are all there.
+    """Complete a checkpoint whose parts are all written.
 
     Blocking: until it is durable.
 
@@ -451,14 +444,12 @@ def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
 
 
 def lineage_of(settings: ClusterSettings) -> tuple[bytes, ...]:
-    """The timelines that the cluster goes on from, newest first."""
+    """Earlier timelines that the cluster continues, newest first."""
     return () if settings.restored is None else settings.restored.lineage
 
 
 def manifest_of(settings: ClusterSettings, attempt: Attempt, worker_count: int) -> Manifest:
-    """What is written down of a checkpoint whose parts are all there, but for workers that have
-    left.
-    """
+    """The manifest of a checkpoint whose parts are all written, without workers that have left."""
     parts, workers = [], []
     names = {table_id: table.spec.name for table_id, table in attempt.cuts.items()}
     torn: set[TableId] = set()
@@ -509,7 +500,6 @@ def _saved_table(table: Table, torn: set[TableId]) -> SavedTable:
 
 
 def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> PartReport:
-    """What a node reports."""
     tables: Mapping[TableId, ReportedTable] = {
         TableId(table.table_id): ReportedTable(table.block_count, table.clock, table.is_torn)
         for table in request.tables

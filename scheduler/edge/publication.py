@@ -1,13 +1,12 @@
-"""What the cluster decided is told when the journal has it.
+"""Publishes decisions once the journal has them.
 
 Rules:
-    - A view is published, and a call answered, with an answer or a refusal, after everything that
-      the machine had decided by then is durable. Without a journal that is at once.
-    - The journal is written on a thread, one write at a time. Whatever is decided meanwhile goes
-      together with the next.
-    - A store that takes nothing for now is tried again for as long as it takes: what was decided is
-      told to nobody meanwhile, and calls are refused with the reason. A store that is in other
-      hands, or damaged, ends the scheduler (`failed`).
+    - A view is published, and a call answered or refused, after everything decided before is
+      durable. Without a journal that is at once.
+    - A thread writes the journal, one write at a time; decisions made meanwhile share the next.
+    - A store that takes no write for now is retried without limit: nothing is published meanwhile,
+      and calls are refused with the reason. A store that another scheduler has claimed, or a
+      damaged one, ends the scheduler (`failed`).
 
 Belongs to the scheduler's event loop.
 """
@@ -25,25 +24,25 @@ from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from scheduler.machine.cluster import Cluster
 from scheduler.machine.state import Transition
-from scheduler.store.records import Delta
+from scheduler.store.decision_buffer import DecisionBuffer
+from scheduler.store.records import JournalDelta
 from scheduler.store.state_store import StateStore
-from scheduler.store.untold import Untold
 
 _RETRY_S = 0.5
 
 Publish = Callable[[Cluster, ClusterView, tuple[Transition, ...]], None]
-"""Called with a cluster whose view is durable, that view, and what led to it."""
+"""Receives the cluster that was served, its durable view, and the transitions that led to it."""
 
 
 class Journal:
-    """A store that is written on a thread of its own."""
+    """A store, and the thread that writes it."""
 
     def __init__(self, store: StateStore) -> None:
         self._store = store
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
-    async def write(self, delta: Delta) -> None:
-        """Blocking, Raises: as `StateStore.write`; the loop goes on."""
+    async def write(self, delta: JournalDelta) -> None:
+        """As `StateStore.write`, without blocking the loop."""
 
         def write() -> None:
             self._store.write(delta.encoded(), delta.removed)
@@ -51,7 +50,7 @@ class Journal:
         await asyncio.get_running_loop().run_in_executor(self._thread, write)
 
     async def forget(self) -> None:
-        """The cluster has ended: the next scheduler begins another.
+        """Delete all records after the end of the cluster: the next scheduler begins another.
 
         Blocking, Raises: as `StateStore.write`.
         """
@@ -62,26 +61,26 @@ class Journal:
         await asyncio.get_running_loop().run_in_executor(self._thread, forget)
 
     async def close(self) -> None:
-        """Give the store out of hand, after what is being written."""
+        """Close the store after the running write."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
         self._thread.shutdown()
 
 
 def _nothing() -> None:
-    """What whoever does not care does about a problem."""
+    """The default of `on_problem`."""
 
 
 class Publication:
-    """Tells what was decided, in order.
+    """Publishes decisions in order.
 
     Args:
-        cluster: gives the one that is served.
-        publish: tells what is durable.
-        journal: where it is kept; None: nowhere.
+        cluster: returns the cluster that is served.
+        publish: called with durable decisions.
+        journal: None to publish at once.
 
     Attributes:
-        problem: why the journal cannot be written at present; None: it can.
-        failed: set when it never will be; `problem` says why.
+        problem: the reason why the journal cannot be written now, or None.
+        failed: set when the journal can never be written again, for the reason in `problem`.
         on_problem: called when `problem` has changed.
     """
 
@@ -91,7 +90,7 @@ class Publication:
         self._cluster = cluster
         self._publish = publish
         self._journal = journal
-        self._untold = Untold()
+        self._buffer = DecisionBuffer()
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._task: asyncio.Task[None] | None = None
         self.problem: PushpullError | None = None
@@ -99,30 +98,30 @@ class Publication:
         self.on_problem: Callable[[], None] = _nothing
 
     def decided(self, transitions: tuple[Transition, ...], *, is_news: bool = True) -> None:
-        """The cluster's state has changed; without news, in what no view has."""
+        """The cluster's state has changed; `is_news` if the view did."""
         if self._journal is None:
             if is_news:
                 cluster = self._cluster()
                 self._publish(cluster, cluster.view, transitions)
             return
-        self._untold.decided(transitions, is_news=is_news)
+        self._buffer.decided(transitions, is_news=is_news)
         if self._task is None and not self.failed.is_set():
             self._task = asyncio.get_running_loop().create_task(self._write_all(self._journal))
 
     def begun_anew(self) -> None:
-        """Another cluster is served: what was decided in the one before is void, unless it is
-        durable.
+        """A restore replaces the cluster: decisions of the old one that are not durable are
+        void.
         """
-        self._untold.begun_anew()
+        self._buffer.begun_anew()
 
-    async def settled(self) -> None:
-        """Wait until all that was decided before is durable and told.
+    async def flushed(self) -> None:
+        """Wait until all earlier decisions are durable and published.
 
         Raises:
-            Recovering: the store takes nothing at present; the reason says why.
-            InvalidJournal: it never will.
+            Recovering: the store takes no write for now.
+            InvalidJournal: the store will never take one.
         """
-        newest = self._untold.newest
+        newest = self._buffer.newest
         if not newest:
             return
         if self.problem is not None:
@@ -135,15 +134,15 @@ class Publication:
         try:
             while True:
                 cluster = self._cluster()
-                kept = partial(cluster.kept, clock.now_s())
-                delta = self._untold.take(kept, cluster.view)
+                kept = partial(cluster.journaled, clock.now_s())
+                delta = self._buffer.take(kept, cluster.view)
                 if delta is None:
                     return
-                await self._written(journal, delta)
-                told = self._untold.written()
+                await self._write_durably(journal, delta)
+                told = self._buffer.written()
                 if told.is_news:
                     self._publish(cluster, told.view, told.transitions)
-                self._let_go(told.number)
+                self._wake_waiting(told.number)
         except PushpullError as error:
             self.fail(error)
         except Exception as error:  # noqa: BLE001 - else whoever waits would wait for ever
@@ -152,7 +151,7 @@ class Publication:
         finally:
             self._task = None  # before anything else can be decided
 
-    async def _written(self, journal: Journal, delta: Delta) -> None:
+    async def _write_durably(self, journal: Journal, delta: JournalDelta) -> None:
         while True:
             try:
                 await journal.write(delta)
@@ -168,8 +167,8 @@ class Publication:
                     self.on_problem()
                 return
 
-    def _let_go(self, number: int) -> None:
-        """What was decided up to this is told: nobody waits for it any more."""
+    def _wake_waiting(self, number: int) -> None:
+        """Wake the callers that wait for batches up to `number`."""
         waiting, self._waiting = self._waiting, []
         for awaited, told in waiting:
             if awaited > number:
@@ -178,7 +177,7 @@ class Publication:
                 told.set_result(None)
 
     def _refuse(self, error: PushpullError) -> None:
-        """Nothing could be written: who waits hears why."""
+        """Fail every waiting call with the error of the write."""
         self.problem = error
         self.on_problem()
         waiting, self._waiting = self._waiting, []
@@ -187,13 +186,13 @@ class Publication:
                 told.set_exception(error)
 
     def fail(self, error: PushpullError) -> None:
-        """Nothing will ever be told again: the journal is of no use to this scheduler."""
+        """End publication for good: this scheduler cannot use its journal any more."""
         self._refuse(error)
         self.failed.set()
 
     async def close(self, *, has_ended: bool) -> None:
-        """End; what is not written is lost, and was told to nobody. Of a cluster that `has_ended`
-        nothing is kept.
+        """Cancel the running write, whose decisions were never published, and close the journal;
+        delete its records if the cluster `has_ended`.
         """
         if self._task is not None:
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""What requests to the scheduler say, as values; long ones are read beside the loop."""
+"""Requests to the scheduler as values; long ones are parsed on a thread."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from scheduler.machine.state import Registration, ServerMemory, UpdateLogClaim
 
 
 def session_of(message: types_pb2.SessionIdentity) -> Session:
-    """The session in a request, whoever's it is.
+    """The session in a request, unchecked.
 
     Raises:
-        Unauthenticated: there is none.
+        Unauthenticated: the request has none.
     """
     if not message.session_token:
         raise Unauthenticated(rights.NO_SESSION)
@@ -37,7 +37,7 @@ _MAX_POOL_CHARACTERS = 128
 
 
 def registration_of(request: scheduler_pb2.RegisterNodeRequest) -> Registration:
-    """What a node says of itself; nothing of it is checked."""
+    """A node's registration, unchecked."""
     has_rank = request.HasField("requested_rank")
     return Registration(
         registration_id=request.registration_id,
@@ -65,21 +65,21 @@ def _claim(message: scheduler_pb2.UpdateLogClaim) -> UpdateLogClaim:
 
 
 def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:
-    numbers = wire.hyperparameters_from_proto(message.hyperparameters)
-    return UpdateOffer(message.name, numbers, message.fingerprint, message.problem)
+    hyperparameters = wire.hyperparameters_from_proto(message.hyperparameters)
+    return UpdateOffer(message.name, hyperparameters, message.fingerprint, message.problem)
 
 
 async def table_request_of(
     request: scheduler_pb2.CreateTableRequest | bytes,
 ) -> scheduler_pb2.CreateTableRequest:
-    """The request; a long one is parsed beside the loop.
+    """The request; a long one is parsed on a thread.
 
     Raises:
-        InvalidConfig: it is none, or has too many tensors.
+        InvalidConfig: it cannot be parsed, or has too many tensors.
     """
     if not isinstance(request, bytes):
         return request
-    raw = request
+    raw = request  # bytes for mypy, in the function below too
 
     def read() -> scheduler_pb2.CreateTableRequest:
         fields = types_pb2.TableSpec
@@ -95,16 +95,16 @@ async def table_request_of(
         except (InvalidTensor, DecodeError):
             pass
         raise InvalidConfig(
-            f"a request of {len(raw)} bytes is no table's, or has over {limits.MAX_TENSOR_COUNT} "
-            f"tensors, or over {limits.MAX_ENTRY_BYTES} bytes beside them"
+            f"a CreateTable request of {len(raw)} bytes cannot be parsed, or has over "
+            f"{limits.MAX_TENSOR_COUNT} tensors, or over {limits.MAX_ENTRY_BYTES} bytes beside them"
         )
 
     return await asyncio.to_thread(read)
 
 
 async def spec_of(message: types_pb2.TableSpec, known: Sequence[Table]) -> TableSpec:
-    """The description that a message has. A long one is read beside the loop, and made the message
-    that views will have; what the loop is going to ask of its layout is found there, too.
+    """The spec in a message. A thread parses a long one, and computes what the loop asks of it
+    later: the message for views, its size, its validation.
     """
     if message.ByteSize() <= limits.MESSAGE_OVERHEAD_BYTES:
         return wire.spec_from_proto(message)
@@ -116,7 +116,7 @@ async def spec_of(message: types_pb2.TableSpec, known: Sequence[Table]) -> Table
             spec = replace(spec, tensors=found.spec.tensors)
         wire.spec_to_proto(spec)
         view_size.table_bytes(spec)
-        with contextlib.suppress(InvalidConfig):  # which the cluster says to who asks
+        with contextlib.suppress(InvalidConfig):  # the cluster raises it again
             spec.validated()
         return spec
 
@@ -124,9 +124,9 @@ async def spec_of(message: types_pb2.TableSpec, known: Sequence[Table]) -> Table
 
 
 _PARSED_BYTES = limits.MESSAGE_OVERHEAD_BYTES
-"""Tables of up to so many are parsed where they come in."""
+"""Size up to which the event loop parses a request itself."""
 
 
 def table_request_reader(raw: bytes) -> scheduler_pb2.CreateTableRequest | bytes:
-    """The request; a long one as it came, for `table_request_of`."""
+    """The parsed request; the bytes of a long one, for `table_request_of`."""
     return raw if len(raw) > _PARSED_BYTES else scheduler_pb2.CreateTableRequest.FromString(raw)

@@ -1,4 +1,4 @@
-"""What a cluster starts from, read from a checkpoint's manifest."""
+"""The checkpoint that a cluster starts from, as values for the machine."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ps_runtime.observe import logs
 from scheduler.machine.state import Restored, RestoredTable
 
 AUTO = "auto"
-"""What `resume` is for the newest checkpoint, or none if there is none."""
+"""The value of `resume` for the newest checkpoint, or an empty start if there is none."""
 
 _NAMED_COUNT = 3
 
 
 def checkpoints_under(url: str) -> tuple[str, int]:
-    """The address of the place for checkpoints, made absolute, and the largest number there. A file
-    is written and removed there, so that a place that takes none is not found out hours later.
+    """The absolute address of the checkpoint directory, and the largest number in it. A probe file
+    is written and removed, so that a read-only directory fails now and not hours later.
 
-    Blocking: lists it, and writes.
+    Blocking: lists the directory, and writes.
 
     Raises:
-        InvalidConfig: there is no such protocol, or what it needs is not installed.
-        InvalidCheckpoint: it cannot be listed, or nothing can be written there.
+        InvalidConfig: the protocol is unknown, or its package is not installed.
+        InvalidCheckpoint: the directory cannot be listed, or not written.
     """
     if not url:
         return "", 0
@@ -33,19 +33,18 @@ def checkpoints_under(url: str) -> tuple[str, int]:
 
 
 def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
-    """What a cluster starts from: what `resume` stands for, with `AUTO` the newest checkpoint under
-    `checkpoint_url`, if there is any; None: it starts anew. Checkpoints of other runs stay where
-    they are, and that is said.
+    """The checkpoint that `resume` names; with `AUTO` the newest under `checkpoint_url`. None for
+    an empty start. Checkpoints of other runs there stay, and are logged.
 
     Blocking: reads manifests and headers.
 
     Raises:
-        InvalidConfig: AUTO without a place for checkpoints; or as `restored_from`.
-        InvalidCheckpoint: as `restored_from`. AUTO starts anew only where no checkpoint was ever
+        InvalidConfig: AUTO without a checkpoint URL; or as `restored_from`.
+        InvalidCheckpoint: as `restored_from`. AUTO starts empty only where no checkpoint was ever
             complete.
     """
     if resume == AUTO and not checkpoint_url:
-        raise InvalidConfig("resume is 'auto' without a place for checkpoints; give checkpoint_url")
+        raise InvalidConfig("resume is 'auto' without a checkpoint_url; expected both")
     runs = CheckpointStore(checkpoint_url).runs() if checkpoint_url else {}
     if resume and not (resume == AUTO and not runs):
         restored = restored_from(checkpoint_url if resume == AUTO else resume)
@@ -61,13 +60,13 @@ def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
 
 
 def restored_from(url: str) -> Restored:
-    """The checkpoint that a URL stands for; newer ones that are no good are passed over, and said.
+    """The newest valid checkpoint at a URL; newer invalid ones are skipped, and logged.
 
     Blocking: reads manifests and headers.
 
     Raises:
-        InvalidConfig: there is no such protocol, or what it needs is not installed.
-        InvalidCheckpoint: there is no good one, or it has a table that this version does not know.
+        InvalidConfig: the protocol is unknown, or its package is not installed.
+        InvalidCheckpoint: no checkpoint is valid, or it has a table that this version cannot read.
     """
     found = resolve(url)
     for reason in found.passed_over:

@@ -1,7 +1,7 @@
-"""The scheduler's service: parse, ask the machine, carry out what it decided, reply.
+"""The scheduler's gRPC service: parse a request, ask the machine, carry out its decision, reply.
 
-Everything runs on one event loop and the machine never waits, so it needs no lock. Whoever waits (a
-watcher of the view, a parked creation) waits for the next change of the view and asks again.
+Everything runs on one event loop and the machine never waits, so no lock is needed. A caller that
+waits (a watcher of the view, a parked creation) waits for the next view and asks again.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Restored, 
 SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
 MAX_PROGRESS_BYTES = 256 * 1024
-"""What one node may say of itself; a worker's clocks on `limits.MAX_TABLE_COUNT` tables fit."""
+"""Bound of a node's progress; a worker's clocks on `limits.MAX_TABLE_COUNT` tables fit."""
 
 DEFAULT_CREATE_DEADLINE_S = limits.DEFAULT_PULL_DEADLINE_S
-"""How long a creation is parked for a caller that gave no deadline."""
+"""Wait of a parked creation whose caller gave no deadline, in seconds."""
 
 _MAX_ANSWER_MARGIN_S = 0.2
 _NO_CHECKPOINTS = CheckpointPolicy()
@@ -77,15 +77,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves one cluster. Made and used on one event loop.
 
     Args:
-        begun: the machine, and what led to it.
-        metrics: where it counts.
-        secret: the join secret, which every registration proves to know.
-        policy: when checkpoints are made.
-        roots: where a restore may look.
-        journal: what outlives this process; None: nothing.
+        begun: the machine, and the transitions of its start.
+        metrics: the scheduler's.
+        secret: the join secret; every registration proves to know it.
+        policy: the rules of automatic checkpoints.
+        roots: places that a restore may read.
+        journal: None if nothing outlives this process.
 
     Attributes:
-        on_standing: called when `degraded_words` may have changed.
+        on_health_change: called when `degraded_words` may have changed.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._policy = policy
         self._changed = asyncio.Event()
         self._is_closed = False
-        self.on_standing: Callable[[], None] = _nothing
+        self.on_health_change: Callable[[], None] = _nothing
         self._publication = Publication(lambda: self._cluster, self._publish, journal)
-        self._publication.on_problem = lambda: self.on_standing()
+        self._publication.on_problem = lambda: self.on_health_change()
         self._begin(begun)
 
     def _begin(self, begun: Decision[Cluster]) -> None:
-        """Serve this cluster from now on; whoever waits for something of another is told so."""
+        """Serve this cluster from now on; calls that wait in an earlier one fail."""
         cluster = self._cluster = begun.reply
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
@@ -120,26 +120,22 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._publication.decided(begun.transitions)
         self.checkpointing.resume()
 
-    async def settled(self) -> None:
-        """Wait until all that was decided is durable and told.
+    async def flushed(self) -> None:
+        """Wait until all earlier decisions are durable and published.
 
         Raises:
             PushpullError: the journal cannot be written.
         """
-        await self._publication.settled()
+        await self._publication.flushed()
 
     async def until_journal_failed(self) -> None:
-        """Wait until the journal will never be written again.
-
-        Raises:
-            PushpullError: why.
-        """
+        """Wait until the journal can never be written again, and raise the reason."""
         await self._publication.failed.wait()
         if self._publication.problem is not None:
             raise self._publication.problem
 
     async def watch_for_silence(self) -> None:
-        """Tick the machine, often enough for its failure detector, until cancelled."""
+        """Tick the machine eight times a lease, until cancelled."""
         while True:
             self._carry_out(self._cluster.tick(clock.now_s()))
             self.move_bounds()
@@ -147,7 +143,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await asyncio.sleep(self._cluster.settings.lease_s / 8)
 
     def move_bounds(self) -> None:
-        """Move those that should be elsewhere; what led there outlives this process."""
+        """Move the bounds that the loss asks to move; their courses go to the journal."""
         requests = self._adaptive.requests(clock.now_s())
         if self._cluster.keep_courses(self._adaptive.courses):
             self._publication.decided((), is_news=False)
@@ -156,22 +152,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def degraded_words(self) -> str:
-        """What ails the cluster; empty: nothing."""
+        """The reason of a degraded cluster; else empty."""
         problem = self._publication.problem
         return self._view.lost_words or ("" if problem is None else problem.message)
 
     @property
     def has_finished(self) -> bool:
-        """Whether the work is done, and everybody is told."""
+        """True if the work is done, and that is published."""
         return self._view.finished
 
     @property
     def has_tables(self) -> bool:
-        """Whether there is anything that a checkpoint could have."""
         return bool(self._view.tables)
 
     async def until_finished(self) -> None:
-        """Wait until all workers have left, if the cluster is to end then; else for ever."""
+        """Wait until all workers have left, if the cluster ends then; else for ever."""
         while not self._view.finished:
             await self._changed.wait()
 
@@ -181,11 +176,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await self._changed.wait()
 
     def finish(self) -> None:
-        """The work is done, unless somebody has come meanwhile."""
+        """End the cluster, unless a worker has joined meanwhile."""
         self._carry_out(self._cluster.finish())
 
     async def until_servers_have_left(self, deadline_s: float) -> bool:
-        """Wait until no server is left, at most `deadline_s`; whether that came to be."""
+        """Wait at most `deadline_s` until no server is left; False if one is."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 while not self._cluster.servers_have_left:
@@ -193,15 +188,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return self._cluster.servers_have_left
 
     def close(self) -> None:
-        """End the streams of views after their newest, and the parked creations with Draining."""
+        """End the view streams after their newest view, and parked creations with Draining."""
         self._is_closed = True
         self._wake()
 
     async def close_journal(self, *, has_ended: bool) -> None:
-        """Give the journal out of hand: the next scheduler goes on from there, unless the cluster
-        has ended.
+        """Close the journal for the next scheduler; delete its records if the cluster has ended.
 
-        Blocking: until what is being written is.
+        Blocking: until the running write ends.
         """
         await self._publication.close(has_ended=has_ended)
 
@@ -209,14 +203,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetJoinChallenge(
         self, request: scheduler_pb2.GetJoinChallengeRequest, context: Context
     ) -> scheduler_pb2.GetJoinChallengeResponse:
-        """Says what a registration proves its knowledge of the join secret over."""
+        """Return the challenge that a registration's proof of the join secret covers."""
         return scheduler_pb2.GetJoinChallengeResponse(challenge=self._challenge)
 
     @translated
     async def RegisterNode(
         self, request: scheduler_pb2.RegisterNodeRequest, context: Context
     ) -> scheduler_pb2.RegisterNodeResponse:
-        """Makes the caller a node, if it knows the join secret."""
+        """Make the caller a node, if it knows the join secret."""
         async with self._answering():
             joiner(request).check(request.join_proof, self._secret, self._challenge)
             session = self._carry_out(
@@ -241,7 +235,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Heartbeat(
         self, request: scheduler_pb2.HeartbeatRequest, context: Context
     ) -> scheduler_pb2.HeartbeatResponse:
-        """Notes that the caller lives, and what it says of itself."""
+        """Note that the caller lives, and keep its progress."""
         async with self._answering(is_sign_of_life=True):
             session = self._caller(request.session, "Heartbeat")
             size_bytes = request.progress.ByteSize()
@@ -263,7 +257,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def DeregisterNode(
         self, request: scheduler_pb2.DeregisterNodeRequest, context: Context
     ) -> scheduler_pb2.DeregisterNodeResponse:
-        """Ends the caller's membership; or hears from an operator that a process has ended."""
+        """End the caller's membership; or an operator reports that a process has ended."""
         ended_count = 0
         async with self._answering():
             session = session_of(request.session)
@@ -274,7 +268,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 )
             else:
                 if request.only_if_kept:
-                    await self._kept_without(session, context)
+                    await self._check_copies(session, context)
                 wanted, unfinished = request.loss_is_wanted, request.unfinished
                 self._carry_out(
                     self._cluster.deregister(
@@ -283,9 +277,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 )
         return scheduler_pb2.DeregisterNodeResponse(ended_count=ended_count)
 
-    async def _kept_without(self, session: Session, context: Context) -> None:
-        """Refuse a server whose values nobody else has; where no server can have them, make a
-        checkpoint first, if there is a place for it.
+    async def _check_copies(self, session: Session, context: Context) -> None:
+        """Refuse a server that has the only copy of values which another server could take; where
+        none can, make a checkpoint first, if the cluster has a place for one.
         """
         refused = self._carry_out(self._cluster.refusal_to_leave(session, clock.now_s()))
         if refused is not None:
@@ -300,14 +294,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def WatchCluster(
         self, request: scheduler_pb2.WatchClusterRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.WatchClusterResponse]:
-        """Streams the view and its changes, until the caller has left or the scheduler stops."""
+        """Stream the view and its changes, until the caller has left or the scheduler stops."""
         async with self._answering():
             session = self._caller(request.session, "WatchCluster")
         cluster, sent_number = self._served, 0
         while True:
             changed = self._changed
             if self._served is not cluster:
-                self._served.caller(session, "WatchCluster")  # it is none there
+                self._served.caller(session, "WatchCluster")  # fails: it is no member there
             if self._view.view_number > sent_number:
                 sent_number = self._view.view_number
                 yield scheduler_pb2.WatchClusterResponse(view=self._view_for(session))
@@ -320,7 +314,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def CreateTable(
         self, request: scheduler_pb2.CreateTableRequest | bytes, context: Context
     ) -> scheduler_pb2.CreateTableResponse:
-        """Creates a table or finds the identical one; parks until there are servers for it."""
+        """Create a table or find the identical one; park until there are servers for it."""
         waits_s = _answer_within_s(context.time_remaining())
         async with self._answering():
             created = await self._created(await table_request_of(request), clock.now_s() + waits_s)
@@ -332,10 +326,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def SetConsistency(
         self, request: scheduler_pb2.SetConsistencyRequest, context: Context
     ) -> scheduler_pb2.SetConsistencyResponse:
-        """Changes a table's consistency; parks until the servers have promised."""
+        """Change a table's consistency; park until all servers are prepared."""
         waits_s = _answer_within_s(context.time_remaining())
         async with self._answering():
-            change = await self._settled(request, clock.now_s() + waits_s)
+            change = await self._committed(request, clock.now_s() + waits_s)
         return scheduler_pb2.SetConsistencyResponse(
             change=wire.change_to_proto(change), view_number=self._view.view_number
         )
@@ -344,11 +338,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def PromiseChange(
         self, request: scheduler_pb2.PromiseChangeRequest, context: Context
     ) -> scheduler_pb2.PromiseChangeResponse:
-        """Takes a server's promise."""
+        """Note that a server is prepared for a change, or the outcome of one."""
         async with self._answering():
             session = self._caller(request.session, "PromiseChange")
             self._carry_out(
-                self._cluster.promise_change(
+                self._cluster.prepare_change(
                     session,
                     TableId(request.table_id),
                     request.number,
@@ -362,7 +356,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def SetBackups(
         self, request: scheduler_pb2.SetBackupsRequest, context: Context
     ) -> scheduler_pb2.SetBackupsResponse:
-        """Sets backups of a server's ranges."""
+        """Set the backups of ranges that the caller serves."""
         async with self._answering():
             session = self._caller(request.session, "SetBackups")
             backup_requests = [
@@ -378,7 +372,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def CreateCheckpoint(
         self, request: scheduler_pb2.CreateCheckpointRequest, context: Context
     ) -> scheduler_pb2.CreateCheckpointResponse:
-        """Makes a checkpoint; parks until it is complete."""
+        """Make a checkpoint; park until it is complete."""
         deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
         async with self._answering():
             _check_unnamed(self._caller(request.session, "CreateCheckpoint"), "a checkpoint")
@@ -391,15 +385,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def RestoreCheckpoint(
         self, request: scheduler_pb2.RestoreCheckpointRequest, context: Context
     ) -> scheduler_pb2.RestoreCheckpointResponse:
-        """Begins anew from a checkpoint, or with nothing: another cluster takes the place of this
-        one.
-        """
+        """Restart from a checkpoint, or empty: a new cluster takes the place of this one."""
         async with self._answering():
             cluster = self._cluster
             session = self._caller(request.session, "RestoreCheckpoint")
             if request.empty and session.role is not Role.OPERATOR:
                 raise NotPermitted(
-                    f"to begin anew with nothing is an operator's to ask; the caller's role is "
+                    f"to restart empty is an operator's right; the caller's role is "
                     f"{session.role.value}"
                 )
             _check_unnamed(session, "a restore")
@@ -409,7 +401,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 url = request.url or cluster.settings.checkpoint_url
                 restored = await asyncio.to_thread(self._restored_from, url)
             cluster = self._cluster
-            self._caller(request.session, "RestoreCheckpoint")  # nobody was faster
+            self._caller(request.session, "RestoreCheckpoint")  # no other restore was faster
             cluster.check_runs_are_over()
             clock_before = self.checkpointing.clock
             timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
@@ -432,7 +424,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def JoinCheckpoint(
         self, request: scheduler_pb2.JoinCheckpointRequest, context: Context
     ) -> scheduler_pb2.JoinCheckpointResponse:
-        """Hears where a worker is."""
+        """Note the clocks at which a worker can write its state."""
         async with self._answering():
             session = self._caller(request.session, "JoinCheckpoint")
             clocks = {TableId(table.table_id): table.clock for table in request.tables}
@@ -450,7 +442,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ReportCheckpointPart(
         self, request: scheduler_pb2.ReportCheckpointPartRequest, context: Context
     ) -> scheduler_pb2.ReportCheckpointPartResponse:
-        """Hears of a part of a checkpoint."""
+        """Note that a part of a checkpoint is written, or failed."""
         async with self._answering():
             session = self._caller(request.session, "ReportCheckpointPart")
             part = part_from_proto(request)
@@ -463,7 +455,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetClusterStatus(
         self, request: scheduler_pb2.GetClusterStatusRequest, context: Context
     ) -> scheduler_pb2.GetClusterStatusResponse:
-        """Says how the cluster does."""
+        """Return the view, the progress of each node, and the checkpoint history."""
         async with self._answering():
             self._caller(request.session, "GetClusterStatus")
         now_s = clock.now_s()
@@ -494,7 +486,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ReportKeptValues(
         self, request: scheduler_pb2.ReportKeptValuesRequest, context: Context
     ) -> scheduler_pb2.ReportKeptValuesResponse:
-        """Hears of a server that keeps the values of a cluster before this one."""
+        """Note that a server still has the values of an earlier cluster."""
         async with self._answering():
             self._caller(request.session, "ReportKeptValues")
             said = request.kept_values
@@ -514,7 +506,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def EndRun(
         self, request: scheduler_pb2.EndRunRequest, context: Context
     ) -> scheduler_pb2.EndRunResponse:
-        """Ends a run."""
         async with self._answering():
             session = self._caller(request.session, "EndRun")
             ended_count = self._carry_out(self._cluster.end_run(session, request.run))
@@ -524,7 +515,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def RemoveRun(
         self, request: scheduler_pb2.RemoveRunRequest, context: Context
     ) -> scheduler_pb2.RemoveRunResponse:
-        """Removes a run."""
         async with self._answering():
             session = self._caller(request.session, "RemoveRun")
             had = self._carry_out(self._cluster.remove_run(session, request.run))
@@ -535,7 +525,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def _created(
         self, request: scheduler_pb2.CreateTableRequest, deadline_s: float
     ) -> Created:
-        """What became of the request by `deadline_s`, which is a moment of the clock."""
+        """The created table, by `deadline_s` of the clock at the latest."""
         session = self._caller(request.session, "CreateTable")
         spec = await spec_of(request.spec, self._cluster.view.of_run(session.run).tables)
         is_told = False
@@ -555,16 +545,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 async with asyncio.timeout(deadline_s - clock.now_s()):
                     await changed.wait()
             except TimeoutError:
-                # Asked once more: the reason says when the missing were last heard.
+                # The second answer says when the missing servers were last heard.
                 last = self._carry_out(self._cluster.create_table(session, spec, clock.now_s()))
                 if isinstance(last, Created):
                     return last
                 raise WaitExpired(last.reason) from None
 
-    async def _settled(
+    async def _committed(
         self, request: scheduler_pb2.SetConsistencyRequest, deadline_s: float
     ) -> Change:
-        """The change that was asked for, once it is committed; withdrawn if not by `deadline_s`."""
+        """The requested change, once committed; it is withdrawn after `deadline_s`."""
         session = self._caller(request.session, "SetConsistency")
         wanted = ChangeRequest(
             request.table_name,
@@ -597,7 +587,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._carry_out(self._cluster.tick(clock.now_s()))
 
     def _caller(self, message: types_pb2.SessionIdentity, method: str) -> Session:
-        """The session of who calls, which may call that: it is asked before all else.
+        """Parse the caller's session, and check first of all that it may call `method`.
 
         Raises:
             NotPermitted, Fenced, Unauthenticated: as `Cluster.caller`.
@@ -607,7 +597,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return session
 
     def _carry_out(self, decision: Decision[ReplyT]) -> ReplyT:
-        """Log and publish what changed, when it is durable; hand on the reply."""
+        """Log and publish the transitions once they are durable; return the reply."""
         if decision.transitions:
             self._publication.decided(decision.transitions)
         return decision.reply
@@ -615,7 +605,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _publish(
         self, cluster: Cluster, view: ClusterView, transitions: tuple[Transition, ...]
     ) -> None:
-        if cluster is not self._cluster:  # another has its place, and is told next
+        if cluster is not self._cluster:  # it was replaced; the new one is published next
             return
         self._served, self._view = cluster, view
         for transition in transitions:
@@ -632,7 +622,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._wake()
 
     def _view_for(self, session: Session) -> types_pb2.ClusterView:
-        """The newest view as a caller is to see it: its run's; a server sees all."""
+        """The newest view of the caller's run; a server sees all runs."""
         if session.role is Role.SERVER or self._view.of_run(session.run) is self._view:
             return self._view_message
         found = self._run_messages.get(session.run)
@@ -642,7 +632,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         return found
 
     def _has(self, session: Session) -> bool:
-        """Whether a caller who was a member is one, as far as it is told."""
+        """True while the published view has the caller as a member."""
         node = self._view.nodes_by_id.get(session.node_id)
         return session.role is Role.OPERATOR or (node is not None and node.state.is_member)
 
@@ -667,14 +657,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._metrics.ranges.labels(missing_replicas=str(count)).set(missing[count])
         self._metrics.lost_ranges.set(len(view.lost_ranges))
         self._metrics.view_number.set(view.view_number)
-        self.on_standing()
+        self.on_health_change()
         self._metrics.tables.set(len(view.tables))
 
     @contextlib.asynccontextmanager
     async def _answering(self, *, is_sign_of_life: bool = False) -> AsyncIterator[None]:
-        """What follows is answered or refused, when all that it goes by is durable; after a start
-        from a journal nothing is but a sign of life, before the servers were heard. A journal that
-        turns out to be an older copy ends the scheduler, and says nothing of the caller.
+        """Answer or refuse a call after everything decided so far is durable. A scheduler that has
+        just resumed from a journal answers only signs of life until it has heard the servers. A
+        journal that turns out to be an older copy ends the scheduler, not the caller.
         """
         try:
             try:
@@ -684,9 +674,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             except InvalidJournal:
                 raise
             except PushpullError:
-                await self._publication.settled()
+                await self._publication.flushed()
                 raise
-            await self._publication.settled()
+            await self._publication.flushed()
         except InvalidJournal as error:
             self._publication.fail(error)
             self._metrics.refusals.labels(code=Recovering.code).inc()
@@ -697,24 +687,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def _nothing() -> None:
-    """What whoever does not care does about how the cluster stands."""
+    """The default of `on_health_change`."""
 
 
 def _check_unnamed(session: Session, what: str) -> None:
-    """Refuse what is of the run without a name.
-
-    Raises:
-        InvalidConfig: the caller is of another.
-    """
+    """Raise InvalidConfig if the caller belongs to a named run."""
     if session.run:
         raise InvalidConfig(
-            f"{what} is of the run without a name, and the caller is of run '{session.run}'; write "
-            "its parameters down with ps.pull_model, or train it without a run's name"
+            f"{what} belongs to the run without a name, and the caller is of run '{session.run}'; "
+            "save its parameters with ps.pull_model, or train it without a run's name"
         )
 
 
 def _answer_within_s(remaining_s: float | None) -> float:
-    """How long a call may wait so that its answer, which says for whom, is there in time."""
+    """Seconds that a call may wait so that its answer still arrives in time."""
     if remaining_s is None:
         return DEFAULT_CREATE_DEADLINE_S
     waits_s = remaining_s - min(_MAX_ANSWER_MARGIN_S, remaining_s / 4)
@@ -724,10 +710,9 @@ def _answer_within_s(remaining_s: float | None) -> float:
 def _fitted(
     response: scheduler_pb2.GetClusterStatusResponse,
 ) -> scheduler_pb2.GetClusterStatusResponse:
-    """The response without what nobody reads in it, and within what any client accepts.
+    """Cut the response to what is read in it, and to the message size that any client accepts.
 
-    A table's inline values are never in it; where it is too large even so, neither are the layouts
-    of the tables, and then not the clocks of the nodes.
+    Inline values are always removed; then, as needed, the tensor layouts and the nodes' clocks.
     """
     for table in response.view.tables:
         if table.spec.initializer.WhichOneof("kind") == "inline":
@@ -743,11 +728,11 @@ def _fitted(
 
 
 _MOST_BYTES = limits.MAX_ENTRY_BYTES + limits.MESSAGE_OVERHEAD_BYTES
-"""Of all other requests: what a node may say of itself, and who it is."""
+"""Bound of all other requests."""
 
 
 def handlers_of(servicer: SchedulerServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
-    """The service's methods by their short names; what is too long is not parsed."""
+    """The service's methods by short name; a request over its bound is not parsed."""
     handlers = {}
     for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods:
         is_stream = method.server_streaming
@@ -765,6 +750,6 @@ def handlers_of(servicer: SchedulerServicer) -> dict[str, grpc.RpcMethodHandler[
 
 
 def add_to_server(servicer: SchedulerServicer, server: grpc.aio.Server) -> None:
-    """As the generated function of that name."""
+    """Like the generated function of that name."""
     handlers = handlers_of(servicer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))

@@ -1,12 +1,10 @@
-"""A `StateStore` that is one SQLite file on a local disk: `DIR/scheduler.db`, and its WAL.
+"""The `StateStore` in one SQLite file on a local disk: `DIR/scheduler.db`, and its WAL.
 
 Rules:
     - Every commit is synced (WAL, synchronous=FULL).
-    - The file is locked for as long as it is open (locking_mode=EXCLUSIVE); a process that dies
-      gives the lock back. It needs no shared memory, but a file system with locks.
-    - A file that is no journal's is refused before anything is written to it.
-
-What it deliberately does not do: outlive its disk.
+    - The file is locked while it is open (locking_mode=EXCLUSIVE); the lock of a dead process is
+      free. That takes a file system with locks, and no shared memory.
+    - Another program's database is refused before anything is written to it.
 """
 
 from __future__ import annotations
@@ -24,32 +22,32 @@ FILE_NAME = "scheduler.db"
 _APPLICATION_ID = 0x70757368
 _LAYOUT = 1
 _LOCK_WAIT_S = 2.0
-"""A scheduler that was killed may take a moment to be gone."""
+"""A scheduler that was killed may take a moment to end."""
 _RETRY_MS = 1_000
 _FOR_NOW = frozenset({
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN,
     sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_NOMEM,
 })  # fmt: skip
-"""Results that another attempt may not have."""
+"""Results that a retry may overcome."""
 
 
 class SqliteStore:
-    """The store in a directory, which is made if there is none.
+    """The store in a directory, which is created if missing.
 
     Args:
-        directory: where it is.
-        lock_wait_s: how long another scheduler may take to be gone.
+        directory: the directory of the file.
+        lock_wait_s: wait for the lock, in seconds.
 
     Raises:
-        InvalidJournal: what is there is no journal, is damaged, or cannot be opened.
-        Recovering: another scheduler has it open.
+        InvalidJournal: the file is no journal, is damaged, or cannot be opened.
+        Recovering: another scheduler has the file open.
     """
 
     def __init__(self, directory: Path, lock_wait_s: float = _LOCK_WAIT_S) -> None:
         self._path = directory / FILE_NAME
         self._term = 0
         self._connection: sqlite3.Connection | None = None
-        with self._told():
+        with self._translated_errors():
             DISK.make_durable_directory(directory)
             self._connection = sqlite3.connect(
                 self._path, timeout=lock_wait_s, isolation_level=None, check_same_thread=False
@@ -63,7 +61,6 @@ class SqliteStore:
 
     @property
     def name(self) -> str:
-        """The path of the file."""
         return str(self._path)
 
     def _open(self, connection: sqlite3.Connection) -> None:
@@ -95,20 +92,17 @@ class SqliteStore:
             raise sqlite3.DatabaseError(found)
 
     def read(self) -> dict[str, bytes]:
-        """As the protocol."""
-        with self._told() as connection:
+        with self._translated_errors() as connection:
             return dict(connection.execute("SELECT key, value FROM record"))
 
     def claim(self) -> int:
-        """As the protocol."""
-        with self._told() as connection, _transaction(connection):
+        with self._translated_errors() as connection, _transaction(connection):
             self._term = _number(connection, "SELECT number FROM term") + 1
             connection.execute("UPDATE term SET number = ?", (self._term,))
         return self._term
 
     def write(self, records: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
-        """As the protocol."""
-        with self._told() as connection, _transaction(connection):
+        with self._translated_errors() as connection, _transaction(connection):
             term = _number(connection, "SELECT number FROM term")
             if term != self._term:
                 raise InvalidJournal(
@@ -119,22 +113,21 @@ class SqliteStore:
             connection.executemany("INSERT OR REPLACE INTO record VALUES (?, ?)", records.items())
 
     def close(self) -> None:
-        """As the protocol."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[sqlite3.Connection]:
-        """The connection; what SQLite and the system raise, as the protocol has it."""
+    def _translated_errors(self) -> Iterator[sqlite3.Connection]:
+        """The connection; errors of SQLite and the system become those of the protocol."""
         try:
             yield self._connection  # type: ignore[misc]
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             if code == sqlite3.SQLITE_BUSY:
                 raise Recovering(
-                    f"{self._path} is in the hands of another scheduler that lives; end that one, "
-                    "or give this one another directory",
+                    f"another running scheduler has {self._path} open; end that one, or give this "
+                    "one another directory",
                     retry_after_ms=_RETRY_MS,
                 ) from error
             if code in _FOR_NOW:
@@ -148,8 +141,8 @@ class SqliteStore:
 
     def _unwritten(self, error: Exception) -> Recovering:
         return Recovering(
-            f"{self._path} cannot be written ({error}): free space there, or repair the disk; what "
-            "was written last is kept",
+            f"{self._path} cannot be written ({error}): free space there, or repair the disk; the "
+            "last complete write is intact",
             retry_after_ms=_RETRY_MS,
         )
 

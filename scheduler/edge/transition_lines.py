@@ -40,7 +40,7 @@ from scheduler.machine.state import (
 
 
 def log_transition(transition: Transition) -> None:
-    """Log it, at the level that a person wants to see it at."""
+    """Log a transition at the level that suits a person."""
     match transition:
         case NodeRegistered(node):
             logs.info("node_registered", incarnation=node.incarnation, **_named(node))
@@ -122,7 +122,6 @@ def _log_backups(transition: BackupsSet) -> None:
 
 
 def _shares(counts: Counts) -> str:
-    """Numbers of ranges by node, "1:128,3:128"."""
     return ",".join(f"{node_id}:{count}" for node_id, count in counts)
 
 
@@ -139,7 +138,7 @@ def _change(table: Table, change: Change) -> dict[str, object]:
 
 
 def _named(node: Node) -> dict[str, object]:
-    """Who it is; a rank and an address only where the role has one."""
+    """Fields that identify a node; rank, run and address only where it has one."""
     fields: dict[str, object] = {"role": node.role.value, "node_id": node.node_id}
     if node.role.value == "worker":
         fields["rank"] = node.rank

@@ -1,47 +1,45 @@
-"""Where the bound of SSP is for a table whose bound moves: by how long workers wait, and the loss.
+"""The rule of adaptive staleness bounds: moves by the workers' waits and the loss.
 
-A table is looked at period by period. A period lasts at least the scheduler's
-`adaptation_interval_s`, and until every worker that trains on the table has taken 8 + s steps: a
-bound that was raised by r is felt only when the fast have used up r steps. At its end the first of
-these lines that fits says what the bound s becomes:
+The rule judges a table period by period. A period lasts at least `adaptation_interval_s`, and until
+every worker of the table has taken 8 + s steps, because a bound that was raised by r takes effect
+only when the fast workers have used up r steps. The first line that fits gives the next bound:
 
     in the period                                    s becomes
     the loss rose                                    s // 2 (*), and is not raised for 6 periods
     half of the workers waited 10 % of the time      s + max(1, s // 2) (*)
-    half of them did, and s was lowered to here      s + 1 (*): back to where it was
+    half of them did, and s was lowered to here      s + 1 (*): the bound before
     ... less than 2 %, for 2 periods in a row        s - 1 (*)
     anything else                                    s
 
-    (*) within the table's two bounds
+    (*) within the table's limits LEAST..MOST
 
-    waited     a worker's reads were parked at a server until other workers' steps had come: what
-               the servers report, the most of any server, over the length of the period. "Half of
-               the workers waited x" is: at least half of them waited x or more
+    waited     a worker's reads were parked at a server until other workers' steps had come, as the
+               servers report it: the most of any server, over the length of the period. "Half of
+               the workers waited x" means that at least half of them waited x or more
     rose       the mean of the losses that workers reported in this period is above that of the
-               period before, by more than 5 % and by more than three standard errors of the
-               difference; or one of them was not finite
+               last one, by more than 5 % and by more than three standard errors of the difference;
+               or one of them was not finite
 
-Rules, so that it settles:
+Rules against oscillation:
     - Between 2 % and 10 % nothing happens.
-    - A bound at which workers waited is not tried again after 2 quiet periods, but after 4, 8, ...
-      64: twice as many each time that it turns out too low again. Two quiet periods there, and it
-      is as good as any other.
+    - A bound at which workers waited is tried again only after 4, 8, ... 64 quiet periods instead
+      of 2: twice as many each time that it was too low again. After two quiet periods at that
+      bound, it counts like any other.
     - Each rise of the loss doubles the periods without a raise, 6, 12, 24, 48, 64; after 128
-      periods without a rise it is 6 again.
+      periods without a rise there are 6 again.
 
-Why these numbers. A raise by half reaches any bound in a few periods and is at most half too far;
-what is too far comes back by one, since a bound that nobody reaches costs nothing. 10 % is a loss
-of time that a person would look into; 2 % is below what reads cost in any case. Three standard
-errors: a loss that does not change passes for a rise once in 700 periods.
+A raise by half reaches any bound in a few periods and is at most half too far; the way back is by
+one, because a bound that no worker reaches costs nothing. A wait of 10 % is one that a person would
+look into; 2 % is below what reads cost in any case. With three standard errors, a constant loss
+counts as a rise once in 700 periods.
 
-A scheduler that goes on from its journal has what the rule remembers of each table; the period
-that was under way begins again, since nodes count from what they said to that scheduler.
+A scheduler that resumes from its journal has the rule's state of each table; the running period
+begins again, because counters of nodes are compared with reports to the same scheduler.
 
 Invariants:
-    AD-1  The bound never leaves the table's two bounds.
+    AD-1  The bound never leaves the table's limits.
 
-What it deliberately does not do: change anything (`scheduler.machine.changes` does, and may not
-succeed: the next period decides again), know a clock, or look at tables whose bound is fixed.
+A move is a change (`scheduler.machine.changes`) and may fail; the next period decides again.
 """
 
 from __future__ import annotations
@@ -68,16 +66,16 @@ FORGOTTEN_COUNT = 2 * MAX_HOLD_COUNT
 LOSS_RISE = 0.05
 LOSS_ERRORS = 3.0
 LEAST_LOSS_COUNT = 8
-"""Of fewer losses a period has no mean that says anything."""
+"""Fewest losses of a period whose mean counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What a period showed.
+    """Measurements of a period.
 
     Attributes:
         wait_share: the share of its time that at least half of the workers waited.
-        losses: those that the workers reported.
+        losses: the workers'.
     """
 
     wait_share: float
@@ -86,7 +84,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Where the bound should be, and why."""
+    """The next bound, and the reason of a move."""
 
     staleness: int
     reason: str = ""
@@ -94,22 +92,22 @@ class Verdict:
 
 @dataclass(slots=True)
 class Course:
-    """What the rule remembers of one table."""
+    """The rule's state of one table."""
 
     quiet_count: int = 0
     patience_count: int = FIRST_PATIENCE_COUNT
     too_low: int | None = None
-    """The bound at which workers waited last, unless it turned out well since."""
+    """Bound at which workers waited last, unless two periods there were quiet since."""
     was_lowered: bool = False
-    """The last move was down, for quiet."""
+    """The last move was down, after quiet periods."""
     held_count: int = 0
-    """Periods to come in which nothing is raised."""
+    """Periods left without a raise."""
     hold_count: int = FIRST_HOLD_COUNT
     calm_count: int = 0
     losses: LossTotals = NO_LOSSES
 
     def step(self, setting: Consistency, seen: Seen) -> Verdict:
-        """The end of a period under `setting`."""
+        """End a period under `setting`."""
         s = setting.staleness
         reason = self._risen(seen.losses)
         if reason:
@@ -128,7 +126,7 @@ class Course:
         return verdict
 
     def _risen(self, losses: LossTotals) -> str:
-        """Why the loss counts as risen; empty if it does not."""
+        """Words on a rise of the loss; empty if it has not risen."""
         before = self.losses
         if losses.count >= LEAST_LOSS_COUNT:
             self.losses = losses
@@ -163,7 +161,7 @@ class Course:
             return Verdict(s)
         is_well = self.quiet_count >= FIRST_PATIENCE_COUNT
         if self.too_low is not None and s <= self.too_low and is_well:
-            # Here they waited once, and do not any more.
+            # Workers waited at this bound once, and do not any more.
             self.too_low, self.patience_count = None, FIRST_PATIENCE_COUNT
         is_doubtful = self.too_low is not None and s - 1 <= self.too_low
         if self.quiet_count < (self.patience_count if is_doubtful else FIRST_PATIENCE_COUNT):
@@ -183,12 +181,12 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a node said of itself; counters count from its start.
+    """A node's report; counters count from the node's start.
 
     Attributes:
-        at_s: when it came.
+        at_s: its arrival.
         clocks: a worker's, by table.
-        waits_s: a server's: how long each worker's reads of a table were parked for others.
+        waits_s: a server's: seconds for which each worker's reads of a table were parked.
         losses: a worker's.
     """
 
@@ -200,7 +198,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """The bound of a run's table should be where `consistency` has it."""
+    """A move of a table's bound, to the one of `consistency`."""
 
     table_name: str
     consistency: Consistency
@@ -209,11 +207,11 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptCourse:
-    """What the rule remembered of a table at the end of a period: it outlives the scheduler.
+class CourseRecord:
+    """The rule's state of a table at the end of a period, for the journal.
 
     Attributes:
-        setting: the table's two bounds, as someone asked for them.
+        setting: the table's limits, as requested.
         course: never changed.
     """
 
@@ -222,60 +220,65 @@ class KeptCourse:
 
 
 @dataclass(slots=True)
-class _Watched:
-    """A table, and the period that it is in: since when, and what was known then."""
+class _WatchedTable:
+    """A table and its running period: its start, and the reports at that time."""
 
     table: Table
     course: Course = field(default_factory=Course)
-    kept: KeptCourse | None = None
+    record: CourseRecord | None = None
     begun_s: float | None = None
-    base: dict[NodeId, Report] = field(default_factory=dict)
+    first_reports: dict[NodeId, Report] = field(default_factory=dict)
 
 
-_NONE_KEPT: Mapping[TableId, KeptCourse] = MappingProxyType({})
+_NO_RECORDS: Mapping[TableId, CourseRecord] = MappingProxyType({})
 
 
 class Adaptation:
-    """The tables of a cluster whose bound moves.
+    """The tables of a cluster with an adaptive bound.
 
     Args:
-        interval_s: the length of a period, at least.
-        kept: what a scheduler before this one remembered of the tables that it watched.
+        interval_s: shortest period.
+        records: the rule's state in the journal.
     """
 
-    def __init__(self, interval_s: float, kept: Mapping[TableId, KeptCourse] = _NONE_KEPT) -> None:
+    def __init__(
+        self, interval_s: float, records: Mapping[TableId, CourseRecord] = _NO_RECORDS
+    ) -> None:
         self._interval_s = interval_s
-        self._kept = kept
-        self._watched: dict[TableId, _Watched] = {}
+        self._records = records
+        self._watched: dict[TableId, _WatchedTable] = {}
         self._reports: dict[NodeId, Report] = {}
         self._members: dict[NodeId, Role] = {}
         self._is_whole = False
 
     @property
     def tables(self) -> Iterable[Table]:
-        """Those that are watched."""
+        """Tables with an adaptive bound."""
         return [watched.table for watched in self._watched.values()]
 
     @property
-    def courses(self) -> dict[TableId, KeptCourse]:
-        """What to remember of them; of one whose first period has not ended there is nothing.
-        Before any view came it is what was remembered.
+    def courses(self) -> dict[TableId, CourseRecord]:
+        """The rule's state for the journal, without tables in their first period. Before the first
+        view it is the journal's.
         """
-        watched = {table_id: each.kept for table_id, each in self._watched.items()}
-        return {**self._kept, **{name: kept for name, kept in watched.items() if kept is not None}}
+        watched = {table_id: each.record for table_id, each in self._watched.items()}
+        return {
+            **self._records,
+            **{name: each for name, each in watched.items() if each is not None},
+        }
 
     @property
     def is_idle(self) -> bool:
-        """Whether no table's bound moves."""
+        """True if no table has an adaptive bound."""
         return not self._watched
 
     def observe(self, view: ClusterView) -> None:
-        """The cluster has changed."""
+        """Compare the tables and nodes with a new view."""
         found = {t.table_id: t for t in view.tables if t.consistency.moves}
         for table_id in self._watched.keys() - found.keys():
             del self._watched[table_id]
         if not found:
-            self._kept = _NONE_KEPT
+            self._records = _NO_RECORDS
             self._reports.clear()
             return
         for table_id, table in found.items():
@@ -284,30 +287,30 @@ class Adaptation:
                 self._watched[table_id] = self._begun(table)
             elif (watched.table.change, watched.table.proposed) != (table.change, table.proposed):
                 watched.table, watched.begun_s = table, None
-        self._kept = _NONE_KEPT
+        self._records = _NO_RECORDS
         alive = [n for n in view.nodes if n.state is NodeState.ALIVE and n.role is not Role.READER]
         self._members = {node.node_id: node.role for node in alive}
-        # Who waits for a silent node says nothing about the bound.
+        # A worker that waits for a silent node says nothing about the bound.
         self._is_whole = not any(
             node.state is NodeState.SILENT and node.role is not Role.READER for node in view.nodes
         )
         for node_id in self._reports.keys() - self._members.keys():
             del self._reports[node_id]
 
-    def _begun(self, table: Table) -> _Watched:
-        """Go on where the scheduler before this one was, if these are the same bounds."""
-        kept = self._kept.get(table.table_id)
-        if kept is None or kept.setting != table.consistency.begun:
-            return _Watched(table)
-        return _Watched(table, replace(kept.course), kept)
+    def _begun(self, table: Table) -> _WatchedTable:
+        """Take the journal's state of the table, if its limits are the same."""
+        record = self._records.get(table.table_id)
+        if record is None or record.setting != table.consistency.begun:
+            return _WatchedTable(table)
+        return _WatchedTable(table, replace(record.course), record)
 
     def heard(self, node_id: NodeId, report: Report) -> None:
-        """A node said how it does."""
+        """Note a node's report."""
         if node_id in self._members and self._watched:
             self._reports[node_id] = report
 
     def look(self, now_s: float) -> list[Move]:
-        """The bounds that should move now."""
+        """Moves of the periods that end now."""
         moves = []
         for watched in self._watched.values():
             if watched.table.proposed is not None or not self._is_whole:
@@ -318,17 +321,17 @@ class Adaptation:
                 moves += self._end(watched, now_s)
         return moves
 
-    def _begin(self, watched: _Watched, now_s: float) -> None:
-        watched.begun_s, watched.base = now_s, dict(self._reports)
+    def _begin(self, watched: _WatchedTable, now_s: float) -> None:
+        watched.begun_s, watched.first_reports = now_s, dict(self._reports)
 
-    def _end(self, watched: _Watched, now_s: float) -> list[Move]:
-        """The period is long enough: judge it, if it is of use."""
+    def _end(self, watched: _WatchedTable, now_s: float) -> list[Move]:
+        """Judge a period that is long enough, unless nodes came or went in it."""
         table = watched.table
         setting = table.consistency
         workers = [
             node_id
             for node_id in self._both(watched, Role.WORKER)
-            if table.table_id in watched.base[node_id].clocks
+            if table.table_id in watched.first_reports[node_id].clocks
         ]
         servers = self._both(watched, Role.SERVER)
         server_count = sum(role is Role.SERVER for role in self._members.values())
@@ -339,44 +342,47 @@ class Adaptation:
             return []
         shares = sorted(self._wait_share(watched, worker, servers) for worker in workers)
         losses = LossTotals.together(
-            self._reports[worker].losses.since(watched.base[worker].losses) for worker in workers
+            self._reports[worker].losses.since(watched.first_reports[worker].losses)
+            for worker in workers
         )
         verdict = watched.course.step(setting, Seen(shares[len(shares) // 2], losses))
-        watched.kept = KeptCourse(setting.begun, replace(watched.course))
+        watched.record = CourseRecord(setting.begun, replace(watched.course))
         self._begin(watched, now_s)
         if verdict.staleness == setting.staleness:
             return []
         moved = replace(setting, staleness=verdict.staleness)
         return [Move(table.spec.name, moved, verdict.reason, table.run)]
 
-    def _both(self, watched: _Watched, role: Role) -> list[NodeId]:
-        """The nodes that are known from the beginning of the period until now."""
+    def _both(self, watched: _WatchedTable, role: Role) -> list[NodeId]:
+        """Nodes with reports from the start of the period until now."""
         return [
             node_id
-            for node_id in watched.base
+            for node_id in watched.first_reports
             if self._members.get(node_id) is role and node_id in self._reports
         ]
 
     def _has_all(
-        self, watched: _Watched, workers: Iterable[NodeId], servers: Iterable[NodeId]
+        self, watched: _WatchedTable, workers: Iterable[NodeId], servers: Iterable[NodeId]
     ) -> bool:
-        """Whether everybody has been heard over the period, and every worker has taken steps."""
+        """True if every server was heard over the period, and every worker took enough steps."""
         table = watched.table
         needed = LEAST_CLOCK_COUNT + table.consistency.staleness
         for worker in workers:
-            before = watched.base[worker].clocks[table.table_id]
+            before = watched.first_reports[worker].clocks[table.table_id]
             if self._reports[worker].clocks.get(table.table_id, 0) - before < needed:
                 return False
         return all(
-            self._reports[server].at_s - watched.base[server].at_s >= self._interval_s / 2
+            self._reports[server].at_s - watched.first_reports[server].at_s >= self._interval_s / 2
             for server in servers
         )
 
-    def _wait_share(self, watched: _Watched, worker: NodeId, servers: Iterable[NodeId]) -> float:
+    def _wait_share(
+        self, watched: _WatchedTable, worker: NodeId, servers: Iterable[NodeId]
+    ) -> float:
         place = (watched.table.table_id, worker)
         shares = []
         for server in servers:
-            before, now = watched.base[server], self._reports[server]
+            before, now = watched.first_reports[server], self._reports[server]
             waited_s = now.waits_s.get(place, 0.0) - before.waits_s.get(place, 0.0)
             shares.append(waited_s / (now.at_s - before.at_s))
         return min(1.0, max(0.0, *shares))

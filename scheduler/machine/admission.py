@@ -1,15 +1,12 @@
-"""Who may become a node: every check of a registration, and the words of every refusal.
+"""Checks of a registration, and the message of every refusal.
 
 Rules:
-    - A refusal changes nothing and says what came, what was expected and, where a place is taken,
-      who has it.
-    - Checks that concern the request alone come before those that concern the cluster.
-    - A place that a node has which may have died is worth waiting for: a process that is started
-      again asks for it before the scheduler can know. Whoever says that it waits is told to ask
-      again, until the other is heard, or has waited long enough for a living one to have been.
-
-What it deliberately does not do: change the state, or answer repeated requests
-(`scheduler.machine.membership`).
+    - A refusal changes nothing, and names the value that came, the expected one and, where a rank
+      or address is taken, its holder.
+    - Checks of the request alone come before checks against the cluster.
+    - A restarted process asks for the rank or address of its former node before the scheduler can
+      know that this one is dead. A caller that says that it waits is told to ask again, until the
+      other node is heard, or the wait is so long that a living node would have been heard.
 """
 
 from __future__ import annotations
@@ -44,12 +41,12 @@ Describe = Callable[[Node], str]
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """What is known of other nodes, at one moment.
+    """Heartbeats of the other nodes, at one moment.
 
     Attributes:
         describe: says who a node is and when it was last heard.
         quiet_s: seconds since a member was last heard.
-        interval_s: how often each is to be heard.
+        interval_s: interval of heartbeats.
     """
 
     describe: Describe
@@ -57,18 +54,18 @@ class Heard:
     interval_s: float
 
     def may_be_dead(self, node: Node, waited_s: float) -> bool:
-        """Whether a node may have died before somebody came who has waited for so long: it was not
-        heard since, but for what was on its way, for which an interval is plenty.
+        """True if a node may have died before the start of a caller that has waited `waited_s`: it
+        was not heard since, except within one interval for heartbeats under way.
         """
         return node.state.is_member and self.quiet_s(node.node_id) + self.interval_s >= waited_s
 
 
 def check_request(request: Registration, settings: ClusterSettings) -> None:
-    """Refuse what is wrong with the request in itself, or means another cluster.
+    """Check the request in itself.
 
     Raises:
         Fenced: it names another cluster.
-        InvalidConfig: anything else, naming the field.
+        InvalidConfig: a field is wrong.
     """
     if len(request.registration_id) != REGISTRATION_ID_BYTES:
         raise InvalidConfig(
@@ -87,8 +84,8 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
     if request.cluster_id not in ("", settings.cluster_id):
         raise Fenced(
             f"the request names cluster '{request.cluster_id[:100]}'; this is cluster "
-            f"'{settings.cluster_id}'. A scheduler that was started again without its journal is "
-            f"a new cluster: its nodes must be started again too, with its cluster_id "
+            f"'{settings.cluster_id}'. A scheduler that is restarted without its journal has a new "
+            f"cluster, and its nodes must be restarted too, with its cluster_id "
             f"(PUSHPULL_CLUSTER_ID), or none"
         )
     _check_features(request.features)
@@ -172,7 +169,7 @@ def _check_fingerprint(fingerprint: str) -> None:
 
 
 def check_repeated(request: Registration, first: Registration, node: Node) -> None:
-    """Refuse a registration_id that comes again for something else, or after its node left.
+    """Refuse a registration_id that is repeated with other values, or after its node left.
 
     Raises:
         Fenced: the node has left.
@@ -198,13 +195,13 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
 
 
 def check_place(request: Registration, state: ClusterState, heard: Heard) -> None:
-    """Refuse a node that the cluster, as it is, has no place for.
+    """Check the request against the cluster and its servers.
 
     Raises:
-        Overloaded: it has as many nodes as it can.
-        Recovering: the server at its address may be dead, and it waits.
-        InvalidConfig: the cluster is finished; or it is a server with other kernels or custom
-            updates than the servers that are here, or at the address of one.
+        Overloaded: the cluster has as many nodes as it can have.
+        Recovering: the server at its address may be dead, and the caller waits.
+        InvalidConfig: the cluster is finished; or a server has other kernels or custom updates than
+            the others, or the address of one.
     """
     if state.finished:
         raise InvalidConfig(
@@ -222,7 +219,7 @@ def check_place(request: Registration, state: ClusterState, heard: Heard) -> Non
 
 
 def _check_loggable(request: Registration, state: ClusterState) -> None:
-    """Refuse a log where there are updates that may fail after they were decided."""
+    """Refuse an update log beside custom updates, which may fail after they are logged."""
     for table in state.tables.values() if request.update_log is not None else ():
         if table.spec.optimizer.kind is OptimizerKind.CUSTOM:
             raise InvalidConfig(
@@ -246,8 +243,8 @@ def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> 
                 f"with ATEN_CPU_CAPABILITY set to what the least has (default, avx2 or avx512)"
             )
         if request.shares_log(state.members[node.node_id].registration):
-            continue  # it has the log's lock: that one is dead
-        # A silent server's address may be taken over: a restart on the same port looks like that.
+            continue  # the caller has the log's lock, so that one is dead
+        # A silent server's address may be taken, because a restart on the same port does that.
         if node.address == request.address and node.state is NodeState.ALIVE:
             taken = f"a server's address is '{request.address}', which {describe(node)} has already"
             if request.waited_s is not None and heard.may_be_dead(node, request.waited_s):
@@ -260,18 +257,14 @@ def _ask_again(reason: str, heard: Heard) -> Recovering:
 
 
 def run_of(request: Registration, state: ClusterState, settings: ClusterSettings) -> Run:
-    """The run that a worker is of, or begins: then of as many as its job has, if that is known."""
+    """The worker's run; a new one has the size of its job, if that is known."""
     begun = Run(request.run, request.world_size or settings.worker_count)
     known = state.runs.get(request.run)
     return known or (begun if request.run else Run("", settings.worker_count))
 
 
 def check_run(request: Registration, state: ClusterState) -> None:
-    """Refuse who comes to a run that an operator has ended, or that is not there.
-
-    Raises:
-        InvalidConfig: saying which.
-    """
+    """Raise InvalidConfig for a worker or reader of a run that was ended, or does not exist."""
     run = state.runs.get(request.run)
     if request.role is Role.WORKER and run is not None and run.has_ended:
         ended = "removed" if run.is_removed else "ended"
@@ -288,22 +281,23 @@ def check_run(request: Registration, state: ClusterState) -> None:
 
 
 def over_words(run: str, why: str) -> str:
-    """Why nobody joins a run any more, and what to do."""
+    """Message to a worker of a run that is over."""
     return f"run '{run}' is over: {why}; give the new run another name (--run, PUSHPULL_RUN)"
 
 
 def choose_rank(
     request: Registration, cluster: ClusterSettings, state: ClusterState, heard: Heard
 ) -> int:
-    """The rank of a new worker in its run: the one that it asks for; else, of those that the run is
-    for, the lowest that was never given, or the lowest of one that is gone; else the lowest free
-    one beyond these. One that comes with the identity of a worker that has not left has its rank.
+    """The rank of a new worker in its run.
+
+    It is the requested rank, or the rank of a worker of the same identity that has not left. Else,
+    of the ranks below the run's worker count, it is the lowest never given, then the lowest of a
+    gone worker; then the lowest free one of the late joiners'.
 
     Raises:
-        InvalidConfig: there is no such rank, or somebody has it, or left with it and was one of the
-            first; or it comes beyond these and there is a table that it could not know; or its job
-            has another number of workers.
-        Recovering: whoever has it may be dead, and the caller waits.
+        InvalidConfig: the rank does not exist, is taken, or was that of a worker that has left; a
+            late joiner cannot know the values of a table; the job has another number of workers.
+        Recovering: the worker with the rank may be dead, and the caller waits.
     """
     run = run_of(request, state, cluster)
     settings = cluster.of_run(run)
@@ -350,7 +344,7 @@ def choose_rank(
     if not holder.state.is_member:
         raise InvalidConfig(
             f"rank {rank} was {describe(holder)}; the rank of a worker that has left is not given "
-            "again, that of one that is gone is. A new run needs a name of its own (--run, "
+            "again, only that of a gone one. A new run needs a name of its own (--run, "
             "PUSHPULL_RUN)"
         )
     taken = f"rank {rank} is taken by {describe(holder)}"
@@ -361,8 +355,8 @@ def choose_rank(
 def _check_world_size(
     request: Registration, settings: ClusterSettings, holders: Iterable[Node]
 ) -> None:
-    """Refuse a worker whose job has another number of workers than the cluster is for: fewer would
-    wait for those that nobody starts. Once some have gone or left, fewer may be right.
+    """Refuse a worker whose job has fewer workers than the run, because they would wait for workers
+    that nobody starts, or more. Once some have gone or left, another number may be right.
     """
     count = request.world_size
     if not count or settings.worker_count <= count <= settings.rank_count:
@@ -381,23 +375,23 @@ def _check_all_live(
     taken: str,
     heard: Heard,
 ) -> None:
-    """Tell a worker that waits to ask again where one that has its rank may be dead."""
+    """Tell a worker that waits to ask again if a holder of its rank may be dead."""
     waited_s, timeout_s = request.waited_s, settings.worker_timeout_s
     if waited_s is None or not timeout_s:
         return
     if any(heard.may_be_dead(holder, waited_s) for holder in holders):
-        given = f"it is given anew after {timeout_s:g} s of silence (worker_timeout_s)"
+        given = f"it is given again after {timeout_s:g} s of silence (worker_timeout_s)"
         raise _ask_again(f"{taken}; {given}", heard)
 
 
 def _check_may_come_late(tables: Iterable[Table]) -> None:
-    """Refuse a further worker where the workers hold what it would need to begin."""
+    """Refuse a late joiner where only the workers have the parameters that it would start from."""
     for table in tables:
         if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             raise InvalidConfig(
-                f"a worker beyond those that the cluster was started for; table "
-                f"'{table.spec.name}' is of Aggregate, whose parameters are the workers' and not "
-                "the servers': nobody can tell it where they are"
+                f"a worker beyond those that the cluster was started for; the parameters of table "
+                f"'{table.spec.name}' (Aggregate) are in the workers and not in the servers, so it "
+                "cannot get them"
             )
 
 

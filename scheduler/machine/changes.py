@@ -1,29 +1,26 @@
-"""Changes of tables while they are trained: of their consistency, and of who their workers are
-(SEMANTICS S6, "scheduled change").
+"""Changes of tables under training: their consistency, and their workers (SEMANTICS S6).
 
-    proposed   every server with a part of the table is asked, by the view
-    promised   each has said beyond which clock it holds everything back
-    decided    once all have: the change is after the highest of these clocks. The primary of the
-               table's first range takes it, or has given it up since it did not hear the scheduler
-    committed  it was taken
-    withdrawn  not all had promised by the deadline, a range had another primary before all had, or
-               it was given up: all is as before
+A two-phase commit at a clock:
+
+    proposed   the view asks every server with a shard of the table to prepare
+    prepared   each server has named its hold point: it holds back every later clock
+    decided    all are prepared: the change is after the highest hold point. The primary of the
+               table's first range takes it, or has given it up because it lost the scheduler
+    committed  the first range took it
+    withdrawn  not all servers were prepared by the deadline, a range changed its primary before
+               that, or the first range gave it up: nothing has changed
 
 Rules:
-    - A table has one proposal at a time; who wants another change waits for it to be settled.
-    - Numbers are never given twice: a promise for an old proposal counts for nothing.
-    - A worker that replaces one that is gone, or comes beyond the first, joins every table there
-      is, each by a change of its own; what was not promised in time is proposed again. Later tables
-      have it from the start.
+    - A table has one proposal at a time; another request waits for its end.
+    - Proposal numbers are never given twice, so an answer to an old proposal is ignored.
+    - A replacement worker, or a late joiner, joins every existing table by one change each; a
+      withdrawn join is proposed again. Later tables have it from the start.
 
 Invariants:
-    CH-1  A change is decided only when every server with a part of the table has promised, and
-          after the highest clock that any of them named.
-    CH-2  What is decided is committed or withdrawn by the word of the table's first range alone: it
-          may have taken effect there, and says so to servers that do not hear the scheduler.
-
-What it deliberately does not do: know where workers are (the servers do), or wait (the edge asks
-again when the view has changed).
+    CH-1  A change is decided only when every server with a shard of the table is prepared, and
+          after the highest hold point.
+    CH-2  Only the table's first range commits or withdraws a decided change: it may have taken
+          effect there, and servers that lost the scheduler hear of it from there.
 """
 
 from __future__ import annotations
@@ -53,8 +50,8 @@ MAX_AFTER_CLOCK = 2**53 - 1
 
 @dataclass(frozen=True, slots=True)
 class ChangeRequest:
-    """Someone wants this consistency for a table, not before the clock after `after_clock`, and
-    waits for it until `deadline_s`; `reason` is for the log, `run` is the table's.
+    """A request for a consistency of a table, from a clock after `after_clock` on, until
+    `deadline_s`. `reason` is for the log; `run` is the table's.
     """
 
     table_name: str
@@ -66,9 +63,9 @@ class ChangeRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """It is not settled; `reason` says what it waits for. `number`: of the proposal, if it is made:
-    to ask `Changes.outcome` about; 0 if another has to be settled first.
+class PendingProposal:
+    """A request waits for `reason`. `number` is that of its proposal, for `outcome`; 0 if another
+    proposal must end first.
     """
 
     reason: str
@@ -77,43 +74,43 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """It was given up."""
+    """A request that was withdrawn."""
 
     reason: str
 
 
-Outcome = Change | Pending | Withdrawn
-"""What became of a wish."""
+Outcome = Change | PendingProposal | Withdrawn
+"""Result of a request."""
 
 
-class Changes:
+class TableChanges:
     """The changes of a cluster's tables.
 
     Args:
         state: the cluster's, changed in place.
         describe: says who a node is and when it was last heard.
-        room_bytes: how much the view may grow.
+        free_bytes: returns the bytes by which the view may grow.
     """
 
     def __init__(
         self,
         state: ClusterState,
         describe: Callable[[Node, float], str],
-        room_bytes: Callable[[], int],
+        free_bytes: Callable[[], int],
     ) -> None:
         self._state = state
         self._describe = describe
-        self._room_bytes = room_bytes
+        self._free_view_bytes = free_bytes
 
     def request(
         self, wanted: ChangeRequest, worker_count: int, now_s: float
-    ) -> tuple[Change | Pending, list[Transition]]:
-        """Propose the change, or find that it is proposed or made already.
+    ) -> tuple[Change | PendingProposal, list[Transition]]:
+        """Propose a change, or find it proposed or made.
 
         Raises:
-            TableNotFound: there is no such table.
-            InvalidConfig: its optimizer, or the number of workers, does not allow it.
-            Overloaded: the view has no room for it.
+            TableNotFound: the table does not exist.
+            InvalidConfig: its optimizer, or the number of workers, does not allow the change.
+            Overloaded: the view has no space for the proposal.
         """
         table = self._table(wanted.run, wanted.table_name)
         if not 0 <= wanted.after_clock <= MAX_AFTER_CLOCK:
@@ -122,7 +119,7 @@ class Changes:
             )
         check_workers(table.spec.name, wanted.consistency, worker_count)
         replace(table.spec, consistency=wanted.consistency).validated()
-        # Where a bound that moves is at present is not what anybody wishes.
+        # An adaptive table's present bound is not part of the request.
         wanted = replace(wanted, consistency=wanted.consistency.begun)
         is_so = table.consistency.begun == wanted.consistency
         if table.proposed is not None:
@@ -130,68 +127,64 @@ class Changes:
             is_same = table.proposed.consistency.begun == wanted.consistency and not other
             if not (is_so and is_same):
                 reason = self._reason(table, table.proposed, now_s)
-                return Pending(reason, table.proposed.number if is_same else 0), []
+                return PendingProposal(reason, table.proposed.number if is_same else 0), []
         if is_so:
             return table.change or Change(0, 0, wanted.consistency), []
-        needed_bytes, room_bytes = self.needed_bytes(table), self._room_bytes()
-        if needed_bytes > room_bytes:
+        needed_bytes, free_bytes = self.needed_bytes(table), self._free_view_bytes()
+        if needed_bytes > free_bytes:
             raise Overloaded(
                 f"a change of table '{table.spec.name}' takes {needed_bytes} bytes of the "
-                f"cluster's view, which has room for {room_bytes}"
+                f"cluster's view, which may grow by {free_bytes}"
             )
         return self._propose(table, wanted, now_s)
 
     def move(self, wanted: ChangeRequest, now_s: float) -> list[Transition]:
-        """Propose that the bound of a table moves to where the wish has it; nothing if it is there,
-        the table's setting has other bounds, another change is not settled or the view is full.
+        """Propose to move an adaptive bound. Nothing happens if it is there already, if the table
+        has other limits by now, another proposal or no space in the view.
         """
         table = self._table(wanted.run, wanted.table_name)
         has_bounds = table.consistency.begun == wanted.consistency.begun
         if table.proposed is not None or not has_bounds or table.consistency == wanted.consistency:
             return []
-        if self.needed_bytes(table) > self._room_bytes():
+        if self.needed_bytes(table) > self._free_view_bytes():
             return []
-        # Somebody may have wanted the setting from a later clock on: not a step before.
+        # The setting itself may be due only after a later clock.
         after_clock = 0 if table.change is None else table.change.after_clock
         return self._propose(table, replace(wanted, after_clock=after_clock), now_s)[1]
 
     def needed_bytes(self, table: Table) -> int:
-        """What a change of the table takes of the view, beyond what it takes already."""
+        """Bytes that a proposal adds to the view; 0 after the table's first."""
         return 0 if table.table_id in self._state.change_counts else view_size.CHANGE_BYTES
 
     # --- workers that join
 
     def join_bytes(self, run: str, rank: int) -> int:
-        """What a worker that joins with this rank takes of the view, beside its node."""
+        """Bytes that the joins of a worker with this rank add to the view, beside its node."""
         needed_bytes = sum(self.needed_bytes(table) for table in self._state.tables_of(run))
-        return needed_bytes + view_size.JOIN_BYTES * len(self._without_room(run, rank))
+        return needed_bytes + view_size.JOIN_BYTES * len(self._uncounted_tables(run, rank))
 
-    def _without_room(self, run: str, rank: int) -> list[TableId]:
-        """The tables of a run that nobody has joined with this rank, nor was to."""
-        rooms, tables = self._state.join_rooms, self._state.tables_of(run)
-        return [t.table_id for t in tables if (t.table_id, rank) not in rooms]
+    def _uncounted_tables(self, run: str, rank: int) -> list[TableId]:
+        """Tables of a run whose join of this rank is not in `view_bytes` yet."""
+        counted, tables = self._state.counted_joins, self._state.tables_of(run)
+        return [t.table_id for t in tables if (t.table_id, rank) not in counted]
 
     def join(self, run: str, join: Join) -> None:
-        """This worker is to have its rank in every table of its run, whoever had it or was due
-        to.
-        """
+        """Make a worker due to join every table of its run, in place of any other of its rank."""
         state = self._state
-        for table_id in self._without_room(run, join.rank):
+        for table_id in self._uncounted_tables(run, join.rank):
             state.view_bytes += view_size.JOIN_BYTES
-            state.join_rooms.add((table_id, join.rank))
+            state.counted_joins.add((table_id, join.rank))
         for table in state.tables_of(run):
             due = state.joins_due.setdefault(table.table_id, [])
             due[:] = [*(other for other in due if other.rank != join.rank), join]
 
     def ended(self, node: Node) -> None:
-        """Whoever has ended joins nothing any more."""
+        """Drop the due joins of a worker whose membership has ended."""
         for due in self._state.joins_due.values():
             due[:] = [join for join in due if join.incarnation != node.incarnation]
 
     def joined_before(self, run: str, worker_count: int) -> tuple[Join, ...]:
-        """Who has the ranks that were given anew, and those beyond the first, in a table of the run
-        that is made now.
-        """
+        """Joins of replacement workers and late joiners, for a table that is created now."""
         first: dict[int, Node] = {}
         for node in self._state.workers_of(run):
             first.setdefault(node.rank, node)
@@ -203,8 +196,8 @@ class Changes:
         )
 
     def resume(self, reason: str) -> list[Transition]:
-        """The scheduler goes on from its journal, which has no promises: what is not decided is
-        withdrawn. Who wants it asks again; who joins is proposed again.
+        """Withdraw the undecided proposals of a journal, which does not have the hold points. Their
+        requesters ask again; joins are proposed again.
         """
         return [
             self._withdraw(table, reason)
@@ -213,7 +206,7 @@ class Changes:
         ]
 
     def propose_joins(self, patience_s: float, now_s: float) -> list[Transition]:
-        """Propose what is due and has its turn."""
+        """Propose one due join for each table without a proposal."""
         proposed: list[Transition] = []
         for table in list(self._state.tables.values()):
             due = self._state.joins_due.get(table.table_id)
@@ -232,27 +225,27 @@ class Changes:
 
     # --- cuts
 
-    def cuts_lack_room(self) -> str:
-        """Why the view has no room to cut all tables; nothing if it has."""
+    def cuts_refusal(self) -> str:
+        """Message if the view has no space to cut all tables; else empty."""
         tables = self._state.tables.values()
-        needed_bytes, room_bytes = sum(map(self.needed_bytes, tables)), self._room_bytes()
-        if needed_bytes <= room_bytes:
+        needed_bytes, free_bytes = sum(map(self.needed_bytes, tables)), self._free_view_bytes()
+        if needed_bytes <= free_bytes:
             return ""
         return (
             f"the cuts of {len(tables)} tables take {needed_bytes} bytes of the cluster's view, "
-            f"which has room for {room_bytes}"
+            f"which may grow by {free_bytes}"
         )
 
     def propose_cut(
         self, table: Table, checkpoint: int, deadline_s: float, now_s: float
     ) -> list[Transition]:
-        """Propose to cut a table that has no proposal, for a checkpoint."""
+        """Propose a checkpoint's cut of a table without a proposal."""
         wanted = ChangeRequest(table.spec.name, table.consistency, 0, deadline_s, run=table.run)
         return self._propose(table, wanted, now_s, checkpoint=checkpoint)[1]
 
     def held_for(self, checkpoint: int) -> dict[TableId, int | None]:
-        """The tables that are proposed to be cut for it, and beyond which clock all servers hold
-        each; None where not all have promised.
+        """Tables whose cut for a checkpoint is proposed, with the highest hold point of each; None
+        until all servers are prepared.
         """
         return {
             table.table_id: self._held_clock(table)
@@ -265,13 +258,15 @@ class Changes:
         return None if proposal.missing else max(proposal.clocks.values(), default=0)
 
     def commit_cut(self, table_id: TableId, cut: TableCut) -> Table:
-        """The cut of a table is settled; the table from now on."""
+        """Commit the proposed cut of a table, and return the table."""
         table = next(t for t in self._state.tables.values() if t.table_id == table_id)
         del self._state.proposals[table_id]
         return self._put(replace(table, proposed=None, cut=cut))
 
     def withdraw_cuts(self, checkpoint: int, reason: str) -> list[Transition]:
-        """Nothing comes of the checkpoint: servers hold nothing for it any more, settled or not."""
+        """Withdraw the cuts of a failed checkpoint, committed or not: servers hold nothing back for
+        it.
+        """
         for table in list(self._state.tables.values()):
             if table.cut is not None and table.cut.checkpoint == checkpoint:
                 self._put(replace(table, cut=None))
@@ -286,7 +281,7 @@ class Changes:
         now_s: float,
         join: Join | None = None,
         checkpoint: int = 0,
-    ) -> tuple[Change | Pending, list[Transition]]:
+    ) -> tuple[Change | PendingProposal, list[Transition]]:
         state = self._state
         state.view_bytes += self.needed_bytes(table)
         number = state.change_counts.get(table.table_id, 0) + 1
@@ -298,35 +293,35 @@ class Changes:
         state.proposals[table.table_id] = Proposal(servers, wanted.deadline_s)
         proposed = self._put(replace(table, proposed=change))
         return (
-            Pending(self._reason(proposed, change, now_s), number),
+            PendingProposal(self._reason(proposed, change, now_s), number),
             [ChangeProposed(proposed, change, wanted.reason)],
         )
 
     def outcome(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:
-        """What has become of a proposal.
+        """Result of a proposal.
 
         Raises:
-            TableNotFound: there is no such table.
+            TableNotFound: the table does not exist.
         """
         table = self._table(run, table_name)
         if table.proposed is not None and table.proposed.number == number:
-            return Pending(self._reason(table, table.proposed, now_s), number)
+            return PendingProposal(self._reason(table, table.proposed, now_s), number)
         if table.change is not None and table.change.number >= number:
             return table.change
         return Withdrawn(self._state.withdrawals.get(table.table_id, "it was withdrawn"))
 
-    def promise(
+    def prepare(
         self, node_id: NodeId, table_id: TableId, number: int, clock: int
     ) -> list[Transition]:
-        """A server holds all of its parts of the table beyond `clock`.
+        """A server is prepared: it holds back every clock of the table after `clock`.
 
         Raises:
-            TableNotFound: there is no such table.
-            InvalidConfig: the clock is before the one that was proposed.
+            TableNotFound: the table does not exist.
+            InvalidConfig: `clock` is before the proposed one.
         """
         table = next((t for t in self._state.tables.values() if t.table_id == table_id), None)
         if table is None and table_id < self._state.next_table_id:
-            return []  # it was removed, which the server has not heard
+            return []  # it was removed, and the server has not heard of that
         if table is None:
             raise TableNotFound(f"there is no table {table_id}")
         change, proposal = table.proposed, self._state.proposals.get(table_id)
@@ -334,7 +329,7 @@ class Changes:
             return []
         if not change.after_clock <= clock <= MAX_AFTER_CLOCK:
             raise InvalidConfig(
-                f"a promise for table '{table.spec.name}' is at clock {clock}; expected "
+                f"the hold point of table '{table.spec.name}' is clock {clock}; expected "
                 f"{change.after_clock} to {MAX_AFTER_CLOCK}"
             )
         if node_id in proposal.servers:
@@ -345,28 +340,30 @@ class Changes:
         decided = replace(change, after_clock=after_clock, is_decided=True)
         return [ChangeDecided(self._put(replace(table, proposed=decided)), decided)]
 
-    def settled(self, table_id: TableId, number: int, outcome: ChangeOutcome) -> list[Transition]:
-        """The table's first range has taken a change that is decided, or will never take it."""
+    def end_decided(
+        self, table_id: TableId, number: int, outcome: ChangeOutcome
+    ) -> list[Transition]:
+        """The table's first range has taken a decided change, or has given it up."""
         table = next((t for t in self._state.tables.values() if t.table_id == table_id), None)
         change = None if table is None else table.proposed
         if table is None or change is None or change.number != number:
             return []
         if outcome is ChangeOutcome.GIVEN_UP:
-            reason = "the servers gave it up, since they did not hear the scheduler; ask again"
+            reason = "the servers gave it up, because they did not hear the scheduler; ask again"
             return [self._withdraw(table, reason)]
-        if not change.is_decided:  # nobody takes what was not
+        if not change.is_decided:  # no server takes an undecided change
             return []
         committed = replace(change, is_decided=False)
         table = replace(table, proposed=None)
         if change.join is None:
             table = replace(table, change=committed)
-        else:  # the setting stays what it is, one that is to come included
+        else:  # the consistency stays, a change of it that is due later too
             table = self._joined(table, replace(change.join, after_clock=change.after_clock))
         del self._state.proposals[table_id]
         return [ChangeCommitted(self._put(table), committed)]
 
     def expire(self, now_s: float) -> list[Transition]:
-        """Withdraw what was not promised in time."""
+        """Withdraw undecided proposals at their deadlines."""
         withdrawn: list[Transition] = []
         for table in list(self._state.tables.values()):
             proposal, change = self._state.proposals.get(table.table_id), table.proposed
@@ -378,10 +375,10 @@ class Changes:
         return withdrawn
 
     def failed_over(self, range_ids: Iterable[RangeId]) -> list[Transition]:
-        """These ranges have other primaries, which have promised nothing for them."""
+        """Withdraw undecided proposals of these ranges: their new primaries are not prepared."""
         moved = set(range_ids)
         return [
-            self._withdraw(table, "a server that was to promise it was lost; ask again")
+            self._withdraw(table, "a server that had to prepare it was lost; ask again")
             for table in list(self._state.tables.values())
             if table.table_id in self._state.proposals
             and not (table.proposed is not None and table.proposed.is_decided)  # CH-2
@@ -418,12 +415,12 @@ class Changes:
             primary = self._state.ranges[range_id].primary
             server = "" if primary is None else self._describe(members[primary].node, now_s)
             return f"{what} table '{table.spec.name}' is decided and waits for {server} to take it"
-        return f"{what} table '{table.spec.name}' waits for the promise of {missing}"
+        return f"{what} table '{table.spec.name}' waits until {missing} is prepared"
 
 
 def joins_due_of(state: ClusterState, table: Table, worker_count: int) -> list[Join]:
-    """Whom a table waits for to join it: the newest worker of a rank that was given anew, or is
-    beyond the first, if it is a member and has not joined.
+    """Joins that a table waits for: of members that are replacement workers or late joiners, and
+    have not joined it.
     """
     first: dict[int, Node] = {}
     for node in state.workers_of(table.run):
@@ -440,11 +437,7 @@ def joins_due_of(state: ClusterState, table: Table, worker_count: int) -> list[J
 
 
 def check_workers(table_name: str, consistency: Consistency, worker_count: int) -> None:
-    """Refuse as many backup workers as there are workers.
-
-    Raises:
-        InvalidConfig: naming both.
-    """
+    """Raise InvalidConfig unless there are more workers than backup workers."""
     if consistency.backup_workers >= worker_count:
         raise InvalidConfig(
             f"table '{table_name}' has {consistency.backup_workers} backup workers of "

@@ -1,6 +1,4 @@
-"""What the scheduler knows of a checkpoint that is made, as values; see
-`scheduler.machine.checkpoints`.
-"""
+"""The state of a running checkpoint, as values; see `scheduler.machine.checkpoints`."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from ps_core.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """Where a worker can write its own state down next: at these clocks."""
+class WorkerClocks:
+    """Clocks at which a worker can save its own state next."""
 
     rank: int
     clocks: Mapping[TableId, int]
@@ -24,7 +22,7 @@ class WorkerPlace:
 
 @dataclass(frozen=True, slots=True)
 class LeftPart:
-    """What a worker wrote of its own when it left."""
+    """Part that a worker wrote when it left."""
 
     node_id: NodeId
     part: PartReport
@@ -32,23 +30,23 @@ class LeftPart:
 
 @dataclass(slots=True)
 class Attempt:
-    """A checkpoint that is made.
+    """A running checkpoint.
 
     Attributes:
-        number: it counts them.
-        url: the directory that its files go to.
-        reason: why it is made.
-        base: the checkpoint that it may refer to; 0: it is a full one.
-        cut_by_s: when it is given up if it is not cut.
-        written_by_s: when it is given up if it is not written.
-        tables: what is cut.
-        awaited: workers that have not said where they are.
-        workers: those that have.
-        cuts: the tables as they were when the cuts were settled; empty before.
-        servers: those with a part of these tables.
-        parts: what was reported, by node.
-        staying: workers whose scripts wait for it, and the clocks that they stay at.
-        left: what workers that have left wrote then, by rank: it belongs to this cut, too.
+        number: counts the cluster's checkpoints.
+        url: directory of its files.
+        reason: for the manifest.
+        base: checkpoint that it may refer to; 0 for a full one.
+        cut_by_s: deadline of the cut.
+        written_by_s: deadline of the parts.
+        tables: tables that are cut.
+        awaited: workers that have not named their clocks.
+        workers: workers that have.
+        cuts: tables as of their cuts; empty before.
+        servers: servers with a shard of these tables.
+        parts: reported parts, by node.
+        staying: workers whose scripts wait for it, and their clocks.
+        left: parts of workers that have left, by rank, valid at this cut.
     """
 
     number: int
@@ -59,7 +57,7 @@ class Attempt:
     written_by_s: float
     tables: list[TableId] = field(default_factory=list)
     awaited: set[NodeId] = field(default_factory=set)
-    workers: dict[NodeId, WorkerPlace] = field(default_factory=dict)
+    workers: dict[NodeId, WorkerClocks] = field(default_factory=dict)
     cuts: dict[TableId, Table] = field(default_factory=dict)
     servers: frozenset[NodeId] = frozenset()
     parts: dict[NodeId, PartReport] = field(default_factory=dict)
@@ -70,19 +68,19 @@ class Attempt:
 
     @property
     def steps(self) -> dict[TableId, int]:
-        """Which step each table is cut after; not what each range is cut in at its own moment."""
+        """Step of each table's cut, without tables whose ranges are cut one by one."""
         found = {table_id: table.cut_step for table_id, table in self.cuts.items()}
         return {table_id: step for table_id, step in found.items() if step is not None}
 
     def lose(self, worker: Node, reason: str) -> None:
-        """There will be nothing of this worker's own in it."""
-        self.workers.setdefault(worker.node_id, WorkerPlace(worker.rank, {}, has_state=True))
+        """Note that the checkpoint has no state of this worker."""
+        self.workers.setdefault(worker.node_id, WorkerClocks(worker.rank, {}, has_state=True))
         self.parts[worker.node_id] = PartReport(problem=reason)
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointCut:
-    """Every table is cut: after which clocks, by name."""
+    """All tables are cut; `clocks` by table name."""
 
     number: int
     clocks: Mapping[str, int]
@@ -90,14 +88,14 @@ class CheckpointCut:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:
-    """Every part is there: what is missing is the manifest."""
+    """Every part is written; only the manifest is missing."""
 
     attempt: Attempt
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMade:
-    """It is complete."""
+    """A checkpoint is complete."""
 
     number: int
     url: str
@@ -105,8 +103,8 @@ class CheckpointMade:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBegunAgain:
-    """It was cut after a step that nobody takes; `again` is at the steps that workers are at. What
-    there is of it in `url` is nothing.
+    """A checkpoint was cut after a step that no worker takes; `again` replaces it. Its files in
+    `url` count for nothing.
     """
 
     number: int
@@ -116,7 +114,7 @@ class CheckpointBegunAgain:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """It was given up; what there is of it in `url` is nothing."""
+    """A checkpoint failed; its files in `url` count for nothing."""
 
     number: int
     url: str

@@ -1,37 +1,34 @@
-"""Checkpoints: where all tables are cut, and who has written what of it (SEMANTICS S6, S10).
+"""Checkpoints: the cut of all tables, and the reports of the parts (SEMANTICS S6, S10).
 
-    proposed   servers hold each table where it is; each worker says at which clocks it can write
-               its own state down next, and goes no further
+    proposed   each server names its hold point; each worker names the clocks at which it can save
+               its own state next, and goes no further
     cut        all have answered: each table is cut after the highest clock that anyone named
     written    every server has written its blocks as of the cut, every worker its state
     complete   the manifest is written
 
-    cut        --all workers wait for it, before the step that it is after--> proposed, as another
-    proposed | cut --not in time, a range has another primary, a server cannot write--> failed
+    cut        --all workers wait for it, before the step of the cut--> proposed, as another
+    proposed | cut --too late, a range has another primary, a server cannot write--> failed
 
 Rules:
-    - A checkpoint is of the run without a name: its tables are cut, its workers are asked.
-    - There is one checkpoint at a time. Whoever wants one while it is proposed has this one; later,
-      the next.
-    - Of `checkpoint_full_every` complete ones in a row the first is full. The others refer to the
-      newest complete one of this cluster. What this cluster did not write is nobody's base, and one
-      whose manifest could not be written is followed by a full one.
-    - A worker that has gone, or says that it lost its state, is in the manifest as lost: that does
-      not keep the others from having theirs.
-    - A worker that has left takes no step any more: what it wrote when it left is its state at
-      every cut that is not before its last step. A cut that is before has nothing of it.
-
-    - Where a worker is next between two steps is a guess while its script is in one. A script that
-      waits for the checkpoint instead takes no step: if all do, before the step that a table is cut
-      after, nobody will, and it is begun again, at the steps that they are at.
+    - A checkpoint has the tables and workers of the run without a name.
+    - One checkpoint runs at a time. A request gets it while it is proposed, the next one later.
+    - The first of `checkpoint_full_every` complete checkpoints in a row is full. The others refer
+      to the newest complete one that this cluster wrote. After a manifest that could not be
+      written, the next is full.
+    - A worker that is gone, or reports that it lost its state, is lost in the manifest; the others
+      have their state there.
+    - A worker that has left takes no more steps, so the state that it wrote when it left is valid
+      at every cut from its last step on. An earlier cut has no state of it.
+    - A worker's next clock is a guess while its script is in a step. A script that waits for the
+      checkpoint takes no step. If every script waits before the step of a cut, no worker will take
+      that step, and the checkpoint is begun again at the steps where the workers are.
 
 Invariants:
-    CP-1  No table is cut before every server with a part of it, and every worker that was asked,
+    CP-1  No table is cut before every server with a shard of it, and every worker that was asked,
           has named its clock; the cut is after the highest of them.
     CP-2  A checkpoint is complete only if every block of every table that it cut was reported.
 
-What it deliberately does not do: write anything (servers, workers and the edge do), or decide when
-a checkpoint is due (`scheduler.edge.checkpointing` does).
+The edge (`scheduler.edge.checkpointing`) decides when a checkpoint is due, and writes its manifest.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import PartReport, directory_name, is_file_name, number_of
 from ps_core.tables import Table
-from scheduler.machine.changes import Changes, Pending
+from scheduler.machine.changes import PendingProposal, TableChanges
 from scheduler.machine.checkpoint_state import (
     Attempt,
     CheckpointBegunAgain,
@@ -55,30 +52,30 @@ from scheduler.machine.checkpoint_state import (
     CheckpointMade,
     CheckpointWritten,
     LeftPart,
-    WorkerPlace,
+    WorkerClocks,
 )
 from scheduler.machine.state import ClusterSettings, ClusterState, Transition
 
 _REMEMBERED_COUNT = 100
-"""Checkpoints that have ended, of which it is known how."""
+"""Ended checkpoints whose results are remembered."""
 
 LEAVING = 0
-"""In the place of a checkpoint's number: what a worker wrote when it left."""
+"""The number of no checkpoint: the part of a worker that leaves."""
 
 UNNAMED = ""
-"""The run that checkpoints are of: the one without a name."""
+"""The run that checkpoints cover."""
 
 CHECKPOINTS_FEATURE = "checkpoints"
-"""What a worker says at its registration that answers views with a checkpoint."""
+"""Feature of a worker that answers views with a checkpoint."""
 
 
-class Checkpoints:
+class CheckpointAttempts:
     """The checkpoints of a cluster.
 
     Args:
         settings: the cluster's.
         state: the cluster's, changed in place.
-        changes: what is proposed of its tables.
+        changes: its tables' changes.
         describe: says who a node is and when it was last heard.
     """
 
@@ -86,7 +83,7 @@ class Checkpoints:
         self,
         settings: ClusterSettings,
         state: ClusterState,
-        changes: Changes,
+        changes: TableChanges,
         describe: Callable[[Node, float], str],
     ) -> None:
         self._settings = settings
@@ -96,25 +93,23 @@ class Checkpoints:
 
     @property
     def under_way(self) -> Checkpoint | None:
-        """As the view has it."""
+        """The running checkpoint, for the view."""
         attempt = self._state.checkpoint
         if attempt is None:
             return None
         return Checkpoint(attempt.number, attempt.url, attempt.is_cut, attempt.base)
 
-    def begin(self, reason: str, now_s: float) -> tuple[Pending, list[Transition]]:
-        """Propose a checkpoint, or find the one that is proposed; `reason` is for its manifest.
-
-        Returns:
-            `number` is the checkpoint's; 0 if something has to be settled before there can be one.
+    def begin(self, reason: str, now_s: float) -> tuple[PendingProposal, list[Transition]]:
+        """Propose a checkpoint, or find the proposed one. `reason` is for the manifest; the result
+        has number 0 if another proposal or a cut checkpoint must end first.
         """
         state, attempt = self._state, self._state.checkpoint
         if attempt is not None:
             said = self._reason(attempt, now_s)
-            return Pending(said, 0 if attempt.is_cut else attempt.number), []
+            return PendingProposal(said, 0 if attempt.is_cut else attempt.number), []
         obstacle = self._obstacle()
         if obstacle:
-            return Pending(obstacle), []
+            return PendingProposal(obstacle), []
         state.checkpoint_count += 1
         number = state.checkpoint_count
         url = f"{self._settings.checkpoint_url}/{directory_name(number, self._settings.cluster_id)}"
@@ -131,20 +126,20 @@ class Checkpoints:
                 attempt.awaited.add(worker.node_id)
             elif worker.state is NodeState.SILENT:
                 attempt.lose(worker, "it was silent when the checkpoint was proposed")
-        return Pending(self._reason(attempt, now_s), attempt.number), transitions
+        return PendingProposal(self._reason(attempt, now_s), attempt.number), transitions
 
     def _obstacle(self) -> str:
-        """Why none can be proposed at present; empty: one can."""
+        """Message if no checkpoint can be proposed now; else empty."""
         tables = self._state.tables_of(UNNAMED)
         busy = next((table for table in tables if table.proposed is not None), None)
         if busy is not None:
-            return f"a change of table '{busy.spec.name}' is not settled"
+            return f"a change of table '{busy.spec.name}' has not ended"
         if not tables:
             return "the cluster has no table yet"
-        return self._changes.cuts_lack_room()
+        return self._changes.cuts_refusal()
 
-    def join(self, node: Node, number: int, place: WorkerPlace) -> list[Transition]:
-        """A worker goes no further than these clocks until the cut is settled."""
+    def join(self, node: Node, number: int, place: WorkerClocks) -> list[Transition]:
+        """A worker goes no further than these clocks until the cut."""
         attempt = self._state.checkpoint
         if attempt is None or attempt.number != number or attempt.is_cut or node.run != UNNAMED:
             return []
@@ -155,14 +150,14 @@ class Checkpoints:
     def stay(
         self, node: Node, number: int, clocks: Mapping[TableId, int], now_s: float
     ) -> list[Transition]:
-        """A worker's script waits for it, and takes no step meanwhile."""
+        """A worker's script waits for the checkpoint, and takes no step meanwhile."""
         attempt = self._state.checkpoint
         is_its = attempt is not None and attempt.number == number and node.run == UNNAMED
         if attempt is None or not is_its or attempt.is_written:
             return []
         attempt.staying[node.node_id] = dict(clocks)
         if not attempt.is_cut or not self._is_out_of_reach(attempt) or self._obstacle():
-            return []  # who stays says so again
+            return []  # a waiting worker reports again
         self._state.checkpoint = None
         withdrawn = self._changes.withdraw_cuts(attempt.number, "it is begun again")
         pending, begun = self.begin(attempt.reason, now_s)
@@ -171,14 +166,14 @@ class Checkpoints:
         return [*withdrawn, again, *begun]
 
     def is_awaited(self, node: Node, number: int) -> bool:
-        """Whether the script of a worker other than this one waits for it."""
+        """True if the script of another worker waits for the checkpoint."""
         attempt = self._state.checkpoint
         if attempt is None or attempt.number != number:
             return False
         return any(each != node.node_id for each in attempt.staying)
 
     def _is_out_of_reach(self, attempt: Attempt) -> bool:
-        """Whether it is after a step that nobody takes."""
+        """True if every worker waits, before the step of a cut."""
         workers = {node.node_id for node in self._state.workers_of(UNNAMED) if node.state.is_member}
         staying = [attempt.staying[each] for each in workers & attempt.staying.keys()]
         if len(staying) < len(workers):
@@ -195,13 +190,13 @@ class Checkpoints:
         clocks: Mapping[TableId, int],
         reached: Mapping[NodeId, Mapping[TableId, int]],
     ) -> bool:
-        """Whether it is after a step that another worker has taken, and this one has not.
+        """True if another worker has taken the step of a cut, and this one has not.
 
         Args:
-            node: this one.
+            node: this worker.
             number: the checkpoint's.
-            clocks: where it is.
-            reached: where workers were when they were heard last.
+            clocks: this worker's clocks.
+            reached: clocks in the last heartbeat of each worker.
         """
         attempt = self._state.checkpoint
         if attempt is None or attempt.number != number:
@@ -219,11 +214,11 @@ class Checkpoints:
         )
 
     def report(self, node: Node, number: int, part: PartReport) -> list[Transition]:
-        """A node has written its part, or cannot; with the number `LEAVING` it is of no checkpoint
-        yet, and counts when its worker has left.
+        """A node has written its part, or cannot. The part with number `LEAVING` counts once its
+        worker has left.
 
         Raises:
-            InvalidConfig: a worker reports that was not asked, or a name leads elsewhere.
+            InvalidConfig: the worker was not asked, or a file name is no plain one.
         """
         _check_names(part)
         attempt = self._state.checkpoint
@@ -231,7 +226,7 @@ class Checkpoints:
             self._state.left_parts[node.rank] = LeftPart(node.node_id, part)
         if attempt is None or attempt.number != number or attempt.is_written:
             return []
-        if part.problem and node.role is Role.SERVER:  # it says so once, before the cut or after
+        if part.problem and node.role is Role.SERVER:  # reported once, before the cut or after
             return self._fail(attempt, f"server {node.node_id}: {part.problem}")
         if not attempt.is_cut:
             return []
@@ -242,7 +237,7 @@ class Checkpoints:
         return self.look()
 
     def ended(self, node: Node) -> list[Transition]:
-        """Nobody waits for this node any more."""
+        """A node's membership has ended: the checkpoint does not wait for it."""
         attempt = self._state.checkpoint
         if attempt is None or node.role is not Role.WORKER:
             return []
@@ -254,11 +249,11 @@ class Checkpoints:
         return self.look()
 
     def moved(self) -> list[Transition]:
-        """Ranges have other primaries: what these were to write is lost."""
+        """Ranges have other primaries: the blocks of the old ones cannot be written."""
         return self.give_up("a server was lost while it was made")
 
     def expire(self, now_s: float) -> list[Transition]:
-        """Give up what is not done in time."""
+        """Fail the checkpoint at its deadline."""
         attempt = self._state.checkpoint
         if attempt is None or now_s < (
             attempt.written_by_s if attempt.is_cut else attempt.cut_by_s
@@ -267,7 +262,7 @@ class Checkpoints:
         return self.give_up(self._reason(attempt, now_s))
 
     def give_up(self, reason: str) -> list[Transition]:
-        """Nobody goes on with the one that is made, unless only its manifest is missing."""
+        """Fail the running checkpoint, unless only its manifest is missing."""
         attempt = self._state.checkpoint
         if attempt is None or attempt.is_written:
             return []
@@ -288,7 +283,7 @@ class Checkpoints:
         return [CheckpointMade(number, attempt.url)]
 
     def _remember(self, number: int, problem: str) -> None:
-        """How it ended, for those who asked for it and are about to look."""
+        """Note the result for the requesters, who poll."""
         ends = self._state.checkpoint_ends
         ends[number] = problem
         while len(ends) > _REMEMBERED_COUNT:
@@ -298,24 +293,24 @@ class Checkpoints:
                 del self._state.checkpoint_again[number]
 
     def problem_of(self, number: int) -> str | None:
-        """How a checkpoint ended: empty if it is complete; None while it is made."""
+        """Reason of failure; empty for a complete checkpoint, None for a running one."""
         return self._state.checkpoint_ends.get(number)
 
     def newest_of(self, number: int) -> int:
-        """The number that a checkpoint has, if it was begun again."""
+        """Number of the last attempt at a checkpoint, its own if it was not begun again."""
         while number in self._state.checkpoint_again:
             number = self._state.checkpoint_again[number]
         return number
 
     def reason(self, now_s: float) -> str:
-        """What the one that is made waits for."""
+        """Message on the servers or workers that the running checkpoint waits for."""
         attempt = self._state.checkpoint
         return "" if attempt is None else self._reason(attempt, now_s)
 
     # --- what follows
 
     def look(self) -> list[Transition]:
-        """Cut when all have said where they are; say so when all is written."""
+        """Cut once all clocks are named; end the writing once all parts are reported."""
         attempt = self._state.checkpoint
         if attempt is None or attempt.is_written:
             return []
@@ -331,7 +326,7 @@ class Checkpoints:
         return [CheckpointWritten(attempt)]
 
     def _left(self, attempt: Attempt) -> dict[int, PartReport]:
-        """What those have in it that have left, and wrote nothing for it themselves."""
+        """Parts by rank of workers that have left and wrote none for this checkpoint."""
         holders, parts = self._state.workers_by_rank(UNNAMED), attempt.parts
         own = {
             place.rank
@@ -340,7 +335,7 @@ class Checkpoints:
         }
         found = {}
         for rank, left in self._state.left_parts.items():
-            holder = holders.get(rank)  # another may have been given the rank
+            holder = holders.get(rank)  # may be a replacement
             has_left = holder is None or (
                 holder.node_id == left.node_id and holder.state is NodeState.LEFT
             )
@@ -349,7 +344,7 @@ class Checkpoints:
         return found
 
     def _base(self) -> int:
-        """What the next one refers to; 0: it is full."""
+        """Checkpoint that the next one refers to; 0 for a full one."""
         state = self._state
         is_full_due = state.checkpoints_since_full >= self._settings.checkpoint_full_every
         return 0 if is_full_due else state.checkpoint_base
@@ -357,7 +352,7 @@ class Checkpoints:
     def _cut(self, attempt: Attempt) -> list[Transition]:
         held = self._changes.held_for(attempt.number)
         if held.keys() != set(attempt.tables):
-            return self._fail(attempt, "a server that was to promise it was lost; ask again")
+            return self._fail(attempt, "a server that had to prepare it was lost; ask again")
         if attempt.awaited or any(clock is None for clock in held.values()):
             return []
         for table_id, clock in held.items():
@@ -392,7 +387,7 @@ class Checkpoints:
         }
 
     def _uncovered(self, attempt: Attempt) -> str:
-        """CP-2: a table of which not every block was written."""
+        """Message on a table with missing blocks (CP-2); empty if there is none."""
         counts: dict[TableId, int] = {}
         for node_id in attempt.servers:
             for table_id, written in attempt.parts[node_id].tables.items():
@@ -412,7 +407,7 @@ class Checkpoints:
             return f"{what} waits for the files of {self._named(missing, now_s)}"
         if attempt.awaited:
             return f"{what} waits for the clocks of {self._named(attempt.awaited, now_s)}"
-        return f"{what} waits for the promises of servers"
+        return f"{what} waits until all servers are prepared"
 
     def _named(self, node_ids: set[NodeId], now_s: float) -> str:
         members = self._state.members
@@ -420,7 +415,7 @@ class Checkpoints:
 
 
 def _is_before(part: PartReport, cuts: Mapping[TableId, Table]) -> bool:
-    """Whether none of its worker's steps is beyond the cuts."""
+    """True if none of the worker's steps is after a cut."""
     return all(
         written.clock <= table.cut.after_clock
         for table_id, written in part.tables.items()
@@ -429,16 +424,14 @@ def _is_before(part: PartReport, cuts: Mapping[TableId, Table]) -> bool:
 
 
 def _answers(state: ClusterState, node: Node) -> bool:
-    """Whether a worker can be asked where it is."""
+    """True if the worker can be asked for its clocks."""
     features = state.members[node.node_id].registration.features
     return node.state is NodeState.ALIVE and CHECKPOINTS_FEATURE in features
 
 
 def _check_names(part: PartReport) -> None:
-    """Refuse what would have the scheduler open a file elsewhere than in its checkpoints.
-
-    Raises:
-        InvalidConfig: a name is no plain one.
+    """Raise InvalidConfig for a name with which the scheduler would open a file outside its
+    checkpoints.
     """
     if part.file and not is_file_name(part.file):
         raise InvalidConfig(f"file is {part.file[:200]!r}; expected the plain name of a file")

@@ -1,19 +1,15 @@
-"""The scheduler's machine: every event that reaches a cluster, and what it leads to.
+"""The scheduler's machine: every event that reaches a cluster, and its effects on the state.
 
-What an event does to each part of the state is decided beside this file:
-`scheduler.machine.membership` (who is in the cluster), `scheduler.machine.tables` (which tables
-there are), `scheduler.machine.ownership` (who serves which range),
-`scheduler.machine.configurations` (who backs it up, and takes its place),
-`scheduler.machine.changes` (what is changed while tables are trained),
-`scheduler.machine.checkpoints` (what is written down of them).
+A machine of its own decides about each part of the state: `membership`, `tables`, `ownership`
+(primaries of ranges), `configurations` (backups and failover), `changes` (of tables under training)
+and `checkpoints`.
 
 Rules:
     - Every event is a method: it takes the event and `now_s`, changes the state or raises, and
-      returns a `Decision`: the reply and the transitions that happened. A method that raises has
-      changed nothing.
+      returns a `Decision`. A method that raises has changed nothing.
     - Each event changes the view number at most once, and only if the view changed.
-    - A worker that replaces one that is gone, or comes beyond the first, joins each table by a
-      scheduled change; one whose membership has ended joins nothing any more.
+    - A replacement worker, or a late joiner, joins each table by a change of its own, while it is a
+      member.
 
 Invariants:
     CL-1  Node ids, incarnations, table ids and ordinals are never given twice.
@@ -22,11 +18,7 @@ Invariants:
     CL-3  A range that holds blocks has a primary; another only if that one was its backup.
     CL-4  No two members have one rank; ranks are below max_workers.
     CL-5  The view fits a message (`scheduler.machine.view_size`).
-    CL-6  Once finished, always finished; nobody joins and no table comes to be.
-
-What it deliberately does not do: write its journal (`scheduler.edge.publication` does, before
-anybody is told), wait (the edge retries a parked creation when the view changes), keep what nodes
-say of their progress, move ranges.
+    CL-6  A finished cluster stays finished: no node joins, and no table is created.
 """
 
 from __future__ import annotations
@@ -44,11 +36,17 @@ from ps_core.manifest import PartReport
 from ps_core.runs import Run
 from ps_core.tables import Table, TableSpec
 from scheduler.machine import admission, update_offers, view_size
-from scheduler.machine.adaptation import KeptCourse
+from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.admission import LAUNCH_ID_BYTES
-from scheduler.machine.changes import ChangeRequest, Changes, Outcome, Pending, check_workers
-from scheduler.machine.checkpoint_state import WorkerPlace
-from scheduler.machine.checkpoints import Checkpoints
+from scheduler.machine.changes import (
+    ChangeRequest,
+    Outcome,
+    PendingProposal,
+    TableChanges,
+    check_workers,
+)
+from scheduler.machine.checkpoint_state import WorkerClocks
+from scheduler.machine.checkpoints import CheckpointAttempts
 from scheduler.machine.configurations import Configurations
 from scheduler.machine.departures import Departures
 from scheduler.machine.membership import OPERATOR, Membership
@@ -56,7 +54,7 @@ from scheduler.machine.ownership import Ownership
 from scheduler.machine.state import (
     ClusterSettings,
     ClusterState,
-    Kept,
+    JournaledCluster,
     NodeLeft,
     RangesFailedOver,
     RangesLost,
@@ -66,17 +64,17 @@ from scheduler.machine.state import (
     Transition,
     WorkerGone,
 )
-from scheduler.machine.tables import Tables
+from scheduler.machine.tables import TableCatalogue
 
 ReplyT = TypeVar("ReplyT")
 
-STARTED_AGAIN = "the scheduler was started again; ask again"
-"""Why nothing came of what was not settled then."""
+STARTED_AGAIN = "the scheduler was restarted; ask again"
+"""Reason of whatever a restart withdrew."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[ReplyT]):
-    """What an event led to: the reply to its sender, and what changed."""
+    """The reply to an event's sender, and the transitions of the event."""
 
     reply: ReplyT
     transitions: tuple[Transition, ...] = ()
@@ -84,7 +82,7 @@ class Decision(Generic[ReplyT]):
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """A table, and the first view that is sure to hold it."""
+    """A table, and the first view that has it."""
 
     table: Table
     view_number: int
@@ -92,53 +90,53 @@ class Created:
 
 @dataclass(frozen=True, slots=True)
 class Parked:
-    """A creation that has to wait; `reason` says for whom."""
+    """A creation that waits for `reason`."""
 
     reason: str
 
 
 Creation = Created | Parked
-"""What became of a request for a table."""
+"""Result of a table request."""
 
 
 class Cluster:
-    """The machine. Not safe for threads: one owner calls it, one event at a time."""
+    """The machine. Not thread-safe: one owner calls it, one event at a time."""
 
     def __init__(
         self, settings: ClusterSettings, now_s: float, state: ClusterState | None = None
     ) -> None:
-        """A cluster that nobody has joined; or one that goes on from this state: see `resumed`."""
+        """A cluster without nodes, or with the state of a journal (`resumed`)."""
         self.settings = settings
         self._state = ClusterState.empty(settings) if state is None else state
         self._members = Membership(settings, self._state, now_s)
         describe = self._members.describe
-        self._changes = Changes(self._state, describe, self._room_bytes)
+        self._changes = TableChanges(self._state, describe, self._free_view_bytes)
         self._configurations = Configurations(self._state, settings.replica_count)
         self._departures = Departures(settings, self._state, self._configurations)
-        self._checkpoints = Checkpoints(settings, self._state, self._changes, describe)
+        self._checkpoints = CheckpointAttempts(settings, self._state, self._changes, describe)
         ownership = Ownership(self._state, settings, describe, self._configurations)
-        self._tables = Tables(settings, self._state, ownership)
+        self._tables = TableCatalogue(settings, self._state, ownership)
         self._view: ClusterView | None = None
 
     @classmethod
-    def resumed(cls, kept: Kept, now_s: float) -> Decision[Cluster]:
-        """The cluster that a journal has, as its scheduler is started again. What was not settled
-        is withdrawn, but for what a table's first range decides, and for a checkpoint that only
-        lacks its manifest: whoever has the files says what became of it.
+    def resumed(cls, journaled: JournaledCluster, now_s: float) -> Decision[Cluster]:
+        """The cluster of a journal, as its scheduler restarts. Undecided changes and an unfinished
+        checkpoint are withdrawn. Decided changes end by the word of a table's first range, and a
+        checkpoint without its manifest by what is in its directory.
         """
-        cluster = cls(kept.settings, now_s, kept.state)
-        cluster._members.resume(kept.returning_s, now_s)
+        cluster = cls(journaled.settings, now_s, journaled.state)
+        cluster._members.resume(journaled.returning_s, now_s)
         transitions = cluster._checkpoints.give_up(STARTED_AGAIN)
         transitions += cluster._changes.resume(STARTED_AGAIN)
         return Decision(cluster, cluster._changed(*transitions))
 
-    def kept(self, now_s: float) -> Kept:
-        """What a journal keeps of it, by reference: it is changed with the cluster."""
-        return Kept(self.settings, self._state, self._members.returning_s(now_s))
+    def journaled(self, now_s: float) -> JournaledCluster:
+        """The journaled state, by reference: it changes with the cluster."""
+        return JournaledCluster(self.settings, self._state, self._members.returning_s(now_s))
 
     @property
     def view(self) -> ClusterView:
-        """The cluster as it is."""
+        """The cluster's view now."""
         state = self._state
         if self._view is None or self._view.view_number != state.view_number:
             self._view = ClusterView(
@@ -160,8 +158,8 @@ class Cluster:
     def in_new_timeline(
         self, restored: Restored | None, timeline: bytes, token_key: bytes
     ) -> ClusterSettings:
-        """The settings of the cluster that takes this one's place: it has its name, gives none of
-        its numbers again, and starts from a checkpoint, or with nothing.
+        """Settings of the cluster that replaces this one in a restore, from a checkpoint or empty:
+        it has the same identity, and never gives a number that this one gave.
         """
         return replace(
             self.settings,
@@ -176,17 +174,19 @@ class Cluster:
 
     @property
     def workers_are_done(self) -> bool:
-        """Whether all workers have come, and none is left."""
+        """True if all workers have registered, and none is left."""
         return self._members.workers_are_done
 
     def finish(self) -> Decision[None]:
-        """Nobody joins any more, and servers stop; it changes nothing while there are workers."""
+        """Finish the cluster: nobody joins any more, and servers stop. No effect while a worker is
+        a member.
+        """
         return Decision(None, self._changed(*self._members.finish()))
 
     @property
     def servers_have_left(self) -> bool:
-        """Whether no server is left that a stop would cut off. One that is silent and holds nothing
-        any more is dead.
+        """True if no server is left that a stop would cut off. A silent server of a replicated
+        cluster that holds no range counts as dead.
         """
         is_replicated, holders = self.settings.replica_count > 1, self._state.holders
         return all(
@@ -200,15 +200,14 @@ class Cluster:
         return self._members.quiet_s(node_id, now_s)
 
     def register(self, request: Registration, now_s: float) -> Decision[Session]:
-        """Make the caller a node, or give it the answer that it got before. An operator becomes
-        none: its session says no more than that it may do what operators may.
+        """Make the caller a node, or repeat the answer that it got before. An operator becomes no
+        node: its session shows only its role.
 
         Raises:
-            InvalidConfig: the request is wrong or contradicts the cluster, or that is finished; the
-                message says how.
-            Fenced: it means another cluster, or its node has left.
+            InvalidConfig: the request is wrong or contradicts the cluster, or that is finished.
+            Fenced: the request names another cluster, or its node has left.
             Overloaded: the cluster is full.
-            Recovering: another has its place, which may be dead, and it waits.
+            Recovering: another node has the rank or address, may be dead, and the caller waits.
         """
         known = self._members.registered(request)
         if request.role is Role.OPERATOR:
@@ -224,15 +223,15 @@ class Cluster:
         needed_bytes = view_size.node_bytes(node)
         needed_bytes += view_size.run_bytes(run) if run.name not in self._state.runs else 0
         needed_bytes += self._changes.join_bytes(run.name, node.rank) if is_late else 0
-        room_bytes = self._room_bytes()
-        if needed_bytes > room_bytes:
+        free_bytes = self._free_view_bytes()
+        if needed_bytes > free_bytes:
             raise Overloaded(
-                f"the cluster's view has room for {room_bytes} more bytes of "
+                f"the cluster's view may grow by {free_bytes} bytes to "
                 f"{view_size.MAX_VIEW_BYTES}; the node needs {needed_bytes}"
             )
         transitions = self._members.add(node, request, now_s)
         transitions += self._given_back(node, request)
-        if node.role is Role.SERVER:  # its first view says which ranges it is to be brought
+        if node.role is Role.SERVER:  # its first view says where it starts catching up
             transitions += self._members.succeeded(node)
             transitions += self._configured()
         if is_late:
@@ -241,7 +240,9 @@ class Cluster:
         return Decision(self._members.session(node), self._changed(*transitions))
 
     def _given_back(self, node: Node, request: Registration) -> list[Transition]:
-        """What a server is given that came with an update log, and who is dead for that."""
+        """Ranges adopted from the update log of a registering server; their former primary is
+        dead.
+        """
         claim = request.update_log
         if claim is None:
             return []
@@ -252,20 +253,20 @@ class Cluster:
         return self._failed_over(transitions)
 
     def check_heard(self, now_s: float) -> None:
-        """Tell nobody anything before the servers have said which views they act on (JR-4).
+        """Refuse a call before the servers have reported the views that they act on (JR-4).
 
         Raises:
-            Recovering: the scheduler was started again within a lease, and waits for one.
+            Recovering: the scheduler restarted less than a lease ago.
         """
         self._members.check_heard(now_s)
 
     def heartbeat(self, session: Session, now_s: float, view_number: int = 0) -> Decision[int]:
-        """Note that the caller lives, and acts on that view; the reply is the number of the newest.
+        """Note that the caller lives and acts on a view; reply with the newest view's number.
 
         Raises:
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
-            InvalidJournal: the journal that this scheduler goes on from is an older copy.
+            InvalidJournal: this scheduler resumed from an older copy of the journal.
         """
         node = self.caller(session, "Heartbeat")
         self._members.check_view(node, view_number)
@@ -283,14 +284,14 @@ class Cluster:
         loss_is_wanted: bool = False,
         unfinished: bool = False,
     ) -> Decision[None]:
-        """End the caller's membership; a caller that has left already changes nothing.
+        """End the caller's membership; no effect on a caller that has left.
 
         Args:
             session: the caller's.
-            reason: why, for the log.
-            now_s: when.
-            loss_is_wanted: what is lost by that is no news to who stopped the server.
-            unfinished: a worker ends in the middle: it is gone, and another may take its rank.
+            reason: for the log.
+            now_s: the time.
+            loss_is_wanted: a person stopped the server, and knows what is lost with it.
+            unfinished: a worker ends before its work does: it is gone, and may be replaced.
 
         Raises:
             Fenced: the caller is of another cluster.
@@ -307,8 +308,8 @@ class Cluster:
         return Decision(None, self._changed(*transitions))
 
     def refusal_to_leave(self, session: Session, now_s: float) -> Decision[Recovering | None]:
-        """Why a server may not leave yet, if it would take the only copy of a range along where
-        another server can have it, or relies on one that may be dead: `Departures`.
+        """The refusal of a server's leave, or None: it has the only copy of a range that another
+        server can take, or the other holders may be dead (`Departures`).
 
         Raises:
             PushpullError: as `held_alone`.
@@ -317,7 +318,7 @@ class Cluster:
         return Decision(refused, self._changed(*transitions))
 
     def held_alone(self, session: Session) -> tuple[RangeId, ...]:
-        """The ranges that would be lost if this server left now; none once the work is done.
+        """Ranges that would be lost if this server left now; none in a finished cluster.
 
         Raises:
             NotPermitted: the caller is no server.
@@ -330,24 +331,24 @@ class Cluster:
         node = self.caller(session, "DeregisterNode")
         if node.role is not Role.SERVER:
             raise NotPermitted(
-                f"only_if_kept is a server's to ask; the caller's role is {node.role.value}"
+                f"only_if_kept is a server's right; the caller's role is {node.role.value}"
             )
         return node.node_id
 
     def process_ended(self, session: Session, launch_id: bytes) -> Decision[int]:
-        """An operator says that the process has ended which it started with this id; the reply is
-        how many nodes that had not left are gone for it.
+        """An operator reports that the process that it launched with this id has ended. The reply
+        is the number of nodes that ended with it.
 
         Raises:
             NotPermitted: the caller is no operator.
-            InvalidConfig: it is no launch_id.
+            InvalidConfig: the id is no launch_id.
             Fenced: the caller is of another cluster.
             Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "DeregisterNode")
         if node.role is not Role.OPERATOR:
             raise NotPermitted(
-                f"the end of another process is an operator's to tell; the caller's role is "
+                f"the end of another process is an operator's right to report; the role is "
                 f"{node.role.value}"
             )
         if len(launch_id) != LAUNCH_ID_BYTES:
@@ -357,24 +358,20 @@ class Cluster:
         return Decision(count, self._changed(*ended))
 
     def check_runs_are_over(self) -> None:
-        """Refuse to begin anew while a run that has a name is trained: its tables would go, too.
-
-        Raises:
-            InvalidConfig: naming the runs.
-        """
+        """Raise InvalidConfig while a named run is trained: a restart would end its tables, too."""
         names = [name for name in self._state.runs if not self._members.is_over(name)]
         if names:
             raise InvalidConfig(
-                f"a restore begins the whole cluster anew, and run '{names[0]}' "
+                f"a restore restarts the whole cluster, and run '{names[0]}' "
                 f"{f'and {len(names) - 1} more are' if names[1:] else 'is'} not over: wait for its "
                 f"workers, or end it (pushpull runs end {names[0]})"
             )
 
     def end_run(self, session: Session, name: str) -> Decision[int]:
-        """End a run; the reply is how many workers were members of it.
+        """End a run; the reply is the number of its workers that were members.
 
         Raises:
-            InvalidConfig: there is no run of that name.
+            InvalidConfig: no run has that name.
             NotPermitted: the caller is no operator.
             Fenced: the caller is of another cluster.
             Unauthenticated: its token is wrong.
@@ -386,10 +383,10 @@ class Cluster:
         return Decision(sum(isinstance(each, NodeLeft) for each in ended), self._changed(*ended))
 
     def remove_run(self, session: Session, name: str) -> Decision[RunRemoved]:
-        """Remove a run that is over, with its tables; the reply says what it had.
+        """Remove a run that is over, with its tables.
 
         Raises:
-            InvalidConfig: there is no run of that name, or it is not over.
+            InvalidConfig: no run has that name, or it is not over.
             NotPermitted: the caller is no operator.
             Fenced: the caller is of another cluster.
             Unauthenticated: its token is wrong.
@@ -412,15 +409,15 @@ class Cluster:
     def _run(self, name: str) -> Run:
         run = self._state.runs.get(name)
         if run is None:
-            known = ", ".join(f"'{each}'" for each in self._state.runs) or "none that has a name"
+            known = ", ".join(f"'{each}'" for each in self._state.runs) or "none with a name"
             raise InvalidConfig(f"there is no run '{name[:100]}'; the runs of the cluster: {known}")
         return run
 
     def caller(self, session: Session, method: str) -> Node:
-        """Who calls a method of the contract, which it may.
+        """The caller's node, after a check of its right to call an RPC method.
 
         Raises:
-            NotPermitted: the caller's role may not (`ps_core.rights`).
+            NotPermitted: the caller's role may not call it (`ps_core.rights`).
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
         """
@@ -429,15 +426,15 @@ class Cluster:
         return node
 
     def has(self, session: Session) -> bool:
-        """Whether the caller, who was one, is a member still."""
+        """True if a former caller is still a member."""
         return self._members.has(session)
 
     def create_table(self, session: Session, spec: TableSpec, now_s: float) -> Decision[Creation]:
-        """Create a table, find the identical one, or say for whom the creation has to wait.
+        """Create a table, find the identical one, or park the creation until there are servers.
 
         Raises:
-            InvalidConfig: the specification is wrong; the message names the field.
-            TableExists: one of that name differs; the message names the first field that does.
+            InvalidConfig: a field of the spec is wrong.
+            TableExists: a table of that name differs; the message names the first field.
             NotPermitted: the caller is no worker.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
@@ -461,12 +458,12 @@ class Cluster:
 
     def set_consistency(
         self, session: Session, request: ChangeRequest, now_s: float
-    ) -> Decision[Change | Pending]:
-        """Begin to change a table's consistency, or find the change made or under way.
+    ) -> Decision[Change | PendingProposal]:
+        """Begin to change a table's consistency, or find the change made or running.
 
         Raises:
-            TableNotFound: there is no such table.
-            InvalidConfig: the table cannot have that setting.
+            TableNotFound: the table does not exist.
+            InvalidConfig: the table cannot have that consistency.
             NotPermitted: the caller is no worker and no operator.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
@@ -479,26 +476,26 @@ class Cluster:
         return Decision(found, self._changed(*transitions))
 
     def move_bound(self, request: ChangeRequest, now_s: float) -> Decision[None]:
-        """Begin to move the bound of a table whose bound moves, if nothing else is under way."""
+        """Begin to move an adaptive bound, unless the table has a proposal."""
         return Decision(None, self._changed(*self._changes.move(request, now_s)))
 
     @property
-    def courses(self) -> Mapping[TableId, KeptCourse]:
-        """What is remembered of tables whose bound moves."""
+    def courses(self) -> Mapping[TableId, CourseRecord]:
+        """State of the adaptive bounds' rule, by table."""
         return self._state.courses
 
-    def keep_courses(self, courses: dict[TableId, KeptCourse]) -> bool:
-        """Remember this of them from now on; whether it is anything else than before."""
+    def keep_courses(self, courses: dict[TableId, CourseRecord]) -> bool:
+        """Store the state of the adaptive bounds' rule; False if it has not changed."""
         if courses == self._state.courses:
             return False
         self._state.courses = courses
         return True
 
     def change(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:
-        """What has become of a change of a run's table that was proposed."""
+        """Result of a change that was proposed for a table."""
         return self._changes.outcome(table_name, number, now_s, run)
 
-    def promise_change(
+    def prepare_change(
         self,
         session: Session,
         table_id: TableId,
@@ -506,39 +503,40 @@ class Cluster:
         clock: int,
         outcome: ChangeOutcome | None = None,
     ) -> Decision[None]:
-        """A server holds what lies beyond `clock` of the table; or tells what became of a change,
-        which the table's first range decides.
+        """A server is prepared for a change after `clock`; or reports the `outcome` of a decided
+        one, which the table's first range took or gave up.
 
         Raises:
             NotPermitted: the caller is no server.
-            TableNotFound, InvalidConfig: there is no such table, or the clock is too low.
+            TableNotFound, InvalidConfig: the table does not exist, or the clock is too low.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "PromiseChange")
         if outcome is None:
-            transitions = self._changes.promise(node.node_id, table_id, number, clock)
+            transitions = self._changes.prepare(node.node_id, table_id, number, clock)
         else:
-            transitions = self._changes.settled(table_id, number, outcome)
+            transitions = self._changes.end_decided(table_id, number, outcome)
         transitions += self._checkpoints.look()
         return Decision(None, self._changed(*transitions))
 
     # --- checkpoints
 
-    def begin_checkpoint(self, reason: str, now_s: float) -> Decision[Pending]:
-        """Begin to make a checkpoint, or find the one that is proposed; see `Checkpoints.begin`."""
+    def begin_checkpoint(self, reason: str, now_s: float) -> Decision[PendingProposal]:
+        """Begin a checkpoint, or find the proposed one; see `CheckpointAttempts.begin`."""
         pending, transitions = self._checkpoints.begin(reason, now_s)
         return Decision(pending, self._changed(*transitions))
 
     def join_checkpoint(
         self, session: Session, number: int, clocks: Mapping[TableId, int], has_state: bool
     ) -> Decision[bool]:
-        """A worker says where it is; see `Checkpoints.join`. The reply: another waits for it.
+        """A worker names its clocks; see `CheckpointAttempts.join`. The reply is True if another
+        worker's script waits for the checkpoint.
 
         Raises: as `stay_for_checkpoint`.
         """
         node = self.caller(session, "JoinCheckpoint")
-        place = WorkerPlace(node.rank, dict(clocks), has_state)
+        place = WorkerClocks(node.rank, dict(clocks), has_state)
         is_awaited = self._checkpoints.is_awaited(node, number)
         return Decision(is_awaited, self._changed(*self._checkpoints.join(node, number, place)))
 
@@ -550,8 +548,8 @@ class Cluster:
         reached: Mapping[NodeId, Mapping[TableId, int]],
         now_s: float,
     ) -> Decision[bool]:
-        """A worker says that its script waits; see `Checkpoints.stay`. The reply: it waits for a
-        step that it has to take first; see `Checkpoints.must_step`.
+        """A worker's script waits; see `CheckpointAttempts.stay`. The reply is True if the worker
+        must take another step first; see `CheckpointAttempts.must_step`.
 
         Raises:
             NotPermitted: the caller is no worker.
@@ -564,11 +562,11 @@ class Cluster:
         return Decision(must_step, self._changed(*changed))
 
     def report_part(self, session: Session, number: int, part: PartReport) -> Decision[None]:
-        """A node has written its part; see `Checkpoints.report`.
+        """A node has written its part; see `CheckpointAttempts.report`.
 
         Raises:
             NotPermitted: the caller is no server and no worker.
-            InvalidConfig: it has no part in it.
+            InvalidConfig: the checkpoint has no part of it.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
@@ -576,34 +574,34 @@ class Cluster:
         return Decision(None, self._changed(*self._checkpoints.report(node, number, part)))
 
     def end_checkpoint(self, number: int, problem: str) -> Decision[None]:
-        """The manifest is written; or it could not be, with a problem."""
+        """The manifest is written; or it could not be, for `problem`."""
         return Decision(None, self._changed(*self._checkpoints.done(number, problem)))
 
     def give_up_checkpoint(self, reason: str) -> Decision[None]:
-        """Nobody goes on with the one that is made; see `Checkpoints.give_up`."""
+        """See `CheckpointAttempts.give_up`."""
         return Decision(None, self._changed(*self._checkpoints.give_up(reason)))
 
     def checkpoint_problem(self, number: int) -> str | None:
-        """How a checkpoint ended: empty if it is complete; None while it is made."""
+        """See `CheckpointAttempts.problem_of`."""
         return self._checkpoints.problem_of(number)
 
     def checkpoint_again(self, number: int) -> int:
-        """The number that a checkpoint has now: its own, unless it was begun again."""
+        """See `CheckpointAttempts.newest_of`."""
         return self._checkpoints.newest_of(number)
 
     def checkpoint_reason(self, now_s: float) -> str:
-        """What the checkpoint that is made waits for."""
+        """See `CheckpointAttempts.reason`."""
         return self._checkpoints.reason(now_s)
 
     def set_backups(
         self, session: Session, backup_requests: Sequence[BackupRequest]
     ) -> Decision[tuple[RangeId, ...]]:
-        """A server wishes for backups of ranges that it is primary of, or says what of them it has
-        nothing of; the reply is the ranges whose wishes are void.
+        """A primary requests backups of its ranges, or reports ranges whose values it is missing.
+        The reply is the ranges whose requests are void.
 
         Raises:
             NotPermitted: the caller is no server.
-            InvalidKeys, InvalidConfig: a wish is wrong in itself.
+            InvalidKeys, InvalidConfig: a request is wrong in itself.
             Fenced: the caller is no member.
             Unauthenticated: its token is wrong.
         """
@@ -612,8 +610,8 @@ class Cluster:
         return Decision(refused, self._changed(*self._failed_over(transitions)))
 
     def tick(self, now_s: float) -> Decision[None]:
-        """Note who has fallen silent, who is gone and what was not promised in time; to be called
-        at least every half lease.
+        """Act on the time: silent and gone nodes, and deadlines. To be called at least every half
+        lease.
         """
         transitions = self._checkpoints.expire(now_s)
         transitions += self._changes.expire(now_s)
@@ -623,11 +621,11 @@ class Cluster:
         return Decision(None, self._changed(*transitions))
 
     def _configured(self) -> list[Transition]:
-        """Ranges have other primaries or joiners, where they need them."""
+        """Give ranges other primaries and backups where they need them."""
         return self._failed_over(self._configurations.look())
 
     def _failed_over(self, transitions: list[Transition]) -> list[Transition]:
-        """The same, and what follows where ranges have other primaries."""
+        """The transitions, and those that follow from other primaries."""
         for transition in list(transitions):
             if isinstance(transition, RangesFailedOver):
                 transitions += self._changes.failed_over(transition.range_ids)
@@ -646,5 +644,5 @@ class Cluster:
             self._state.view_number += 1
         return (*transitions, *further)
 
-    def _room_bytes(self) -> int:
-        return view_size.room_bytes(self.settings, self._state)
+    def _free_view_bytes(self) -> int:
+        return view_size.free_bytes(self.settings, self._state)

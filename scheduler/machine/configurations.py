@@ -1,39 +1,34 @@
-"""Who is primary of each range and who backs it up: configurations (SEMANTICS S8).
+"""Configurations of ranges: the primary, its backups, and the servers that catch up (SEMANTICS S8).
 
-    [primary, backups]  --primary silent-->        [a live backup, the others and the one before],
-                                                   under the next epoch
-                        --the primary asks-->      the set that it asks for, under the next epoch
-                        --its log comes back-->    [who came with it], under the next epoch
-                        --it has nothing-->        [a live backup, the others], under the next epoch
-    too few backups     --a server is free-->      it is named as joining; the primary brings it up
-                                                   to date and then asks for it
+    [primary, backups]  --primary silent-->       [a live backup, the others and the old primary]
+                        --primary requests-->     the requested set
+                        --its log comes back-->   [the server that came with the log]
+                        --it is missing values--> [a live backup, the others]
+    too few backups     --a server is free-->     it catches up; the primary requests it afterwards
 
-The scheduler decides configurations and nothing else. Whether a primary may serve, its backups say
-(`ps_server.replication.replication_log`, `ps_server.replication.backup`).
+Each of the first four begins the next epoch. The scheduler only decides configurations; backups
+decide whether a primary may serve (`ps_server.replication`).
 
 Rules:
-    - A wish names the epoch that it starts from; if another configuration came first, it is void.
-      So of a primary that lost its backup and a scheduler that lost the primary one wins. Each of a
-      call's wishes is judged by itself; what no honest primary would ask for fails the whole call.
-    - A promoted backup keeps the others until it asks to be without them, and before that it lets
-      nobody see anything: if it is dead too, which shows later, another one takes its place. They
-      may be a record behind or ahead of it, so they join anew. The primary before is one of them,
-      while it is a member: it may live, and be heard late.
-    - A range is placed empty. Who was given it then and has held it since (`initial_holders`) needs
-      nothing to be primary or backup of it: whatever it was not told was seen by nobody, since
-      every holder has what is seen. Whoever comes later is let in when it has all.
-    - A primary that has nothing of a range, and may not begin it anew, says so: the other backups
-      are tried, and none that was tried is asked again. Where none is left the range is lost.
-    - A primary's update log has all that it committed, and who has that log has its lock: the
-      primary is dead, silent or not (SEMANTICS S13).
-    - Who is named as joining is so until the epoch ends or it leaves, silent or not: it gives up
-      what it has when it is not named, and its primary may not learn of that in time. So silent
-      ones that are too many are given up under a new epoch, from which their primary begins anew.
+    - A backup request names the epoch that it starts from, and is void after another configuration.
+      So if a primary loses its backup and the scheduler loses the primary, one of both wins. Each
+      request of a call is judged by itself; one that no correct primary would send fails the call.
+    - A promoted backup keeps the others until it requests to drop them, and shows no values before
+      that: if it is dead too, another one is promoted. The others may lag or lead it by a record, so
+      they catch up anew. The old primary is one of them while it is a member, because it may live.
+    - A range is placed empty. Its first holders (`initial_holders`) may be primary or backup
+      without catching up: every holder has whatever was seen, so what they missed nobody saw. A
+      later holder is let in when it has everything.
+    - A primary that is missing the values of a range reports it: the other backups are tried, each
+      once. When none is left, the range is lost.
+    - A primary's update log has everything that it committed. A server that has the log has its
+      lock, so the old primary is dead, silent or not (SEMANTICS S13).
+    - A server catches up until the epoch ends or it leaves, silent or not, because it drops its
+      values once it is not named, which the primary may not learn in time. Too many silent ones
+      are therefore dropped under a new epoch, from which the primary begins again.
 
 Invariants:
-    CF-2  A primary is never its own backup, and who joins is neither.
-
-What it deliberately does not do: move ranges for balance, or know what they hold.
+    CF-2  A primary is never its own backup, and a server that catches up is neither.
 """
 
 from __future__ import annotations
@@ -70,7 +65,7 @@ class Configurations:
         self._backup_count = replica_count - 1
 
     def place_backups(self, range_ids: Iterable[RangeId]) -> None:
-        """Ranges that hold nothing yet have got their primaries: give them backups."""
+        """Give backups to empty ranges whose primaries were just placed."""
         servers = _Servers(self._state)
         for range_id in range_ids if self._backup_count else ():
             old = self._state.ranges[range_id]
@@ -80,10 +75,10 @@ class Configurations:
             self._state.ranges[range_id] = new
 
     def look(self) -> list[Transition]:
-        """Promote where a primary is silent; name servers that shall join where there are too few;
-        note whose values are lost.
+        """Promote backups of silent primaries, let servers catch up where backups are too few, and
+        note lost ranges.
 
-        To be called when servers have fallen silent, were heard again, came or left.
+        To be called when a server fell silent, was heard again, registered or left.
         """
         if self._state.finished:
             return []
@@ -97,11 +92,11 @@ class Configurations:
         return transitions + self._promoted(servers, everything) + self._filled(servers)
 
     def give_back(self, node: Node, claim: UpdateLogClaim) -> list[Transition]:
-        """A server came with the update log of others, who are dead: of those ranges whose primary
-        kept that log it is primary now. Who backed them up may lack something, and joins anew.
+        """A server that came with an update log becomes primary of the ranges of the log's former
+        primary. Their backups may lack updates, and catch up anew.
 
-        Of a range that no backup ever took over all primaries kept this log: what is not in it
-        nobody has seen, and it begins anew.
+        A range that was never failed over had only primaries with this log. If the log lacks it,
+        nobody has seen values of it, and it begins empty.
         """
         given: dict[NodeId, list[RangeId]] = {}
         for old in list(self._state.ranges):
@@ -123,14 +118,14 @@ class Configurations:
 
     @property
     def living(self) -> set[NodeId]:
-        """The servers that are heard."""
+        """Servers that are alive."""
         return _Servers(self._state).living
 
     def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:
-        """The ranges of which no other server that lives, and is not in doubt, has all. One that
-        was placed with a server that keeps an update log comes back with it, unless somebody is
-        there to take it over; of one that was taken over nobody knows here whether all of it is in
-        the log yet.
+        """Ranges of a server that no other live server outside `doubted` holds in sync.
+
+        Without the ranges that come back with the server's update log: no live server would take
+        them over, and none ever was failed over. A failed-over range may not be in the log yet.
         """
         living = self.living - {node_id}
         sure = living.difference(doubted)
@@ -150,8 +145,8 @@ class Configurations:
     def set_backups(
         self, primary: NodeId, backup_requests: Sequence[BackupRequest]
     ) -> tuple[tuple[RangeId, ...], list[Transition]]:
-        """A server wishes for backups of its ranges, or for another primary of those that it has
-        nothing of: the ranges whose wishes are void, and what the others led to.
+        """A primary requests backups of its ranges, or another primary of ranges whose values it is
+        missing. Returns the ranges whose requests are void, and the transitions of the others.
 
         Raises:
             InvalidKeys: a range does not exist, or comes twice.
@@ -171,9 +166,9 @@ class Configurations:
             if not is_present or asked.backups - {*old.backups, *old.catching_up}:
                 refused.append(asked.range_id)
                 continue
-            # The same set too: who asks has asked for another before, which is void from now on.
+            # A request for the present set is granted too: it voids the primary's earlier one.
             kept = asked.backups & set(old.backups)
-            # More may have joined than are missing, if one was silent for a time.
+            # More may have caught up than are missing, if one was silent for a time.
             added = sorted(asked.backups - kept)[: max(self._backup_count - len(kept), 0)]
             is_full = len(kept) + len(added) >= self._backup_count
             joining = () if is_full else tuple(n for n in old.catching_up if n not in added)
@@ -192,8 +187,8 @@ class Configurations:
         return tuple(w.range_id for w in backup_requests if w.range_id in refused), transitions
 
     def _passed_on(self, primary: NodeId, range_ids: Sequence[RangeId]) -> list[Transition]:
-        """The primary has nothing of these: other backups that live are tried. Those that nobody
-        is left for are lost, which is told once.
+        """The primary is missing the values of these: try other live backups. A range without one
+        is lost, which is noted once.
         """
         servers = _Servers(self._state)
         servers.living.discard(primary)
@@ -203,7 +198,7 @@ class Configurations:
         return transitions + self._note_lost(lost)
 
     def _note_lost(self, range_ids: Iterable[RangeId]) -> list[Transition]:
-        """Nobody has the values of these; told once."""
+        """No server has the values of these; noted once."""
         lost: dict[NodeId, list[RangeId]] = {}
         for old in [self._state.ranges[range_id] for range_id in range_ids]:
             if old.primary is not None and not old.is_lost:
@@ -215,8 +210,8 @@ class Configurations:
         ]
 
     def _may_come_back(self, node_id: NodeId) -> bool:
-        """Whether what the server holds is still somewhere: it is a member, silent perhaps, or left
-        an update log, with which another may come.
+        """True if a server's values may still exist: it is a member, perhaps silent, or kept an
+        update log, with which another may register.
         """
         member = self._state.members[node_id]
         return member.node.state.is_member or member.registration.update_log is not None
@@ -248,7 +243,7 @@ class Configurations:
             raise InvalidConfig(f"{wanted}; it is a {member.node.role.value}, expected a server")
 
     def _promoted(self, servers: _Servers, range_ids: Iterable[RangeId]) -> list[Transition]:
-        """Those of the ranges whose primary does not live have another, if a backup lives."""
+        """Promote a live backup of each of the ranges whose primary is not alive."""
         taken: dict[NodeId, dict[RangeId, NodeId]] = {}
         for old in [self._state.ranges[range_id] for range_id in range_ids]:
             if old.primary is None or old.primary in servers.living:
@@ -273,7 +268,7 @@ class Configurations:
         ]
 
     def _commit(self, assignment: RangeAssignment) -> None:
-        """The configuration holds, under the next epoch."""
+        """Store a configuration under the next epoch."""
         all_of_them = assignment.holders
         check(len(set(all_of_them)) == len(all_of_them), "CF-2", f"{all_of_them}")
         before = self._state.ranges[assignment.range_id]
@@ -286,7 +281,7 @@ class Configurations:
         )
 
     def _filled(self, servers: _Servers) -> list[Transition]:
-        """Ranges with too few backups have others that join, beside who joins and is silent."""
+        """Let more servers catch up on ranges with too few backups; silent ones do not count."""
         named: Counter[NodeId] = Counter()
         dropped: Counter[NodeId] = Counter()
         for old in self._state.ranges:
@@ -297,7 +292,7 @@ class Configurations:
             missing = self._backup_count - len(old.backups) - living_count
             added = servers.free_for(old)[:missing] if missing > 0 else []
             is_too_much = len(old.backups) + len(joining) + len(added) > 2 * self._backup_count
-            if is_too_much:  # for a view: the silent are given up, and what they were told is void
+            if is_too_much:  # for a view (VS-1): drop the silent, and void their epoch
                 joining = [node_id for node_id in joining if node_id in servers.living]
             if not added and len(joining) == len(old.catching_up):
                 continue
@@ -312,7 +307,7 @@ class Configurations:
 
 
 class _Servers:
-    """Who lives, and how many ranges each holds, while configurations are decided."""
+    """Live servers, members, and the ranges that each holds, while configurations are decided."""
 
     def __init__(self, state: ClusterState) -> None:
         nodes = state.nodes_of(Role.SERVER)
@@ -321,15 +316,14 @@ class _Servers:
         self._counts = Counter(node_id for r in state.ranges for node_id in r.holders)
 
     def load(self, node_id: NodeId) -> tuple[int, NodeId]:
-        """In the order of this: who holds least first, then by id."""
+        """Sort key: servers with fewest ranges first, then by id."""
         return self._counts[node_id], node_id
 
     def free_for(self, assignment: RangeAssignment) -> list[NodeId]:
-        """Living servers that hold nothing of the range, who hold least first."""
+        """Live servers that do not hold the range, by load."""
         return sorted(self.living.difference(assignment.holders), key=self.load)
 
     def move(self, old: RangeAssignment, new: RangeAssignment) -> None:
-        """A range goes from one configuration to another."""
         self._counts.subtract(old.holders)
         self._counts.update(new.holders)
 

@@ -1,16 +1,16 @@
-"""Decides whether a server that was told to stop may leave now (SEMANTICS S8).
+"""Decides whether a server that is stopping may leave now (SEMANTICS S8).
 
-    asks --it alone has something--------------> refused: it waits for who shall have it
-    asks --others have all, as far as is known-> refused: a view asks each for a sign of life
+    asks --it has the only copy of a range-----> refused: it waits for the servers that catch up
+    asks --others have all, by what is known---> refused: a view asks each for a sign of life
     asks --and all of these act on that view---> may leave
 
 Rules:
-    - A holder counts that lives and acts on a view that was told after all was held elsewhere. A
-      heartbeat of an older view may have been sent before, however late it comes, and may be the
-      last one: a lease passes before anybody knows.
+    - A holder counts if it acts on a view that was published after others held everything. The
+      heartbeat of an older view, however late, may be the last one of a dead server, which the
+      scheduler notices only a lease later.
     - The signs of life of all holders come within `_ROUND_BEATS` heartbeats, or another view asks
-      for them anew: so what a departure counts on is never older.
-    - Without replicas no other server can hold anything: nobody waits.
+      for them again.
+    - Without replicas no other server can take a range, so a server may leave at once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _ROUND_BEATS = 2
 
 
 class _Round(NamedTuple):
-    """A view has asked for signs of life, and when it did."""
+    """The view that asks for signs of life, and the moment of its publication."""
 
     view_number: int
     since_s: float
 
 
 class Departures:
-    """Servers that were told to stop, and who has shown to live since others have all they hold.
+    """Servers that are stopping, and the holders that have shown a sign of life.
 
     Args:
         settings: the cluster's.
-        state: the cluster's, which is only read.
-        configurations: who holds what.
+        state: the cluster's, read only.
+        configurations: the holders of each range.
     """
 
     def __init__(
@@ -56,19 +56,18 @@ class Departures:
         self._acts_on: dict[NodeId, int] = {}
 
     def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:
-        """The ranges that would be lost if the server left now, and those in doubt were dead; none
-        once the work is done.
+        """Ranges that would be lost if the server left now and the doubted ones were dead; none in
+        a finished cluster.
         """
         finished = self._state.finished
         return () if finished else self._configurations.held_alone(node_id, doubted)
 
     def heard(self, node_id: NodeId, view_number: int) -> None:
-        """The server lived when it had this view."""
         self._acts_on[node_id] = max(view_number, self._acts_on.get(node_id, 0))
 
     def refusal(self, node_id: NodeId, now_s: float) -> tuple[Recovering | None, list[Transition]]:
-        """Why a server may not leave yet, naming who is waited for; None: it may. And what the next
-        view is for, if it asks others for a sign of life.
+        """The refusal of a server's leave, or None; and the transition for a view that asks others
+        for a sign of life.
         """
         if self._settings.replica_count == 1:
             return None, []
@@ -94,12 +93,11 @@ class Departures:
         return self._refusal(node_id, f"waits for a sign of life of {words}"), transitions
 
     def ended(self, node_id: NodeId) -> None:
-        """The server has left."""
         self._rounds.pop(node_id, None)
         self._acts_on.pop(node_id, None)
 
     def _round(self, node_id: NodeId, now_s: float) -> _Round:
-        """The one that is under way; else one that begins with the next view."""
+        """The running round of signs of life, or one that starts with the next view."""
         asked = self._rounds.get(node_id)
         limit_s = _ROUND_BEATS * self._settings.heartbeat_interval_s
         if asked is None or now_s - asked.since_s > limit_s:

@@ -1,12 +1,12 @@
-"""Servers that keep the values of a cluster that was here before: what `pushpull status` shows.
+"""Servers with the values of an earlier cluster, shown by `pushpull status`.
 
-A server that has values, and hears that the scheduler's cluster is another one, is no node of it
-and stays as it is (SEMANTICS S10). Nobody would know of it but who reads its log: so it says so.
+A server that has values, and hears that the scheduler has another cluster, is no node of that
+cluster and keeps its values (SEMANTICS S10). It reports so, because only its own log would tell.
 
 Rules:
-    - It is shown and nothing else: no decision depends on it, and whoever has the join secret can
-      say it.
-    - What is not said again for `KEPT_LEASES` leases is forgotten; there are `MAX_COUNT` at most.
+    - Reports are only shown: no decision depends on them, because whoever has the join secret can
+      send them.
+    - A report is dropped after `KEPT_LEASES` leases without a repeat. At most `MAX_COUNT` are kept.
 """
 
 from __future__ import annotations
@@ -23,18 +23,14 @@ _MAX_BYTES = {"address": 300, "cluster_id": 300, "file": 1000}
 
 @dataclass(frozen=True, slots=True)
 class KeptValues:
-    """Where there are values, and of which cluster; `file` is on that machine, empty: none."""
+    """A server's address, and the cluster of its values; `file` is on its machine, or empty."""
 
     address: str
     cluster_id: str
     file: str
 
     def check(self) -> None:
-        """Refuse what is no such thing.
-
-        Raises:
-            InvalidConfig: naming the field.
-        """
+        """Raise InvalidConfig, with the name of the field."""
         if not self.address or not self.cluster_id:
             raise InvalidConfig("kept values without an address or a cluster_id; expected both")
         for name, most in _MAX_BYTES.items():
@@ -47,10 +43,10 @@ class KeptValues:
 
 
 class KeptElsewhere:
-    """Those of one cluster's lifetime.
+    """The reports to one cluster.
 
     Args:
-        lease_s: the cluster's.
+        lease_s: the cluster's lease.
     """
 
     def __init__(self, lease_s: float) -> None:
@@ -58,22 +54,22 @@ class KeptElsewhere:
         self._said: dict[str, tuple[KeptValues, float]] = {}
 
     def said(self, values: KeptValues, now_s: float) -> bool:
-        """A server says that it has them; whether that is news.
+        """Note a report; False if it is a repeat.
 
         Raises:
-            InvalidConfig: what it says cannot be.
-            Overloaded: there are too many.
+            InvalidConfig: a field is wrong.
+            Overloaded: `MAX_COUNT` servers have reported.
         """
         values.check()
         known = dict(self.at(now_s))
         if values.address not in self._said and len(known) >= MAX_COUNT:
-            raise Overloaded(f"{MAX_COUNT} servers keep values already, which is all that is shown")
+            raise Overloaded(f"{MAX_COUNT} servers have reported kept values; no more are shown")
         before = self._said.get(values.address)
         self._said[values.address] = values, now_s
         return before is None or before[0] != values
 
     def at(self, now_s: float) -> list[tuple[str, tuple[KeptValues, float]]]:
-        """Those that there are, by address, each with the moment at which it was heard."""
+        """Reports by address, each with the moment of its last repeat."""
         for address, (_, heard_s) in list(self._said.items()):
             if now_s - heard_s > self._kept_s:
                 del self._said[address]

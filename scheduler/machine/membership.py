@@ -1,31 +1,26 @@
-"""Who is in the cluster: who came, who was heard, who fell silent, left or is gone.
+"""Members of the cluster: registered, heard, silent, left or gone.
 
 Rules:
-    - Registration and heartbeats are signs of life, and nothing else is: a stream that stays open,
-      or a request that was queued, proves nothing.
+    - Only registration and heartbeats are signs of life: an open stream or a queued request proves
+      nothing.
     - Registration is idempotent by registration_id, leaving by node.
-    - A worker's rank is given once, neither silence nor leaving frees it; but one that was declared
-      gone may be replaced, and more workers may come, up to max_workers, whose ranks are free again
-      when they have left.
+    - A worker's rank is given once, and neither silence nor leaving frees it. But a gone worker may
+      be replaced, and late joiners may come, up to max_workers, whose ranks are free again when
+      they have left.
     - A worker that is silent for longer than its timeout is declared gone, for good: its
-      incarnation is fenced. Time in which the scheduler itself was paused does not count. One
-      whose process has ended is gone at once, when who started that process says so: it alone
-      knows the process's launch_id. So is one whose identity a worker comes with: that one has its
-      rank.
-    - A scheduler that goes on from its journal has heard nobody: each member has a lease from then
-      on, a silent one its whole silence again, and until it was heard it may be dead.
-    - The servers know whether that journal is the newest (JR-4): until each that lives was heard,
-      or a lease has passed, nobody is told anything. A server that acts on a newer view, and a
-      session that this cluster signed with a node id that was not given yet, say that it is an
-      older copy.
-    - A reader that is silent for long has left: nobody waits for it. So has a server, where ranges
-      have replicas, that holds nothing of any range any more.
+      incarnation is fenced. Time in which the scheduler itself was paused does not count. A worker
+      is gone at once if its launcher, which alone knows the launch_id, reports the end of its
+      process, or if another registers with its identity and takes its rank.
+    - A scheduler that resumes from its journal has heard no node: each member has a lease from then
+      on, a silent one its whole silence again, and until it is heard it may be dead.
+    - The servers know whether the journal is the newest (JR-4): until each alive one is heard, or a
+      lease has passed, no call is answered. The journal is an older copy if a server acts on a
+      newer view, or if a session has a genuine token for a node id that was not given yet.
+    - A reader that is silent for long has left, because nothing waits for it. So has a server
+      without ranges, where ranges have replicas.
 
-Invariants: CL-1 for nodes, CL-4 and CL-6 of `scheduler.machine.cluster`, the last of them in what
-may join (`scheduler.machine.admission`).
-
-What it deliberately does not do: number the views, know tables or ranges, or look at how much of
-the view a node takes.
+Invariants: CL-1 for nodes, CL-4 and CL-6 of `scheduler.machine.cluster`, the last of them by the
+checks of `scheduler.machine.admission`.
 """
 
 from __future__ import annotations
@@ -64,26 +59,26 @@ from scheduler.machine.state import (
 )
 
 GIVEN_UP_LEASES = 20
-"""Whom nothing waits for has left when it was silent for so many leases: evaluators that come and
-go, and servers that die and are started again, must not fill the view."""
+"""Leases of silence after which an unneeded node has left, because evaluators that come and go, and
+restarted servers, must not fill the view."""
 
 REGISTER_AGAIN_MS = 100
-"""A session of another timeline has not done anything wrong: who registers again is welcome."""
+"""Wait before a node of an earlier timeline registers again."""
 
 ASK_AGAIN_MS = 50
-"""While the scheduler waits to hear the servers, which takes a heartbeat."""
+"""Wait while the scheduler hears the servers, which takes a heartbeat."""
 
 _OLDER_COPY = (
-    "it is an older copy. Put the newest one in its place, and start the scheduler again; the "
-    "nodes go on meanwhile. If there is none, end the nodes, give another directory, and begin "
-    "anew from a checkpoint"
+    "it is an older copy. Put the newest one in its place, and restart the scheduler; the nodes go "
+    "on meanwhile. If there is none, end the nodes, give another directory, and restore a "
+    "checkpoint"
 )
 
 OPERATOR = Node(NodeId(0), Incarnation(0), Role.OPERATOR, 0, "", NodeState.ALIVE)
-"""What stands for every operator: it is in no view, is not watched, and never leaves."""
+"""The node of every operator: it is in no view, sends no heartbeats, and never leaves."""
 
 KEPT_COUNT = 100
-"""Readers, and servers, that have left and are still shown."""
+"""Readers, and servers, that have left and stay in the view."""
 
 
 class Membership:
@@ -92,19 +87,19 @@ class Membership:
     Args:
         settings: the cluster's.
         state: the cluster's, changed in place.
-        now_s: when the cluster came to be.
+        now_s: the time of its start.
     """
 
     def __init__(self, settings: ClusterSettings, state: ClusterState, now_s: float) -> None:
         self._settings = settings
         self._state = state
         self._detector = FailureDetector(settings.lease_s, now_s)
-        self._may_return: dict[NodeId, float] = {}  # who ended in the middle, and until when
-        self._unheard: set[NodeId] = set()  # whom only the scheduler before this one has heard
-        self._resumed_s: float | None = None  # None: this scheduler began the cluster
+        self._may_return: dict[NodeId, float] = {}  # deadline for a replacement, by worker
+        self._unheard: set[NodeId] = set()  # not heard since the journal was resumed
+        self._resumed_s: float | None = None  # None: a new cluster
 
     def resume(self, returning_s: Mapping[NodeId, float], now_s: float) -> None:
-        """Go on from a journal; `returning_s` is what `returning_s` was then."""
+        """Resume from a journal, with the `returning_s` in it."""
         self._resumed_s = now_s
         self._may_return = {node_id: now_s + left_s for node_id, left_s in returning_s.items()}
         for member in self._state.members.values():
@@ -115,25 +110,25 @@ class Membership:
                 self._unheard.add(node.node_id)
 
     def check_heard(self, now_s: float) -> None:
-        """Refuse who asks before the servers have said which views they act on.
+        """Refuse a call before the servers have reported the views that they act on.
 
         Raises:
-            Recovering: the scheduler was started again within a lease, and waits for one.
+            Recovering: the scheduler restarted less than a lease ago.
         """
         if self._resumed_s is None or now_s - self._resumed_s > self._settings.lease_s:
             return
         for node in self._state.nodes_of(Role.SERVER):
             if node.state is NodeState.ALIVE and node.node_id in self._unheard:
                 raise Recovering(
-                    "the scheduler was started again, and first waits for a lease to hear which "
-                    f"view {self.describe(node, now_s)} acts on: its journal might be an older "
+                    "the scheduler was restarted, and waits at most a lease to hear which view "
+                    f"{self.describe(node, now_s)} acts on, because its journal might be an older "
                     "copy. Ask again",
                     retry_after_ms=ASK_AGAIN_MS,
                 )
 
     def check_view(self, node: Node, view_number: int) -> None:
-        """Compare the journal with the view that a node acts on. Servers alone are believed: others
-        may be clients in any language.
+        """Compare the journal with the view that a node acts on. Only servers are believed, because
+        other nodes may be clients in any language.
 
         Raises:
             InvalidJournal: the journal is older.
@@ -147,7 +142,7 @@ class Membership:
         )
 
     def returning_s(self, now_s: float) -> dict[NodeId, float]:
-        """Who ended in the middle, and for how long each may be followed by another."""
+        """Workers that ended unfinished, with the seconds left for a replacement of each."""
         return {node_id: until_s - now_s for node_id, until_s in self._may_return.items()}
 
     def quiet_s(self, node_id: NodeId, now_s: float) -> float:
@@ -155,14 +150,14 @@ class Membership:
         return self._detector.quiet_s(node_id, now_s)
 
     def describe(self, node: Node, now_s: float) -> str:
-        """Who a node is and when it was last heard."""
+        """Words on a node and when it was last heard."""
         rank = f", rank {node.rank}" if node.role is Role.WORKER else ""
         rank += f" of run '{node.run}'" if node.run else ""
         address = f" at {node.address}" if node.address else ""
         heard = ""
         quiet_s = self._detector.quiet_s(node.node_id, now_s)
         if node.node_id in self._unheard:
-            heard = f", not heard in the {quiet_s:.1f} s since the scheduler was started again"
+            heard = f", not heard in the {quiet_s:.1f} s since the scheduler was restarted"
         elif node.state.is_member:
             heard = f", last heard {quiet_s:.1f} s ago"
         return f"{node.role.value} node {node.node_id}{address} ({node.state.value}{rank}{heard})"
@@ -170,7 +165,7 @@ class Membership:
     # --- sessions
 
     def session(self, node: Node) -> Session:
-        """What the node shows with each of its requests."""
+        """The session that a node sends with each request."""
         session = Session(
             cluster_id=self._settings.cluster_id,
             timeline=self._settings.timeline,
@@ -188,7 +183,7 @@ class Membership:
         Raises:
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
-            InvalidJournal: it joined after what the journal has.
+            InvalidJournal: it registered after this journal was written.
         """
         self._check_genuine(session)
         if session.role is Role.OPERATOR:
@@ -199,7 +194,7 @@ class Membership:
                 f"the journal has given {self._state.next_node_id - 1} node ids, and this "
                 f"cluster's {session.role.value} node {session.node_id} calls: {_OLDER_COPY}"
             )
-        if member is None:  # it has left, and is forgotten
+        if member is None:  # it left, and was removed from the view
             raise Fenced(
                 f"node {session.node_id} has left the cluster; register again to come back"
             )
@@ -216,7 +211,7 @@ class Membership:
         return node
 
     def _taken_over_words(self, member: Member) -> str:
-        """What a worker is told whose identity another came with; nothing if none did."""
+        """Message for a worker whose identity another process registered with; else empty."""
         node, identity = member.node, member.registration.identity
         newest = self._state.workers_by_rank(node.run).get(node.rank) if identity else None
         if newest is None or newest.node_id == node.node_id:
@@ -224,13 +219,13 @@ class Membership:
         if self._state.members[newest.node_id].registration.identity != identity:
             return ""
         return (
-            f"another process came with the identity '{identity}' of this worker, and has its rank "
-            f"{node.rank} (node {newest.node_id}): end this process. If both are to train, give "
-            "each an identity of its own (--identity, PUSHPULL_IDENTITY), or none"
+            f"another process registered with the identity '{identity}' of this worker, and has "
+            f"its rank {node.rank} (node {newest.node_id}): end this process. If both shall train, "
+            "give each an identity of its own (--identity, PUSHPULL_IDENTITY), or none"
         )
 
     def has(self, session: Session) -> bool:
-        """Whether a caller that was a member is one still."""
+        """True if a former caller is still a member."""
         if session.role is Role.OPERATOR:
             return True
         member = self._state.members.get(session.node_id)
@@ -240,9 +235,9 @@ class Membership:
         ours = self._settings
         if session.cluster_id != ours.cluster_id:
             raise ForeignCluster(
-                "the session is of another cluster than this scheduler's. A scheduler that was "
-                "started again without its journal is a new cluster: its nodes must be started "
-                "again too"
+                "the session is of another cluster than this scheduler's. A scheduler that is "
+                "restarted without its journal has a new cluster, and its nodes must be restarted "
+                "too"
             )
         if session.timeline in ours.replaced_timelines:
             raise Fenced(
@@ -253,8 +248,8 @@ class Membership:
         if session.timeline != ours.timeline:
             raise ForeignCluster(
                 "the session is of another timeline than the cluster's, which was not restored in "
-                "its place. A scheduler that was started again without its journal is a new "
-                "cluster: its nodes must be started again too"
+                "its place. A scheduler that is restarted without its journal has a new cluster, "
+                "and its nodes must be restarted too"
             )
         if not session.is_genuine(ours.token_key):
             raise Unauthenticated(
@@ -266,11 +261,11 @@ class Membership:
     # --- who comes
 
     def registered(self, request: Registration) -> Node | None:
-        """The node that this registration made, if it came before.
+        """The node of a repeated registration, or None.
 
         Raises:
             InvalidConfig: the request is wrong in itself, or another had its registration_id.
-            Fenced: it means another cluster, or its node has left.
+            Fenced: the request names another cluster, or its node has left.
         """
         admission.check_request(request, self._settings)
         known = self._state.node_of_registration.get(request.registration_id)
@@ -281,13 +276,12 @@ class Membership:
         return member.node
 
     def candidate(self, request: Registration, now_s: float) -> Node:
-        """The node that a new registration would make; it is none until it is added.
+        """The node of a new registration, not added yet.
 
         Raises:
-            InvalidConfig: the request contradicts the cluster, or that is finished; the message
-                says how.
+            InvalidConfig: the request contradicts the cluster, or that is finished.
             Overloaded: the cluster is full.
-            Recovering: another has its place, which may be dead, and it waits.
+            Recovering: another node has the rank or address, may be dead, and the caller waits.
         """
         state = self._state
         heard = admission.Heard(
@@ -315,7 +309,7 @@ class Membership:
         )
 
     def add(self, node: Node, request: Registration, now_s: float) -> list[Transition]:
-        """The candidate becomes a node; who had its identity before is gone."""
+        """Add the candidate; a worker that had its identity is gone."""
         state, predecessor = self._state, self._state.predecessor_of(request)
         state.next_node_id += 1
         state.next_incarnation = Incarnation(node.incarnation + 1)
@@ -331,7 +325,7 @@ class Membership:
         return self._declare_gone(predecessor, 0.0) + came
 
     def _begin_run(self, node: Node, request: Registration) -> list[Transition]:
-        """The first worker of a name begins its run."""
+        """The first worker with a run's name begins the run."""
         if node.role is not Role.WORKER or not node.run or node.run in self._state.runs:
             return []
         run = admission.run_of(request, self._state, self._settings)
@@ -340,7 +334,7 @@ class Membership:
         return [RunBegun(run)]
 
     def end_run(self, name: str) -> list[Transition]:
-        """An operator ends a run: its workers are members no more, and nobody joins it."""
+        """End a run: its workers leave, and no other joins."""
         run = replace(self._state.runs[name], has_ended=True)
         self._state.runs[name] = run
         transitions: list[Transition] = [RunEnded(run)]
@@ -351,7 +345,7 @@ class Membership:
         return transitions
 
     def remove_run(self, name: str) -> list[Transition]:
-        """An operator removes a run that is over: who reads it is a member no more."""
+        """Remove a run that is over: its readers leave."""
         self._state.runs[name] = replace(self._state.runs[name], has_ended=True, is_removed=True)
         transitions: list[Transition] = []
         for node in self._state.nodes_of(Role.READER):
@@ -360,7 +354,7 @@ class Membership:
         return transitions
 
     def hear(self, node: Node, now_s: float) -> list[Transition]:
-        """A member has given a sign of life."""
+        """Note a member's sign of life."""
         if node is OPERATOR:
             return []
         self._unheard.discard(node.node_id)
@@ -371,7 +365,7 @@ class Membership:
     # --- who goes
 
     def replaced(self, node: Node, request: Registration) -> list[Transition]:
-        """A server came with the update log of others: they are dead."""
+        """Servers whose update log a registering one has are dead, and leave."""
         reason = f"server node {node.node_id} came with its update log"
         transitions: list[Transition] = []
         for member in list(self._state.members.values()):
@@ -382,10 +376,10 @@ class Membership:
         return transitions
 
     def succeeded(self, node: Node) -> list[Transition]:
-        """A server came to the address of one that is silent: nobody reaches that one there any
-        more, and what it alone had is lost, unless it kept an update log.
+        """A silent server whose address a registering one has leaves, because it cannot be reached.
+        Values that it alone had are lost, unless it kept an update log.
         """
-        reason = f"server node {node.node_id} came to its address, with nothing of it"
+        reason = f"server node {node.node_id} came to its address, without its values"
         transitions: list[Transition] = []
         for other in self._state.nodes_of(Role.SERVER):
             is_before = other.node_id != node.node_id and other.address == node.address
@@ -396,8 +390,8 @@ class Membership:
     def deregister(
         self, session: Session, reason: str, now_s: float, *, unfinished: bool = False
     ) -> list[Transition]:
-        """End the caller's membership; a caller that has left already changes nothing. A worker
-        that is `unfinished` is gone: another may take its place, and the work is not done for that.
+        """End the caller's membership; no effect on a caller that has left. An `unfinished` worker
+        is gone: it may be replaced within the worker timeout, and the work is not done before.
 
         Raises:
             Fenced: the caller is of another cluster.
@@ -414,9 +408,7 @@ class Membership:
         return self._leave(member.node, reason)
 
     def process_ended(self, launch_id: bytes) -> list[Transition]:
-        """The process that was started with this id has ended, says who started it: its workers are
-        gone, its readers have left.
-        """
+        """A launched process has ended: its workers are gone, its readers have left."""
         transitions: list[Transition] = []
         for member in list(self._state.members.values()):
             node = member.node
@@ -430,7 +422,7 @@ class Membership:
         return transitions
 
     def look(self, now_s: float) -> list[Transition]:
-        """Note who has fallen silent, who is given up and which workers are gone."""
+        """Act on the time: nodes fall silent, are given up, or gone."""
         transitions: list[Transition] = []
         for node_id in self._detector.look(now_s):
             node = self._move(self._state.members[node_id].node, NodeState.SILENT)
@@ -456,7 +448,7 @@ class Membership:
         """Silent nodes that nothing waits for."""
         readers, servers = self._state.nodes_of(Role.READER), self._state.nodes_of(Role.SERVER)
         if self._settings.replica_count == 1:
-            servers = []  # what a silent server holds, it alone has: it is waited for
+            servers = []  # a silent server has the only copy of its ranges
         found = [node for node in (*readers, *servers) if node.state is NodeState.SILENT]
         holders = self._state.holders if found else frozenset()
         return [node for node in found if node.node_id not in holders]
@@ -477,15 +469,15 @@ class Membership:
         return [WorkerGone(self._move(told, NodeState.GONE)), *self._ended(node)]
 
     def _ended(self, node: Node) -> list[Transition]:
-        """What follows when a node's membership has ended."""
+        """A node's membership has ended; the cluster may be finished."""
         self._detector.forget(node.node_id)
         self._unheard.discard(node.node_id)
         return self.finish() if self._settings.stop_when_done else []
 
     @property
     def workers_are_done(self) -> bool:
-        """Whether all workers of all runs have come, and none is left. The run without a name
-        counts where there is no other, or once somebody has come to it.
+        """True if all workers of all runs have registered, and none is left. The run without a name
+        counts if there is no other, or if it has had a worker.
         """
         runs = list(self._state.runs)
         if not runs or self._state.workers_of(""):
@@ -493,8 +485,8 @@ class Membership:
         return all(self.are_done(name) for name in runs)
 
     def is_over(self, run: str) -> bool:
-        """Whether nobody joins a run any more: all its workers have come and left, or it was ended.
-        One that is gone may be replaced, even if it was the last.
+        """True if no worker joins the run any more: all have registered and left, or the run was
+        ended. A gone worker may be replaced, even if it was the last.
         """
         known = self._state.runs.get(run)
         if known is None or known.has_ended:
@@ -504,8 +496,8 @@ class Membership:
         return have_come and all(each.state is NodeState.LEFT for each in workers.values())
 
     def are_done(self, run: str) -> bool:
-        """Whether all workers of a run have come, and none is left; who ended in the middle may be
-        followed by another for as long as a silent one is waited for.
+        """True if all workers of a run have registered, and none is left. A worker that ended
+        unfinished counts as there while it may be replaced.
         """
         known, workers = self._state.runs.get(run), self._state.workers_by_rank(run)
         if run and known is None:
@@ -518,14 +510,14 @@ class Membership:
         )
 
     def finish(self) -> list[Transition]:
-        """The work is done, if it is."""
+        """Finish the cluster if its work is done."""
         if self._state.finished or not self.workers_are_done:
             return []
         self._state.finished = True
         return [ClusterFinished()]
 
     def _forget(self, role: Role) -> None:
-        """Of those that have left, keep the newest, and who is named by anything else."""
+        """Remove all but the newest nodes that have left, and those that the state still names."""
         state = self._state
         left = [n for n in state.nodes_of(role) if n.state is NodeState.LEFT]
         named = state.holders.union(*(p.servers for p in state.proposals.values()))

@@ -1,20 +1,14 @@
-"""Who serves which key range.
+"""The primary of each key range.
 
 Rules:
-    - A range gets its primary when the first table puts a block into it.
-    - Only servers that are alive get ranges, and only when there are as many as the cluster was
-      started for: an early table must not lie on the few servers that were the first to come.
-      Where ranges have replicas it is enough that there were as many once: a server that died then
-      holds nobody up.
+    - A range gets its primary when the first table puts a block into it, and stays there while it
+      holds blocks, except for failover (`scheduler.machine.configurations`).
+    - Only servers that are alive get ranges, and only when `server_count` are: an early table must
+      not lie on the few servers that came first. With replicas it is enough that as many were alive
+      once, so a dead server delays nobody.
 
 Invariants: CL-2 and CL-3 of `scheduler.machine.cluster`.
-
-What it deliberately does not do: choose (`scheduler.machine.placement` does), move a range that
-holds blocks, or take one from a server that is silent (`scheduler.machine.configurations` does, if
-there is another that has it).
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -29,13 +23,13 @@ from scheduler.machine.state import ClusterSettings, ClusterState, RangesPlaced,
 
 
 class Ownership:
-    """The map of ranges to servers.
+    """The map of ranges to primaries.
 
     Args:
         state: the cluster's, changed in place.
         settings: the cluster's.
         describe: says who a node is and when it was last heard.
-        configurations: gives ranges that are placed their backups.
+        configurations: places the backups.
     """
 
     def __init__(
@@ -51,7 +45,7 @@ class Ownership:
         self._describe = describe
 
     def missing_servers(self, range_ids: Iterable[RangeId], now_s: float) -> str:
-        """For whom new blocks in these ranges have to wait, in words; empty if for nobody."""
+        """Servers that new blocks in these ranges have to wait for, in words; empty if none."""
         servers = self._state.nodes_of(Role.SERVER)
         alive = [n for n in servers if n.state is NodeState.ALIVE]
         silent = [n for n in servers if n.state is NodeState.SILENT]
@@ -78,7 +72,7 @@ class Ownership:
         )
 
     def hold(self, added_bytes: Mapping[RangeId, int]) -> list[Transition]:
-        """The ranges hold so much more; those of them that have no primary get one."""
+        """Count new blocks in their ranges, and place the ranges without a primary."""
         state = self._state
         for range_id, size_bytes in added_bytes.items():
             state.range_bytes[range_id] = state.range_bytes.get(range_id, 0) + size_bytes

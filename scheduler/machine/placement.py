@@ -1,9 +1,8 @@
-"""Which server serves which range: greedy by bytes, with bounded movement.
+"""Placement of ranges on servers: greedy by bytes.
 
 Rules:
-    - A range is placed when the first table puts a block into it, and not moved while it holds
-      blocks: until ranges can be transferred, a range that moves loses what it holds. So a
-      placement moves nothing, and the traffic of the ranges that are placed goes on undisturbed.
+    - A range is placed when the first table puts a block into it, and placement never moves it:
+      ranges cannot be transferred, so a moved range would lose its values.
     - The heaviest range goes first, to the server that holds the fewest bytes; ties go to the
       server with the fewest ranges, then to the lowest node id. (Longest processing time first: at
       most 4/3 of the best possible maximum, Graham 1969; here ranges of one table differ by about a
@@ -11,12 +10,9 @@ Rules:
     - The same arguments give the same placement, whatever the order of the mappings.
 
 Invariants:
-    PL-1  Every range that holds bytes has exactly one server, and it is one of `servers` or the one
-          that had the range before.
+    PL-1  Every range that holds bytes has exactly one server, one of `servers` or its former one.
     PL-2  From an empty map, consecutive blocks of one size spread over the servers within two
           blocks or 10 % of even, whichever is larger.
-
-What it deliberately does not do: know nodes, tables' names or epochs, or look at measured load.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ _RANGES_A_SERVER = 16
 
 
 def range_count_for(server_count: int) -> int:
-    """Key ranges of a cluster of so many servers: as few as share evenly, a power of two."""
+    """Default number of key ranges: the fewest that share evenly, a power of two."""
     wanted = limits.RANGE_COUNT
     while wanted < server_count * _RANGES_A_SERVER:
         wanted *= 2
@@ -43,7 +39,7 @@ def range_count_for(server_count: int) -> int:
 
 
 def fullest_range(table: Table, range_count: int) -> tuple[RangeId, int]:
-    """The range that holds most blocks of a table, and how many."""
+    """The range with most blocks of a table, and their number."""
     counts = _blocks_by_range(table, range_count)
     fullest = min(counts, key=lambda range_id: (-counts[range_id], range_id))
     return fullest, counts[fullest]
@@ -51,18 +47,16 @@ def fullest_range(table: Table, range_count: int) -> tuple[RangeId, int]:
 
 @lru_cache(maxsize=4)
 def _ranges_by_ordinal(range_count: int) -> list[RangeId]:
-    """The range of each ordinal below `limits.SLOT_COUNT`, after which they come in the same order
-    again.
-    """
+    """The range of each ordinal below `limits.SLOT_COUNT`; later ordinals repeat them."""
     slots = (slot_of_ordinal(ordinal) for ordinal in range(limits.SLOT_COUNT))
     return [RangeId(((slot + 1) * range_count - 1) // limits.SLOT_COUNT) for slot in slots]
 
 
 def _blocks_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
-    """How many blocks of a table each range holds, in the order of ranges; none holds 0.
+    """Blocks of a table by range, in the order of ranges, without empty ones.
 
-    Counted by the standard library's own loop: a table may have a million blocks, and the
-    scheduler has one thread.
+    The loop is the standard library's, because a table may have a million blocks and the scheduler
+    has one thread.
     """
     ranges = _ranges_by_ordinal(range_count)
     rounds, rest = divmod(table.block_count, len(ranges))
@@ -76,10 +70,8 @@ def _blocks_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
 
 
 def bytes_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
-    """Parameter bytes that a table puts into each range; ranges that hold none are absent.
-
-    Counted as the servers store them: float32 (float64 for float64 tables), blocks padded to
-    `limits.BLOCK_ALIGNMENT_ELEMENTS`.
+    """Parameter bytes of a table by range, without empty ranges, as the servers store them: float32
+    (float64 for float64 tables), blocks padded to `limits.BLOCK_ALIGNMENT_ELEMENTS`.
     """
     element_bytes = table.spec.accumulator_element_bytes
     block_bytes = table.spec.block_elements * element_bytes
@@ -100,15 +92,12 @@ def place(
     range_bytes: Mapping[RangeId, int],
     servers: Iterable[NodeId],
 ) -> dict[RangeId, NodeId]:
-    """Servers for the ranges that hold bytes and have none.
+    """Servers for the ranges that hold bytes and have none, by range.
 
     Args:
-        primaries: who serves which range already; these stay.
-        range_bytes: what each range holds, in bytes, the new blocks included.
-        servers: who may get a range; at least one unless every range has its server.
-
-    Returns:
-        The new assignments only, by range.
+        primaries: ranges that are placed; these stay.
+        range_bytes: bytes by range, the new blocks included.
+        servers: candidates; at least one unless every range is placed.
     """
     held_bytes = dict.fromkeys(sorted(servers), 0)
     held_count = dict.fromkeys(held_bytes, 0)

@@ -1,17 +1,15 @@
-"""Whether a new table fits into the memory of the servers that will hold it.
+"""Memory check for a new table, on the servers that will hold it.
 
     a range on a server takes   values, and as much for each tensor of optimizer state
-                                + a formed sum and a staged step, or gate_bytes if that is less
+                                + an accumulator and a staged step, or gate_bytes if that is less
                                 + `limits.BLOCK_OVERHEAD_BYTES` a block
 
 Rules:
-    - Every holder of a range takes all of it: a backup may be its primary at any moment.
-    - What tables take counts from when they are created, whether a server has reserved it by then
-      or not. It is counted for whoever holds the ranges now: servers come and go.
-    - Servers that share a machine's memory, or a container's, share one sum. A server that does
-      not say what it has refuses nothing.
-
-What it deliberately does not do: look at what a process really uses, or place ranges.
+    - Every holder of a range takes all of it, because a backup may become primary at any moment.
+    - A table counts from its creation, whether the servers have reserved its memory or not, and for
+      the present holders of its ranges.
+    - Servers that share the memory of a machine or container share one sum. A server that reports
+      no memory refuses nothing. The memory that a process really uses is not looked at.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from scheduler.machine.state import ClusterState
 
 
 class Needed(NamedTuple):
-    """What a table takes of one holder, in bytes: in one range, or in several."""
+    """Bytes that a table takes of one holder, in one range or several."""
 
     values: int = 0
     state: int = 0
@@ -39,33 +37,31 @@ class Needed(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(self)
 
     def plus(self, other: Needed) -> Needed:
-        """Both."""
         return Needed(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
 
 
 def state_tensor_count(optimizer: OptimizerSpec) -> int:
-    """Tensors as large as the values that a server keeps beside them; a custom update's are not
-    known here.
+    """Tensors of optimizer state, each as large as the values; 0 for a custom update, whose state
+    is not known here.
     """
-    numbers = dict(optimizer.hyperparameters)
+    hyperparameters = dict(optimizer.hyperparameters)
     kind = optimizer.kind
     if kind is OptimizerKind.SGD:
-        return int(bool(numbers.get("momentum")))
+        return int(bool(hyperparameters.get("momentum")))
     if kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW):
         return 2 + int(optimizer.amsgrad)
     if kind is OptimizerKind.RMSPROP:
-        return 1 + int(optimizer.centered) + int(bool(numbers.get("momentum")))
+        return 1 + int(optimizer.centered) + int(bool(hyperparameters.get("momentum")))
     if kind is OptimizerKind.AGGREGATE:  # the sums of the last two clocks
         return 2
     return int(kind is OptimizerKind.ADAGRAD)
 
 
 def needed_by_range(table: Table, range_count: int) -> dict[RangeId, Needed]:
-    """What each holder of a range takes for a table; ranges without a block of it are absent."""
+    """Memory of a table by range, for each holder, without empty ranges."""
     spec, found = table.spec, {}
     block_bytes = spec.block_elements * spec.accumulator_element_bytes
     for range_id, value_bytes in placement.bytes_by_range(table, range_count).items():
@@ -81,12 +77,12 @@ def needed_by_range(table: Table, range_count: int) -> dict[RangeId, Needed]:
 
 
 def check_fits(state: ClusterState, name: str, needed: Mapping[RangeId, Needed]) -> None:
-    """Refuse a table whose ranges, as they are placed now, do not fit beside what is there.
+    """Refuse a table that does not fit beside the others where its ranges are placed.
 
     Args:
-        state: with the ranges of the new table placed, and without it in `range_memory_bytes`.
-        name: of the table.
-        needed: what it takes.
+        state: the ranges of the table are placed, and not in `range_memory_bytes` yet.
+        name: the table's.
+        needed: its memory.
 
     Raises:
         InvalidConfig: a server, or several that share their memory, have less left.
@@ -119,7 +115,7 @@ def _refusal(name: str, members: list[int], more: Needed, has: tuple[int, int]) 
     who = f"server node{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
     return (
         f"table '{name}' needs {more.total} bytes of memory on {who} (values {more.values}, "
-        f"optimizer state {more.state}, updates in the making {more.gate}, blocks {more.blocks}), "
+        f"optimizer state {more.state}, staging memory {more.gate}, blocks {more.blocks}), "
         f"where tables may take {total} and {taken} of these are taken: expected a smaller table, "
         "larger blocks, more servers, fewer replicas, or servers that may take more (memory_mb)"
     )

@@ -1,12 +1,9 @@
-"""How two table specifications differ, in words: the first field that does, what it is and what
-came.
+"""The first difference of two table specifications, in words.
 
 Rules:
-    - Two specifications are the same exactly if there is no difference; NaN is the same as NaN.
-    - The words stay short whatever the sizes: long tuples are narrowed to their first difference,
-      bytes to a position.
-
-What it deliberately does not do: judge which of the two is right.
+    - Equal specifications have no difference; NaN equals NaN.
+    - The words are short at any size: a long tuple is narrowed to its first difference, bytes to a
+      position.
 """
 
 from __future__ import annotations
@@ -21,10 +18,10 @@ _SHOWN_CHARACTERS = 120
 
 
 def first_difference(exists: TableSpec, came: TableSpec) -> str | None:
-    """The first field that differs, as "field is x; got y"; None if none does.
+    """The first field that differs, as "field is x; got y", or None. Both are `validated`.
 
-    Both are `validated`. Between models the tensors come first: "element_count is 9; got 12" says
-    less to a person than the first layer that is another.
+    Tensors come first between models: the first layer that differs says more than "element_count is
+    9; got 12".
     """
     if exists == came:
         return None
@@ -38,7 +35,7 @@ def first_difference(exists: TableSpec, came: TableSpec) -> str | None:
 def _differs(path: str, exists: object, came: object) -> str | None:
     if exists == came or (exists != exists and came != came):
         return None
-    if isinstance(exists, Consistency):  # one word says it all
+    if isinstance(exists, Consistency):  # shown as one word
         return f"{path} is {exists}; got {came}"
     if dataclasses.is_dataclass(exists) and type(exists) is type(came):
         parts = (

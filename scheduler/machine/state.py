@@ -1,12 +1,9 @@
-"""What the scheduler knows and what it says: settings, state, requests and transitions, as values.
+"""The scheduler's values: settings, state, requests and transitions.
 
 Rules:
-    - `ClusterState` is everything that the journal keeps, or computes again from what it keeps
-      (`scheduler.store.records`): when a node was last heard and what it said of its progress are
-      not part of it.
-    - A transition is one thing that changed; the edge logs each, once.
-
-What it deliberately does not do: decide (`scheduler.machine.cluster` does).
+    - `ClusterState` has everything that the journal keeps, or can compute from it
+      (`scheduler.store.records`), so neither heartbeat times nor the nodes' progress.
+    - A transition is one change; the edge logs each, once.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from ps_core.manifest import Imported
 from ps_core.runs import Run
 from ps_core.tables import Table, TableSpec
 from ps_core.update_offer import UpdateOffer
-from scheduler.machine.adaptation import KeptCourse
+from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.checkpoint_state import (
     Attempt,
     CheckpointBegunAgain,
@@ -37,7 +34,7 @@ from scheduler.machine.checkpoint_state import (
 )
 
 Counts = tuple[tuple[NodeId, int], ...]
-"""Numbers of ranges, by node id."""
+"""Range counts by node id."""
 
 TIMELINE_BYTES = 16
 MIN_TOKEN_KEY_BYTES = 16
@@ -45,7 +42,7 @@ MIN_TOKEN_KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class RestoredTable:
-    """A table of the checkpoint that a cluster starts from; `consistency` is what it had then."""
+    """A table of the checkpoint that a cluster starts from, with its consistency at that time."""
 
     spec: TableSpec
     consistency: Consistency
@@ -54,9 +51,13 @@ class RestoredTable:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The checkpoint that a cluster starts from: its directory, and its tables by name; or, of one
-    that was imported, what it has for whichever tables there will be. `lineage` has its timeline,
-    and those that it went on from.
+    """The checkpoint that a cluster starts from.
+
+    Attributes:
+        url: the directory.
+        tables: by name; empty for an import.
+        imported: values of an import, for the tables that will be created.
+        lineage: its timeline, and those that it continues.
     """
 
     url: str
@@ -67,40 +68,39 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What a cluster is told when it is formed. The random parts are drawn by the caller.
+    """Settings of a cluster, fixed when it is formed. The caller draws the random ones.
 
     Attributes:
-        cluster_id: the cluster's identity, random; not empty.
-        timeline: what a restore starts anew, random; 16 bytes.
-        token_key: what session tokens are made with, random and secret; at least 16 bytes.
-        first_incarnation: the incarnation of the first node; later ones count up. At least 1;
+        cluster_id: identity; random, not empty.
+        timeline: identity between two restores; random, 16 bytes.
+        token_key: key of session tokens; random, secret, at least 16 bytes.
+        first_incarnation: incarnation of the first node; later ones count up. At least 1, and
             random, so that two clusters do not give the same ones.
-        worker_count: the number of workers that opens clock 1 of a BSP table; at least 1.
-        server_count: the number of servers that a table waits for; at least 1.
-        max_workers: how many workers there may be at a time, those that join while others train
-            included; at least `worker_count`. 0: `worker_count`.
-        stop_when_done: whether the cluster is finished when all workers have left.
+        worker_count: workers that must be there to open clock 1 of a BSP table; at least 1.
+        server_count: servers that a table waits for; at least 1.
+        max_workers: most workers at a time, late joiners included; at least `worker_count`.
+            0: `worker_count`.
+        stop_when_done: the cluster is finished when all workers have left.
         range_count: key ranges; fixed for the life of the cluster.
-        heartbeat_interval_s: how often nodes call, in seconds; at most half of `lease_s`.
-        lease_s: after this time without a word a node counts as silent, in seconds.
-        worker_timeout_s: a worker that is silent for longer is declared gone, in seconds; above
-            `lease_s`. 0: never, the others wait for it.
-        adaptation_interval_s: how often the bound of a table whose bound moves is looked at, in
-            seconds, at most; above 0.
+        heartbeat_interval_s: interval of a node's heartbeats; at most half of `lease_s`.
+        lease_s: silence after which a node counts as silent.
+        worker_timeout_s: silence after which a worker is declared gone; above `lease_s`.
+            0: never, the others wait for it.
+        adaptation_interval_s: shortest time between two moves of an adaptive bound; above 0.
         replica_count: servers that hold each range, the primary included, where there are as
             many; 1 to `server_count`.
         min_in_sync: in-sync replicas, the primary included, below which a range takes no pushes;
             1 to `replica_count`.
-        features: what the cluster can do, for nodes to compare with what they need.
-        checkpoint_url: where checkpoints go; at most `limits.MAX_CHECKPOINT_URL_BYTES`. Empty:
-            there are none.
-        checkpoint_count: the largest number of a checkpoint that is there already.
-        checkpoint_full_every: of so many checkpoints in a row one is full, and the others have only
-            what changed; 1: all are full.
-        restored: what the cluster starts from, if it does not start anew.
-        first_node_id: of the first node; later ones count up.
-        replaced_timelines: those that this cluster was restored in the place of: whose nodes may
-            forget what they have, and register again.
+        features: capabilities that nodes compare with what they need.
+        checkpoint_url: directory of checkpoints, at most `limits.MAX_CHECKPOINT_URL_BYTES`.
+            Empty: no checkpoints.
+        checkpoint_count: largest number of a checkpoint that exists already.
+        checkpoint_full_every: one of so many checkpoints in a row is full, the others have only
+            changes; 1: all are full.
+        restored: the checkpoint to start from, or None.
+        first_node_id: id of the first node; later ones count up.
+        replaced_timelines: timelines that a restore of this cluster replaced; their nodes drop
+            their values and register again.
     """
 
     cluster_id: str
@@ -194,11 +194,11 @@ class ClusterSettings:
 
     @property
     def rank_count(self) -> int:
-        """Ranks are below it."""
+        """Exclusive upper bound of ranks."""
         return self.max_workers or self.worker_count
 
     def of_run(self, run: Run) -> ClusterSettings:
-        """The settings that the workers of a run go by."""
+        """Settings for the workers of a run."""
         if not run.name:
             return self
         most = max(self.max_workers, run.worker_count)
@@ -221,7 +221,7 @@ class UpdateLogClaim:
 
 @dataclass(frozen=True, slots=True)
 class ServerMemory:
-    """What memory a server has for tables; see `pushpull.v1.ServerMemory`. 0: not said."""
+    """A server's memory for tables; see `pushpull.v1.ServerMemory`. 0: not reported."""
 
     byte_count: int = 0
     pool: str = ""
@@ -229,7 +229,7 @@ class ServerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Asks to become a node; the fields are those of `pushpull.v1.RegisterNodeRequest`."""
+    """A request to become a node; the fields are those of `pushpull.v1.RegisterNodeRequest`."""
 
     registration_id: bytes
     role: Role
@@ -249,7 +249,7 @@ class Registration:
     identity: str = ""
 
     def shares_log(self, other: Registration) -> bool:
-        """Whether both keep the same update log: one of them has ended, since it has one lock."""
+        """True if both keep the same update log. The log has one lock, so one of them is dead."""
         ours, theirs = self.update_log, other.update_log
         return ours is not None and theirs is not None and ours.log_id == theirs.log_id
 
@@ -264,8 +264,8 @@ class Member:
 
 @dataclass(slots=True)
 class Proposal:
-    """A change of a table that servers are asked to promise, until a deadline. `clocks` has the
-    promises that came.
+    """A proposed change of a table. `clocks` has the hold point of each prepared server; the
+    others have until `deadline_s`.
     """
 
     servers: frozenset[NodeId]
@@ -274,18 +274,18 @@ class Proposal:
 
     @property
     def missing(self) -> set[NodeId]:
-        """Who has not promised."""
+        """Servers that are not prepared."""
         return set(self.servers - self.clocks.keys())
 
 
 @dataclass(slots=True)
 class ClusterState:
-    """Membership, tables and ownership. Dictionaries are in order of creation. `tables` are by run
-    and name, `runs` are those that have a name.
+    """Membership, tables and ownership. Dictionaries are in order of creation; `tables` are by run
+    and name, and `runs` are those with a name.
 
-    `range_bytes` is what each range holds, absent where nothing; `range_memory_bytes` what each
-    holder of it may take for that; `view_bytes` is what the nodes and
-    tables take of a view. Both are sums, kept so that an event costs only what it adds.
+    `range_bytes` has the parameter bytes of each range that is not empty, `range_memory_bytes` the
+    memory that each of its holders may need, and `view_bytes` the size of the nodes and tables in a
+    view. They are running sums, so that an event costs only what it adds.
     """
 
     next_incarnation: Incarnation
@@ -293,7 +293,7 @@ class ClusterState:
     view_number: int = 1
     next_node_id: int = 1
     next_ordinal: int = 0
-    next_table_id: int = 0  # 0 until a table is removed: they are numbered without gaps
+    next_table_id: int = 0  # 0 until a table is removed: until then ids have no gaps
     members: dict[NodeId, Member] = field(default_factory=dict)
     node_of_registration: dict[bytes, NodeId] = field(default_factory=dict)
     tables: dict[tuple[str, str], Table] = field(default_factory=dict)
@@ -302,25 +302,25 @@ class ClusterState:
     range_memory_bytes: dict[RangeId, int] = field(default_factory=dict)
     change_counts: dict[TableId, int] = field(default_factory=dict)
     proposals: dict[TableId, Proposal] = field(default_factory=dict)
-    withdrawals: dict[TableId, str] = field(default_factory=dict)  # why the last one was
+    withdrawals: dict[TableId, str] = field(default_factory=dict)  # reason of the last one
     joins_due: dict[TableId, list[Join]] = field(default_factory=dict)
-    join_rooms: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
-    failed_over: set[RangeId] = field(default_factory=set)  # ranges that a backup took over, ever
-    has_formed: bool = False  # all servers that it was started for have been here at once
+    counted_joins: set[tuple[TableId, int]] = field(default_factory=set)  # ranks, in `view_bytes`
+    failed_over: set[RangeId] = field(default_factory=set)  # a backup took these over, ever
+    has_formed: bool = False  # `server_count` servers were alive at once
     finished: bool = False
     view_bytes: int = 0
     checkpoint: Attempt | None = None
     checkpoint_count: int = 0
-    checkpoint_base: int = 0  # the newest complete one of this cluster; 0: none may be referred to
+    checkpoint_base: int = 0  # newest complete one of this cluster; 0: the next one is full
     checkpoints_since_full: int = 0  # complete ones, the full one included
     left_parts: dict[int, LeftPart] = field(default_factory=dict)  # by rank
-    courses: dict[TableId, KeptCourse] = field(default_factory=dict)  # of bounds that move
-    checkpoint_ends: dict[int, str] = field(default_factory=dict)  # why it failed, or nothing
-    checkpoint_again: dict[int, int] = field(default_factory=dict)  # begun again under that number
+    courses: dict[TableId, CourseRecord] = field(default_factory=dict)  # of adaptive bounds
+    checkpoint_ends: dict[int, str] = field(default_factory=dict)  # reason of failure, or empty
+    checkpoint_again: dict[int, int] = field(default_factory=dict)  # number of the second attempt
 
     @classmethod
     def empty(cls, settings: ClusterSettings) -> ClusterState:
-        """The state of a cluster that nobody has joined."""
+        """State of a cluster without nodes."""
         ranges = [
             RangeAssignment(RangeId(index), slots, AssignmentEpoch(1), None)
             for index, slots in enumerate(key_ranges(settings.range_count))
@@ -334,20 +334,20 @@ class ClusterState:
 
     @property
     def holders(self) -> frozenset[NodeId]:
-        """The servers that hold anything of any range, or are to."""
+        """Servers that hold a range, or are catching up."""
         return frozenset(node_id for r in self.ranges for node_id in r.holders)
 
     def workers_by_rank(self, run: str) -> dict[int, Node]:
-        """The newest worker of each rank that a run has given."""
+        """Newest worker of each rank of a run."""
         return {node.rank: node for node in self.workers_of(run)}  # in order of their ids
 
     def workers_of(self, run: str) -> list[Node]:
-        """The workers of a run, by id."""
+        """Workers of a run, by id."""
         return [node for node in self.nodes_of(Role.WORKER) if node.run == run]
 
     def predecessor_of(self, request: Registration) -> Node | None:
-        """The worker that had the identity of a worker that comes, and has not left: its process
-        has ended. None if there is none, or the request asks for another rank.
+        """The worker with the identity of a registering one, unless it has left: its process has
+        ended. None if the request asks for another rank.
         """
         if not request.identity or request.role is not Role.WORKER:
             return None
@@ -359,27 +359,25 @@ class ClusterState:
         return None
 
     def tables_of(self, run: str) -> list[Table]:
-        """The tables of a run."""
         return [table for table in self.tables.values() if table.run == run]
 
     def worker_count_of(self, run: str, settings: ClusterSettings) -> int:
-        """The number of workers that opens clock 1 of a run's tables."""
+        """Workers that must be there to open clock 1 of a run's tables."""
         return self.runs[run].worker_count if run in self.runs else settings.worker_count
 
     def nodes_of(self, role: Role) -> list[Node]:
-        """The nodes of one role, by id."""
+        """Nodes of a role, by id."""
         return [m.node for m in self.members.values() if m.node.role is role]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """All that a journal keeps of a cluster.
+class JournaledCluster:
+    """The journaled part of a cluster.
 
     Attributes:
         settings: the cluster's.
         state: the cluster's.
-        returning_s: workers that ended in the middle, and for how long each may be followed by
-            another.
+        returning_s: workers that ended unfinished, and the seconds left for a replacement of each.
     """
 
     settings: ClusterSettings
@@ -389,14 +387,14 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class NodeRegistered:
-    """A node joined."""
+    """A node registered."""
 
     node: Node
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSilent:
-    """A node was not heard within the lease; `quiet_s` is for how long."""
+    """A node was not heard for a lease, but `quiet_s`."""
 
     node: Node
     quiet_s: float
@@ -404,14 +402,14 @@ class NodeSilent:
 
 @dataclass(frozen=True, slots=True)
 class NodeHeardAgain:
-    """A silent node spoke."""
+    """A silent node was heard."""
 
     node: Node
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLeft:
-    """A node ended its membership, or was given up, silent for long; `reason` says why."""
+    """A node left, or was silent until it was given up."""
 
     node: Node
     reason: str
@@ -419,29 +417,29 @@ class NodeLeft:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """A worker was silent for too long: its membership has ended."""
+    """A worker was silent too long, or its process ended: its membership has ended."""
 
     node: Node
 
 
 @dataclass(frozen=True, slots=True)
 class TableCreated:
-    """A table came to be."""
+    """A table was created."""
 
     table: Table
 
 
 @dataclass(frozen=True, slots=True)
 class RangesPlaced:
-    """Ranges got their servers; `counts` says how many each server got."""
+    """Ranges got primaries; `counts` has the ranges of each server."""
 
     counts: Counts
 
 
 @dataclass(frozen=True, slots=True)
 class RangesFailedOver:
-    """A server is silent, has left, or has nothing of ranges that are its own: their backups are
-    primaries of them now, or who came with its update log; `counts` says of how many each.
+    """Ranges of a server that is silent, has left or is missing their values have another primary:
+    a backup, or the server that came with its update log. `counts` has the ranges of each.
     """
 
     lost: Node
@@ -451,8 +449,8 @@ class RangesFailedOver:
 
 @dataclass(frozen=True, slots=True)
 class RangesLost:
-    """Ranges whose values no server has that is there, or may come back. Their primary has left, or
-    has nothing of them. It `is_wanted` where a person stopped the server.
+    """No server that is there, or may come back, has the values of these ranges. `is_wanted` if a
+    person stopped their primary.
     """
 
     primary: Node
@@ -462,8 +460,8 @@ class RangesLost:
 
 @dataclass(frozen=True, slots=True)
 class BackupsSet:
-    """A primary has the backups of these ranges that it asked for; `left_out` and `let_in` say of
-    how many ranges each server is a backup no more, and has become one.
+    """A primary got the backups that it requested for these ranges; `left_out` and `let_in` count
+    the ranges of each server that lost or gained this.
     """
 
     primary: NodeId
@@ -474,8 +472,8 @@ class BackupsSet:
 
 @dataclass(frozen=True, slots=True)
 class JoinersNamed:
-    """Ranges have too few backups: of how many each server has to become one now; of how many it
-    had to, and has left before it was.
+    """Ranges have too few backups: the ranges for which each server starts catching up, and those
+    for which it no longer does.
     """
 
     named: Counts
@@ -484,8 +482,8 @@ class JoinersNamed:
 
 @dataclass(frozen=True, slots=True)
 class DepartureAsked:
-    """A server was told to stop. Others have all that it holds; it leaves when they have shown that
-    they live, which they do by acting on the view that follows.
+    """A server is stopping, and others hold its ranges. It leaves once they have acted on the view
+    that follows, which shows that they are alive.
     """
 
     node: Node
@@ -493,7 +491,7 @@ class DepartureAsked:
 
 @dataclass(frozen=True, slots=True)
 class ChangeProposed:
-    """The servers are asked to hold a table's later clocks; `reason` says why, if nobody asked."""
+    """Servers are asked to prepare a change; `reason` if the scheduler itself requested it."""
 
     table: Table
     change: Change
@@ -502,7 +500,7 @@ class ChangeProposed:
 
 @dataclass(frozen=True, slots=True)
 class ChangeDecided:
-    """All servers have promised a change of a table: its first range takes it."""
+    """All servers are prepared: the table's first range takes the change."""
 
     table: Table
     change: Change
@@ -510,7 +508,7 @@ class ChangeDecided:
 
 @dataclass(frozen=True, slots=True)
 class ChangeCommitted:
-    """A table has another consistency from a clock on."""
+    """A table's change took effect."""
 
     table: Table
     change: Change
@@ -518,7 +516,7 @@ class ChangeCommitted:
 
 @dataclass(frozen=True, slots=True)
 class ChangeWithdrawn:
-    """Not every server promised in time; `reason` says who."""
+    """A change was withdrawn, most often because a server was not prepared in time."""
 
     table: Table
     reason: str
@@ -526,7 +524,7 @@ class ChangeWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class RunBegun:
-    """The first worker of a run came."""
+    """The first worker of a run registered."""
 
     run: Run
 
@@ -540,7 +538,7 @@ class RunEnded:
 
 @dataclass(frozen=True, slots=True)
 class RunRemoved:
-    """An operator removed a run: so many tables, which took so many bytes of all servers."""
+    """An operator removed a run: its tables, and their bytes on all servers together."""
 
     run: Run
     table_count: int
@@ -549,7 +547,7 @@ class RunRemoved:
 
 @dataclass(frozen=True, slots=True)
 class ClusterFinished:
-    """All workers have left or are gone, and the cluster was told to end then."""
+    """All workers have left or are gone, and the cluster is configured to end then."""
 
 
 Transition = (
@@ -579,4 +577,3 @@ Transition = (
     | RunRemoved
     | ClusterFinished
 )
-"""One thing that changed."""

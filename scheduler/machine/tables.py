@@ -1,15 +1,12 @@
-"""Which tables there are, and what a new one needs: a free name, room, servers.
+"""The tables of a cluster, and the needs of a new one: a free name, space in the view, servers.
 
 Rules:
     - Creation is idempotent by specification: the identical table is found, another of its name is
       refused.
-    - A table comes to be whole, with a server for each of its blocks, or not yet.
-    - One that is removed leaves its ranges where they are, and its numbers to nobody.
+    - A table is created whole, with a server for each of its blocks, or waits.
+    - A removed table's ranges stay on their servers, and its id and ordinals are never given again.
 
 Invariants: CL-1 for tables and ordinals, and CL-5 of `scheduler.machine.cluster`.
-
-What it deliberately does not do: wait for servers (it says which are missing), choose them, or
-change a table that is there (`scheduler.machine.changes`).
 """
 
 from __future__ import annotations
@@ -45,13 +42,13 @@ from scheduler.machine.state import (
 )
 
 
-class Tables:
+class TableCatalogue:
     """The tables of a cluster.
 
     Args:
         settings: the cluster's.
         state: the cluster's, changed in place.
-        ownership: which server gets the blocks of a new table.
+        ownership: places the blocks of a new table.
     """
 
     def __init__(
@@ -62,10 +59,10 @@ class Tables:
         self._ownership = ownership
 
     def find(self, spec: TableSpec, run: str) -> Table | None:
-        """The identical table of a run, if there is one.
+        """The identical table of a run, or None.
 
         Raises:
-            TableExists: one of that name differs; the message names the first field that does.
+            TableExists: a table of that name differs; the message names the first field.
         """
         existing = self._state.tables.get((run, spec.name))
         if existing is None:
@@ -76,11 +73,7 @@ class Tables:
         return existing
 
     def check_replicable(self, spec: TableSpec) -> None:
-        """Refuse a table that the cluster's servers cannot replicate, or log.
-
-        Raises:
-            InvalidConfig: it has a custom update, and there are replicas, or update logs.
-        """
+        """Raise InvalidConfig for a custom update where there are replicas or update logs."""
         if spec.optimizer.kind is not OptimizerKind.CUSTOM:
             return
         for node in self._state.nodes_of(Role.SERVER):
@@ -102,18 +95,18 @@ class Tables:
     def create(
         self, spec: TableSpec, run: str, joins: tuple[Join, ...], now_s: float
     ) -> tuple[Table | str, list[Transition]]:
-        """Create a table, or say for whom that has to wait.
+        """Create a table, or return the reason to wait.
 
         Args:
             spec: validated; no table of the run has its name.
-            run: whose it is.
-            joins: who has the ranks that were given anew, or are beyond the first.
+            run: the table's.
+            joins: joins of replacement workers and late joiners.
             now_s: the time.
 
         Raises:
-            InvalidConfig: the cluster has no room for it, or its servers have no memory.
+            InvalidConfig: the view has no space for it, or its servers have too little memory.
         """
-        # What the cluster starts from is a checkpoint of the run without a name.
+        # A cluster is restored from a checkpoint of the run without a name.
         state, restored = self._state, None if run else self._restored(spec)
         table_id = TableId(state.next_table_id or len(state.tables) + 1)
         table = Table(table_id, state.next_ordinal, spec, joins=joins, run=run)
@@ -122,7 +115,7 @@ class Tables:
         needed_bytes = view_size.table_bytes(spec) + view_size.JOIN_BYTES * len(joins)
         needed_bytes += view_size.of_run_bytes(run)
         needed_bytes += 0 if table.change is None else view_size.CHANGE_BYTES
-        self._check_room(spec, needed_bytes)
+        self._check_view_space(spec, needed_bytes)
         self._check_reach(table)
         added_bytes = placement.bytes_by_range(table, len(state.ranges))
         reason = self._ownership.missing_servers(added_bytes, now_s)
@@ -133,23 +126,23 @@ class Tables:
         state.view_bytes += needed_bytes
         if table.change is not None:
             state.change_counts[table_id] = table.change.number
-        state.join_rooms |= {(table.table_id, join.rank) for join in joins}
+        state.counted_joins |= {(table.table_id, join.rank) for join in joins}
         state.next_ordinal += table.block_count
         if state.next_table_id:
             state.next_table_id += 1
         return table, [TableCreated(table), *placed]
 
     def remove(self, table: Table) -> int:
-        """The table is no more, nor what was to become of it; its ranges stay where they are. What
-        it took of all servers together, in bytes.
+        """Remove a table with its proposal and due joins; its ranges stay where they are. Returns
+        its memory on all servers together, in bytes.
         """
         state, table_id, range_count = self._state, table.table_id, len(self._state.ranges)
-        rooms = {room for room in state.join_rooms if room[0] == table_id}
+        joins = {each for each in state.counted_joins if each[0] == table_id}
         state.next_table_id = state.next_table_id or len(state.tables) + 1  # CL-1
         del state.tables[table.key]
-        state.join_rooms -= rooms
+        state.counted_joins -= joins
         state.view_bytes -= view_size.table_bytes(table.spec) + view_size.of_run_bytes(table.run)
-        state.view_bytes -= view_size.JOIN_BYTES * len(rooms)
+        state.view_bytes -= view_size.JOIN_BYTES * len(joins)
         if state.change_counts.pop(table_id, 0):
             state.view_bytes -= view_size.CHANGE_BYTES
         for of_tables in (state.proposals, state.withdrawals, state.joins_due):
@@ -163,7 +156,7 @@ class Tables:
         return held_bytes
 
     def _placed(self, table: Table, added_bytes: Mapping[RangeId, int]) -> list[Transition]:
-        """Servers for the ranges of a table; nothing has changed where they have no memory."""
+        """Place the ranges of a table; changes nothing if they do not fit into memory."""
         state = self._state
         needed = server_memory.needed_by_range(table, len(state.ranges))
         before = list(state.ranges), dict(state.range_bytes)
@@ -179,11 +172,11 @@ class Tables:
         return placed
 
     def _restored(self, spec: TableSpec) -> RestoredTable | None:
-        """The table of that name in the checkpoint that the cluster starts from; of one that was
-        imported, a table of these tensors, whatever else it is.
+        """The table of that name in the checkpoint that the cluster starts from; from an import,
+        any table with its tensors.
 
         Raises:
-            InvalidCheckpoint: the table there is another one, or its tensors are.
+            InvalidCheckpoint: the table there, or one of its tensors, differs.
         """
         checkpoint = self._settings.restored
         if checkpoint is not None and checkpoint.imported is not None:
@@ -199,7 +192,7 @@ class Tables:
             )
         return found
 
-    def _check_room(self, spec: TableSpec, needed_bytes: int) -> None:
+    def _check_view_space(self, spec: TableSpec, needed_bytes: int) -> None:
         table_count = len(self._state.tables)
         if table_count >= limits.MAX_TABLE_COUNT:
             raise InvalidConfig(
@@ -219,17 +212,17 @@ class Tables:
                 f"blocks of {spec.block_elements}; expected at most {most}: "
                 f"{remedy}several tables"
             )
-        room_bytes = view_size.room_bytes(self._settings, self._state)
-        room_bytes -= limits.VIEW_RESERVED_BYTES  # for nodes that come, or come back
-        if needed_bytes > room_bytes:
+        free_bytes = view_size.free_bytes(self._settings, self._state)
+        free_bytes -= limits.VIEW_RESERVED_BYTES  # for nodes that register later
+        if needed_bytes > free_bytes:
             raise InvalidConfig(
                 f"table '{spec.name}' takes up to {needed_bytes} bytes of the cluster's view "
                 f"({len(spec.tensors)} tensors, {len(spec.initializer.inline)} bytes of inline "
-                f"values), which has room for {room_bytes} more of {view_size.MAX_VIEW_BYTES}"
+                f"values), which may grow by {free_bytes} to {view_size.MAX_VIEW_BYTES}"
             )
 
     def _check_reach(self, table: Table) -> None:
-        """One step of the table must fit the numbers that a ledger keeps open."""
+        """One step of the table must fit the sequence numbers that a ledger keeps open."""
         range_id, count = placement.fullest_range(table, len(self._state.ranges))
         if count > limits.MAX_RANGE_BLOCK_COUNT:
             spec = table.spec
@@ -241,10 +234,10 @@ class Tables:
 
 
 def _begun(imported: Imported, spec: TableSpec) -> RestoredTable | None:
-    """A table that begins with what was imported; None if that is for others.
+    """A table that starts from an import; None if the import is for other tables.
 
     Raises:
-        InvalidCheckpoint: a tensor is not there, or is another one.
+        InvalidCheckpoint: a tensor is missing, or differs.
     """
     if not imported.is_for(spec.name):
         return None
@@ -253,7 +246,7 @@ def _begun(imported: Imported, spec: TableSpec) -> RestoredTable | None:
 
 
 def comparable(spec: TableSpec) -> TableSpec:
-    """What two tables must have in common for one to take over the other's values and state."""
+    """The fields in which two tables must agree for one to take over the other's values."""
     optimizer = replace(spec.optimizer, hyperparameters=(), nesterov=False, maximize=False)
     return replace(
         spec,
@@ -267,9 +260,9 @@ def comparable(spec: TableSpec) -> TableSpec:
 
 
 def restored_as(table: Table, restored: RestoredTable) -> Table:
-    """The table as it goes on. It has the setting that it was created with or, if that is the one
-    of the checkpoint's table as well, the one that this had come to have. Who has a rank of it from
-    the start begins where all do.
+    """The table as it continues a restored one: with the consistency that the checkpoint's table
+    had come to, if both were created with the same one, else with its own. Replacement workers
+    and late joiners begin where all workers do.
     """
     joins = tuple(replace(join, after_clock=restored.clock) for join in table.joins)
     table = replace(table, restored_clock=restored.clock, joins=joins)

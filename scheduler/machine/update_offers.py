@@ -1,13 +1,11 @@
-"""Which custom updates the servers have: they agree, and tables ask for nothing else.
+"""Custom updates that servers offer: all agree, and tables use no others.
 
 Rules:
-    - Two servers that have an update of one name have the same one: the same numbers, defaults and
-      fingerprint. Otherwise the bits of a table would depend on where its blocks lie.
+    - Two servers with an update of one name have the same hyperparameters, defaults and
+      fingerprint. Otherwise the bits of a table would depend on the placement of its blocks.
     - A table with a custom update needs it on every registered server, whichever gets its blocks;
-      a server that comes later must have what the tables of the cluster use.
+      a server that registers later must have the updates of all tables.
     - Servers that have left do not count.
-
-What it deliberately does not do: know what an update computes.
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ Describe = Callable[[Node], str]
 
 
 def check_offers(request: Registration) -> None:
-    """Refuse offers that are wrong in themselves.
-
-    Raises:
-        InvalidConfig: naming the update and what is wrong with it.
-    """
+    """Raise InvalidConfig for offers that are wrong in themselves."""
     offers = request.custom_updates
     if offers and request.role is not Role.SERVER:
         raise InvalidConfig(
@@ -50,11 +44,7 @@ def check_offers(request: Registration) -> None:
 
 
 def check_agreement(request: Registration, state: ClusterState, describe: Describe) -> None:
-    """Refuse a server that differs from those that are here, or lacks what a table uses.
-
-    Raises:
-        InvalidConfig: naming the update, and the server or the table.
-    """
+    """Raise InvalidConfig for a server that differs from another, or lacks a table's update."""
     for node, theirs in _present(state):
         for offer in _usable(request.custom_updates):
             other = theirs.get(offer.name)
@@ -68,17 +58,17 @@ def check_agreement(request: Registration, state: ClusterState, describe: Descri
         name = table.spec.optimizer.custom_update
         if name and name not in {offer.name for offer in _usable(request.custom_updates)}:
             raise InvalidConfig(
-                f"table '{table.spec.name}' uses the custom update '{name}', which the server has "
-                f"not; {_had(request.custom_updates, name)}"
+                f"table '{table.spec.name}' uses the custom update '{name}', which the server "
+                f"lacks; {_had(request.custom_updates, name)}"
             )
 
 
 def completed(spec: TableSpec, state: ClusterState, describe: Describe) -> TableSpec:
-    """The spec with all numbers of its custom update; itself if it has none, or if no server that
-    could know them has come yet.
+    """The spec with all hyperparameters of its custom update; unchanged without one, or before any
+    server has registered.
 
     Raises:
-        InvalidConfig: a server lacks the update, or the update has no such number.
+        InvalidConfig: a server lacks the update, or the update lacks a hyperparameter.
     """
     optimizer = spec.optimizer
     if optimizer.kind is not OptimizerKind.CUSTOM:
@@ -90,18 +80,18 @@ def completed(spec: TableSpec, state: ClusterState, describe: Describe) -> Table
             registered = state.members[node.node_id].registration.custom_updates
             raise InvalidConfig(
                 f"table '{spec.name}' asks for the custom update '{name}', which "
-                f"{describe(node)} has not; {_had(registered, name)}"
+                f"{describe(node)} lacks; {_had(registered, name)}"
             )
         found = offers[name]
     if found is None:
         return spec
     defaults = replace(optimizer, hyperparameters=found.hyperparameters)
-    numbers = defaults.merged(optimizer.hyperparameters)
-    return replace(spec, optimizer=replace(optimizer, hyperparameters=numbers))
+    merged = defaults.merged(optimizer.hyperparameters)
+    return replace(spec, optimizer=replace(optimizer, hyperparameters=merged))
 
 
 def _present(state: ClusterState) -> Iterator[tuple[Node, dict[str, UpdateOffer]]]:
-    """The servers that have not left, with what each can run, by name."""
+    """Servers that have not left, with the usable offers of each by name."""
     for node in state.nodes_of(Role.SERVER):
         if node.state is not NodeState.LEFT:
             offers = state.members[node.node_id].registration.custom_updates
@@ -113,7 +103,7 @@ def _usable(offers: tuple[UpdateOffer, ...]) -> Iterator[UpdateOffer]:
 
 
 def _had(offers: tuple[UpdateOffer, ...], name: str) -> str:
-    """What a server has in the place of the update `name`."""
+    """Words on the offers of a server that lacks the update `name`."""
     broken = next((offer for offer in offers if offer.name == name), None)
     if broken is not None:
         return f"it cannot run it: {broken.problem}"
@@ -124,5 +114,5 @@ def _had(offers: tuple[UpdateOffer, ...], name: str) -> str:
 
 
 def _shown(offer: UpdateOffer) -> str:
-    numbers = ", ".join(f"{name}={value:g}" for name, value in offer.hyperparameters)
-    return f"'{offer.fingerprint}' with {numbers or 'no hyperparameters'}"
+    pairs = ", ".join(f"{name}={value:g}" for name, value in offer.hyperparameters)
+    return f"'{offer.fingerprint}' with {pairs or 'no hyperparameters'}"

@@ -1,14 +1,11 @@
-"""How large a cluster view is as a message: upper bounds, so that no view outgrows its nodes.
+"""Upper bounds of the size of a cluster view as a message.
 
 Rules:
-    - A view is sent whole, to every node, clients in other languages included; one that is larger
-      than gRPC's default limit would reach nobody, and the cluster would stand still. So whatever
-      makes the view larger asks here first.
+    - Every node gets the whole view, clients in other languages included. A view over gRPC's
+      default limit would reach no node and stop the cluster, so additions are checked here first.
 
 Invariants:
     VS-1  The bounds are never below the serialized size (tested against the real messages).
-
-What it deliberately does not do: serialize, or know protobuf beyond the widths of its encoding.
 """
 
 from __future__ import annotations
@@ -22,31 +19,31 @@ from scheduler.machine.state import ClusterSettings, ClusterState
 MAX_VIEW_BYTES = limits.FOREIGN_MAX_MESSAGE_BYTES
 
 _FIELD_BYTES = 11
-"""A tag of one byte and the widest varint."""
+"""A tag, and the widest varint."""
 
 _LENGTH_BYTES = 6
-"""A tag and the length of a field that has one."""
+"""A tag, and the length of a field."""
 
 _NODE_ID_BYTES = 5
 """The widest varint of 32 bits."""
 
 _NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 8
-"""A hyperparameter beside its name: a double."""
+"""A hyperparameter without its name; the value is a double."""
 
 CHANGE_BYTES = 2 * (40 + 26 + 6)
-"""The newest change of a table, and a proposal; room is taken when it is changed first."""
+"""The last change of a table, and a proposal; counted from the first proposal on."""
 
 CUT_BYTES = 2 * _LENGTH_BYTES + 3 * _FIELD_BYTES
-"""Where a table was cut last, and at which clock it was restored."""
+"""The last cut of a table, and the clock at which it was restored."""
 
 JOIN_BYTES = 32
-"""Who has a rank that was given anew, or is beyond the first, in one table."""
+"""One join of a replacement worker or late joiner, in one table."""
 
 _LAYOUT_BYTES = Remembered[int]()
 
 
 def table_bytes(spec: TableSpec) -> int:
-    """The most bytes that a table takes of a view; `spec` is validated."""
+    """Most bytes of a table in a view; `spec` is validated."""
     fixed = 24 * _FIELD_BYTES + CUT_BYTES + len(spec.name.encode()) + len(spec.initializer.inline)
     optimizer = spec.optimizer
     numbers = _LENGTH_BYTES + len(optimizer.custom_update.encode())
@@ -64,31 +61,31 @@ def table_bytes(spec: TableSpec) -> int:
 
 
 def node_bytes(node: Node) -> int:
-    """The most bytes that a node takes of a view."""
+    """Most bytes of a node in a view."""
     return 7 * _FIELD_BYTES + len(node.address.encode()) + of_run_bytes(node.run)
 
 
 def of_run_bytes(run: str) -> int:
-    """What it takes to say of a node or a table that it is of a run."""
+    """Bytes of the run's name in a node or a table."""
     return _LENGTH_BYTES + len(run.encode()) if run else 0
 
 
 def run_bytes(run: Run) -> int:
-    """The most bytes that a run takes of a view, beside its nodes and tables."""
+    """Most bytes of a run in a view, without its nodes and tables."""
     return 5 * _FIELD_BYTES + len(run.name.encode())
 
 
 def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:
-    """The most bytes that a view takes beside its nodes and tables."""
+    """Most bytes of a view without its nodes and tables."""
     range_bytes = 7 * _FIELD_BYTES
-    range_bytes += _LENGTH_BYTES + replica_count * _NODE_ID_BYTES  # since it was placed
-    if replica_count > 1:  # who backs it up, and who joins it: together twice what should, at most
+    range_bytes += _LENGTH_BYTES + replica_count * _NODE_ID_BYTES  # holders since the placement
+    if replica_count > 1:  # backups and servers that catch up: at most twice the backups
         range_bytes += 2 * _LENGTH_BYTES + 2 * (replica_count - 1) * _NODE_ID_BYTES
     urls = 2 * (limits.MAX_CHECKPOINT_URL_BYTES + limits.CHECKPOINT_DIRECTORY_BYTES)
     return 16 * _FIELD_BYTES + urls + len(cluster_id.encode()) + range_count * range_bytes
 
 
-def room_bytes(settings: ClusterSettings, state: ClusterState) -> int:
-    """How much the view of a cluster may grow."""
+def free_bytes(settings: ClusterSettings, state: ClusterState) -> int:
+    """Bytes by which the view may grow."""
     fixed = fixed_bytes(settings.cluster_id, len(state.ranges), settings.replica_count)
     return MAX_VIEW_BYTES - fixed - state.view_bytes

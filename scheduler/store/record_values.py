@@ -7,12 +7,9 @@
     mapping                   an array of pairs: keys are no strings
 
 Rules:
-    - Types are read from annotations, so a field that is added to a dataclass is written from then
-      on. A field that a record lacks has its default; a field that no version here knows, or whose
-      value is of another type, is refused.
-
-What it deliberately does not do: number formats (`scheduler.store.records` does), or know the
-scheduler's state.
+    - Annotations give the types, so a field added to a dataclass is written from then on. A field
+      that a record lacks takes its default; an unknown field, or a value of another type, is
+      refused.
 """
 
 from __future__ import annotations
@@ -33,15 +30,15 @@ Reader = Callable[[Any], Any]
 
 
 def to_json(annotation: Any, value: Any) -> Any:
-    """What `json` writes of a value of that type."""
+    """The value as `json` writes it."""
     return _writer(annotation)(value)
 
 
 def from_json(annotation: Any, read: Any) -> Any:
-    """The value of that type of which `json` read this.
+    """The value that `to_json` wrote as `read`.
 
     Raises:
-        ValueError: it is of another type, or has a field that is not known here.
+        ValueError: a value is of another type, or a field is unknown.
     """
     return _reader(annotation)(read)
 
@@ -55,7 +52,7 @@ def _kind(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 
 @cache
 def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
-    """The annotation of each field, and whether the field has a default."""
+    """Annotation of each field, and True where the field has a default."""
     hints = typing.get_type_hints(kind)
     if not dataclasses.is_dataclass(kind):
         defaults = getattr(kind, "_field_defaults", {})
@@ -152,7 +149,7 @@ def _record_from_json(kind: Any, read: Any) -> Any:
 
 
 def _one_of(arguments: tuple[Any, ...]) -> Any:
-    """Of a type or None, the type."""
+    """The type T of `T | None`."""
     found = [each for each in arguments if each is not type(None)]
     if len(found) != 1:
         raise TypeError(f"{arguments!r} is a choice that a journal cannot tell apart")
@@ -170,7 +167,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _imported_to_json(imported: Imported) -> Any:
-    """Its tables, each once: it names the table of each of its tensors."""
+    """Tables of an import, each once: every tensor names its table."""
     specs = {id(spec): spec for spec, _ in imported.tensors.values()}
     return {"url": imported.url, "specs": to_json(list[TableSpec], list(specs.values()))}
 

@@ -8,18 +8,17 @@
     range/N        a range's configuration         course/N       how a bound came to move
 
 Rules:
-    - What can be computed from other records is not kept (`_DERIVED`), and neither is what ends
-      with a scheduler: promises of a change that is not decided, parts of a checkpoint that is not
-      written, reasons for what was withdrawn. Every other field of `ClusterState` is, one that is
-      added later as well.
-    - A record is written when its value is another object than the one that was written last:
-      whatever has a record of its own is immutable. `cluster` is written each time.
-    - A moment of this machine's clock is kept as the time that was left until then.
-    - A record has a checksum. One that fails, is missing or is not understood refuses the whole
-      journal.
+    - Fields that other records imply (`_DERIVED`) are not written. Nor is the state that ends with
+      a scheduler: prepare answers to an undecided change, parts of an unfinished checkpoint,
+      reasons of withdrawals. Every other field of `ClusterState` is, a field added later too.
+    - A record is written when its value is another object than the one last written, so a value
+      with a record of its own is immutable. `cluster` is written each time.
+    - A moment of this machine's clock is written as the seconds left until then.
+    - A record has a checksum. A record that fails it, is missing or is unknown makes the whole
+      journal invalid.
 
 Invariants:
-    JR-1  What is read equals what was written, but for what ends with a scheduler.
+    JR-1  A journal reads back as it was written, but for the state that ends with a scheduler.
 """
 
 from __future__ import annotations
@@ -36,34 +35,40 @@ from ps_core.errors import InvalidJournal
 from ps_core.keys import NodeId, TableId, key_ranges
 from ps_core.tables import Table, TableSpec
 from scheduler.machine import placement, server_memory, view_size
-from scheduler.machine.adaptation import KeptCourse
+from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.changes import joins_due_of
 from scheduler.machine.checkpoint_state import Attempt, LeftPart
-from scheduler.machine.state import ClusterSettings, ClusterState, Kept, Member, Proposal
+from scheduler.machine.state import (
+    ClusterSettings,
+    ClusterState,
+    JournaledCluster,
+    Member,
+    Proposal,
+)
 from scheduler.store.record_values import from_json, to_json
 
 FORMAT = 1
-"""Of the records; another number for what code of before would read otherwise."""
+"""Raised when older code would misread the records."""
 
 _KEYED = frozenset({"members", "tables", "ranges", "left_parts", "change_counts", "courses"})
 _DERIVED = frozenset({
     "node_of_registration", "range_bytes", "range_memory_bytes", "proposals", "withdrawals",
-    "joins_due", "join_rooms", "view_bytes", "checkpoint",
+    "joins_due", "counted_joins", "view_bytes", "checkpoint",
 })  # fmt: skip
 _CRC_DIGITS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTable:
-    """A table but for its description, and how many changes of it were proposed."""
+class TableRecord:
+    """A table without its spec, and the number of changes proposed for it."""
 
     table: Table
     change_count: int
 
 
 @dataclass(frozen=True, slots=True)
-class KeptAttempt:
-    """What is kept of a checkpoint that is made: what it takes to end it, one way or the other."""
+class AttemptRecord:
+    """The fields of a checkpoint attempt that a restarted scheduler needs to end it."""
 
     number: int
     url: str
@@ -74,29 +79,29 @@ class KeptAttempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """What a journal lacks: records by key, as values, and the keys of those that are no more."""
+class JournalDelta:
+    """Changes since the last write: values to put by key, and keys to remove."""
 
     values: Mapping[str, Any]
     removed: tuple[str, ...] = ()
 
     def encoded(self) -> dict[str, bytes]:
-        """The records as bytes. Every value in it is immutable: any thread may do it."""
+        """Records as bytes. Every value is immutable, so any thread may call this."""
         return {key: _encoded(_body(value)) for key, value in self.values.items()}
 
 
 class Differences:
-    """Finds what has changed since the last time."""
+    """Compares the state with the one last written."""
 
     def __init__(self) -> None:
         self._written: dict[str, dict[Any, Any]] = {}  # by kind and number
 
-    def since(self, kept: Kept) -> Delta:
-        """What has changed since this was called last; at first, all."""
-        state = kept.state
+    def since(self, journaled: JournaledCluster) -> JournalDelta:
+        """Changes since the last call; everything on the first."""
+        state = journaled.state
         tables = {table.table_id: table for table in state.tables.values()}
         kinds: dict[str, Mapping[Any, Any]] = {
-            "settings": {0: kept.settings},
+            "settings": {0: journaled.settings},
             "member": state.members,
             "spec": {table_id: table.spec for table_id, table in tables.items()},
             "table": tables,
@@ -116,23 +121,23 @@ class Differences:
             self._written[kind] = dict(found)
         for key, value in values.items():
             if isinstance(value, Table):  # it is another one with each change that is proposed
-                values[key] = KeptTable(value, state.change_counts.get(value.table_id, 0))
-        values["cluster"] = _cluster_json(kept)
-        return Delta(values, tuple(removed))
+                values[key] = TableRecord(value, state.change_counts.get(value.table_id, 0))
+        values["cluster"] = _cluster_json(journaled)
+        return JournalDelta(values, tuple(removed))
 
 
 def _key(kind: str, number: int) -> str:
     return kind if kind == "settings" else f"{kind}/{number}"
 
 
-def _cluster_json(kept: Kept) -> dict[str, Any]:
-    state = kept.state
+def _cluster_json(journaled: JournaledCluster) -> dict[str, Any]:
+    state = journaled.state
     found = {name: to_json(hint, getattr(state, name)) for name, hint in _scalar_fields().items()}
     attempt = state.checkpoint
     if attempt is not None:
-        names = [each.name for each in dataclasses.fields(KeptAttempt)]
+        names = [each.name for each in dataclasses.fields(AttemptRecord)]
         found["attempt"] = {name: getattr(attempt, name) for name in names}
-    found["returning_s"] = to_json(Mapping[NodeId, float], kept.returning_s)
+    found["returning_s"] = to_json(Mapping[NodeId, float], journaled.returning_s)
     return found
 
 
@@ -142,7 +147,7 @@ def _scalar_fields() -> dict[str, Any]:
 
 
 def _body(value: Any) -> Any:
-    if isinstance(value, KeptTable):
+    if isinstance(value, TableRecord):
         body = {
             each.name: to_json(_TABLE_HINTS[each.name], getattr(value.table, each.name))
             for each in dataclasses.fields(Table)
@@ -161,22 +166,18 @@ def _encoded(body: Any) -> bytes:
 
 
 def _decoded(key: str, record: bytes) -> Any:
-    """What a record says.
-
-    Raises:
-        InvalidJournal: its checksum fails.
-    """
+    """Raises InvalidJournal if the checksum of the record fails."""
     text = record[_CRC_DIGITS:]
     if record[:_CRC_DIGITS] != b"%08x" % zlib.crc32(text):
         raise InvalidJournal(f"record '{key}' is damaged: its checksum fails")
     return json.loads(text)
 
 
-def read(records: Mapping[str, bytes]) -> Kept | None:
-    """What the records of a journal say; None: nothing was written yet.
+def read(records: Mapping[str, bytes]) -> JournaledCluster | None:
+    """Parse the records of a journal; None if it is new.
 
     Raises:
-        InvalidJournal: a record is damaged or missing, or of another version.
+        InvalidJournal: a record is damaged or missing, or of another format.
     """
     if not records:
         return None
@@ -194,7 +195,7 @@ def read(records: Mapping[str, bytes]) -> Kept | None:
         raise InvalidJournal(f"its records do not fit together: {error!r}") from error
 
 
-def _read(records: Mapping[str, bytes]) -> Kept:
+def _read(records: Mapping[str, bytes]) -> JournaledCluster:
     bodies = {key: _decoded(key, record) for key, record in records.items()}
     settings = from_json(ClusterSettings, bodies["settings"])
     cluster = bodies["cluster"]
@@ -208,7 +209,7 @@ def _read(records: Mapping[str, bytes]) -> Kept:
     scalars["ranges"] = []
     state = ClusterState(**scalars)
     if attempt is not None:
-        state.checkpoint = _attempt(from_json(KeptAttempt, attempt))
+        state.checkpoint = _attempt(from_json(AttemptRecord, attempt))
     for node_id, body in _numbered(bodies, "member"):
         member = from_json(Member, body)
         state.members[NodeId(node_id)] = member
@@ -216,15 +217,14 @@ def _read(records: Mapping[str, bytes]) -> Kept:
     for rank, body in _numbered(bodies, "left_part"):
         state.left_parts[rank] = from_json(LeftPart, body)
     for table_id, body in _numbered(bodies, "course"):
-        state.courses[TableId(table_id)] = from_json(KeptCourse, body)
+        state.courses[TableId(table_id)] = from_json(CourseRecord, body)
     _read_ranges(bodies, settings, state)
     _read_tables(bodies, state)
     _derive(state, settings)
-    return Kept(settings, state, returning_s)
+    return JournaledCluster(settings, state, returning_s)
 
 
 def _numbered(bodies: Mapping[str, Any], kind: str) -> list[tuple[int, Any]]:
-    """The records of a kind, by number."""
     prefix = f"{kind}/"
     return sorted(
         (int(key.removeprefix(prefix)), body)
@@ -233,9 +233,9 @@ def _numbered(bodies: Mapping[str, Any], kind: str) -> list[tuple[int, Any]]:
     )
 
 
-def _attempt(kept: KeptAttempt) -> Attempt:
-    attempt = Attempt(kept.number, kept.url, kept.reason, kept.base, 0.0, 0.0)
-    attempt.is_cut, attempt.is_written = kept.is_cut, kept.is_written
+def _attempt(record: AttemptRecord) -> Attempt:
+    attempt = Attempt(record.number, record.url, record.reason, record.base, 0.0, 0.0)
+    attempt.is_cut, attempt.is_written = record.is_cut, record.is_written
     return attempt
 
 
@@ -259,12 +259,11 @@ def _read_tables(bodies: Mapping[str, Any], state: ClusterState) -> None:
         state.tables[table.key] = table
         if body["change_count"]:
             state.change_counts[table.table_id] = body["change_count"]
-        if table.proposed is not None:  # who promised it is not kept
+        if table.proposed is not None:  # the journal has no hold points
             state.proposals[table.table_id] = Proposal(frozenset(), 0.0)
 
 
 def _derive(state: ClusterState, settings: ClusterSettings) -> None:
-    """What follows from members and tables."""
     range_count = len(state.ranges)
     for table in state.tables.values():
         for range_id, size_bytes in placement.bytes_by_range(table, range_count).items():
@@ -275,12 +274,12 @@ def _derive(state: ClusterState, settings: ClusterSettings) -> None:
         due = joins_due_of(state, table, state.worker_count_of(table.run, settings))
         if due:
             state.joins_due[table.table_id] = due
-        state.join_rooms |= {(table.table_id, each.rank) for each in (*table.joins, *due)}
+        state.counted_joins |= {(table.table_id, each.rank) for each in (*table.joins, *due)}
     state.view_bytes = (
         sum(view_size.node_bytes(member.node) for member in state.members.values())
         + sum(view_size.table_bytes(table.spec) for table in state.tables.values())
         + sum(view_size.of_run_bytes(table.run) for table in state.tables.values())
         + sum(view_size.run_bytes(run) for run in state.runs.values())
-        + view_size.JOIN_BYTES * len(state.join_rooms)
+        + view_size.JOIN_BYTES * len(state.counted_joins)
         + view_size.CHANGE_BYTES * len(state.change_counts)
     )

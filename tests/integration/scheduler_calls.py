@@ -170,7 +170,7 @@ async def serving(
     servicer = SchedulerServicer(
         begun, SchedulerMetrics(registry), SECRET.encode(), roots=roots, journal=journal
     )
-    await servicer.settled()
+    await servicer.flushed()
     node = await NodeServer.start(
         services=[
             (

@@ -81,7 +81,7 @@ def test_a_bad_registration_is_an_invalid_argument_and_changes_nothing(
 def test_a_registration_that_means_another_cluster_is_fenced() -> None:
     async def test(scheduler: Running) -> None:
         call = scheduler.register(Role.SERVER, cluster_id="old")
-        words = ("names cluster 'old'; this is cluster 'c-1'", "started again")
+        words = ("names cluster 'old'; this is cluster 'c-1'", "restarted")
         await refused(call, errors.Fenced, grpc.StatusCode.FAILED_PRECONDITION, words)
 
     with_scheduler(test)
@@ -189,7 +189,7 @@ def test_a_scheduler_that_was_started_again_fences_the_old_clusters_nodes() -> N
         async with running() as old:
             session = await old.join(Role.WORKER)
         async with running(cluster_id="c-2") as new:
-            words = ("of another cluster", "must be started again too")
+            words = ("of another cluster", "must be restarted too")
             status = grpc.StatusCode.FAILED_PRECONDITION
             await refused(new.beat(session), errors.ForeignCluster, status, words)
 

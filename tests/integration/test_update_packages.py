@@ -128,9 +128,8 @@ def test_a_server_that_comes_later_needs_what_tables_use(
     with ps.connect(cluster.scheduler.address, rank=0, request_deadline_s=30.0) as client:
         table = client.create_table("w", 640, optimizer=ps.Custom("plain"), consistency="asp")
         said = cluster.refused()
-        assert (
-            "table 'w' uses the custom update 'plain', which the server has not; it has none"
-            in (said.replace('\\"', '"'))
+        assert "table 'w' uses the custom update 'plain', which the server lacks; it has none" in (
+            said.replace('\\"', '"')
         )
         assert "cannot run it: zoo_plain:Plain of zoo 1.0 cannot be loaded" in cluster.refused(
             broken

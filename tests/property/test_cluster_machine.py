@@ -379,13 +379,20 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
     @staticmethod
     def same_state(was: ClusterState, found: ClusterState) -> None:
         """But for what ends with a scheduler, and room that nobody needs."""
-        ends = {"proposals", "withdrawals", "checkpoint", "join_rooms", "view_bytes", "joins_due"}
+        ends = {
+            "proposals",
+            "withdrawals",
+            "checkpoint",
+            "counted_joins",
+            "view_bytes",
+            "joins_due",
+        }
         for each in fields(ClusterState):
             if each.name not in ends:
                 assert getattr(found, each.name) == getattr(was, each.name), each.name
         assert found.proposals.keys() == was.proposals.keys()
-        assert found.join_rooms <= was.join_rooms
-        lacking = view_size.JOIN_BYTES * (len(was.join_rooms) - len(found.join_rooms))
+        assert found.counted_joins <= was.counted_joins
+        lacking = view_size.JOIN_BYTES * (len(was.counted_joins) - len(found.counted_joins))
         assert found.view_bytes == was.view_bytes - lacking
         for table_id in was.joins_due.keys() | found.joins_due.keys():
             assert found.joins_due.get(table_id, []) == was.joins_due.get(table_id, [])
@@ -393,7 +400,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
     @invariant()
     def the_journal_is_written(self) -> None:
         """What has changed, after each event (JR-1, with `start_again`)."""
-        delta = self.differences.since(self.cluster.kept(self.now_s))
+        delta = self.differences.since(self.cluster.journaled(self.now_s))
         for key in delta.removed:
             del self.records[key]
         self.records |= delta.encoded()
@@ -473,7 +480,7 @@ class ClusterAgainstTwin(RuleBasedStateMachine):
         number = table.proposed.number
         outcome = data.draw(st.sampled_from([None, None, *ChangeOutcome]))
         self.expect(
-            lambda: self.cluster.promise_change(
+            lambda: self.cluster.prepare_change(
                 server.session, table.table_id, number, clock, outcome
             ),
             None,

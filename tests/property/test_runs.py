@@ -69,7 +69,7 @@ class Place:
     @property
     def is_over(self) -> bool:
         """Whether it has a name, and all its workers have come and left."""
-        newest = self.cluster.cluster.kept(0.0).state.workers_by_rank(self.name)
+        newest = self.cluster.cluster.journaled(0.0).state.workers_by_rank(self.name)
         states = {node.state for node in newest.values()}
         have_come = newest.keys() >= set(range(self.world_size))
         return bool(self.name) and have_come and states == {NodeState.LEFT}
@@ -81,7 +81,7 @@ class Place:
             for server in self.cluster.servers:
                 change = table.proposed
                 if change is not None:
-                    cluster.promise_change(server, table.table_id, change.number, 7)
+                    cluster.prepare_change(server, table.table_id, change.number, 7)
 
     def seen(self) -> Any:
         """What the run sees of itself, with its own numbers for its workers."""
@@ -172,10 +172,10 @@ def _remove(place: Place, removed: set[str]) -> None:
         return
     assert is_over
     removed.add(place.name)
-    kept = cluster.cluster.kept(cluster.now_s)
+    kept = cluster.cluster.journaled(cluster.now_s)
     twin = records.read(records.Differences().since(kept).encoded())
     assert twin is not None
-    for name in ("view_bytes", "join_rooms", "change_counts", "tables", "next_table_id"):
+    for name in ("view_bytes", "counted_joins", "change_counts", "tables", "next_table_id"):
         assert getattr(kept.state, name) == getattr(twin.state, name), name
     for name in ("range_bytes", "range_memory_bytes"):
         held = {range_id: size for range_id, size in getattr(kept.state, name).items() if size}

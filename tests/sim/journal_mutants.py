@@ -12,9 +12,9 @@ JOURNAL_MUTANTS = (
     Mutant(
         "what is decided while a write is on its way is answered with that",
         "S18",
-        "scheduler/store/untold.py",
-        "        return Told(batch.number,",
-        "        return Told(self._count,",
+        "scheduler/store/decision_buffer.py",
+        "        return DurableBatch(batch.number,",
+        "        return DurableBatch(self._count,",
         _STARTS,
     ),
     Mutant(

@@ -160,7 +160,7 @@ class ScheduledSimulation(Simulation):
                 outcome: ChangeOutcome | None = prepared.outcome,
             ) -> None:
                 with self._no_answer_for(session):
-                    decision: Decision[None] = self.scheduler.promise_change(
+                    decision: Decision[None] = self.scheduler.prepare_change(
                         session,
                         table_id,  # type: ignore[arg-type]
                         number,

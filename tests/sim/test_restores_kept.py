@@ -23,7 +23,7 @@ from scheduler.machine.checkpoint_state import CheckpointMade
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import Transition
 from scheduler.store import records
-from scheduler.store.untold import Untold
+from scheduler.store.decision_buffer import DecisionBuffer
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import (
     AGAIN_S,
@@ -134,7 +134,7 @@ class _KeptRestoration(Restoration):
     """Each step is durable before it is told; between two of them the scheduler may die."""
 
     def __init__(self, before: KeptRestoreSimulation) -> None:
-        self._journals: tuple[Untold, dict[str, bytes]] | None = None
+        self._journals: tuple[DecisionBuffer, dict[str, bytes]] | None = None
         self._former_journal = before._untold, before._records
         self._fates = random.Random(f"fates of {before.seed}, restored after {before.number}")
         self._has_died, self._death_count = False, 0
@@ -143,10 +143,10 @@ class _KeptRestoration(Restoration):
             self._die("died when one was kept")
 
     @property
-    def journal(self) -> tuple[Untold, dict[str, bytes]]:
+    def journal(self) -> tuple[DecisionBuffer, dict[str, bytes]]:
         """What is not durable, and what is; another cluster has one of its own."""
         if self._journals is None:
-            self._journals = (Untold(), {}) if self.is_elsewhere else self._former_journal
+            self._journals = (DecisionBuffer(), {}) if self.is_elsewhere else self._former_journal
             self._journals[0].begun_anew()
         return self._journals
 
@@ -154,7 +154,7 @@ class _KeptRestoration(Restoration):
         untold, kept = self.journal
         untold.decided((), is_news=True)
         now_s = self.world.now_s
-        delta = untold.take(partial(self.scheduler.kept, now_s), self.scheduler.view)
+        delta = untold.take(partial(self.scheduler.journaled, now_s), self.scheduler.view)
         assert delta is not None
         for key in delta.removed:
             del kept[key]
@@ -193,7 +193,7 @@ class _KeptRestoration(Restoration):
         assert view.restored_from == before.restored_from, "S18: what it was restored from"
         self.scheduler = began.reply
         self._has_died = False
-        self._journals = Untold(), self.journal[1]
+        self._journals = DecisionBuffer(), self.journal[1]
         self._changed()
         self.world.say("SCHEDULER STARTED AGAIN")
 
@@ -201,7 +201,7 @@ class _KeptRestoration(Restoration):
 class _KeptRestoredSimulation(RestoredSimulation, KeptRestoreSimulation):
     """A timeline that began with a checkpoint."""
 
-    def _journal(self) -> tuple[Untold, dict[str, bytes]]:
+    def _journal(self) -> tuple[DecisionBuffer, dict[str, bytes]]:
         assert isinstance(self.began, _KeptRestoration)
         return self.began.journal
 

@@ -23,7 +23,7 @@ from ps_core.cluster_view import ClusterView, Role, Session
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import NodeSilent, Registration, Transition
 from scheduler.store import records
-from scheduler.store.untold import Told, Untold
+from scheduler.store.decision_buffer import DecisionBuffer, DurableBatch
 from tests.sim.replicated import LEASE_S
 from tests.sim.scheduled import LOOK_S
 from tests.sim.server import SimServer
@@ -68,7 +68,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self._fatal, self._writes_s = self.fates.choice(FATAL), self.fates.choice(WRITES_S)
         self._untold, self._records = self._journal()
         self._told_view: ClusterView | None = None
-        self._writing: records.Delta | None = None
+        self._writing: records.JournalDelta | None = None
         self._unanswered: list[tuple[int, Callable[[], None]]] = []
         self._answers: list[tuple[int, Callable[[], None]]] = []
         self._late: tuple[Transition, ...] = ()  # durable, and told to nobody, by whoever died
@@ -81,9 +81,9 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self._put(self._take())
         self._tell_all(self._untold.written())
 
-    def _journal(self) -> tuple[Untold, dict[str, bytes]]:
+    def _journal(self) -> tuple[DecisionBuffer, dict[str, bytes]]:
         """What is not durable yet, and what is, when it begins."""
-        return Untold(), {}
+        return DecisionBuffer(), {}
 
     # --- what is durable, and told
 
@@ -98,9 +98,9 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
                 self._may_die("died before the write")
                 self._write()
 
-    def _take(self) -> records.Delta | None:
+    def _take(self) -> records.JournalDelta | None:
         return self._untold.take(
-            partial(self.scheduler.kept, self.world.now_s), self.scheduler.view
+            partial(self.scheduler.journaled, self.world.now_s), self.scheduler.view
         )
 
     def _write(self) -> None:
@@ -123,13 +123,13 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self._tell_all(self._untold.written())
         self._write()
 
-    def _put(self, delta: records.Delta | None) -> None:
+    def _put(self, delta: records.JournalDelta | None) -> None:
         assert delta is not None
         for key in delta.removed:
             del self._records[key]
         self._records |= delta.encoded()
 
-    def _tell_all(self, told: Told) -> None:
+    def _tell_all(self, told: DurableBatch) -> None:
         own, before = self.scheduler, self._told_view
         assert before is None or told.view.view_number >= before.view_number, "S18: it goes back"
         self._told_view = told.view
@@ -270,7 +270,7 @@ class RestartSimulation(AwaySimulation, ReplacementSimulation):
         self.scheduler = began.reply
         self._has_died = False
         self._started_s = self.world.now_s
-        self._untold = Untold()
+        self._untold = DecisionBuffer()
         self.world.say("SCHEDULER STARTED AGAIN")
         self.world.counts["scheduler started again"] += 1
         self.world.counts["withdrawn at a start"] += len(began.transitions)

@@ -56,7 +56,9 @@ class Harness:
 
     def start_again(self, now_s: float = 7.0) -> None:
         """The scheduler dies; another goes on from its journal, by another clock."""
-        found = records.read(records.Differences().since(self.cluster.kept(self.now_s)).encoded())
+        found = records.read(
+            records.Differences().since(self.cluster.journaled(self.now_s)).encoded()
+        )
         assert found is not None
         began = Cluster.resumed(found, now_s)
         self.cluster, self.now_s = began.reply, now_s

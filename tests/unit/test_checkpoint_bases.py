@@ -37,7 +37,7 @@ class Saving(Harness):
         proposed = self.cluster.view.tables_by_name["model"].proposed
         assert proposed is not None
         for server in self.servers:
-            self.cluster.promise_change(server, MODEL, proposed.number, 5)
+            self.cluster.prepare_change(server, MODEL, proposed.number, 5)
         table = self.cluster.view.tables_by_name["model"]
         blocks: dict[int, int] = {}
         for range_id, found in table.blocks_by_range(len(self.cluster.view.ranges)).items():

@@ -129,7 +129,7 @@ class TestRegistration:
             errors.Fenced,
             "names cluster 'old'",
             "this is cluster 'c-1'",
-            "started again",
+            "restarted",
             by=lambda: cluster.join(Role.WORKER, cluster_id="old"),
             of=cluster,
         )

@@ -14,7 +14,7 @@ from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
-from scheduler.machine.changes import ChangeRequest, Outcome, Pending, Withdrawn
+from scheduler.machine.changes import ChangeRequest, Outcome, PendingProposal, Withdrawn
 from scheduler.machine.cluster import Created
 from scheduler.machine.state import ChangeCommitted, ChangeDecided, ChangeProposed, ChangeWithdrawn
 from tests.unit.cluster_harness import SPEC, Harness, refused
@@ -33,7 +33,7 @@ class Changing(Harness):
 
     def wanted(
         self, text: str = "ssp:2", *, by: Session | None = None, within_s: float = 10.0, **more: int
-    ) -> Change | Pending:
+    ) -> Change | PendingProposal:
         decision = self.cluster.set_consistency(
             by or self.workers[0],
             ChangeRequest("model", parsed(text), more.get("after_clock", 0), self.now_s + within_s),
@@ -44,7 +44,7 @@ class Changing(Harness):
 
     def promise(self, server: int, number: int, clock: int) -> None:
         """And, where all have, the table's first range takes what is decided."""
-        decision = self.cluster.promise_change(self.servers[server], MODEL, number, clock)
+        decision = self.cluster.prepare_change(self.servers[server], MODEL, number, clock)
         self.transitions += decision.transitions
         if any(isinstance(t, ChangeDecided) for t in decision.transitions):
             self.say(number, ChangeOutcome.TAKEN)
@@ -52,13 +52,13 @@ class Changing(Harness):
     def say(self, number: int, outcome: ChangeOutcome) -> None:
         """What became of a change, as the first range's primary has it."""
         server = self.servers[0]
-        decision = self.cluster.promise_change(server, MODEL, number, 0, outcome)
+        decision = self.cluster.prepare_change(server, MODEL, number, 0, outcome)
         self.transitions += decision.transitions
 
     def decide(self, number: int, clock: int) -> None:
         """All have promised, and nobody has taken it yet."""
         for server in self.servers:
-            decision = self.cluster.promise_change(server, MODEL, number, clock)
+            decision = self.cluster.prepare_change(server, MODEL, number, clock)
             self.transitions += decision.transitions
 
     def outcome(self, number: int) -> Outcome:
@@ -84,15 +84,12 @@ def test_a_change_is_after_the_highest_clock_that_a_server_named() -> None:
     """CH-1."""
     cluster = Changing()
     pending = cluster.wanted()
-    assert isinstance(pending, Pending)
-    assert (
-        "the change to ssp:2 of table 'model' waits for the promise of server node 1"
-        in pending.reason
-    )
+    assert isinstance(pending, PendingProposal)
+    assert "the change to ssp:2 of table 'model' waits until server node 1" in pending.reason
     assert "server node 2" in pending.reason
     cluster.promise(0, pending.number, 7)
     again = cluster.outcome(pending.number)
-    assert isinstance(again, Pending)
+    assert isinstance(again, PendingProposal)
     assert "node 1" not in again.reason
     assert cluster.setting == Consistency()
     cluster.promise(1, pending.number, 4)
@@ -106,13 +103,13 @@ def test_what_is_decided_is_settled_by_the_first_range_alone() -> None:
     """It may be in force there: neither the deadline nor another promise says anything of it."""
     cluster = Changing()
     pending = cluster.wanted(within_s=5.0)
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     cluster.decide(pending.number, 6)
     assert cluster.proposed() == Change(1, 6, parsed("ssp:2"), is_decided=True)
     cluster.pass_time(8.0, *cluster.servers, *cluster.workers)
     cluster.decide(pending.number, 3)
     still = cluster.outcome(pending.number)
-    assert isinstance(still, Pending)
+    assert isinstance(still, PendingProposal)
     assert "is decided and waits for server node 1" in still.reason
     cluster.say(pending.number, ChangeOutcome.TAKEN)
     assert cluster.outcome(pending.number) == Change(1, 6, parsed("ssp:2"))
@@ -122,7 +119,7 @@ def test_what_servers_have_given_up_is_withdrawn_decided_or_not() -> None:
     cluster = Changing()
     for decides in (False, True):
         pending = cluster.wanted()
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingProposal)
         if decides:
             cluster.decide(pending.number, 6)
         cluster.say(pending.number, ChangeOutcome.GIVEN_UP)
@@ -136,21 +133,21 @@ def test_what_servers_have_given_up_is_withdrawn_decided_or_not() -> None:
 def test_what_is_not_decided_is_taken_by_nobody() -> None:
     cluster = Changing()
     pending = cluster.wanted()
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     cluster.say(pending.number, ChangeOutcome.TAKEN)
-    assert isinstance(cluster.outcome(pending.number), Pending)
+    assert isinstance(cluster.outcome(pending.number), PendingProposal)
 
 
 def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
     cluster = Changing()
     first = cluster.wanted()
-    assert isinstance(first, Pending)
+    assert isinstance(first, PendingProposal)
     view = cluster.cluster.view
     second = cluster.wanted(by=cluster.workers[1])
-    assert isinstance(second, Pending)
+    assert isinstance(second, PendingProposal)
     assert second.number == first.number
     other = cluster.wanted("asp")
-    assert isinstance(other, Pending)
+    assert isinstance(other, PendingProposal)
     assert other.number == 0, "it waits for the first to be settled"
     assert cluster.cluster.view is view
     for server in (0, 1):
@@ -159,7 +156,7 @@ def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
     view = cluster.cluster.view
     assert cluster.wanted() == Change(1, 3, parsed("ssp:2"))
     assert cluster.cluster.view is view
-    assert isinstance(cluster.wanted("asp"), Pending)
+    assert isinstance(cluster.wanted("asp"), PendingProposal)
     assert cluster.outcome(first.number) == Change(1, 3, parsed("ssp:2")), "still its answer"
 
 
@@ -170,20 +167,20 @@ def test_as_it_was_created_is_no_change() -> None:
 def test_what_is_not_promised_in_time_is_withdrawn_and_its_promises_count_no_more() -> None:
     cluster = Changing()
     pending = cluster.wanted(within_s=2.0)
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     cluster.promise(0, pending.number, 5)
     cluster.pass_time(2.5, *cluster.servers, *cluster.workers)
     withdrawn = cluster.outcome(pending.number)
     assert isinstance(withdrawn, Withdrawn)
-    assert "waits for the promise of server node 2" in withdrawn.reason
+    assert "waits until server node 2" in withdrawn.reason
     assert any(isinstance(t, ChangeWithdrawn) for t in cluster.transitions)
     assert cluster.cluster.view.tables[0].proposed is None
     again = cluster.wanted()
-    assert isinstance(again, Pending)
+    assert isinstance(again, PendingProposal)
     assert again.number == 2
     for server in (0, 1):
         cluster.promise(server, pending.number, 5)
-    assert isinstance(cluster.outcome(again.number), Pending)
+    assert isinstance(cluster.outcome(again.number), PendingProposal)
     cluster.promise(0, again.number, 9)
     cluster.promise(1, again.number, 8)
     assert cluster.outcome(again.number) == Change(2, 9, parsed("ssp:2"))
@@ -212,23 +209,23 @@ def test_a_setting_that_cannot_be_is_refused(wanted: ChangeRequest, words: list[
 def test_promises_that_cannot_be_are_refused() -> None:
     cluster = Changing()
     pending = cluster.wanted(after_clock=4)
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     refused(
         errors.InvalidConfig,
-        "at clock 3; expected 4",
+        "is clock 3; expected 4",
         by=lambda: cluster.promise(0, pending.number, 3),
         of=cluster,
     )
     refused(
         errors.NotPermitted,
         "is for servers",
-        by=lambda: cluster.cluster.promise_change(cluster.workers[0], MODEL, 1, 4),
+        by=lambda: cluster.cluster.prepare_change(cluster.workers[0], MODEL, 1, 4),
         of=cluster,
     )
     refused(
         errors.TableNotFound,
         "there is no table 9",
-        by=lambda: cluster.cluster.promise_change(cluster.servers[0], TableId(9), 1, 4),
+        by=lambda: cluster.cluster.prepare_change(cluster.servers[0], TableId(9), 1, 4),
         of=cluster,
     )
     refused(
@@ -244,7 +241,7 @@ def test_promises_that_cannot_be_are_refused() -> None:
 def test_who_was_created_with_the_table_still_finds_it_after_a_change() -> None:
     cluster = Changing()
     pending = cluster.wanted()
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     for server in (0, 1):
         cluster.promise(server, pending.number, 0)
     assert isinstance(cluster.create(cluster.workers[1]), Created)
@@ -253,14 +250,14 @@ def test_who_was_created_with_the_table_still_finds_it_after_a_change() -> None:
 def test_a_bound_that_moves_stays_between_its_bounds_whatever_is_wished() -> None:
     cluster = Changing()
     pending = cluster.wanted("ssp:2..8@7")
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     cluster.settle(pending.number, 3)
     assert cluster.setting == parsed("ssp:2..8"), "it begins at its lowest"
     cluster.move("ssp:2..8@5")
     assert cluster.proposed() == Change(2, 3, parsed("ssp:2..8@5"))
     same = cluster.wanted("ssp:2..8")
     assert same == Change(1, 3, parsed("ssp:2..8")), "it is so, and a move changes nothing of that"
-    assert isinstance(cluster.wanted("ssp:2..9"), Pending)
+    assert isinstance(cluster.wanted("ssp:2..9"), PendingProposal)
     cluster.settle(2, 9)
     assert cluster.setting == parsed("ssp:2..8@5")
     view = cluster.cluster.view
@@ -268,7 +265,7 @@ def test_a_bound_that_moves_stays_between_its_bounds_whatever_is_wished() -> Non
     assert cluster.wanted("ssp:2..8@3") == Change(2, 9, parsed("ssp:2..8@5"))
     assert cluster.cluster.view is view
     other = cluster.wanted("ssp:2..9")
-    assert isinstance(other, Pending)
+    assert isinstance(other, PendingProposal)
     cluster.settle(other.number, 9)
     assert cluster.setting == parsed("ssp:2..9")
 
@@ -278,7 +275,7 @@ def test_a_move_gives_way() -> None:
     cluster.move("ssp:2..8@5")
     assert cluster.proposed() is None, "the table's bound does not move"
     pending = cluster.wanted("ssp:2..8")
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     cluster.move("ssp:2..8@5")
     assert cluster.proposed() == Change(1, 0, parsed("ssp:2..8")), "not settled yet"
     cluster.settle(pending.number, 3)
@@ -287,7 +284,7 @@ def test_a_move_gives_way() -> None:
     cluster.move("ssp:2..9@5")
     assert cluster.cluster.view is view, "it is there already; it has other bounds now"
     other = cluster.wanted("asp", within_s=1.0)
-    assert isinstance(other, Pending)
+    assert isinstance(other, PendingProposal)
     cluster.move("ssp:2..8@4")
     assert cluster.proposed() == Change(2, 0, parsed("asp")), "not settled yet"
     cluster.pass_time(1.5, *cluster.servers, *cluster.workers)
@@ -302,7 +299,7 @@ def test_a_move_gives_way() -> None:
 def test_a_move_is_not_before_the_setting_that_it_belongs_to() -> None:
     cluster = Changing()
     pending = cluster.wanted("ssp:2..8", after_clock=20)
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     cluster.settle(pending.number, 20)
     cluster.move("ssp:2..8@5")
     assert cluster.proposed() == Change(2, 20, parsed("ssp:2..8@5"))
@@ -338,7 +335,7 @@ def test_the_bound_of_a_change_in_the_view_is_above_its_size() -> None:
 def test_a_successor_joins_each_table_and_changes_no_setting() -> None:
     cluster = Changing()
     pending = cluster.wanted(after_clock=50)
-    assert isinstance(pending, Pending)
+    assert isinstance(pending, PendingProposal)
     for server in (0, 1):
         cluster.promise(server, pending.number, 50)
     cluster.pass_time(40, *cluster.servers, cluster.workers[0])
@@ -379,8 +376,8 @@ def test_a_proposal_ends_when_a_range_has_another_primary_who_promised_nothing_f
     cluster.create(worker)
     wanted = ChangeRequest("model", parsed("ssp:2"), 0, cluster.now_s + 60.0)
     pending = cluster.cluster.set_consistency(worker, wanted, cluster.now_s).reply
-    assert isinstance(pending, Pending)
-    cluster.cluster.promise_change(servers[0], MODEL, pending.number, 0)
+    assert isinstance(pending, PendingProposal)
+    cluster.cluster.prepare_change(servers[0], MODEL, pending.number, 0)
     cluster.pass_time(4.0, servers[0], worker)  # before all had promised
     withdrawn = cluster.cluster.change("model", pending.number, cluster.now_s)
     assert isinstance(withdrawn, Withdrawn)

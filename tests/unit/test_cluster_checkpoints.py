@@ -17,7 +17,7 @@ from ps_core.manifest import PartReport, ReportedTable
 from ps_core.tables import Table
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
-from scheduler.machine.changes import ChangeRequest, Pending
+from scheduler.machine.changes import ChangeRequest, PendingProposal
 from scheduler.machine.checkpoint_state import (
     CheckpointBegunAgain,
     CheckpointCut,
@@ -51,9 +51,9 @@ class Saving(Harness):
         self.transitions += decision.transitions
         return decision.reply
 
-    def begin(self, reason: str = "wanted") -> Pending:
+    def begin(self, reason: str = "wanted") -> PendingProposal:
         pending = self.note(self.cluster.begin_checkpoint(reason, self.now_s))
-        assert isinstance(pending, Pending)
+        assert isinstance(pending, PendingProposal)
         return pending
 
     def promise(self, server: int, *clocks: int) -> None:
@@ -62,11 +62,11 @@ class Saving(Harness):
             if table.proposed is not None:
                 number = table.proposed.number
                 session, table_id = self.servers[server], table.table_id
-                self.note(self.cluster.promise_change(session, table_id, number, clock))
+                self.note(self.cluster.prepare_change(session, table_id, number, clock))
                 (now,) = (t for t in self.cluster.view.tables if t.table_id == table_id)
                 if now.proposed is not None and now.proposed.is_decided:
                     taken = ChangeOutcome.TAKEN
-                    self.note(self.cluster.promise_change(session, table_id, number, clock, taken))
+                    self.note(self.cluster.prepare_change(session, table_id, number, clock, taken))
 
     def answer(self, worker: int, *clocks: int, has_state: bool = True, number: int = 7) -> None:
         named = dict(zip((MODEL, OTHER), clocks, strict=False))
@@ -140,7 +140,7 @@ class Saving(Harness):
 def test_all_tables_are_cut_at_once_after_the_highest_clock_that_anyone_named() -> None:
     """CP-1, over servers and workers."""
     cluster = Saving()
-    assert cluster.begin() == Pending(cluster.cluster.checkpoint_reason(cluster.now_s), 7)
+    assert cluster.begin() == PendingProposal(cluster.cluster.checkpoint_reason(cluster.now_s), 7)
     assert [t.proposed.checkpoint for t in cluster.tables if t.proposed] == [7, 7]
     assert cluster.checkpoint == Checkpoint(7, f"{PLACE}/00000007-c-1")
     cluster.promise(0, 5, 9)
@@ -161,7 +161,7 @@ def test_no_table_is_cut_before_every_server_has_promised_every_table() -> None:
     cluster.answer(1, 5, 4)
     cluster.promise(0, 5, 4)
     cluster.promise(1, 5)
-    assert "promises of servers" in cluster.cluster.checkpoint_reason(cluster.now_s)
+    assert "until all servers are prepared" in cluster.cluster.checkpoint_reason(cluster.now_s)
     assert all(table.cut is None for table in cluster.tables)
     cluster.promise(1, 5, 4)
     assert cluster.checkpoint is not None
@@ -174,7 +174,7 @@ def test_a_worker_that_knows_no_checkpoints_is_not_waited_for() -> None:
     cluster.create(cluster.join(Role.WORKER))
     cluster.cluster.begin_checkpoint("", cluster.now_s)
     for server in servers:
-        cut = cluster.cluster.promise_change(server, MODEL, 1, 3).transitions
+        cut = cluster.cluster.prepare_change(server, MODEL, 1, 3).transitions
     assert cut == (CheckpointCut(1, {"model": 3}),)
 
 
@@ -197,7 +197,7 @@ def test_one_waits_until_a_change_is_settled() -> None:
     cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wanted, cluster.now_s))
     pending = cluster.begin()
     assert (pending.number, cluster.checkpoint) == (0, None)
-    assert "a change of table 'other' is not settled" in pending.reason
+    assert "a change of table 'other' has not ended" in pending.reason
     cluster.promise(0, 0, 3)
     cluster.promise(1, 0, 3)
     assert cluster.begin().number == 7
@@ -208,7 +208,7 @@ def test_a_change_and_a_join_wait_until_the_cut_is_settled() -> None:
     cluster.begin()
     wanted = ChangeRequest("model", parsed("ssp:2"), 0, cluster.now_s + 90)
     asked = cluster.note(cluster.cluster.set_consistency(cluster.workers[0], wanted, cluster.now_s))
-    assert isinstance(asked, Pending)
+    assert isinstance(asked, PendingProposal)
     assert asked.number == 0
     assert "checkpoint 7 of table 'model'" in asked.reason
     newcomer = cluster.worker()
@@ -239,7 +239,7 @@ def test_a_worker_that_comes_while_it_is_proposed_counts_if_it_answers() -> None
 def test_a_cluster_without_tables_has_nothing_to_write() -> None:
     cluster = Harness(checkpoint_url=PLACE)
     pending = cluster.cluster.begin_checkpoint("", cluster.now_s).reply
-    assert pending == Pending("the cluster has no table yet")
+    assert pending == PendingProposal("the cluster has no table yet")
 
 
 @pytest.mark.parametrize("is_dead", [False, True])
@@ -571,14 +571,14 @@ def test_a_view_that_is_full_takes_no_cuts() -> None:
     """VS-1: a view beyond gRPC's limit reaches nobody."""
     cluster = Saving()
     settings, state = cluster.cluster.settings, cluster.cluster._state
-    taken_bytes = view_size.room_bytes(settings, state) - 2 * view_size.CHANGE_BYTES
+    taken_bytes = view_size.free_bytes(settings, state) - 2 * view_size.CHANGE_BYTES
     state.view_bytes += taken_bytes + 1
     pending = cluster.begin()
     assert (pending.number, cluster.checkpoint) == (0, None)
     assert "the cuts of 2 tables take" in pending.reason
     state.view_bytes -= 1
     assert cluster.begin().number == 7
-    assert view_size.room_bytes(settings, state) == 0
+    assert view_size.free_bytes(settings, state) == 0
 
 
 def test_the_bound_of_a_view_with_cuts_is_above_its_size() -> None:

@@ -201,7 +201,7 @@ def test_it_is_an_operators_to_tell(role: Role) -> None:
     caller = harness.join(role, launch_id=PROCESS)
     refused(
         errors.NotPermitted,
-        "an operator's to tell",
+        "an operator's right",
         role.value,
         by=lambda: process_ended(harness, caller),
         of=harness,
@@ -283,7 +283,7 @@ def test_who_comes_with_an_identity_has_the_rank_of_the_one_before_which_is_gone
         WorkerGone(harness.node(dead)), NodeRegistered(harness.node(again))
     ]  # fmt: skip
     assert harness.node(dead).gone_words == "worker 0 was declared gone: its process has ended"
-    words = "another process came with the identity 'pod-0' of this worker, and has its rank 0"
+    words = "another process registered with the identity 'pod-0' of this worker"
     refused(errors.Fenced, words, "--identity", by=lambda: harness.beat(dead), of=harness)
     harness.beat(again, living)
 

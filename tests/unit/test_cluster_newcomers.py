@@ -37,7 +37,7 @@ class Growing(Harness):
         assert self.table.proposed is not None
         number = self.table.proposed.number
         for outcome in (None, ChangeOutcome.TAKEN):
-            decision = self.cluster.promise_change(self.server, TableId(1), number, clock, outcome)
+            decision = self.cluster.prepare_change(self.server, TableId(1), number, clock, outcome)
             self.transitions += decision.transitions
 
     def lose(self, session: Session, *others: Session) -> None:
@@ -201,7 +201,7 @@ def test_nobody_comes_late_where_only_the_workers_know_the_parameters() -> None:
     for rank in (None, 2):
         refused(
             errors.InvalidConfig,
-            "table 'sums' is of Aggregate, whose parameters are the workers'",
+            "the parameters of table 'sums' (Aggregate) are in the workers",
             by=lambda rank=rank: cluster.join(Role.WORKER, requested_rank=rank),  # type: ignore[misc]
             of=cluster,
         )

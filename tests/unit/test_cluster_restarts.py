@@ -14,13 +14,13 @@ from ps_core.consistency import parsed
 from ps_core.errors import InvalidJournal, Recovering
 from ps_core.losses import LossTotals
 from ps_core.manifest import Imported, PartReport
-from scheduler.machine.adaptation import Course, KeptCourse
+from scheduler.machine.adaptation import Course, CourseRecord
 from scheduler.machine.changes import Withdrawn
 from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
 from scheduler.machine.checkpoints import LEAVING
 from scheduler.machine.cluster import Cluster
 from scheduler.machine.membership import GIVEN_UP_LEASES
-from scheduler.machine.state import ChangeProposed, Kept, NodeSilent, Restored
+from scheduler.machine.state import ChangeProposed, JournaledCluster, NodeSilent, Restored
 from scheduler.store import records
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness
 from tests.unit.test_cluster_changes import MODEL, Changing
@@ -132,7 +132,7 @@ def test_what_was_decided_is_settled_by_the_first_range() -> None:
         cluster = Changing()
         cluster.wanted("ssp:2")
         for server in cluster.servers:
-            cluster.cluster.promise_change(server, MODEL, 1, 5)
+            cluster.cluster.prepare_change(server, MODEL, 1, 5)
         assert cluster.cluster.view.tables[0].proposed.is_decided  # type: ignore[union-attr]
         cluster.start_again()
         cluster.pass_time(100.0, *cluster.servers, *cluster.workers)
@@ -187,7 +187,7 @@ def test_a_checkpoint_without_its_parts_has_failed_and_holds_nobody() -> None:
         view = cluster.cluster.view
         assert view.checkpoint is None
         assert all(table.proposed is None and table.cut is None for table in view.tables)
-        assert "started again" in (cluster.cluster.checkpoint_problem(7) or "")
+        assert "restarted" in (cluster.cluster.checkpoint_problem(7) or "")
         assert cluster.begin().number == 8
 
 
@@ -273,7 +273,7 @@ def test_a_server_that_acts_on_a_newer_view_says_that_the_journal_is_an_older_co
 @pytest.mark.parametrize("role", [Role.SERVER, Role.WORKER, Role.READER])
 def test_who_joined_after_the_journal_was_copied_says_so_too(role: Role) -> None:
     cluster, _, workers = formed(max_workers=3)
-    copied = records.Differences().since(cluster.cluster.kept(cluster.now_s)).encoded()
+    copied = records.Differences().since(cluster.cluster.journaled(cluster.now_s)).encoded()
     late = cluster.join(role)
     found = records.read(copied)
     assert found is not None
@@ -287,7 +287,7 @@ def test_what_is_remembered_of_bounds_that_move_is_kept() -> None:
     cluster, _, _ = formed()
     (table,) = cluster.cluster.view.tables
     course = Course(quiet_count=1, too_low=3, was_lowered=True, losses=LossTotals(8, 2.5, 1.25, 1))
-    courses = {table.table_id: KeptCourse(parsed("ssp:2..8"), course)}
+    courses = {table.table_id: CourseRecord(parsed("ssp:2..8"), course)}
     assert cluster.cluster.keep_courses(courses)
     assert not cluster.cluster.keep_courses(dict(courses))
     cluster.start_again()
@@ -298,7 +298,7 @@ def test_what_is_remembered_of_bounds_that_move_is_kept() -> None:
 
 
 def kept_records(cluster: Harness) -> dict[str, bytes]:
-    return records.Differences().since(cluster.cluster.kept(cluster.now_s)).encoded()
+    return records.Differences().since(cluster.cluster.journaled(cluster.now_s)).encoded()
 
 
 def rewritten(record: bytes, **changed: Any) -> bytes:
@@ -309,10 +309,10 @@ def rewritten(record: bytes, **changed: Any) -> bytes:
 def test_an_event_writes_what_it_changes() -> None:
     cluster, _, workers = formed()
     differences = records.Differences()
-    first = differences.since(cluster.cluster.kept(cluster.now_s))
+    first = differences.since(cluster.cluster.journaled(cluster.now_s))
     assert first.encoded() == kept_records(cluster)
     cluster.leave(workers[1])
-    delta = differences.since(cluster.cluster.kept(cluster.now_s))
+    delta = differences.since(cluster.cluster.journaled(cluster.now_s))
     assert set(delta.values) == {"cluster", f"member/{workers[1].node_id}"}
     assert delta.removed == ()
 
@@ -320,15 +320,15 @@ def test_an_event_writes_what_it_changes() -> None:
 def test_another_timeline_takes_the_place_of_all_records() -> None:
     cluster, _, _ = formed()
     differences = records.Differences()
-    found = differences.since(cluster.cluster.kept(cluster.now_s)).encoded()
+    found = differences.since(cluster.cluster.journaled(cluster.now_s)).encoded()
     settings = cluster.cluster.in_new_timeline(None, bytes(15) + b"2", b"t" * 32)
     renewed = Harness()
     renewed.cluster = type(cluster.cluster)(settings, 1.0)
-    delta = differences.since(renewed.cluster.kept(1.0))
+    delta = differences.since(renewed.cluster.journaled(1.0))
     found = {key: value for key, value in found.items() if key not in delta.removed}
     read = records.read(found | delta.encoded())
     assert read is not None
-    assert read == Kept(settings, renewed.cluster._state)
+    assert read == JournaledCluster(settings, renewed.cluster._state)
     assert read.settings.replaced_timelines == {SETTINGS.timeline}
 
 

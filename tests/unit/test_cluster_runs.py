@@ -279,7 +279,7 @@ def test_the_view_is_as_large_as_was_reckoned() -> None:
     name = "n" * 63
     for worker in (cluster.worker(name), cluster.worker("b")):
         cluster.table(worker)
-    room = view_size.room_bytes(cluster.cluster.settings, cluster.cluster.kept(0.0).state)
+    room = view_size.free_bytes(cluster.cluster.settings, cluster.cluster.journaled(0.0).state)
     size = wire.view_to_proto(cluster.cluster.view).ByteSize()
     assert size <= view_size.MAX_VIEW_BYTES - room
     alone = types_pb2.Node(run=name).ByteSize()

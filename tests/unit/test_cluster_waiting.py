@@ -40,7 +40,7 @@ def test_the_rank_of_a_dead_worker_is_waited_for_until_it_is_gone(cluster: Waiti
         for fields in ({}, {"requested_rank": 0}):
             message = cluster.is_told_to_wait(waited_s, **fields)
             assert "by worker node 1" in message
-            assert "is given anew after 10 s of silence (worker_timeout_s)" in message
+            assert "is given again after 10 s of silence (worker_timeout_s)" in message
     cluster.pass_time(0.5)
     successor = cluster.ask(10.5, requested_rank=0)
     assert (successor.rank, dead.rank) == (0, 0)

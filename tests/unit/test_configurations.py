@@ -680,7 +680,7 @@ class TestLeaving:
         check_kept(cluster, first)
 
     def test_only_servers_ask(self, cluster: Replicated) -> None:
-        with pytest.raises(errors.NotPermitted, match="a server's to ask"):
+        with pytest.raises(errors.NotPermitted, match="a server's right"):
             check_kept(cluster, cluster.worker)
 
     def test_an_update_log_is_a_copy(self) -> None:

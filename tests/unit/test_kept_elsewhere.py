@@ -52,7 +52,7 @@ def test_there_are_only_so_many() -> None:
     known = KeptElsewhere(LEASE_S)
     for number in range(MAX_COUNT):
         known.said(kept(f"h:{number}"), 1.0)
-    with pytest.raises(Overloaded, match="100 servers keep values already"):
+    with pytest.raises(Overloaded, match="100 servers have reported kept values"):
         known.said(kept("h:one-more"), 1.0)
     assert not known.said(kept("h:3"), 2.0), "who is known may say so again"
     assert known.said(kept("h:one-more"), 1.5 + KEPT_LEASES * LEASE_S), "when others have gone"

@@ -89,7 +89,7 @@ def test_whatever_is_decided_is_told_once_and_in_order(tmp_path: Path, turns: in
     async def main(scene: Scene) -> None:
         for _ in range(10):
             scene.join()
-            await scene.publication.settled()
+            await scene.publication.flushed()
             for _ in range(turns):
                 await turn()
         joined = [
@@ -130,7 +130,7 @@ def test_what_is_decided_meanwhile_goes_together(tmp_path: Path) -> None:
         for _ in range(50):
             scene.join()
         assert scene.told == []
-        await scene.publication.settled()
+        await scene.publication.flushed()
         assert [len(transitions) for _, transitions in scene.told] == [1, 50]
         assert [view.view_number for view, _ in scene.told] == [2, 52]
 
@@ -151,10 +151,10 @@ def test_a_store_that_takes_nothing_is_tried_again_and_who_waits_is_told(tmp_pat
         scene.join()
         for _ in range(2):
             with pytest.raises(Recovering, match="the disk is full"):
-                await scene.publication.settled()
+                await scene.publication.flushed()
         assert scene.told == []
         await is_well.wait()
-        await scene.publication.settled()
+        await scene.publication.flushed()
         assert len(scene.told) == 1
         assert [str(each) for each in standing] == ["the disk is full", "None"]
 
@@ -165,11 +165,11 @@ def test_a_journal_in_other_hands_ends_it(tmp_path: Path) -> None:
     async def main(scene: Scene) -> None:
         scene.join()
         with pytest.raises(InvalidJournal, match="claimed"):
-            await scene.publication.settled()
+            await scene.publication.flushed()
         await scene.publication.failed.wait()
         scene.join()
         with pytest.raises(InvalidJournal, match="claimed"):
-            await scene.publication.settled()
+            await scene.publication.flushed()
         assert scene.told == []
 
     run(tmp_path, main, InvalidJournal("it was claimed"))
@@ -178,7 +178,7 @@ def test_a_journal_in_other_hands_ends_it(tmp_path: Path) -> None:
 def test_a_cluster_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
     async def main(scene: Scene) -> None:
         scene.join()
-        await scene.publication.settled()
+        await scene.publication.flushed()
         await scene.publication.close(has_ended=True)
 
     with suppress(RuntimeError):  # it is closed twice

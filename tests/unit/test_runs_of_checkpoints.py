@@ -100,7 +100,7 @@ class TestAuto:
             restored_at_start(AUTO, store.url)
 
     def test_it_needs_a_place(self) -> None:
-        with pytest.raises(InvalidConfig, match="'auto' without a place for checkpoints"):
+        with pytest.raises(InvalidConfig, match="'auto' without a checkpoint_url"):
             restored_at_start(AUTO, "")
 
     @pytest.mark.parametrize("resume", ["", AUTO])

@@ -122,7 +122,7 @@ def test_tables_leave_room_in_the_view_for_nodes_that_come_back() -> None:
     cluster = with_servers(ServerMemory())
     worker = cluster.join(Role.WORKER)
     state = cluster.cluster._state
-    room = view_size.room_bytes(cluster.cluster.settings, state)
+    room = view_size.free_bytes(cluster.cluster.settings, state)
     small = view_size.table_bytes(spec("t").validated())
     state.view_bytes += room - limits.VIEW_RESERVED_BYTES - small
     assert isinstance(cluster.create(worker, spec("t")), Created)

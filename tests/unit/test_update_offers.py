@@ -67,7 +67,7 @@ def test_a_server_that_lacks_it_is_named_with_what_it_has(cluster: Harness) -> N
 
 def test_a_server_without_any_says_none(cluster: Harness) -> None:
     worker = joined(cluster, ())
-    words = ("server node 1 at h1:70", "has not; it has none")
+    words = ("server node 1 at h1:70", "lacks; it has none")
     refused(InvalidConfig, *words, by=lambda: cluster.create(worker, table()), of=cluster)
 
 
@@ -81,7 +81,7 @@ def test_a_silent_server_counts_and_one_that_left_does_not(cluster: Harness) -> 
     servers = [cluster.join(Role.SERVER, custom_updates=each) for each in ((LION,), (), (LION,))]
     worker = cluster.join(Role.WORKER)
     cluster.pass_time(4, servers[0], servers[2], worker)
-    with pytest.raises(InvalidConfig, match=r"server node 2 at h2:70 \(silent, .*\) has not"):
+    with pytest.raises(InvalidConfig, match=r"server node 2 at h2:70 \(silent, .*\) lacks"):
         cluster.create(worker, table())
     cluster.leave(servers[1])
     assert isinstance(cluster.create(worker, table()), Created)
@@ -176,7 +176,7 @@ def test_a_server_that_comes_without_what_a_table_uses_is_refused(
     cluster.create(worker, table())
     refused(
         InvalidConfig,
-        "table 'model' uses the custom update 'lion', which the server has not",
+        "table 'model' uses the custom update 'lion', which the server lacks",
         words,
         by=lambda: cluster.join(Role.SERVER, custom_updates=offers),
         of=cluster,
