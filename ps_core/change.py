@@ -1,8 +1,7 @@
-"""What may change of a table while it is trained, as values: its consistency and its workers; and
-where it is cut for a checkpoint.
+"""Changes of a table under training: consistency, joining workers, and cuts for checkpoints.
 
-A change is made everywhere at one clock (SEMANTICS S6); who decides which is
-`scheduler.machine.changes`.
+A change takes effect everywhere at one clock (SEMANTICS S6), which `scheduler.machine.changes`
+decides.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from ps_core.keys import Incarnation
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker joins a table that is trained: it takes the place of one that is gone, or comes
-    beyond those that the cluster was started for.
+    """A worker joins a table under training, as a replacement or a late joiner.
 
     Attributes:
         rank: its rank.
@@ -33,15 +31,15 @@ class Join:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """From the clock after `after_clock` on, a table is treated otherwise.
+    """A change of a table, in effect from the clock after `after_clock` on.
 
     Attributes:
-        number: counts a table's changes, those that were withdrawn included; from 1.
-        after_clock: the last clock that is treated as before.
-        consistency: the setting of all later clocks.
-        join: who joins then, if anybody does; the setting is the one of before in that case.
-        checkpoint: the checkpoint that a cut is proposed for; 0 if it is no cut.
-        is_decided: a proposal that all have promised: the table's first range takes it, unless it
+        number: counts a table's proposals, withdrawn ones included; from 1.
+        after_clock: the last clock without the change.
+        consistency: setting of all later clocks.
+        join: the joining worker, if any; the setting is then the one before.
+        checkpoint: the checkpoint of a proposed cut; 0 if the change is no cut.
+        is_decided: all servers are prepared: the table's first range takes the change, unless it
             has given it up.
     """
 
@@ -54,14 +52,14 @@ class Change:
 
 
 class ChangeOutcome(Enum):
-    """What became of a proposal, as a table's first range has it; it never changes."""
+    """Result of a proposal in a table's first range; final."""
 
     TAKEN = "taken"
     GIVEN_UP = "given up"
 
 
 class Settled(NamedTuple):
-    """What became of a proposal; and after which clock it is in force, if it was taken."""
+    """Result of a proposal, and the clock after which a taken one is in effect."""
 
     outcome: ChangeOutcome
     after_clock: int = 0
@@ -69,11 +67,11 @@ class Settled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TableCut:
-    """A table is written down as it is after a clock.
+    """A table's cut for a checkpoint.
 
     Attributes:
-        checkpoint: the number of the checkpoint.
-        after_clock: the last clock that is in it.
+        checkpoint: number of the checkpoint.
+        after_clock: the last clock in it.
     """
 
     checkpoint: int
@@ -82,14 +80,14 @@ class TableCut:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that is being made.
+    """A running checkpoint.
 
     Attributes:
-        number: counts the checkpoints of a cluster, those that failed included; from 1.
-        url: the directory that its files go to.
-        is_cut: whether every table's cut is settled.
-        base: the checkpoint, complete and of this cluster, in which servers need not write again
-            what has not changed since; 0: everything is written.
+        number: counts the checkpoints of a cluster, failed ones included; from 1.
+        url: directory of its files.
+        is_cut: True once the cut of every table is committed.
+        base: complete checkpoint of this cluster, whose unchanged blocks servers need not write
+            again; 0: every block is written.
     """
 
     number: int

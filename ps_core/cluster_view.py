@@ -1,10 +1,8 @@
-"""Who is in the cluster and who serves what, as values.
+"""The cluster view as values: members, ranges and tables.
 
 Rules:
     - A view is immutable and numbered; a node acts on the newest that it has seen.
-    - `assignment_epoch` is per range and only grows; the view number is another thing.
-
-What it deliberately does not do: decide (`scheduler.machine.cluster` does), or know protobuf.
+    - `assignment_epoch` is per range and only grows; it is independent of the view number.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _NEVER = AssignmentEpoch(0)
 
 
 class Role(Enum):
-    """What a node is for."""
+    """Purpose of a node."""
 
     SERVER = "server"
     WORKER = "worker"
@@ -34,7 +32,7 @@ class Role(Enum):
 
 
 class NodeState(Enum):
-    """Where a node is in its life."""
+    """State of a node's membership."""
 
     ALIVE = "alive"
     SILENT = "silent"
@@ -43,13 +41,13 @@ class NodeState(Enum):
 
     @property
     def is_member(self) -> bool:
-        """Whether its membership has not ended."""
+        """True until the membership ends."""
         return self in (NodeState.ALIVE, NodeState.SILENT)
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A node's identity, as the scheduler issued it."""
+    """A node's identity, issued by the scheduler."""
 
     cluster_id: str
     timeline: bytes
@@ -74,13 +72,13 @@ class Session:
         return hmac.new(token_key, text.encode(), hashlib.sha256).digest()
 
     def is_genuine(self, token_key: bytes) -> bool:
-        """Whether the token was made with `token_key` for exactly these fields."""
+        """True if the token was made with `token_key` for exactly these fields."""
         return hmac.compare_digest(self.token, self.signed(token_key))
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as the scheduler knows it."""
+    """A node, as the scheduler knows it."""
 
     node_id: NodeId
     incarnation: Incarnation
@@ -91,11 +89,11 @@ class Node:
     silence_ms: int = 0
     """The silence after which it was declared GONE, or given up as LEFT."""
     run: str = ""
-    """Workers and readers: the run that it is of."""
+    """Run of a worker or reader."""
 
     @property
     def gone_words(self) -> str:
-        """Of a worker that is gone: who, and why."""
+        """Message on a gone worker, with the reason."""
         if not self.silence_ms:
             return f"worker {self.rank} was declared gone: its process has ended"
         silence_s = round(self.silence_ms / 1000, 1)
@@ -103,22 +101,22 @@ class Node:
 
     @property
     def ended_words(self) -> str:
-        """Of a worker whose membership has ended: who, and how."""
+        """Message on a worker whose membership has ended."""
         if self.state is NodeState.GONE:
             return self.gone_words
         return f"worker {self.rank} has left the cluster"
 
     @property
     def fence_words(self) -> str:
-        """What it is told when it comes back after all."""
+        """Message to the node if it calls after its membership has ended."""
         if self.state is not NodeState.GONE and not self.silence_ms:
             return f"node {self.node_id} has left the cluster; register again to come back"
         if self.state is not NodeState.GONE:
             silence_s = round(self.silence_ms / 1000, 1)
             return (
                 f"node {self.node_id} ({self.role.value}) has left the cluster: it was given up "
-                f"after {silence_s:g} s of silence, and nobody waits for it. To come back, start "
-                "this process again: register again, as a new node"
+                f"after {silence_s:g} s of silence, and nobody waits for it. To come back, restart "
+                "this process: it registers as a new node"
             )
         return (
             f"{self.gone_words} (node {self.node_id}, incarnation {self.incarnation}): the others "
@@ -130,12 +128,19 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class RangeAssignment:
-    """Who serves a range; `primary` is None while nobody does. `backups` hold all that is
-    committed; who is `joining` is being brought up to date. `initial_holders` were given the range
-    when it was placed, empty, and have held it since: what there is of it they were told as it came
-    about, and one that was told nothing has all that anybody may have seen. `term` is the epoch
-    under which the primary became one. It is `is_lost` when no server that is there, or may come
-    back, has its values.
+    """The configuration of a range.
+
+    Attributes:
+        range_id: the range.
+        slots: its slots.
+        assignment_epoch: grows with each configuration.
+        primary: None until the range is placed.
+        backups: servers that hold all committed updates.
+        catching_up: servers that are being brought up to date.
+        initial_holders: holders since the range was placed, empty. They were sent every update
+            since, so one that has none has everything that was seen.
+        is_lost: no server that is there, or may come back, has the values.
+        term: the epoch under which the primary became primary.
     """
 
     range_id: RangeId
@@ -150,19 +155,19 @@ class RangeAssignment:
 
     @property
     def in_sync(self) -> tuple[NodeId, ...]:
-        """Who holds all that is committed, the primary first; nobody while nobody serves it."""
+        """Holders of all committed updates, the primary first; none before the placement."""
         return () if self.primary is None else (self.primary, *self.backups)
 
     @property
     def holders(self) -> tuple[NodeId, ...]:
-        """Who holds anything of it, or is to."""
+        """Servers that hold the range, or are catching up."""
         return (*self.in_sync, *self.catching_up)
 
 
 @dataclass(frozen=True, slots=True)
 class BackupRequest:
-    """What a range's primary asks the scheduler for: all backups that it shall have, if it is at
-    that epoch still. One that `is_missing` the range has nothing of it: another is to be primary.
+    """A primary's request for the full set of its range's backups, valid at one epoch. A primary
+    that `is_missing` the values requests another primary.
     """
 
     range_id: RangeId
@@ -173,9 +178,8 @@ class BackupRequest:
 
 @dataclass(frozen=True)
 class ClusterView:
-    """The cluster at one moment. Nodes by id, ranges by id, tables by id. `worker_count` is of the
-    run without a name, `runs` are the others. Once tables were removed, `next_table_id` is above
-    all that were given; else 0.
+    """The cluster at one moment. Nodes, ranges and tables are by id. `worker_count` is that of the
+    run without a name, `runs` are the named ones. `next_table_id` is 0 until a table is removed.
     """
 
     view_number: int
@@ -192,13 +196,13 @@ class ClusterView:
     next_table_id: int = 0
 
     def is_removed(self, table_id: TableId) -> bool:
-        """Whether there was a table of that number, of any run, and is no more. A number that this
-        view has not heard of may be of a table that is newer.
+        """True if a table with this id existed, of any run, and was removed. An id that this view
+        does not know may belong to a newer table.
         """
         return table_id < self.next_table_id and table_id not in self.tables_by_id
 
     def table(self, table_id: TableId) -> Table:
-        """A table that there was.
+        """The table with this id.
 
         Raises:
             TableNotFound: it was removed.
@@ -209,11 +213,11 @@ class ClusterView:
         return found
 
     def of_run(self, name: str) -> ClusterView:
-        """The cluster as a run sees it: its own workers, readers and tables, and all servers and
-        ranges. Checkpoints are of the run without a name.
+        """The view of one run: its workers, readers and tables, and all servers and ranges.
+        Checkpoints belong to the run without a name.
         """
         if not (self.runs or name):
-            return self  # which is the only one
+            return self  # there is no other run
         found = self._by_run.get(name)
         if found is None:
             found = self._by_run[name] = replace(
@@ -232,12 +236,12 @@ class ClusterView:
         return {}
 
     def worker_count_of(self, name: str) -> int:
-        """The number of workers that opens clock 1 of a run's tables."""
+        """Workers that must be there to open clock 1 of a run's tables."""
         return next((run.worker_count for run in self.runs if run.name == name), self.worker_count)
 
     def reusing(self, before: ClusterView) -> ClusterView:
-        """The same, with the tables of an older view where they are equal: what is known of these
-        is known then, and nobody has to clear thousands of them away.
+        """The view with the equal tables of an older one, so that their caches stay and thousands
+        of objects need not be freed.
         """
         known = before.tables_by_id
         tables = (
@@ -248,31 +252,29 @@ class ClusterView:
 
     @cached_property
     def tables_by_id(self) -> dict[TableId, Table]:
-        """The tables by their number."""
+        """Tables by id."""
         return {table.table_id: table for table in self.tables}
 
     @cached_property
     def tables_by_name(self) -> dict[str, Table]:
-        """The tables by their name."""
+        """Tables by name; in the view of one run."""
         return {table.spec.name: table for table in self.tables}
 
     @cached_property
     def ended_workers(self) -> tuple[Node, ...]:
-        """The workers whose membership has ended: nobody waits for them any more."""
+        """Workers whose membership has ended."""
         return tuple(n for n in self.nodes if n.role is Role.WORKER and not n.state.is_member)
 
     @cached_property
     def world_size(self) -> int:
-        """How many workers the cluster counts: those that it was started for, come or gone, and
-        those that came beyond these and are here.
+        """Workers that count: those that the run was started for, there or not, and late joiners
+        that are members.
         """
         return self.worker_count + sum(rank >= self.worker_count for rank in self._ranks_here)
 
     @cached_property
     def awaited_ranks(self) -> tuple[int, ...]:
-        """Whom others may wait for: those whose membership has not ended, and those of the first
-        that have not come.
-        """
+        """Ranks that others may wait for: members, and first workers that have not registered."""
         given = {node.rank for node in self.nodes if node.role is Role.WORKER}
         return tuple(sorted(self._ranks_here | (set(range(self.worker_count)) - given)))
 
@@ -282,22 +284,22 @@ class ClusterView:
 
     @cached_property
     def living_servers(self) -> frozenset[NodeId]:
-        """The servers that are alive."""
+        """Servers that are alive."""
         alive = (n for n in self.nodes if n.role is Role.SERVER and n.state is NodeState.ALIVE)
         return frozenset(node.node_id for node in alive)
 
     def in_sync_count(self, assignment: RangeAssignment) -> int:
-        """How many living servers hold all of a range that is committed."""
+        """Live servers that hold all committed updates of a range."""
         return sum(node_id in self.living_servers for node_id in assignment.in_sync)
 
     @cached_property
     def lost_ranges(self) -> tuple[RangeAssignment, ...]:
-        """The ranges whose values nobody has any more."""
+        """Ranges whose values no server has any more."""
         return tuple(r for r in self.ranges if r.is_lost)
 
     @property
     def lost_words(self) -> str:
-        """What is lost, with whom, and what to do; empty if nothing is."""
+        """Message on lost ranges, with the remedy; empty if there is none."""
         lost = self.lost_ranges
         if not lost:
             return ""
@@ -317,8 +319,8 @@ class ClusterView:
 
     @property
     def awaited_words(self) -> str:
-        """Which ranges wait for servers that are silent and alone have their values; empty if none
-        does. What is lost is told elsewhere.
+        """Message on ranges whose only holders are silent; empty if there is none. Lost ranges are
+        in `lost_words`.
         """
         held = {r for table in self.tables for r in table.blocks_by_range(len(self.ranges))}
         silent: set[NodeId] = set()
@@ -342,5 +344,5 @@ class ClusterView:
 
     @cached_property
     def nodes_by_id(self) -> dict[NodeId, Node]:
-        """The nodes by their id."""
+        """Nodes by id."""
         return {node.node_id: node for node in self.nodes}

@@ -7,8 +7,6 @@ Rules:
 
 Invariants:
     COD-1  decode(encode(x, c), c) == x for every x that c can represent.
-
-What it deliberately does not do: copy where a view will do.
 """
 
 from __future__ import annotations
@@ -30,11 +28,7 @@ _NUMPY_DTYPE: dict[Codec, np.dtype[Any]] = {
 
 
 def check_length(payload_bytes: int, codec: Codec, element_count: int) -> None:
-    """Refuse a payload whose length is not that of `element_count` elements.
-
-    Raises:
-        InvalidTensor: it is not.
-    """
+    """Raise InvalidTensor unless the payload has the length of `element_count` elements."""
     expected = element_count * codec.element_bytes
     if payload_bytes != expected:
         raise InvalidTensor(
@@ -44,12 +38,12 @@ def check_length(payload_bytes: int, codec: Codec, element_count: int) -> None:
 
 
 def raw_view(payload: bytes | memoryview, codec: Codec) -> npt.NDArray[Any]:
-    """The payload as a read-only numpy vector without a copy; bfloat16 comes as uint16."""
+    """The payload as a read-only numpy vector, without a copy; bfloat16 as uint16."""
     return np.frombuffer(payload, dtype=_NUMPY_DTYPE[codec])
 
 
 def decode(payload: bytes | memoryview, codec: Codec) -> npt.NDArray[Any]:
-    """The payload's values: a view for fp32, fp16 and fp64, a float32 copy for bf16."""
+    """Values of the payload: a view for fp32, fp16 and fp64, a float32 copy for bf16."""
     raw = raw_view(payload, codec)
     if codec is not Codec.BF16:
         return raw

@@ -1,12 +1,11 @@
-"""Rounds of collective calls as values: what a worker gives, and what all are given.
+"""Rounds of collective calls as values.
 
 Rules:
-    - A round has one share of each worker in it, in the order of their ranks.
-    - A worker that joins while others train takes part in rounds of those who are beyond the clock
-      after which it has joined: until then they are in what they began without it.
+    - A round has one share of each of its workers, in the order of their ranks.
+    - A joining worker takes part in rounds of workers beyond the clock after which it has joined:
+      until then they may be in a round that they began without it.
 
-What it deliberately does not do: look at payloads (`ps_worker.collectives.values` does), or decide
-when a round ends (`ps_server.ranges.collectives` does).
+`ps_server.ranges.collectives` decides when a round ends.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from ps_core.cluster_view import ClusterView, Node, Role
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 
 _SHARE_BYTES = 32
-"""Of a message: a share's numbers, and where its texts begin."""
+"""Bytes of a share's numbers in a message."""
 
 WAITS_FOR = "it waits for"
-"""So a host begins to say for whom a round waits."""
+"""Start of a host's message on a round that waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one worker gives: `call` says which call it is in, `clock` is the newest clock that it
-    has sealed on any table.
-    """
+    """One worker's share of the round `call`; `clock` is its newest seal on any table."""
 
     rank: int
     incarnation: Incarnation
@@ -38,33 +35,33 @@ class Share:
 
     @property
     def byte_count(self) -> int:
-        """What it counts for the limits."""
+        """Bytes that count for the limits."""
         return len(self.call.encode()) + len(self.payload) + _SHARE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round that has ended; with a `problem` it came to nothing."""
+    """A round that has ended; it failed if it has a `problem`."""
 
     number: int
     shares: tuple[Share, ...]
     problem: str = ""
 
     def has(self, incarnation: Incarnation) -> bool:
-        """Whether that worker was in it."""
+        """True if the worker took part."""
         return any(share.incarnation == incarnation for share in self.shares)
 
 
 class Host(NamedTuple):
-    """Where collective calls meet: a server, and range 0's epoch. No host ever comes back."""
+    """The server that hosts collective calls, at range 0's epoch. A host never comes back."""
 
     server: NodeId
     assignment_epoch: AssignmentEpoch
 
 
 def host_of(view: ClusterView) -> Host | None:
-    """Where collective calls meet: at the primary of range 0; while nobody is, because there is no
-    table yet or its server is gone, at the server that came first. None if there is no server.
+    """The host of collective calls: the primary of range 0, or the server with the lowest id while
+    there is none, without a table or with its server gone. None without servers.
     """
     assignment_epoch = view.ranges[0].assignment_epoch if view.ranges else AssignmentEpoch(0)
     if view.ranges and view.ranges[0].primary is not None:
@@ -74,12 +71,12 @@ def host_of(view: ClusterView) -> Host | None:
 
 
 def workers_here(view: ClusterView) -> dict[int, Node]:
-    """The workers whose membership has not ended, by rank."""
+    """Workers that are members, by rank."""
     return {n.rank: n for n in view.nodes if n.role is Role.WORKER and n.state.is_member}
 
 
 def is_late_joiner(view: ClusterView, worker: Node) -> bool:
-    """Whether a worker came to a cluster that had all its workers."""
+    """True if the worker registered when all first workers had."""
     return worker.rank >= view.worker_count or any(
         other.rank == worker.rank and other.incarnation < worker.incarnation
         for other in view.ended_workers
@@ -87,8 +84,8 @@ def is_late_joiner(view: ClusterView, worker: Node) -> bool:
 
 
 def joined_after(view: ClusterView, incarnation: Incarnation) -> int | None:
-    """The clock after which a newcomer has joined, the highest of all tables; None where it has not
-    joined each of them: it is beyond none of the others then.
+    """The clock after which a late joiner has joined, the highest of all tables; None while it has
+    not joined each of them, so is beyond none of the others.
     """
     clocks = [
         join.after_clock

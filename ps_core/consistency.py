@@ -1,17 +1,15 @@
-"""How far the workers of a table may run apart, as a value.
+"""Consistency settings of a table, as values.
 
     BSP     every update has a step of every worker (or of all but the slowest few)
     SSP(s)  every step is applied by itself; no read misses a step that is older than s clocks;
-            s may move between two bounds: the scheduler says where it is
-    ASP     every step is applied by itself; nobody waits; what is stale may be treated for it
+            the scheduler may move s between two limits
+    ASP     every step is applied by itself; nobody waits; a policy may treat stale pushes
 
 Staleness, tau, of a push to a block: updates of the block by others since its worker pulled it.
 
 Rules:
-    - A field belongs to one mode; where it does not apply it has its default.
-    - What holds at a clock is one number: of a bound that moves, `staleness` is where it is.
-
-What it deliberately does not do: decide (the server's gates do), or know protobuf.
+    - A field belongs to one mode; elsewhere it has its default.
+    - The bound in effect is one number: `staleness`, of an adaptive bound too.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ps_core.errors import InvalidConfig
 
 
 class Mode(Enum):
-    """How far workers may run apart."""
+    """Bound on the clocks between workers."""
 
     BSP = "bsp"
     SSP = "ssp"
@@ -33,7 +31,7 @@ class Mode(Enum):
 
 
 class StalePolicy(Enum):
-    """ASP: what happens to a push that is stale."""
+    """Treatment of stale pushes in ASP."""
 
     ACCEPT = "accept"
     REJECT = "reject"
@@ -47,14 +45,14 @@ class Consistency:
     """The setting of one table.
 
     Attributes:
-        mode: which of the three.
-        backup_workers: BSP: workers whose step may be missing from an update; 0 waits for all.
-        grace_ms: BSP with backup workers: how long an update waits for the others once enough
-            steps are there.
+        mode: one of the three.
+        backup_workers: BSP: workers whose step an update may lack; 0 waits for all.
+        grace_ms: BSP with backup workers: wait of an update for the others, once enough steps are
+            there.
         staleness: SSP: s. 0 waits as BSP does, but applies each step by itself.
-        least: SSP whose bound moves: the lowest that s may be, and what it begins with.
-        most: SSP whose bound moves: the highest that s may be. 0: the bound is fixed.
-        policy: ASP: what happens to a stale push.
+        least: SSP with an adaptive bound: the lowest s, and the first.
+        most: SSP with an adaptive bound: the highest s. 0: the bound is fixed.
+        policy: ASP: treatment of stale pushes.
         bound: REJECT: the largest staleness that is accepted.
         alpha: DAMP: a push is multiplied by 1 / (1 + alpha * tau). DIVIDE multiplies it by
             1 / max(1, tau).
@@ -77,19 +75,19 @@ class Consistency:
 
     @property
     def moves(self) -> bool:
-        """Whether s moves between two bounds."""
+        """True for an adaptive bound."""
         return self.most > 0
 
     @property
     def begun(self) -> Consistency:
-        """As someone asks for it: a bound that moves is at its lowest."""
+        """The setting as requested, with an adaptive bound at its lowest."""
         return replace(self, staleness=self.least) if self.moves else self
 
     def validated(self) -> Consistency:
-        """The setting, checked.
+        """The setting itself, if it is valid.
 
         Raises:
-            InvalidConfig: naming the field, what came and what was expected.
+            InvalidConfig: a field is wrong, or belongs to another mode.
         """
         _check_count("backup_workers", self.backup_workers, limits.MAX_NODE_COUNT)
         _check_count("grace_ms", self.grace_ms, limits.MAX_GRACE_MS)
@@ -135,7 +133,7 @@ class Consistency:
             )
 
     def without_policy(self) -> Consistency:
-        """The same for values that are not gradients: what is stale is taken as it is."""
+        """The setting for values that are no gradients: stale ones are accepted."""
         return Consistency(
             self.mode,
             self.backup_workers,
@@ -146,7 +144,7 @@ class Consistency:
         )
 
     def scale(self, tau: int) -> float:
-        """What a push of staleness `tau` is multiplied by."""
+        """Factor of a push of staleness `tau`."""
         if self.policy is StalePolicy.DAMP:
             return 1.0 / (1.0 + self.alpha * tau)
         if self.policy is StalePolicy.DIVIDE:
@@ -154,13 +152,13 @@ class Consistency:
         return 1.0
 
     def rejects(self, tau: int) -> bool:
-        """Whether a push of staleness `tau` is turned away."""
+        """True if a push of staleness `tau` is rejected."""
         return self.policy is StalePolicy.REJECT and tau > self.bound
 
     def __str__(self) -> str:
-        """As `pushpull` writes and reads it: bsp, bsp:backup=1, ssp:4, ssp:2..8, asp, asp:reject=8.
+        """The syntax of `parsed`: bsp, bsp:backup=1, ssp:4, ssp:2..8, asp, asp:reject=8.
 
-        A bound that moves and is not at its lowest says where it is: ssp:2..8@5.
+        An adaptive bound above its lowest is shown: ssp:2..8@5.
         """
         if self.mode is Mode.SSP:
             if not self.moves:
@@ -202,21 +200,21 @@ _FORMS = (
 
 
 def moving(least: int, most: int) -> Consistency:
-    """SSP whose bound begins at `least` and moves up to `most`.
+    """SSP with an adaptive bound from `least` to `most`.
 
     Raises:
-        InvalidConfig: `most` is not above `least`, or one of them is out of its bounds.
+        InvalidConfig: `most` is not above `least`, or one of them exceeds its limit.
     """
-    if most == 0:  # which in a setting says that the bound is fixed
+    if most == 0:  # which stands for a fixed bound
         raise InvalidConfig(f"most is 0; expected above {least}, the lowest that s may be")
     return Consistency(Mode.SSP, staleness=least, least=least, most=most).validated()
 
 
 def parsed(text: str) -> Consistency:
-    """The setting that `str` wrote.
+    """The inverse of `str`.
 
     Raises:
-        InvalidConfig: it is none.
+        InvalidConfig: `text` is no setting.
     """
     name, _, rest = text.strip().lower().partition(":")
     try:

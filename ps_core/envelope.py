@@ -1,20 +1,18 @@
-"""Protobuf messages around one large payload, joined and split without copying the payload twice.
+"""Protobuf messages around large payloads, joined and split without a second copy of the payload.
 
-The generated code copies a `bytes` field into the message, and again when the message is written. A
-block's payload is a megabyte, so the data path writes the few small fields with the generated code
-and puts the payload beside them with one join; reading, it takes a view of the payload and parses
-the rest. What is on the wire is ordinary protobuf either way.
+Generated code copies a `bytes` field into the message, and again when the message is written. A
+block's payload is a megabyte. So the data path writes the small fields with generated code and puts
+the payload beside them with one join. A reader takes a view of the payload and parses the rest. The
+bytes on the wire are ordinary protobuf either way.
 
 Rules:
-    - The outer message has one set field of a message type (a oneof); the payload is a bytes field
-      of that inner message, and the last to be written. Or each of several messages inside of that
-      one has a payload.
+    - The outer message has one set field of a message type (a oneof). The payload is a bytes field
+      of that inner message, written last; or each of several messages in it has a payload.
     - Reading accepts any order of fields, as protobuf demands; the last of several payloads counts.
+    - Groups, which proto3 lacks, are refused.
 
 Invariants:
     ENV-1  split(join(rest, payload)) gives rest and payload again; so do the two for several.
-
-What it deliberately does not do: know any message of the contract; groups, which proto3 lacks.
 """
 
 from __future__ import annotations
@@ -27,22 +25,22 @@ from ps_core.errors import InvalidTensor
 from ps_core.limits import MAX_ENTRY_BYTES, MESSAGE_OVERHEAD_BYTES
 
 ALIGNMENT_BYTES = 16
-"""CPython's `bytes` begin their content at such an address, and no element is wider."""
+"""Alignment of the content of CPython's `bytes`; no element is wider."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 MAX_BESIDE_BYTES = MESSAGE_OVERHEAD_BYTES
-"""Of fields beside a payload: a message that has more is not looked through."""
+"""Bytes of fields beside a payload; a message with more is not searched further."""
 
 _FAST_BYTES = 512
-"""Of the part of a message where small numbers are read without a call."""
+"""Bytes at the start of a message in which small numbers are read without a call."""
 
 _MOST_FIELDS = 16
-"""Of a message on a stream: it has one entry, and little beside it."""
+"""Fields of a message on a stream, which has one entry and few others."""
 
 _SHORT = tuple(bytes((number,)) for number in range(0x80))
-"""The varints of one byte: most of those that are written."""
+"""Varints of one byte, the most frequent ones."""
 
 
 def varint(number: int) -> bytes:
@@ -67,13 +65,13 @@ def join(
     """The outer message whose field `outer_field` holds `rest` and, behind it, the payload.
 
     Args:
-        outer_field: the number of the field that holds the inner message.
+        outer_field: number of the field of the inner message.
         rest: the inner message without its payload, serialized.
-        payload_field: the number of the payload in the inner message.
-        payload: the bytes; any C-contiguous buffer, copied once, into the result.
-        padding_field: a bytes field of the inner message that nobody reads; with it the payload
-            begins at a multiple of ALIGNMENT_BYTES, so that a receiver can compute on it where it
-            lies. 0 leaves it where it falls.
+        payload_field: number of the payload in the inner message.
+        payload: any C-contiguous buffer, copied once, into the result.
+        padding_field: number of a bytes field of the inner message that nobody reads; with it the
+            payload begins at a multiple of ALIGNMENT_BYTES, so that a receiver can compute on it in
+            place. 0: no padding.
     """
     return b"".join(pieces(outer_field, rest, payload_field, payload, padding_field))
 
@@ -85,13 +83,13 @@ def pieces(
     payload: bytes | memoryview,
     padding_field: int,
 ) -> tuple[bytes, memoryview]:
-    """What `join` joins: all that is before the payload, and a view of the payload."""
+    """The pieces of `join`: everything before the payload, and a view of the payload."""
     view = memoryview(payload).cast("B")
     head = varint(payload_field << 3 | _BYTES) + varint(view.nbytes)
     padding = _head(padding_field, 0) if padding_field else b""
     outer = _head(outer_field, len(rest) + len(padding) + len(head) + view.nbytes)
-    # The padding changes the length before it, and so, seldom, how many bytes that one takes: then
-    # the payload lies unaligned, which costs its receiver a copy and nothing else.
+    # The padding changes the length before it and, seldom, the size of that length's varint: then
+    # the payload is not aligned, which costs its receiver only a copy.
     missing = -(len(outer) + len(rest) + len(padding) + len(head)) % ALIGNMENT_BYTES
     if padding_field and missing:
         padding = _head(padding_field, missing) + bytes(missing)
@@ -108,15 +106,15 @@ def pieces_of_several(
     padding_field: int,
 ) -> list[bytes | memoryview]:
     """The outer message whose field `outer_field` holds `rest` and, behind it, one message for each
-    of `parts`; in pieces, which are to be joined or written one behind the other.
+    of `parts`, in pieces to be joined or written one behind the other.
 
     Args:
-        outer_field: the number of the field that holds it all.
+        outer_field: number of the field that holds everything.
         rest: its other fields, serialized.
-        inner_field: the number of the repeated field that holds the parts.
-        parts: of each the fields beside the payload, serialized, and the payload, which is not
-            copied: a piece of the result is a view of it.
-        payload_field: the number of the payload in a part.
+        inner_field: number of the repeated field of the parts.
+        parts: fields beside the payload, serialized, and the payload, of which the result has a
+            view.
+        payload_field: number of the payload in a part.
         padding_field: as in `join`; at most 15.
     """
     views = [memoryview(payload).cast("B") for _, payload in parts]
@@ -152,7 +150,7 @@ def split(
     """The inner message without its payload, and a view of the payload; None for another field.
 
     Raises:
-        InvalidTensor: the message is cut off or is no protobuf.
+        InvalidTensor: the message is truncated, or is no protobuf.
     """
     inner = _inside(message, outer_field)
     return None if inner is None else _split_inner(inner, payload_field)
@@ -161,11 +159,11 @@ def split(
 def split_several(
     message: bytes | memoryview, outer_field: int, inner_field: int, payload_field: int
 ) -> tuple[bytes, list[tuple[bytes, memoryview]]] | None:
-    """What the pieces of `pieces_of_several` were joined to: the rest, and of each part what is
-    beside its payload, and a view of the payload. None for another outer field.
+    """The inverse of `pieces_of_several`: the rest, and of each part the fields beside its payload
+    and a view of the payload. None for another outer field.
 
     Raises:
-        InvalidTensor: the message is cut off or is no protobuf.
+        InvalidTensor: the message is truncated, or is no protobuf.
     """
     view = _inside(message, outer_field)
     if view is None:
@@ -185,7 +183,7 @@ def split_several(
 
 
 def _inside(message: bytes | memoryview, outer_field: int) -> memoryview | None:
-    """The only field of a message, if it is that one."""
+    """The content of a message's only field, if that is `outer_field`."""
     view = memoryview(message)
     key, at = _read_varint(view, 0)
     if key != (outer_field << 3 | _BYTES):
@@ -201,7 +199,7 @@ def _split_inner(view: memoryview, payload_field: int) -> tuple[bytes, memoryvie
     rest: list[memoryview] = []
     payload = view[:0]
     at = kept = 0
-    # What is beside a payload is short and before it: read as bytes it takes a third of the time.
+    # Fields beside a payload are short and before it: read as bytes, they take a third of the time.
     head = bytes(view[:_FAST_BYTES])
     last = len(head) - 1
     while at < len(view):
@@ -211,7 +209,7 @@ def _split_inner(view: memoryview, payload_field: int) -> tuple[bytes, memoryvie
             at += 2
         else:
             if begin - payload.nbytes > MAX_BESIDE_BYTES:
-                break  # its reader sees that by the length of the rest
+                break  # the caller sees it by the length of the rest
             key, at = _read_varint(view, at)
             value, at = _skip(view, at, key & 7)
             if key == payload_key:
@@ -228,18 +226,18 @@ def is_frugal(
     most_count: int,
     alone: tuple[int, int],
 ) -> bool:
-    """Whether a message may be parsed: it has few fields, and little in them but payloads. Looks
-    at a bounded part of it, whatever it is.
+    """True if a message may be parsed: it has few fields, and few bytes outside payloads. Reads a
+    bounded part of any message.
 
     Args:
         message: the outer message.
-        several: the field that holds several messages with payloads, the field of those in it, and
-            that of their payloads.
-        most_count: of those messages.
-        alone: the field that holds one such message, and the field of its payload.
+        several: numbers of the field with several messages that have payloads, of the repeated
+            field in it, and of their payloads.
+        most_count: bound of those messages.
+        alone: numbers of the field with one such message, and of its payload.
 
     Raises:
-        InvalidTensor: the message is cut off or is no protobuf.
+        InvalidTensor: the message is truncated, or is no protobuf.
     """
     if len(message) <= MAX_ENTRY_BYTES:
         return True
@@ -264,11 +262,11 @@ def is_frugal(
 
 
 def _beside_several(view: memoryview, inner_field: int, payload_field: int, most: int) -> int:
-    """Bytes beside the payloads of several messages; beyond the limit if they are too many."""
+    """Bytes beside the payloads of several messages; over the limit for too many messages."""
     plain = _plain_part(inner_field, payload_field)
     beside = at = 0
     for _ in range(most + _MOST_FIELDS):
-        if beside + len(view) - at <= MAX_ENTRY_BYTES:  # whatever the rest is
+        if beside + len(view) - at <= MAX_ENTRY_BYTES:  # any rest fits
             return beside + len(view) - at
         if beside > MAX_ENTRY_BYTES:
             break
@@ -279,7 +277,7 @@ def _beside_several(view: memoryview, inner_field: int, payload_field: int, most
             if found.end() + size <= at <= len(view):
                 beside += at - begin - size
                 continue
-            at = begin  # broken: what follows says how
+            at = begin  # malformed: the slow way raises the error
         key, at = _read_varint(view, at)
         value, at = _skip(view, at, key & 7)
         beside += at - begin
@@ -290,8 +288,8 @@ def _beside_several(view: memoryview, inner_field: int, payload_field: int, most
 
 @functools.cache
 def _plain_part(inner_field: int, payload_field: int) -> re.Pattern[bytes]:
-    """The beginning of a message with a payload as nearly all are: its key and length, fields that
-    are small numbers, and the payload's key and length. Step by step that takes ten times longer.
+    """Pattern of the usual start of a message with a payload: its key and length, fields of small
+    numbers, and the payload's key and length. Field by field, that takes ten times longer.
     """
     number = rb"[\x80-\xff]{0,9}[\x00-\x7f]"
     length = rb"([\x80-\xff]{0,3}[\x00-\x7f])"
@@ -312,18 +310,18 @@ def _short_number(encoded: bytes) -> int:
 def has_few(
     message: bytes | memoryview, outer_field: int, counted: int, most_count: int, free: int
 ) -> bool:
-    """Whether a message may be parsed in one of whose fields there are many messages: not too many,
-    and little beside them.
+    """True if a message with a repeated message field may be parsed: the field has few entries, and
+    few bytes are beside it.
 
     Args:
         message: the outer message.
-        outer_field: the field that holds the one with many.
-        counted: their field in that.
-        most_count: of them.
-        free: the field in that of which the size does not matter.
+        outer_field: number of the field that holds the inner message.
+        counted: number of the repeated field in that.
+        most_count: bound of its entries.
+        free: number of a field in the inner message whose size does not matter.
 
     Raises:
-        InvalidTensor: the message is cut off or is no protobuf.
+        InvalidTensor: the message is truncated, or is no protobuf.
     """
     view = memoryview(message)
     beside = count = at = 0
@@ -349,7 +347,7 @@ def has_few(
 
 
 def _skip(view: memoryview, at: int, wire_type: int) -> tuple[int, int]:
-    """Where the value of a field begins and where it ends."""
+    """Start and end of a field's value."""
     begin = at
     if wire_type == _VARINT:
         _, at = _read_varint(view, at)

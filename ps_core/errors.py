@@ -1,12 +1,10 @@
-"""The error tree: one class for each way to be wrong that a caller can tell apart.
+"""Errors: one class for each case that a caller can tell apart.
 
 Rules:
-    - Every error that crosses a process boundary is one of these; `ps_runtime.grpc.errors`
-      translates them to gRPC status codes and back, and nothing else does.
-    - A message says what came and what was expected.
+    - Every error that crosses a process boundary is one of these; only `ps_runtime.grpc.errors`
+      translates them to gRPC status codes and back.
+    - A message names the value that came and the expected one.
     - `InvariantViolation` is a bug of ours; it survives ``python -O``.
-
-What it deliberately does not do: know gRPC, or decide who retries.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class InvalidConfig(PushpullError):
 
 
 class TableNotFound(PushpullError):
-    """There is no such table."""
+    """The table does not exist."""
 
     code = "TABLE_NOT_FOUND"
 
@@ -76,8 +74,8 @@ class Fenced(PushpullError):
 
 
 class ForeignCluster(Fenced):
-    """The scheduler's cluster is another one than the session's, and was not restored in its place:
-    whoever has values of that one has them alone.
+    """The scheduler has another cluster than the session's, which was not restored in its place:
+    a server's values exist nowhere else.
     """
 
     code = "FENCED"
@@ -90,13 +88,13 @@ class Recovering(PushpullError):
 
 
 class Draining(PushpullError):
-    """The node is going away: retry later, elsewhere if the view says so."""
+    """The node is stopping: retry later, elsewhere if the view says so."""
 
     code = "DRAINING"
 
 
 class Overloaded(PushpullError):
-    """No room: retry when credit comes."""
+    """Over quota: retry when credit comes."""
 
     code = "OVERLOADED"
 
@@ -120,7 +118,7 @@ class NotPermitted(PushpullError):
 
 
 class AlreadyPast(PushpullError):
-    """A consistent read asked for a clock that the range has passed; `clock` says where it is."""
+    """The range has passed the clock of a consistent read; `clock` is where the range is."""
 
     code = "ALREADY_PAST"
 
@@ -132,7 +130,7 @@ class UpdateFailed(PushpullError):
 
 
 class EditRefused(PushpullError):
-    """Parameters that a script changed between two steps can be taken in no one sense: the workers
+    """Parameters that a script changed between two steps have no single meaning: the workers
     changed them differently, or the consistency setting has no step of all workers. Nothing of the
     step was applied.
     """
@@ -161,21 +159,21 @@ class InvalidUpdateLog(PushpullError):
 
 
 class InvalidJournal(PushpullError):
-    """The scheduler's journal is damaged, of another cluster or version, in the hands of another
-    scheduler, or cannot be written. It stays in the process that has the journal.
+    """The scheduler's journal is damaged, of another cluster or version, open in another scheduler,
+    or cannot be written. It stays in the process that has the journal.
     """
 
     code = "INVALID_CONFIG"
 
 
 class GradientChangedAfterPush(PushpullError):
-    """Eager mode: a gradient or a hyperparameter changed after its block had left."""
+    """A gradient or hyperparameter changed after its block was sent (eager mode)."""
 
     code = "INVALID_TENSOR"
 
 
 class Internal(PushpullError):
-    """A bug of the other side's."""
+    """A bug of the other side."""
 
     code = "INTERNAL"
 
@@ -215,7 +213,7 @@ CATALOGUE: dict[str, type[PushpullError]] = {
         Internal,
     )
 }
-"""Every error that a reply may carry, by its name in the catalogue."""
+"""Errors that a reply may carry, by code."""
 
 
 def check(holds: bool, invariant: str, detail: str) -> None:

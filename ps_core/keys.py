@@ -1,4 +1,4 @@
-"""Slots and key ranges: where a block lives.
+"""Slots and key ranges.
 
 Rules:
     - A block with global ordinal n lives in slot (n * 40503) mod 65536: 40503 is odd and close to
@@ -9,8 +9,6 @@ Rules:
 Invariants:
     KEY-1  ranges(count) covers 0..65535 without gap or overlap.
     KEY-2  range_of_slot(slot, count) is the index of the range that contains the slot.
-
-What it deliberately does not do: say which server owns a range (`ps_core.cluster_view`).
 """
 
 from __future__ import annotations

@@ -1,22 +1,20 @@
-"""The ledger: which sequences of one (range, table, incarnation) have ended, and how.
+"""The ledger: ended sequences of one (range, table, incarnation), and their outcomes.
 
-It is what makes a retry safe: a sequence ends once, and a resend gets the original answer.
+It makes a retry safe: a sequence ends once, and a resend gets the original answer.
 
 Rules:
     - Sequences start at 1 and have no gap once everything has arrived.
-    - An outcome that nobody was told yet may be overturned: an update that was decided could not be
-      computed, so what took part in it is not in the parameters.
-    - An outcome is kept until the sender has confirmed seeing it, or until it lies
-      MAX_LEDGER_GAP_COUNT below the low-water mark: a sender that never confirms costs so much and
-      no more, and one that waits for an older outcome is beyond its own reach anyway.
+    - An outcome that was not sent yet may be overturned, when a decided update cannot be computed.
+    - An outcome is stored until the sender has confirmed it, or it lies MAX_LEDGER_GAP_COUNT below
+      the low-water mark: a sender that never confirms costs no more, and one that waits for an
+      older outcome is out of its own reach anyway.
+    - Ended sequences are stored one by one, because "highest sequence seen" would lose a parked
+      push at 5 beside an applied one at 6.
 
 Invariants:
     LED-1  A sequence ends at most once.
     LED-2  low_water is the largest number such that every sequence up to it has ended.
     LED-3  Sequences whose endings are kept are at most MAX_LEDGER_GAP_COUNT away from low_water.
-
-What it deliberately does not do: hold payloads or entries that have not ended ("highest sequence
-seen" is not enough: a parked push at 5 beside an applied one at 6 would be lost).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from ps_core.limits import MAX_LEDGER_GAP_COUNT
 
 
 class Outcome(Enum):
-    """How a sequence ended."""
+    """Outcome of a sequence."""
 
     APPLIED = "applied"
     INVALID = "invalid"
@@ -45,7 +43,7 @@ class Outcome(Enum):
 
 
 class ReplyKind(Enum):
-    """What a server says about an entry (`pushpull.v1.ReplyKind`)."""
+    """A server's reply to an entry (`pushpull.v1.ReplyKind`)."""
 
     RECEIVED = "received"
     COMMITTED = "committed"
@@ -59,8 +57,8 @@ class ReplyKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """An outcome with what its sender is told beside it. `squares`: of each block of the range, the
-    sum of the squares of the reduced gradient.
+    """An outcome, with the rest of its reply. `squares` has, for each block of the range, the sum
+    of the squares of the reduced gradient.
     """
 
     outcome: Outcome
@@ -81,16 +79,15 @@ class Ledger:
 
     @property
     def low_water(self) -> int:
-        """Every sequence up to it has ended."""
+        """Last sequence up to which all have ended."""
         return self._low_water
 
     @property
     def confirmed(self) -> int:
-        """The sender has seen the outcomes of all up to it."""
+        """Last sequence up to which the sender has seen all outcomes."""
         return self._confirmed
 
     def copy(self) -> Ledger:
-        """The same, sharing nothing."""
         twin = Ledger()
         twin._low_water, twin._confirmed = self._low_water, self._confirmed
         twin._endings = dict(self._endings)
@@ -98,10 +95,10 @@ class Ledger:
 
     @classmethod
     def of(cls, low_water: int, confirmed: int, kept: Mapping[int, Ending]) -> Ledger:
-        """The ledger that another server has.
+        """The ledger of another server.
 
         Raises:
-            InvalidConfig: there is none that keeps these outcomes, and no others.
+            InvalidConfig: no ledger has these outcomes.
         """
         is_whole = all(map(kept.__contains__, range(confirmed + 1, low_water + 1)))
         first, last = min(kept, default=confirmed + 1), max(kept, default=low_water)
@@ -123,19 +120,18 @@ class Ledger:
 
     @property
     def kept(self) -> Mapping[int, Ending]:
-        """The outcomes that are kept for a resend, by sequence."""
+        """Outcomes for a resend, by sequence."""
         return MappingProxyType(self._endings)
 
     def has_ended(self, sequence: int) -> bool:
-        """Whether `sequence` has ended; 0 and below are no sequences."""
+        """True if `sequence` has ended; 0 and below are no sequences."""
         return 0 < sequence <= self._low_water or sequence in self._endings
 
     def ending(self, sequence: int) -> Ending:
-        """How `sequence` ended.
+        """The ending of `sequence`.
 
         Raises:
-            InvalidKeys: its sender confirmed that it saw the outcome, or sent so much since that
-                the outcome was forgotten.
+            InvalidKeys: it was dropped: it is confirmed, or MAX_LEDGER_GAP_COUNT below.
         """
         found = self._endings.get(sequence)
         if found is None:
@@ -146,12 +142,12 @@ class Ledger:
         return found
 
     def outcome(self, sequence: int) -> Outcome | None:
-        """How `sequence` ended, if it has, and that is kept."""
+        """The outcome of `sequence`, or None if it has not ended or was dropped."""
         found = self._endings.get(sequence)
         return None if found is None else found.outcome
 
     def end(self, sequence: int, ending: Ending) -> None:
-        """Record how `sequence` ended (LED-1)."""
+        """Record the ending of `sequence` (LED-1)."""
         if self.has_ended(sequence):
             raise InvariantViolation("LED-1", f"sequence {sequence} ends twice")
         self._endings[sequence] = ending
@@ -160,7 +156,7 @@ class Ledger:
         self.confirm(self._low_water - MAX_LEDGER_GAP_COUNT)
 
     def end_all(self, sequences: Iterable[int], ending: Ending) -> None:
-        """`end` for each of them."""
+        """`end` for each sequence."""
         endings, low_water = self._endings, self._low_water
         for sequence in sequences:
             if 0 < sequence <= low_water or sequence in endings:
@@ -172,15 +168,12 @@ class Ledger:
         self.confirm(low_water - MAX_LEDGER_GAP_COUNT)
 
     def overturn(self, sequence: int, ending: Ending) -> None:
-        """`sequence` has ended otherwise than was recorded; its sender has not been told how.
-
-        A sender that confirmed it all the same is told nothing.
-        """
+        """Replace an outcome that was not sent yet; no effect on one that the sender confirmed."""
         if sequence in self._endings:
             self._endings[sequence] = ending
 
     def confirm(self, sequence: int) -> None:
-        """Forget endings up to `sequence`, as far as they have ended; going back does nothing."""
+        """Drop endings up to `sequence`, as far as they have ended; going back has no effect."""
         if sequence <= self._confirmed:
             return
         upto = min(sequence, self._low_water)
@@ -189,11 +182,7 @@ class Ledger:
         self._confirmed = max(self._confirmed, upto)
 
     def check_in_reach(self, sequence: int) -> None:
-        """Refuse a sequence that is not one, or lies too far above what has ended (LED-3).
-
-        Raises:
-            InvalidKeys: it does.
-        """
+        """Raise InvalidKeys for a sequence below 1, or too far above the low-water mark (LED-3)."""
         if not 1 <= sequence <= self._low_water + MAX_LEDGER_GAP_COUNT:
             raise InvalidKeys(
                 f"sequence is {sequence}; expected 1 to {self._low_water + MAX_LEDGER_GAP_COUNT}"

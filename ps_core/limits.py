@@ -1,6 +1,6 @@
-"""Every limit of the system, with its relations asserted (LIM-*).
+"""Limits of the system, with their relations asserted (LIM-*).
 
-Sizes are in bytes (`_bytes`), times in seconds (`_s`), numbers of things in `_count`.
+Sizes are in bytes (`_bytes`), times in seconds (`_s`), counts in `_count`.
 """
 
 from __future__ import annotations
@@ -11,51 +11,51 @@ SLOT_COUNT = 65_536
 """Slots of the key space; fixed by the contract."""
 
 MAX_RANGE_COUNT = 4096
-"""Key ranges of any cluster, and so what a seal or a read may name."""
+"""Key ranges of any cluster, and so in a seal or a read."""
 
 RANGE_COUNT = 64
-"""Key ranges of a cluster of up to four servers, fixed when the cluster is formed: each is sealed
+"""Key ranges of a cluster of up to four servers, fixed when the cluster is formed. Each is sealed
 by itself, which costs as much as a block of it."""
 
 LARGE_CLUSTER_RANGE_COUNT = 256
-"""Key ranges of a cluster of more than eight servers, which share them evenly enough."""
+"""Key ranges of a cluster of more than eight servers, for an even share."""
 
 BLOCK_ALIGNMENT_ELEMENTS = 64
-"""Blocks are multiples of it: torch's fused CPU kernels are bit-equal only at such cuts (DESIGN
-8)."""
+"""Block sizes are multiples of it, because torch's fused CPU kernels are bit-equal only at such
+cuts (DESIGN 8)."""
 
 DEFAULT_BLOCK_ELEMENTS = 262_144
 """1 MiB of float32: the best message size measured, and below gRPC's default limit."""
 
 MAX_BLOCK_ELEMENTS = 524_288
-"""A block of the widest codec (8 bytes) still fits a message."""
+"""Size at which a block of the widest codec (8 bytes) still fits a message."""
 
 MAX_ELEMENT_BYTES = 8
 
 MESSAGE_OVERHEAD_BYTES = 65_536
-"""The most that a message holds beside its payload: presence bits, ranges of a seal."""
+"""Bytes of a message beside its payload: presence bits, ranges of a seal."""
 
 MAX_ENTRY_BYTES = 256 * 1024
-"""Of a request without payloads, and of a message's part beside them: the ranges and blocks that it
-names. A larger one is not even parsed, since millions of empty entries fit a message."""
+"""Bytes of a request without payloads, and of the fields beside payloads: the ranges and blocks
+that it names. A larger request is not parsed, since millions of empty entries fit a message."""
 
 MAX_EDIT_BYTES = 64
-"""Of what names an edit in a seal."""
+"""Bytes of an edit's name in a seal."""
 
 MAX_SCALE = {4: 3.4028234663852886e38, 8: 1.7976931348623157e308}
-"""By how much a gradient may be multiplied, by the bytes of an element of its sum: the largest
-number that there is of that width."""
+"""Largest factor of a gradient, by the bytes of an element of its accumulator: the largest number
+of that width."""
 
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024 + MESSAGE_OVERHEAD_BYTES
-"""The largest message that servers and clients of ours accept."""
+"""Largest message that our servers and clients accept."""
 
 FOREIGN_MAX_MESSAGE_BYTES = 4 * 1024 * 1024
-"""gRPC's default limit; a block of the default size stays below it, so foreign clients need no
+"""gRPC's default limit. A block of the default size stays below it, so foreign clients need no
 option."""
 
 REPLICATION_MESSAGE_BYTES = 1024 * 1024 + MESSAGE_OVERHEAD_BYTES
-"""What servers send each other is cut into messages of about so much: a block of the default size
-and what was decided with it."""
+"""Size at which replication messages are cut: a block of the default size, and what was decided
+with it."""
 
 MAX_INLINE_INITIALIZER_BYTES = 1024 * 1024
 MAX_TABLE_NAME_BYTES = 200
@@ -66,14 +66,14 @@ MAX_TABLE_BLOCK_COUNT = 262_144
 of its processor to make one, 8 s for all of these, and `BLOCK_OVERHEAD_BYTES` of memory."""
 
 BLOCK_OVERHEAD_BYTES = 4096
-"""What a block takes of a server beside its elements, at most: 1.9 KB measured for what is known of
-it, and 0.6 KB for each tensor of optimizer state."""
+"""Most memory of a block beside its elements: 1.9 KB measured for its bookkeeping, and 0.6 KB for
+each tensor of optimizer state."""
 
 TABLE_MEMORY_SHARE = 0.9
-"""Of a machine's memory, or a container's, what a server says that tables may take."""
+"""Share of the memory of a machine, or container, that a server offers to tables."""
 
 VIEW_RESERVED_BYTES = 256 * 1024
-"""Of a cluster's view, what tables leave to nodes that come, or come back: some 2,000 of them."""
+"""Bytes of a view that tables leave to later nodes: some 2,000 of them."""
 
 MAX_TENSOR_COUNT = 100_000
 MAX_NODE_COUNT = 10_000
@@ -87,7 +87,7 @@ MAX_HYPERPARAMETER_MAGNITUDE = 1e18
 where torch's kernels raise; by then an update is in its record and cannot be refused any more."""
 
 MAX_CUSTOM_UPDATE_COUNT = 64
-"""Custom updates that one server may register."""
+"""Custom updates of one server."""
 
 MAX_CUSTOM_UPDATE_NAME_BYTES = 64
 MAX_CUSTOM_UPDATE_FINGERPRINT_BYTES = 300
@@ -98,143 +98,141 @@ MAX_WAITER_COUNT = 65_536
 """Parked reads on one server."""
 
 JOIN_RETRY_S = 0.2
-"""After which a worker that pushes before it has joined should try again."""
+"""Wait of a worker that pushes before it has joined."""
 
 DEFAULT_CUT_S = 5.0
 MAX_CUT_S = 10.0
-"""How long a cut may hold up training, if its reader does not end it."""
+"""Longest time for which a reader's cut may hold up training."""
 
 MAX_CUT_COUNT = 64
-"""Cuts that are held at once in one range of a table."""
+"""Cuts that are open at once in one range of a table."""
 
 MAX_LEDGER_GAP_COUNT = 65_536
-"""Sequences that a ledger holds above its low-water mark, and outcomes that it keeps below it for
-a sender that never confirms."""
+"""Sequences that a ledger stores above its low-water mark, and outcomes below it for a sender that
+never confirms."""
 
 MAX_RANGE_BLOCK_COUNT = 4608
-"""Blocks of one table in one range: what a seal does to all of them is decided in one turn of the
-server's loop, some 2 microseconds a block. A table of `MAX_TABLE_BLOCK_COUNT` has up to 4,300 in
+"""Blocks of one table in one range. A seal's effect on all of them is decided in one turn of the
+server's loop, at some 2 microseconds a block. A table of `MAX_TABLE_BLOCK_COUNT` has up to 4,300 in
 one of `RANGE_COUNT` ranges."""
 
 MAX_NAMED_BLOCK_COUNT = 32_768
-"""Single blocks that a read of ours names; of ranges beyond it, it asks for all. With them and all
-ranges a request stays below `MAX_ENTRY_BYTES`."""
+"""Single blocks that our reads name; beyond it, a read asks for all blocks of its ranges. With
+these and all ranges, a request stays below `MAX_ENTRY_BYTES`."""
 
 MAX_QUEUED_REPLY_COUNT = 65_536
-"""Replies that wait for the reader of a push stream; beyond it the stream is not read on."""
+"""Replies that wait for the reader of a push stream; beyond it the stream is not read further."""
 
 STREAM_READ_BYTES = 256 * 1024
-"""A read of at most so much is answered on the push stream; a larger one gets a stream of its own,
-with its own flow control."""
+"""Largest answer to a read on the push stream; a larger one gets a stream of its own, with its own
+flow control."""
 
 MAX_STREAM_READ_COUNT = 256
-"""Reads that wait on one PushPull stream; beyond it those with a number are refused."""
+"""Reads that wait on one PushPull stream; further ones with a number are refused."""
 
 MAX_UNREAD_BYTES = 512 * 1024 * 1024
-"""Of answers to reads that a server has made and nobody has read yet, of all calls together."""
+"""Bytes of answers that a server has made and no client has read yet, of all calls together."""
 
 UNREAD_S = 2.0
-"""Where they are too many, a call of which nothing was read for so long is cut."""
+"""Time after which a call is ended if nothing of it was read, while unread answers are too many."""
 
 MAX_RECOMPUTE_COUNT = 64
-"""How often a step may compute anew what was too stale: each time is a step of its own."""
+"""Times that one step may be computed again because its gradient was too stale; each is a step."""
 
 MAX_CLOCK_LEAD_COUNT = 64
-"""How far beyond its newest seal in effect a worker may send."""
+"""Clocks that a worker may send beyond its newest seal in effect."""
 
 DEFAULT_WINDOW_BYTES = 32 * 1024 * 1024
 """Payload bytes that a worker has in flight to one server: sent and not yet RECEIVED."""
 
 DEFAULT_GATE_EXTRA_BYTES = 256 * 1024 * 1024
-"""Room for staged steps and sums on one server and table beyond one step, if that is more than a
-step."""
+"""Staging memory of one table on one server beyond one step, if that is more than a step."""
 
 MAX_TURN_S = 0.02
-"""The longest that an event loop is at one thing, whatever comes: a fraction of what is left of a
-lease when a heartbeat was lost."""
+"""Longest turn of an event loop: a fraction of the rest of a lease after a lost heartbeat."""
 
 SLICE_S = 0.005
-"""After so much of a turn long work waits for another one: what is under way then ends in time."""
+"""Time after which long work in a turn waits for other work, so that running calls end in time."""
 
 SLICE_BLOCK_COUNT = 64
-"""Blocks that long work takes before it looks at the time."""
+"""Blocks that long work takes between two looks at the time."""
 
 SLICE_BYTES = 4 * 1024 * 1024
-"""The same in bytes that it copies."""
+"""Bytes that it copies between them."""
 
 HEARTBEAT_INTERVAL_S = 1.0
 LEASE_S = 3.0
 SCHEDULER_RECONNECT_S = 0.25
-"""At most so long between two attempts of a node to reach a scheduler that is away. It is judged a
-lease after that comes back."""
+"""Longest wait between two attempts of a node to reach an absent scheduler, which judges the node a
+lease after it is back."""
 WORKER_TIMEOUT_S = 30.0
-"""A worker that is silent for longer is declared gone: what the others' reads wait by default, so
-that one which waited for a dead worker in vain is answered when it is asked again."""
+"""Silence after which a worker is declared gone: the default wait of other workers' reads, so that
+a read which waited for a dead worker in vain succeeds when it is repeated."""
 
 ADAPTATION_INTERVAL_S = 5.0
-"""A bound that moves is looked at so often: several heartbeats of every node are in it, and a
-change of some milliseconds costs less than a hundredth of it."""
+"""Interval of an adaptive bound: it contains several heartbeats of every node, and a change of some
+milliseconds costs less than a hundredth of it."""
 
 MAX_READ_WAIT_COUNT = 4096
-"""Waits of workers on tables that a server says in one heartbeat; what is beyond is not said."""
+"""Waits of workers on tables in one heartbeat of a server; further ones are left out."""
 
 DEFAULT_PULL_DEADLINE_S = 30.0
 DEFAULT_SESSION_DEADLINE_S = 10.0
 STREAM_HEADER_DEADLINE_S = 10.0
-"""From the opening of a push stream to its header."""
+"""Time from the opening of a push stream to its header."""
 
 MAX_CHECKPOINT_URL_BYTES = 1024
-"""Of the directory that checkpoints go to, which is in the view."""
+"""Bytes of the checkpoint URL, which is in the view."""
 
 CHECKPOINT_DIRECTORY_BYTES = 32
-"""Of a checkpoint's own directory under that one."""
+"""Bytes of a checkpoint's own directory name."""
 
 CHECKPOINT_CUT_S = 60.0
-"""So long servers hold what is beyond a cut for those that are not there yet."""
+"""Time for which servers hold back later clocks for a checkpoint's cut."""
 
 CHECKPOINT_WRITTEN_S = 3600.0
-"""So long a checkpoint may take to be written."""
+"""Time for all parts of a checkpoint."""
 
 CHECKPOINT_BUFFER_BYTES = 256 * 1024 * 1024
-"""Of blocks that a server has copied for a checkpoint and not yet written. A step changes every
-block of a dense table: ranges whose copies do not fit are held at their cut until they do."""
+"""Bytes that a server has copied for a checkpoint and not yet written. A step changes every block
+of a dense table: ranges whose copies do not fit are held at their cut until they do."""
 
 CHECKPOINT_STALL_S = 15.0
-"""A store that takes nothing for so long, while training waits for room for copies, gets no part of
-that checkpoint."""
+"""Time after which a server gives up its part of a checkpoint, if the store takes nothing while
+training waits for copies."""
 
 CHECKPOINT_RATE_BYTES_S = 200 * 1024 * 1024
-"""What a server writes of a checkpoint in a second while it also trains."""
+"""Bytes of a checkpoint that a server writes in a second while it also trains."""
 
 UPDATE_LOG_BYTES = 4_000_000_000
-"""What an update log takes of a disk; more, if that is less than what a server needs to begin."""
+"""Disk space of an update log; more, if a server needs more to begin."""
 
 MAX_COLLECTIVE_BYTES = 512 * 1024
-"""What one worker may give in a collective call: metrics, a confusion matrix, a vocabulary's
-counts. What is larger belongs into a table."""
+"""Bytes of one worker's share of a collective call: metrics, a confusion matrix, a vocabulary's
+counts. Larger values belong into a table."""
 
 MAX_COLLECTIVE_ROUND_BYTES = 2 * 1024 * 1024
-"""The same of all workers together: each of them is sent all of it."""
+"""Bytes of all shares together: each worker is sent all of them."""
 
 MAX_COLLECTIVE_CALL_BYTES = 1024
-"""Of what says which call it is."""
+"""Bytes of a collective call's name."""
 
 LANES = ("auto", "shm", "grpc")
-"""The settings of PUSHPULL_LANE."""
+"""Values of PUSHPULL_LANE."""
 
 LANE_RING_BYTES = 16 * 1024 * 1024
-"""Shared memory that a worker makes for its pushes to one server. The last-level cache of a server
-machine holds it, so that what the worker wrote is still there when the server reads it."""
+"""Shared memory of a worker for its pushes to one server. The last-level cache of a server machine
+holds it, so the server reads what is still in the cache."""
 
 LANE_BATCH_BYTES = 4 * 1024 * 1024
 """Payload in shared memory that one message describes: enough to make the message's own cost small,
 and a fraction of the ring, so that both ends work at once."""
 
 LANE_MIN_PAYLOAD_BYTES = 16 * 1024
-"""A smaller payload travels in its message: it costs less there than a place in the ring."""
+"""Smallest payload for shared memory; a smaller one costs less in its message."""
 
 LANE_BUFFER_BATCH_BYTES = 16 * 1024 * 1024
-"""The same where payloads are not copied into a ring: nobody waits for a piece to come back."""
+"""The same where payloads are not copied into a ring, so that no worker waits for space in it."""
 
 MAX_BATCH_COUNT = 64
 """Blocks in one message."""
@@ -243,13 +241,13 @@ MAX_LANE_SEGMENT_COUNT = 16
 """Segments that one session shares with a server."""
 
 MAX_LANE_SEGMENT_BYTES = 64 * 1024**3
-"""Virtual: the memory is the client's."""
+"""Virtual memory: the pages are the client's."""
 
 LANE_ALIGNMENT_BYTES = 16
-"""Of payloads in shared memory: no element is wider."""
+"""Alignment of payloads in shared memory; no element is wider."""
 
 MAX_LANE_STRANGER_COUNT = 256
-"""Connections on a server's Unix socket that have not said who they are."""
+"""Connections to a server's Unix socket without a session yet."""
 
 MAX_STREAM_CONNECTION_COUNT = 4096
 """Connections to a server's stream port."""
@@ -257,30 +255,31 @@ MAX_STREAM_CONNECTION_COUNT = 4096
 MAX_STALENESS = 1_000_000
 MAX_ALPHA = 1e6
 MAX_GRACE_MS = 60_000
-"""How long an update with backup workers may wait for those that it can do without."""
+"""Longest wait of an update for the steps of backup workers."""
 
 MAX_DEADLINE_S = 3600.0
 ROOM_RETRY_S = 0.5
-"""RetryInfo of a refusal for room: the fallback if the CREDIT reply is lost."""
+"""RetryInfo of a refusal over quota, if the CREDIT reply is lost."""
 
 MAX_STATE_DEPTH = 64
-"""How deep a worker's own state may be nested: a state that contains itself ends here."""
+"""Nesting of a worker's own state, where a state that contains itself ends."""
 
 MAX_STATE_VALUE_COUNT = 10_000_000
-"""Values in a worker's own state, a tensor being one: the order of a large data set as a list fits,
+"""Values in a worker's own state, a tensor being one. The order of a large data set as a list fits;
 one inner state that a hundred lists share, and those again, does not."""
 
 MAX_ERROR_MESSAGE_BYTES = 1024
-"""An error travels in trailing metadata, twice and escaped; gRPC's default limit there is 8 KiB."""
+"""Bytes of an error's message: it travels in trailing metadata, twice and escaped, where gRPC's
+default limit is 8 KiB."""
 
 MAX_HTTP_REQUEST_BYTES = 8192
-"""Request line and headers of a GET on a node's HTTP port."""
+"""Bytes of the request line and headers of a GET on a node's HTTP port."""
 
 MAX_HTTP_CONNECTION_COUNT = 64
-"""Beyond it the oldest is closed."""
+"""HTTP connections of a node; beyond it the oldest is closed."""
 
 HTTP_REQUEST_DEADLINE_S = 5.0
-"""From the accept of an HTTP connection to its close."""
+"""Time from the accept of an HTTP connection to its close."""
 
 check(
     DEFAULT_BLOCK_ELEMENTS % BLOCK_ALIGNMENT_ELEMENTS == 0, "LIM-1", "default block is not aligned"
@@ -313,14 +312,14 @@ check(
 check(
     MAX_RANGE_BLOCK_COUNT * RANGE_COUNT >= MAX_TABLE_BLOCK_COUNT,
     "LIM-12",
-    "no cluster of few servers would have room for the largest table",
+    "a cluster of few servers could not hold the largest table",
 )
 check(
     MAX_COLLECTIVE_BYTES + MAX_COLLECTIVE_ROUND_BYTES + MESSAGE_OVERHEAD_BYTES <= MAX_MESSAGE_BYTES,
     "LIM-14",
-    "what a worker gives and the round before it do not fit a message",
+    "a share and the round before it do not fit a message",
 )
-check(4 * SLICE_S <= MAX_TURN_S, "LIM-9", "what is under way would not end in its turn")
+check(4 * SLICE_S <= MAX_TURN_S, "LIM-9", "running calls would not end in their turn")
 check(20 * MAX_TURN_S <= HEARTBEAT_INTERVAL_S, "LIM-10", "a turn would delay a heartbeat")
 check(
     8 * MAX_NAMED_BLOCK_COUNT <= MAX_ENTRY_BYTES,

@@ -1,9 +1,7 @@
-"""The losses that a worker's script reports, summed up from its start.
+"""Running sums of the losses that a worker's script reports.
 
-Sums can be taken at any moment, and two of them say how it went between: the mean of all losses of
-that stretch and how sure it is, however many reports were lost on the way.
-
-What it deliberately does not do: keep the losses, or judge them.
+The difference of two sums gives the mean of the losses between them and its error, however many
+reports were lost on the way.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ class LossTotals:
         count: finite ones.
         total: their sum.
         square_total: the sum of their squares.
-        non_finite_count: those that were infinite or NaN, which are in no sum.
+        non_finite_count: infinite or NaN ones, which are in no sum.
     """
 
     count: int = 0
@@ -30,8 +28,8 @@ class LossTotals:
     non_finite_count: int = 0
 
     def with_loss(self, loss: float) -> LossTotals:
-        """The sums with one more."""
-        square = loss * loss  # infinite for some finite ones too: they would spoil the sums
+        """The sums with one more loss."""
+        square = loss * loss  # infinite for some finite losses, which would spoil the sums
         if not math.isfinite(square):
             return LossTotals(self.count, self.total, self.square_total, self.non_finite_count + 1)
         return LossTotals(
@@ -42,7 +40,7 @@ class LossTotals:
         )
 
     def since(self, before: LossTotals) -> LossTotals:
-        """Of those that came after `before`."""
+        """Sums of the losses after `before`."""
         return LossTotals(
             self.count - before.count,
             self.total - before.total,
@@ -52,7 +50,7 @@ class LossTotals:
 
     @classmethod
     def together(cls, parts: Iterable[LossTotals]) -> LossTotals:
-        """The sums of several workers."""
+        """Sums over several workers."""
         found = list(parts)
         return cls(
             sum(part.count for part in found),
@@ -63,7 +61,7 @@ class LossTotals:
 
     @property
     def mean(self) -> float:
-        """0 where there are none."""
+        """Mean of the finite losses; 0 without any."""
         return self.total / self.count if self.count else 0.0
 
     @property

@@ -1,28 +1,24 @@
-"""A checkpoint as values: its manifest, what each node reports of its part, and what an imported
-one has.
+"""Checkpoints as values: the manifest, nodes' reports of their parts, and imports.
 
 Rules of the manifest:
     - It is JSON. Every field is there, and no other: a newer version says so in `version`.
     - Its `sha256` is that of all other fields, as JSON with sorted keys and without blanks.
-    - File names are plain names: they lead nowhere but into the checkpoint's own directory.
-    - The blocks that the parts have of a table are as many as the table has. Some of them may be
-      referred to: their bytes are in another checkpoint's file, under the same root.
-    - Those other checkpoints are all named in `bases`, and each has bytes of its own there: what is
-      referred to is never itself a reference. With no base the checkpoint is a full one.
-    - Its run is what has its timeline, or goes on from it: `lineage` has the timelines that it went
-      on from, newest first. Version 1 has no lineage.
-    - A table's `spec` is the contract's TableSpec in protobuf's JSON form, which the edge knows.
+    - File names are plain: they stay in the checkpoint's own directory.
+    - The parts have every block of a table once. Some blocks may be references: their bytes are in
+      another checkpoint's file, under the same root.
+    - `bases` names those other checkpoints. A reference leads to bytes, never to another reference.
+      A checkpoint without bases is full.
+    - `lineage` has the timelines that the checkpoint's cluster continued, newest first. Version 1
+      has no lineage.
+    - A table's `spec` is the contract's TableSpec in protobuf's JSON form, which the edge parses.
 
 Rules of a checkpoint that was imported from a plain state dict:
-    - A state dict has tensors by name, and nothing of tables. So a table finds each of its tensors
-      by its name, wherever it lies here, and all of them or the table is refused. Shape and dtype
-      have to be the table's; block size, order and optimizer are whatever the table has.
-    - The tables of such a checkpoint are called PREFIX/DTYPE and are for the tables PREFIX and
-      PREFIX/...; without a prefix they are called DTYPE and are for all tables.
-    - A tensor without elements has no values to find.
-
-What it deliberately does not do: read files or values (`ps_runtime.checkpoint` does), judge reports
-(`scheduler.machine.checkpoints` does) or names that no table asks for (`ps_worker.training` does).
+    - A state dict has tensors by name, and no tables. So a table finds its tensors by name, in any
+      table of the import, and is refused unless all are there. Shape and dtype have to match; block
+      size, order and optimizer are the table's own.
+    - Tables of an import are called PREFIX/DTYPE, for the tables PREFIX and PREFIX/...; without a
+      prefix they are called DTYPE, for all tables.
+    - A tensor without elements is not looked for.
 """
 
 from __future__ import annotations
@@ -41,19 +37,19 @@ from ps_core.keys import TableId
 from ps_core.tables import DType, TableSpec, TensorSpec
 
 MANIFEST_FILE = "manifest.json"
-"""Its name in the checkpoint's directory."""
+"""File name in the checkpoint's directory."""
 
 FORMAT = "pushpull-checkpoint"
 VERSION = 2
 
 MAX_LINEAGE_COUNT = 256
-"""Timelines that a checkpoint remembers; the oldest are forgotten."""
+"""Timelines in a lineage; the oldest are dropped."""
 
 ID_CHARACTERS = 8
-"""Of the cluster's id in the name of a directory."""
+"""Characters of the cluster's id in a directory's name."""
 
 MIN_FILE_BYTES = 10
-"""A safetensors file without a tensor: its length, and ``{}``."""
+"""Size of a safetensors file without tensors: a length, and ``{}``."""
 
 _DIRECTORY = re.compile(r"([0-9]{8,})-([A-Za-z0-9_-]{1,8})")
 _CLUSTER_ID = re.compile(r".{1,200}")
@@ -63,14 +59,14 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _TIMELINE = re.compile(r"(?:[0-9a-f]{2})*")
 
 MAX_PLACE_CHARACTERS = 240
-"""Of where a block is that is referred to; servers name their files much shorter."""
+"""Length of a reference to another checkpoint's file; servers' own names are much shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTable:
-    """A table: its `spec` in JSON form, its setting then, and the last clock that is in it.
+    """A table: its `spec` in JSON form, its setting at that time, and the last clock in it.
 
-    With `is_torn` each range is as it was at a moment of its own.
+    A table that `is_torn` has each range as of a moment of its own.
     """
 
     name: str
@@ -83,9 +79,15 @@ class SavedTable:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """A server's file: how long it is, the SHA-256 of its beginning up to the end of its header in
-    hexadecimal digits, and how many blocks of each table it has. Of these blocks, so many are
-    referred to in other checkpoints, and have so many bytes there.
+    """A server's file.
+
+    Attributes:
+        file: its name.
+        byte_count: its size.
+        header_sha256: SHA-256 of its bytes up to the end of its header, in hexadecimal digits.
+        tables: blocks of each table, references included.
+        referred_block_count: blocks that are references.
+        referred_byte_count: bytes of these in other checkpoints.
     """
 
     file: str
@@ -98,7 +100,7 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True)
 class SavedWorker:
-    """A worker's file, as a server's; an empty `file` if it had no state, or `problem` if lost."""
+    """A worker's file; `file` is empty without a state, and `problem` says why a state is lost."""
 
     rank: int
     clock: int
@@ -110,8 +112,8 @@ class SavedWorker:
 
 @dataclass(frozen=True, slots=True)
 class ReportedTable:
-    """What a node wrote of one table: so many blocks, the highest clock of its ranges, and whether
-    each is as it was at a moment of its own.
+    """A node's part of one table; `clock` is the highest of its ranges. A part that `is_torn` has
+    each range as of a moment of its own.
     """
 
     block_count: int
@@ -121,10 +123,9 @@ class ReportedTable:
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """A node's file, or why there is none; no file and no problem: it has nothing to write.
+    """A node's report: its file, or a problem, or neither if it has nothing to write.
 
-    Of its blocks some may be referred to in other checkpoints: how many, their bytes, and the
-    directories that have them.
+    Some blocks may be references: their number, their bytes, and the directories that have them.
     """
 
     file: str = ""
@@ -139,10 +140,9 @@ class PartReport:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint has; `created` is UTC as 2026-11-22T10:20:00Z, `timeline` empty if no
-    cluster made it.
+    """The manifest; `created` is UTC as 2026-11-22T10:20:00Z, `timeline` is empty for an import.
 
-    `bases` are the directories, beside its own, that have blocks of it: ascending.
+    `bases` are the other directories that have blocks of it, ascending.
     """
 
     number: int
@@ -159,37 +159,36 @@ class Manifest:
 
     @property
     def run(self) -> frozenset[bytes]:
-        """The timelines whose checkpoints are of the same run, or of what it goes on from."""
+        """Timelines of the checkpoint's run."""
         return frozenset((self.timeline, *self.lineage)) - {b""}
 
     @property
     def is_imported(self) -> bool:
-        """Whether it was made from a plain state dict: then it is on no cluster's timeline."""
+        """True if it was made from a plain state dict, so is on no cluster's timeline."""
         return not self.timeline
 
     @property
     def is_full(self) -> bool:
-        """Whether all of it is in its own directory."""
+        """True if every block is in its own directory."""
         return not self.bases
 
     @property
     def referred_byte_count(self) -> int:
-        """Bytes of the blocks that are in other directories."""
+        """Bytes of the blocks in other directories."""
         return sum(part.referred_byte_count for part in self.parts)
 
     @property
     def referred_block_count(self) -> int:
-        """Blocks that are in other directories."""
+        """Blocks in other directories."""
         return sum(part.referred_block_count for part in self.parts)
 
     @property
     def directory(self) -> str:
-        """The name of its directory."""
         return directory_name(self.number, self.cluster_id)
 
     @cached_property
     def files(self) -> dict[str, SavedPart | SavedWorker]:
-        """Every file beside the manifest, by its name."""
+        """Files beside the manifest, by name."""
         found: tuple[SavedPart | SavedWorker, ...] = (*self.parts, *self.workers)
         return {saved.file: saved for saved in found if saved.file}
 
@@ -203,10 +202,10 @@ class Manifest:
         return {table.name: table for table in self.tables}
 
     def table(self, name: str) -> SavedTable:
-        """The table of that name.
+        """A table by name.
 
         Raises:
-            InvalidCheckpoint: there is none; the message names those that there are.
+            InvalidCheckpoint: the table does not exist; the message has the names of the others.
         """
         if name not in self._tables:
             there = ", ".join(f"'{known}'" for known in self._tables) or "none"
@@ -217,17 +216,17 @@ class Manifest:
 
 
 def imported_name(prefix: str, dtype: DType) -> str:
-    """What the table of a dtype is called."""
+    """Name of the imported table of a dtype."""
     return f"{prefix}/{dtype.value}" if prefix else dtype.value
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What was imported: by a tensor's name, the table that has it, and where.
+    """The tensors of an import, by name, with the table of each.
 
     Attributes:
-        url: the checkpoint's directory.
-        prefix: of the names of the tables that it is for; empty: for all.
+        url: directory of the checkpoint.
+        prefix: prefix of the tables that it is for; empty: all tables.
         tensors: as the file had them.
     """
 
@@ -237,7 +236,6 @@ class Imported:
 
     @classmethod
     def of(cls, url: str, tables: Iterable[TableSpec]) -> Imported:
-        """What these tables have together."""
         found: dict[str, tuple[TableSpec, TensorSpec]] = {}
         prefix = ""
         for spec in tables:
@@ -247,14 +245,14 @@ class Imported:
         return cls(url, prefix, found)
 
     def is_for(self, table: str) -> bool:
-        """Whether it has the values of the table of that name, or none has."""
+        """True if the import is for a table of that name."""
         return not self.prefix or table == self.prefix or table.startswith(f"{self.prefix}/")
 
     def places(self, spec: TableSpec) -> dict[str, tuple[str, int]]:
-        """By a tensor's name, the table here that has its values, and its first element there.
+        """The table here, and the first element in it, of each tensor of `spec`.
 
         Raises:
-            InvalidCheckpoint: a tensor of `spec` is not here, or is another one.
+            InvalidCheckpoint: a tensor of `spec` is missing, or differs.
         """
         return {
             tensor.name: self._place(spec, tensor)
@@ -281,31 +279,28 @@ class Imported:
         return f"the tables of '{self.prefix}'" if self.prefix else "all tables"
 
     def unknown(self, names: Iterable[str]) -> Iterator[str]:
-        """The tensors here that are none of these."""
+        """Tensors of the import outside `names`."""
         known = set(names)
         return (name for name in self.tensors if name not in known)
 
 
 def directory_name(number: int, cluster_id: str) -> str:
-    """The name of a checkpoint's directory."""
     short = re.sub(r"[^A-Za-z0-9_-]", "-", cluster_id[:ID_CHARACTERS])
     return f"{number:08d}-{short}"
 
 
 def left_directory_name(cluster_id: str) -> str:
-    """The name of the directory, beside those of checkpoints, that has what workers had of their
-    own when they left.
-    """
+    """Name of the directory, beside those of checkpoints, for the state of workers that leave."""
     return f"left-{directory_name(0, cluster_id).partition('-')[2]}"
 
 
 def place_in(directory: str, file: str) -> str:
-    """Where a block is that is referred to: a file of another checkpoint under the same root."""
+    """A reference to a file of another checkpoint under the same root."""
     return f"{directory}/{file}"
 
 
 def split_place(place: str) -> tuple[str, str] | None:
-    """The directory and the file that a place names; None if it is no place."""
+    """Directory and file of a reference, or None if it is malformed."""
     directory, _, file = place.partition("/")
     if not is_file_name(file) or number_of(directory) is None or len(place) > MAX_PLACE_CHARACTERS:
         return None
@@ -313,21 +308,21 @@ def split_place(place: str) -> tuple[str, str] | None:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a part may have that name: a plain one, which leads to no other directory."""
+    """True for the plain name of a part, which stays in the checkpoint's directory."""
     return _FILE.fullmatch(name) is not None and name != MANIFEST_FILE
 
 
 def number_of(directory: str) -> int | None:
-    """The number of the checkpoint whose directory has that name; None if it is no such name."""
+    """Number of the checkpoint with that directory's name, or None for another name."""
     found = _DIRECTORY.fullmatch(directory)
     return int(found[1]) if found else None
 
 
 def to_json(manifest: Manifest) -> str:
-    """The manifest as it is written down.
+    """The text of a manifest.
 
     Raises:
-        InvalidCheckpoint: it is not one that `from_json` would take.
+        InvalidCheckpoint: `from_json` would refuse it.
     """
     fields = {
         "format": FORMAT,
@@ -353,15 +348,14 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str, where: str) -> Manifest:
-    """The manifest that `text` is.
+    """Parse a manifest.
 
     Args:
-        text: what was read.
-        where: its address, for the error's message.
+        text: its text.
+        where: its address, for messages.
 
     Raises:
-        InvalidCheckpoint: it is damaged, of a newer version, or contradicts itself; the message
-            names `where`, the field, what came and what was expected.
+        InvalidCheckpoint: it is damaged, of a newer version, or contradicts itself.
     """
     try:
         document = json.loads(text, object_pairs_hook=once_each, parse_constant=_no_number)
@@ -398,11 +392,7 @@ def from_json(text: str, where: str) -> Manifest:
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The fields of a JSON object, as `json.loads` hands them to its `object_pairs_hook`.
-
-    Raises:
-        ValueError: one is there twice.
-    """
+    """An `object_pairs_hook` of `json.loads` that raises ValueError for a repeated field."""
     found = dict(pairs)
     if len(found) != len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]

@@ -1,21 +1,16 @@
-"""Who may join a cluster, and who may call what: every method of the contract, and the roles whose
-sessions it takes.
+"""Rights of roles, and the proof of the join secret.
 
 Rules of rights:
-    - A reader reads, and changes nothing that anybody else sees. Operators look after the cluster
-      and touch no values. Only servers speak for ranges.
-    - A method that is not in the table may be called by nobody.
+    - Readers read, and change nothing that another node sees. Operators look after the cluster and
+      touch no values. Only servers speak for ranges.
+    - A method outside the table is for nobody. REFERENCE.md has the table, and a test calls every
+      method with a session of every role.
 
-Rules of the proof with which a process joins: it knows the join secret, and does not show it.
-    - A proof is good for one challenge, one registration_id, one role, rank and address, one run
-      of that size and one identity: whoever reads it on the wire can neither join as anything else
-      or anybody else, nor join another cluster or run with it.
-    - Without an identity, and in the run without a name, it is what it was before there were any.
-
-What it deliberately does not do: draw challenges, or find secrets
-(`ps_runtime.cluster.join_secret`).
-
-REFERENCE.md has the table, and a test calls every method with a session of every role.
+Rules of the proof, which shows that a process knows the join secret without sending it:
+    - A proof is valid for one challenge, one registration_id, one role, rank and address, one run
+      of that size and one identity: with a proof read on the wire nobody can join as another node,
+      another cluster or another run.
+    - Without an identity, and in the run without a name, the proof has no field for them.
 """
 
 from __future__ import annotations
@@ -36,10 +31,10 @@ _PULLING = _WORKERS | _READERS
 _CHANGING = _WORKERS | {Role.OPERATOR}
 
 NEEDS_NO_SESSION = frozenset({"GetJoinChallenge", "RegisterNode"})
-"""Whoever registers has none yet: RegisterNode asks for the proof of the join secret instead."""
+"""Methods before a session: RegisterNode asks for a proof of the join secret instead."""
 
 NO_SESSION = "the session token is missing; send the session as RegisterNode gave it"
-"""What a call without a session is told."""
+"""Message for a call without a session."""
 
 MAY_CALL: Mapping[str, frozenset[Role]] = {
     "Heartbeat": _EVERYBODY,
@@ -68,15 +63,11 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
     "SettleChange": _SERVERS,
     "Replicate": _SERVERS,
 }
-"""The roles that may call a method, each with its own session."""
+"""Roles that may call a method, each with its own session."""
 
 
 def check(method: str, role: Role) -> None:
-    """Refuse a caller whose role has no right to the method.
-
-    Raises:
-        NotPermitted: it has none; the message says who has.
-    """
+    """Raise NotPermitted if the role has no right to call the method."""
     roles = MAY_CALL.get(method, frozenset())
     if role not in roles:
         raise NotPermitted(f"{method} is for {words(roles)}; the caller's role is {role.value}")
@@ -98,7 +89,7 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """Who asks to join, as far as the proof binds it."""
+    """The fields of a registration that the proof covers."""
 
     registration_id: bytes
     role: Role
@@ -127,10 +118,10 @@ class Joiner:
         return hmac.new(secret, text.encode(), hashlib.sha256).digest()
 
     def check(self, proof: bytes, secret: bytes, challenge: bytes) -> None:
-        """Refuse who has not proved that it knows the secret.
+        """Refuse a registration without a valid proof.
 
         Raises:
-            Unauthenticated: the proof is missing or wrong; the message says what to do.
+            Unauthenticated: the proof is missing or wrong; the message has the remedy.
         """
         if not proof:
             raise Unauthenticated(

@@ -1,10 +1,10 @@
-"""Stamps of values that others read where they lie, while these may change: a sequence lock.
+"""Sequence locks of blocks that other processes read in shared memory while they may change.
 
     at rest, 2n --begin--> 2n + 1, it changes --end--> at rest, 2n + 2
 
-A block has one: an even number while it is at rest, an odd one while it changes, and never the same
-number for two contents. Who copies it looks at the stamp afterwards: it counts if that is still the
-one of the answer that lent it. The order is what counts, and is the processor's on x86-64 only.
+Each block has one: even at rest, odd during a change, never the same for two contents. A reader
+copies the block and then compares the lock with the one in its answer: the copy is valid if they
+are equal. That needs ordered loads and stores, which only x86-64 has without fences.
 
 Invariants:
     LENT-1  A block's values change only between `begin` and `end` of it.
@@ -26,14 +26,14 @@ STAMP_BYTES = 8
 
 
 def now(stamps: Stamps, number: int) -> int:
-    """The stamp of a block at rest, for an answer."""
+    """The lock of a block at rest, for an answer."""
     stamp = int(stamps[number])
     check(stamp % 2 == 0, "LENT-1", f"what has stamp {number} is lent while it changes")
     return stamp
 
 
 def begin(stamps: Stamps, numbers: Iterable[int]) -> None:
-    """These blocks are about to change."""
+    """Mark blocks that are about to change."""
     for number in numbers:
         stamp = int(stamps[number])
         if stamp % 2:
@@ -42,7 +42,7 @@ def begin(stamps: Stamps, numbers: Iterable[int]) -> None:
 
 
 def end(stamps: Stamps, numbers: Iterable[int]) -> None:
-    """They are at rest again."""
+    """Mark blocks that are at rest again."""
     for number in numbers:
         stamp = int(stamps[number])
         if not stamp % 2:
@@ -55,7 +55,7 @@ def _overlap(number: int) -> NoReturn:
 
 
 def copied(values: Bytes, target: Bytes, stamps: Stamps, number: int, stamp: int) -> bool:
-    """Copy what was lent with that stamp: whether the copy is what it was then.
+    """Copy shared values; False if they have changed since the lock was `stamp`.
 
     Shapes:
         values, target: flat, of one length.

@@ -1,4 +1,4 @@
-"""Tables as values: what a table is, how it is cut into blocks, and where its tensors lie.
+"""Tables as values: specs, blocks, and the layout of tensors.
 
 Rules:
     - A dense table is a flat vector; its tensors follow each other without gap, C-contiguous.
@@ -8,9 +8,6 @@ Rules:
 
 Invariants:
     TAB-1  The segments of all blocks cover every element exactly once.
-
-What it deliberately does not do: hold values, or know protobuf (`ps_runtime.cluster.wire`
-converts).
 """
 
 from __future__ import annotations
@@ -34,13 +31,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Remembered(Generic[ResultT]):
-    """What was found of the newest few tuples, so that it is found once: a layout of a hundred
-    thousand tensors takes a tenth of a second to look through. Safe to share between threads.
-
-    A tuple is known again by being the same object.
+    """A cache of results for the newest few tuples, by identity: to look through a layout of a
+    hundred thousand tensors takes a tenth of a second. Thread-safe.
 
     Args:
-        most: how many.
+        most: its size.
     """
 
     __slots__ = ("_found", "_most")
@@ -50,12 +45,12 @@ class Remembered(Generic[ResultT]):
         self._most = most
 
     def find(self, of: tuple[Any, ...]) -> ResultT | None:
-        """What was found of this very tuple."""
+        """The result for this very tuple, or None."""
         found = self._found.get(id(of))
         return None if found is None else found[1]
 
     def put(self, of: tuple[Any, ...], result: ResultT) -> ResultT:
-        """Remember it; the tuple is kept, so that its number stays its own."""
+        """Store a result. The tuple is kept alive, so that its id stays its own."""
         for old in list(self._found)[: max(0, len(self._found) + 1 - self._most)]:
             self._found.pop(old, None)
         self._found[id(of)] = of, result
@@ -63,18 +58,18 @@ class Remembered(Generic[ResultT]):
 
 
 class DType(Enum):
-    """The element type of a table, as its workers see it."""
+    """Element type of a table, as its workers see it."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     FLOAT64 = "float64"
 
-    __hash__ = object.__hash__  # members are single: Enum's own hash costs a Python call
+    __hash__ = object.__hash__  # members are unique: Enum's own hash costs a Python call
 
 
 class Codec(Enum):
-    """How the elements of a payload are encoded: raw little-endian arrays."""
+    """Encoding of a payload's elements: raw little-endian arrays."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -101,7 +96,7 @@ NATIVE_CODEC = {
 
 
 class OptimizerKind(Enum):
-    """What a server does with a formed update."""
+    """Treatment of an update by the servers."""
 
     SGD = "sgd"
     ADAM = "adam"
@@ -115,21 +110,21 @@ class OptimizerKind(Enum):
 
 
 class Kernels(Enum):
-    """Which implementation of an optimizer's arithmetic runs."""
+    """Implementation of an optimizer's arithmetic."""
 
     FAST = "fast"
     EXACT = "exact"
 
 
 class Reduction(Enum):
-    """How contributions are combined."""
+    """Combination of contributions."""
 
     MEAN = "mean"
     SUM = "sum"
 
 
 class InitializerKind(Enum):
-    """What a table holds before its first update."""
+    """Values of a table before its first update."""
 
     ZEROS = "zeros"
     CONSTANT = "constant"
@@ -139,9 +134,7 @@ class InitializerKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Initializer:
-    """What a table holds at first: `constant` for CONSTANT, `inline` bytes of its dtype for
-    INLINE.
-    """
+    """First values of a table: `constant` for CONSTANT, `inline` bytes of its dtype for INLINE."""
 
     kind: InitializerKind = InitializerKind.ZEROS
     constant: float = 0.0
@@ -167,7 +160,7 @@ HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
     OptimizerKind.ADD: {},
     OptimizerKind.ASSIGN: {},
 }  # fmt: skip
-"""The numbers of each optimizer and torch.optim's defaults of them; CUSTOM's are the update's."""
+"""Hyperparameters of each optimizer, with torch.optim's defaults; CUSTOM's are the update's."""
 
 _HYPERPARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("beta1", "beta2"), (0.0, 1.0)),
@@ -178,9 +171,9 @@ _HYPERPARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
         (0.0, math.inf),
     ),
 }  # fmt: skip
-"""What torch.optim's constructors accept: [low, high). Outside, its arithmetic divides by zero or
+"""Bounds of torch.optim's constructors, [low, high): outside, its arithmetic divides by zero or
 takes roots of negative numbers. A learning rate may have any sign and size within
-MAX_HYPERPARAMETER_MAGNITUDE, as schedulers set it."""
+MAX_HYPERPARAMETER_MAGNITUDE, because learning rate schedules set it so."""
 
 CLAMPED = frozenset(
     {
@@ -188,8 +181,8 @@ CLAMPED = frozenset(
         OptimizerKind.RMSPROP,
     }
 )  # fmt: skip
-"""Optimizers whose values can be clamped after each update: they have the hyperparameters
-`clamp_min` and `clamp_max` where those are given, and else neither."""
+"""Optimizers whose values can be clamped after each update, with the hyperparameters `clamp_min`
+and `clamp_max`."""
 
 CLAMP_NAMES = ("clamp_min", "clamp_max")
 
@@ -200,16 +193,16 @@ _STATE_ARRAYS: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.ADAGRAD: ("sum",),
     OptimizerKind.RMSPROP: ("square_avg", "momentum_buffer"),
 }
-"""Beside them, a switch has its own: `amsgrad` and `centered`."""
+"""State arrays of each optimizer; `amsgrad` and `centered` add one each."""
 
 STEP_ARRAY = "step"
-"""How many steps each tensor has taken, as if each of its elements had counted them."""
+"""Steps that each tensor has taken, as an array of its elements."""
 
 VALUES_ARRAY = "values"
 """The values, where they are loaded together with optimizer state."""
 
 MAX_LOADED_STEP_COUNT = 2**24
-"""As far as torch.optim counts: in float32, where one more is the same number."""
+"""End of torch.optim's step counter: in float32, one more is the same number."""
 
 Hyperparameters = tuple[tuple[str, float], ...]
 """Sorted (name, value) pairs: comparable and hashable."""
@@ -219,8 +212,8 @@ Hyperparameters = tuple[tuple[str, float], ...]
 class OptimizerSpec:
     """An optimizer and its settings; `hyperparameters` is complete and sorted after `validated`.
 
-    CUSTOM runs the servers' update `custom_update` (`ps_core.update_offer`); which numbers that has
-    is for the scheduler to say, which completes them.
+    CUSTOM runs the servers' update `custom_update` (`ps_core.update_offer`), whose hyperparameters
+    the scheduler completes.
     """
 
     kind: OptimizerKind
@@ -234,8 +227,8 @@ class OptimizerSpec:
 
     @property
     def state_arrays(self) -> tuple[str, ...]:
-        """What it keeps of each element, by torch.optim's names; none where torch has no namesake.
-        With `STEP_ARRAY` that is all of its state.
+        """State arrays by torch.optim's names; none for an optimizer that torch lacks. With
+        `STEP_ARRAY` they are the whole state.
         """
         names = list(_STATE_ARRAYS.get(self.kind, ()))
         if self.amsgrad:
@@ -245,20 +238,20 @@ class OptimizerSpec:
         return tuple(names)
 
     def has_array(self, name: str) -> bool:
-        """Whether it has state of that name, `STEP_ARRAY` and `VALUES_ARRAY` included."""
+        """True if it has state of that name, `STEP_ARRAY` and `VALUES_ARRAY` included."""
         names = self.state_arrays
         return name in names or (bool(names) and name in (STEP_ARRAY, VALUES_ARRAY))
 
     @property
     def label(self) -> str:
-        """What people call it."""
+        """Name for messages."""
         return f"custom:{self.custom_update}" if self.custom_update else self.kind.value
 
     def merged(self, given: Hyperparameters) -> Hyperparameters:
-        """The table's numbers with those `given` put over them, sorted.
+        """The hyperparameters with those `given` put over them, sorted.
 
         Raises:
-            InvalidConfig: a name that the optimizer does not have, or a value that it cannot use.
+            InvalidConfig: a name or a value that the optimizer does not have.
         """
         is_custom = self.kind is OptimizerKind.CUSTOM
         merged = dict(self.hyperparameters if is_custom else HYPERPARAMETER_DEFAULTS[self.kind])
@@ -294,8 +287,8 @@ class OptimizerSpec:
 class StepNumbers:
     """`OptimizerSpec.merged` of one table, for one step after the other.
 
-    The ranges of a seal have the same numbers, and so have most often its workers: they are merged
-    once for all of them. What is merged already is given back as it is.
+    All ranges of a seal, and most often all workers, have the same hyperparameters, which are
+    merged once. Merged ones are returned as they are.
     """
 
     __slots__ = ("_last", "_spec")
@@ -305,11 +298,7 @@ class StepNumbers:
         self._last: tuple[Hyperparameters, Hyperparameters] = (), spec.merged(())
 
     def merged(self, given: Hyperparameters) -> Hyperparameters:
-        """See `OptimizerSpec.merged`.
-
-        Raises:
-            InvalidConfig: as there.
-        """
+        """See `OptimizerSpec.merged`."""
         last, merged = self._last
         if given != last and given != merged:
             merged = self._spec.merged(given)
@@ -318,7 +307,7 @@ class StepNumbers:
 
 
 def array_words(optimizer: OptimizerSpec) -> str:
-    """Which arrays of state it has, for errors."""
+    """State arrays of an optimizer, for messages."""
     names = optimizer.state_arrays
     if not names:
         return f"none: {optimizer.label} has no state in torch.optim's layout"
@@ -327,7 +316,7 @@ def array_words(optimizer: OptimizerSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a dense table: `offset` is in elements."""
+    """One tensor of a dense table; `offset` is in elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -357,24 +346,23 @@ class TableSpec:
 
     @property
     def mode(self) -> Mode:
-        """How far its workers may run apart."""
         return self.consistency.mode
 
     @property
     def accumulator_element_bytes(self) -> int:
-        """Bytes of one element of a sum: 8 for float64 tables, else 4."""
+        """Bytes of one element of an accumulator: 8 for float64 tables, else 4."""
         return 8 if self.dtype is DType.FLOAT64 else 4
 
     @property
     def arithmetic_codec(self) -> Codec:
-        """The codec of sums and optimizer state."""
+        """The codec of accumulators and optimizer state."""
         return Codec.FP64 if self.dtype is DType.FLOAT64 else Codec.FP32
 
     def validated(self) -> TableSpec:
         """The spec with every default filled in.
 
         Raises:
-            InvalidConfig: naming the field, what came and what was expected.
+            InvalidConfig: a field is wrong.
         """
         from dataclasses import replace
 
@@ -448,7 +436,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 def _check_flags(table: str, optimizer: OptimizerSpec) -> None:
-    """Each variant belongs to the optimizers that have it."""
+    """Check that the optimizer has each variant that is set."""
     numbers = dict(optimizer.merged(()))
     is_custom, named = optimizer.kind is OptimizerKind.CUSTOM, optimizer.custom_update
     _require(
@@ -479,7 +467,7 @@ def _check_flags(table: str, optimizer: OptimizerSpec) -> None:
 
 
 _WELL_FORMED = Remembered[int]()
-"""Layouts that were found to be, and their elements."""
+"""Valid layouts, and their elements."""
 
 
 def _check_layout(table: str, tensors: tuple[TensorSpec, ...], element_count: int) -> None:
@@ -491,7 +479,7 @@ def _check_layout(table: str, tensors: tuple[TensorSpec, ...], element_count: in
     )
     end = 0
     for tensor in tensors:
-        # Before the product: that of ten thousand sizes is a number of ten thousand digits.
+        # Before the product, which for ten thousand sizes has ten thousand digits.
         _require(
             len(tensor.shape) <= limits.MAX_TENSOR_DIMENSION_COUNT,
             f"table '{table}': tensor '{tensor.name}' has {len(tensor.shape)} dimensions; expected "
@@ -524,9 +512,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class Table:
-    """A table as the cluster knows it: its number, its place in the key space, its spec as it was
-    created, its newest change, the one that the servers are asked for, of each rank that was given
-    anew who has it, its newest cut, at which clock it was restored, if it was, and whose run it is.
+    """A table as the cluster knows it.
+
+    Attributes:
+        table_id: never given twice.
+        first_ordinal: global ordinal of its first block.
+        spec: as it was created.
+        change: the newest committed change of its consistency.
+        proposed: the change that the servers are asked to prepare.
+        joins: the newest join of each rank.
+        cut: the newest cut.
+        restored_clock: the clock at which it was restored, if it was.
+        run: the name of its run.
     """
 
     table_id: TableId
@@ -541,12 +538,12 @@ class Table:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Its run and its name: no other table of the cluster has both."""
+        """Run and name: unique in the cluster."""
         return self.run, self.spec.name
 
     @property
     def title(self) -> str:
-        """Its name, for whoever sees the tables of all runs."""
+        """Name, with the run if that has one."""
         return f"{self.run}:{self.spec.name}" if self.run else self.spec.name
 
     @property
@@ -556,9 +553,7 @@ class Table:
 
     @property
     def cut_step(self) -> int | None:
-        """The step that its cut is after; None where it is not cut, or by each range at a moment of
-        its own.
-        """
+        """Step of the cut; None if it is not cut, or each range was cut at its own moment."""
         if self.cut is None:
             return None
         after_clock, change = self.cut.after_clock, self.change
@@ -568,14 +563,13 @@ class Table:
 
     @property
     def block_count(self) -> int:
-        """Blocks of the table."""
         return -(-self.spec.element_count // self.spec.block_elements)
 
     def block_length(self, block: int) -> int:
-        """Elements of block `block` on the wire: block_elements, or what remains in the last.
+        """Elements of a block on the wire: block_elements, or fewer in the last.
 
         Raises:
-            InvalidKeys: there is no such block.
+            InvalidKeys: the block does not exist.
         """
         if not 0 <= block < self.block_count:
             raise InvalidKeys(
@@ -586,16 +580,16 @@ class Table:
         )
 
     def range_of_block(self, block: int, range_count: int) -> RangeId:
-        """The range that block `block` lives in."""
+        """The range that holds a block."""
         return range_of_slot(slot_of_ordinal(self.first_ordinal + block), range_count)
 
     def deciding_range(self, range_count: int) -> RangeId:
-        """The table's first range, whose primary says what becomes of a change (SEMANTICS S6)."""
+        """The table's first range, whose primary ends a decided change (SEMANTICS S6)."""
         return next(iter(self.blocks_by_range(range_count)))
 
     def blocks_by_range(self, range_count: int) -> Mapping[RangeId, tuple[int, ...]]:
-        """The table's blocks, by range, each ascending; ranges that hold none are absent. The first
-        time it takes half a microsecond a block.
+        """Blocks by range, ascending, without empty ranges. The first call takes half a microsecond
+        a block.
         """
         found = self._by_range.get(range_count)
         if found is None:
@@ -604,7 +598,7 @@ class Table:
         return found
 
     def knows_ranges(self, range_count: int) -> bool:
-        """Whether `blocks_by_range` takes no time."""
+        """True if `blocks_by_range` takes no time."""
         return range_count in self._by_range
 
     @cached_property
@@ -613,7 +607,7 @@ class Table:
 
     @cached_property
     def numbers(self) -> StepNumbers:
-        """The hyperparameters of its steps."""
+        """Merges the hyperparameters of its steps."""
         return StepNumbers(self.spec.optimizer)
 
     @cached_property
@@ -621,10 +615,7 @@ class Table:
         return tuple(t.offset + t.element_count for t in self.spec.tensors)
 
     def segments(self, block: int) -> tuple[Segment, ...]:
-        """The overlaps of the table's tensors with block `block`, in layout order.
-
-        A tensor without elements overlaps no block.
-        """
+        """Overlaps of tensors with a block, in layout order. An empty tensor overlaps no block."""
         begin = block * self.spec.block_elements
         end = begin + self.block_length(block)
         first = bisect_right(self._tensor_ends, begin)
@@ -642,7 +633,7 @@ class Table:
 def _blocks_by_range(
     first_ordinal: int, block_count: int, range_count: int
 ) -> Mapping[RangeId, tuple[int, ...]]:
-    """Of a table; kept, since a table that was changed has the same."""
+    """Blocks of a table by range, cached because a changed table has the same."""
     found: dict[RangeId, list[int]] = {}
     for block in range(block_count):
         range_id = range_of_slot(slot_of_ordinal(first_ordinal + block), range_count)
@@ -651,7 +642,6 @@ def _blocks_by_range(
 
 
 def presence_bytes(segment_count: int) -> int:
-    """Bytes of a presence bitmap over `segment_count` segments."""
     return (segment_count + 7) // 8
 
 

@@ -1,16 +1,12 @@
-"""A custom update as a server offers it and a table asks for it: its name, its numbers, what it is.
+"""The offer of a custom update: all that the cluster outside its server knows of it.
 
-The update itself, a function on tensors, is installed on the servers and never leaves them; this is
-all that the rest of the cluster knows of it.
+The update itself, a function on tensors, is installed on the servers.
 
 Rules:
-    - Two servers that offer an update of one name offer the same (`fingerprint`, numbers).
-    - A hyperparameter is called as a Python argument may be, and not as what torch and its
-      schedulers keep in a parameter group: what else is in a group is meant for the update.
-    - An offer with a `problem` is none: the server has the package and cannot run it, and says why.
-
-What it deliberately does not do: load or run an update (`ps_server` does), or compare offers
-(`scheduler.machine.update_offers` does).
+    - Two servers that offer an update of one name offer the same fingerprint and hyperparameters.
+    - A hyperparameter's name is a Python argument's, and none of `GROUP_KEYS`: every other key of a
+      parameter group is meant for the update.
+    - An offer with a `problem` comes from a server that has the package and cannot run it.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ GROUP_KEYS = frozenset({
     "params", "param_names", "maximize", "foreach", "capturable", "differentiable", "fused",
     "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum",
 })  # fmt: skip
-"""What torch's optimizers and schedulers keep in a parameter group for themselves."""
+"""Keys that torch's optimizers and schedulers use in a parameter group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +31,10 @@ class UpdateOffer:
     """One custom update of one server.
 
     Attributes:
-        name: what tables name it by.
-        hyperparameters: all its numbers and their defaults, sorted by name.
-        fingerprint: the package that it comes from, its version, and the hash of a self-test.
-        problem: why the server cannot run it; empty if it can.
+        name: the name in table specs.
+        hyperparameters: all of them with their defaults, sorted by name.
+        fingerprint: the package, its version, and the hash of a self-test.
+        problem: the reason why the server cannot run it; empty if it can.
     """
 
     name: str
@@ -47,10 +43,10 @@ class UpdateOffer:
     problem: str = ""
 
     def validated(self) -> UpdateOffer:
-        """The offer itself.
+        """The offer itself, if it is valid.
 
         Raises:
-            InvalidConfig: naming what is wrong with it.
+            InvalidConfig: a field is wrong.
         """
         what = f"custom update '{self.name[: limits.MAX_CUSTOM_UPDATE_NAME_BYTES]}'"
         for field, text, most_bytes in (

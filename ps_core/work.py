@@ -1,7 +1,6 @@
-"""Work that can be left for a while: long work is done in steps, so that others have their turns.
+"""Long work in steps, between which other work has its turn.
 
-A `Work` is a generator; it yields where it may be left, and returns what comes of it. Who has no
-others to think of does it `at_once`.
+A `Work` is a generator: it yields between two steps, and returns the result.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ ResultT = TypeVar("ResultT")
 Work = Generator[None, None, ResultT]
 
 PIECE_COUNT = 4
-"""Blocks that are worked on in one step."""
+"""Blocks of one step."""
 
 
 def at_once(work: Work[ResultT]) -> ResultT:
-    """Do all of it; what it returns."""
+    """Do all steps without a break, and return the result."""
     while True:
         try:
             next(work)
@@ -28,6 +27,6 @@ def at_once(work: Work[ResultT]) -> ResultT:
 
 
 def pieces_of(items: Sequence[ItemT]) -> Iterator[Sequence[ItemT]]:
-    """A few at a time."""
+    """Slices of `PIECE_COUNT` items."""
     for begin in range(0, len(items), PIECE_COUNT):
         yield items[begin : begin + PIECE_COUNT]

@@ -408,7 +408,7 @@ class TestServersThatDie:
         refused(
             errors.Fenced,
             f"node {victim.node_id} (server) has left the cluster: it was given up after 60.5 s",
-            "start this process again",
+            "restart this process",
             by=lambda: cluster.beat(victim),
             of=cluster,
         )
