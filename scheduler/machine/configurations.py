@@ -14,8 +14,8 @@ Rules:
       So if a primary loses its backup and the scheduler loses the primary, one of both wins. Each
       request of a call is judged by itself; one that no correct primary would send fails the call.
     - A promoted backup keeps the others until it requests to drop them, and shows no values before
-      that: if it is dead too, another one is promoted. The others may lag or lead it by a record, so
-      they catch up anew. The old primary is one of them while it is a member, because it may live.
+      that: if it is dead too, another one is promoted. The others may lag or lead it by a record
+      and catch up anew. The old primary is one of them while it is a member, because it may live.
     - A range is placed empty. Its first holders (`initial_holders`) may be primary or backup
       without catching up: every holder has whatever was seen, so what they missed nobody saw. A
       later holder is let in when it has everything.
