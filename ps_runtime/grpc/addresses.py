@@ -48,7 +48,7 @@ def check_scheduler_address(address: str) -> None:
     if not port:
         raise InvalidConfig(f"{asked}, such as {bare}: the scheduler says its port when it starts")
     if split_address(address, "the scheduler's address")[1] == 0:
-        raise InvalidConfig(f"{asked}; port 0 is nobody's: the scheduler says its own")
+        raise InvalidConfig(f"{asked}; 0 is no scheduler's port: the scheduler says its own")
 
 
 def join_address(host: str, port: int) -> str:

@@ -109,7 +109,6 @@ def map_segment(fd: int, byte_count: int) -> Bytes:
         OSError: it cannot be mapped.
     """
     # The seals come first: they hold what is checked next, and no owner's file system is asked.
-    # First the seals: they hold what comes after, and a file system of its owner's is not asked.
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:

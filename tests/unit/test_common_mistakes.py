@@ -96,7 +96,7 @@ def test_a_tables_name_where_a_handle_is_due() -> None:
         ("head:", "expected host:port"),
         ("head:70000", "expected host:port with a port of 0 to 65535"),
         ("head:port", "expected host:port"),
-        ("head:0", "port 0 is nobody's"),
+        ("head:0", "0 is no scheduler's port"),
     ],
 )
 def test_a_schedulers_address_that_is_none(address: str, expected: str) -> None:

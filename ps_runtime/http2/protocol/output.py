@@ -46,7 +46,7 @@ class Http2Output:
     def check_that_it_leaves(self) -> None:
         """Raise ConnectionBroken for a peer that does not read the many answers that it causes."""
         if self._waiting_bytes > _MAX_WAITING_BYTES:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "answers that nobody reads")
+            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "unread answers")
 
     def fields(self, stream: Stream, fields: Fields, *, ends: bool = False) -> None:
         """Queue headers or trailers now."""
