@@ -1,12 +1,11 @@
-"""The random generators of a process as a state that a checkpoint can hold.
+"""The random generators of a process, as a state for checkpoints.
 
 Rules:
     - Loading is all or nothing: every generator's state is tried on a spare one first.
-    - A state has a generator for each CUDA device that the process saw; it is loaded where there
-      are at least as many, and devices beyond them keep their own.
-
-What it deliberately does not do: hold a generator that nobody named (numpy's `default_rng`, the
-generators of a loader's processes), or make an algorithm on a GPU deterministic.
+    - A state has a generator for each CUDA device of its process; it loads into a process with at
+      least as many, whose further devices keep their own.
+    - Generators without a name (numpy's `default_rng`, those of a loader's processes) are not
+      saved.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ class RandomState:
         self._generators = generators
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the states of all generators, of what `ps_worker.checkpoint.state_codec`
-        takes.
-        """
+        """Copies of the states of all generators."""
         version, words, gauss_next = random.getstate()
         return {
             "torch": torch.get_rng_state(),
@@ -60,11 +57,11 @@ class RandomState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Has every generator go on as it would have when `state` was taken.
+        """Set every generator to its state.
 
         Raises:
-            InvalidConfig: other generators are named, or there are fewer CUDA devices, than where
-                the state was taken; nothing has changed.
+            InvalidConfig: the state has other names of generators, or more CUDA devices; nothing
+                has changed.
             InvalidCheckpoint: it is not such a state; nothing has changed.
         """
         if set(state) != set(PARTS):
@@ -122,27 +119,19 @@ def _devices() -> range:
 
 
 def _spare_numpy() -> np.random.RandomState:
-    """A generator of the kind that numpy's global one is at present."""
+    """A generator of the present kind of numpy's global one."""
     kind = type(np.random.get_bit_generator())  # type: ignore[attr-defined]
     return np.random.RandomState(kind())
 
 
 def _check_position(words: Mapping[str, Any]) -> None:
-    """Numpy does not look, and would read beyond its words: of a Mersenne twister, which has a pos.
-
-    Raises:
-        ValueError: the next word to be used is not one of them.
-    """
+    """Raises ValueError if a twister's `pos` is beyond its words, which numpy does not check."""
     if "pos" in words and not 0 <= words["pos"] <= len(words["key"]):
         raise ValueError(f"pos is {words['pos']} of {len(words['key'])}")
 
 
 def _python_state(state: Any) -> tuple[Any, ...]:
-    """Python's own form of its generator's state.
-
-    Raises:
-        InvalidCheckpoint: it is not what `RandomState.state_dict` makes of it.
-    """
+    """Python's own form of its generator's state; InvalidCheckpoint if it is malformed."""
     words = state.get("words") if isinstance(state, Mapping) else None
     if not isinstance(words, np.ndarray) or words.dtype != np.uint32 or words.ndim != 1:
         raise InvalidCheckpoint("python has no words; expected a 1-D array of uint32")

@@ -1,32 +1,29 @@
-"""Where a worker's own state is written down: between two steps, at the clock of a checkpoint's cut
-(SEMANTICS S10).
+"""Saves a worker's own state between two steps, at the clock of a checkpoint's cut (SEMANTICS S10).
 
-    view says proposed -> this worker answers at which clocks it is next between two steps
-    view says cut      -> there, its state is copied and written; the step after it may begin
+    view has a proposed checkpoint -> this worker answers with the clocks of its next save point
+    view has its cut               -> there, its state is copied and written; the next step begins
 
 Rules:
-    - A save point is a place in the training loop where everything of the last step has been done:
-      schedules have moved on, the data position too. `Client.save_point` is one; for a script that
-      has none of its own, the beginning of the next step is.
-    - From its answer until the cut is settled a worker does not leave the save point that it has
-      named: the state that belongs to the cut would be gone.
-    - The answer is given on the background thread, whatever the script does meanwhile; a script
-      that waits for other workers in a step holds nobody up. So it is a guess, where the script is
-      in a step: that it takes as many steps to its next save point as it took to its last. A guess
-      that is too high makes the cut a later one; one that is too low, its state (a log line says).
-    - A script that waits for a checkpoint that is of its next step says so: it takes that step only
-      if another worker has taken it. Where all wait, the scheduler begins it again, at the steps
-      that they are at.
-    - A script that is in a collective call while another worker waits for a checkpoint, and has not
-      made that call, is at a save point there: neither would go on.
-    - What cannot be written is reported as lost, and training goes on.
-    - Who leaves in order writes its state as of its last step: it has no later one.
+    - A save point is a place in the training loop where the last step is complete, schedules and
+      data position included. `Client.save_point` is one; in a script without such calls, the
+      beginning of the next step is.
+    - From its answer until the cut is decided a worker stays at the save point that it has named,
+      because the state of the cut would be lost.
+    - The background thread gives the answer, so that a script that waits in a step delays no other
+      worker. Within a step the answer is a guess: as many steps to the next save point as to the
+      last. A guess that is too high makes the cut later; one that is too low, the state (logged).
+    - A script that waits for a checkpoint of its next step reports that: it takes the step only if
+      another worker has taken it. If all wait, the scheduler proposes the checkpoint anew, at their
+      present clocks.
+    - A script in a collective call is at a save point there, if another worker waits for a
+      checkpoint before it makes that call, because neither would go on.
+    - A state that cannot be written is reported as lost, and training goes on.
+    - A worker that leaves writes its state as of its last step.
 
 Invariants:
     SV-1  A state that is written as of a clock was copied when its worker was at that clock.
 
-What it deliberately does not do: choose clocks (`scheduler.machine.checkpoints` does), or know what
-states are (`ps_worker.checkpoint.state_codec` does).
+`scheduler.machine.checkpoints` chooses the clocks, `state_codec` encodes the states.
 """
 
 from __future__ import annotations
@@ -52,38 +49,38 @@ from ps_runtime.system.clock import now_s
 from ps_worker.steps.steps import TableHandle
 
 _LEAVING = 0
-"""In the place of a checkpoint's number."""
+"""The number of no checkpoint: of the state of a worker that leaves."""
 
 _MAX_NAME_BYTES = 200
 _LOOK_S = 0.5
 
 
 class HasState(Protocol):
-    """Anything whose state can be written down and taken over."""
+    """An object whose state can be saved and loaded."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """The state: values of the kinds that `ps_worker.checkpoint.state_codec` lists."""
+        """The state, of values that `ps_worker.checkpoint.state_codec` accepts."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Takes over what `state_dict` gave."""
+        """Load the result of `state_dict`."""
         ...
 
 
 class Question(Enum):
-    """What a worker asks the scheduler about a checkpoint, now and then."""
+    """A worker's question to the scheduler about a checkpoint, repeated while it waits."""
 
     MUST_STEP = "its script waits: must it take a step first, which another has taken?"
     IS_AWAITED = "does the script of another worker wait for it?"
 
 
 class Scheduler(Protocol):
-    """What save points say to the scheduler; any thread."""
+    """The save points' calls to the scheduler; any thread."""
 
     def join_checkpoint(
         self, number: int, clocks: Mapping[TableId, int], *, has_state: bool
     ) -> None:
-        """Say where this worker is."""
+        """Report this worker's clocks."""
         ...
 
     def ask_about_checkpoint(
@@ -95,31 +92,29 @@ class Scheduler(Protocol):
         has_state: bool,
         answered: Callable[[bool], None],
     ) -> None:
-        """Say that this worker is at these clocks, and ask; `answered` is called with the answer.
-        It may never be called.
-        """
+        """Report this worker's clocks, and ask; calls `answered` if an answer comes."""
         ...
 
     def report_part(self, number: int, part: PartReport) -> None:
-        """Say what was written."""
+        """Report a written part."""
         ...
 
 
 Write = Callable[[Checkpoint, int, Mapping[str, Mapping[str, Any]]], Callable[[], PartReport]]
-"""Copies the states of a checkpoint at a clock; what it returns writes the copy to its file."""
+"""Copies the states of a checkpoint at a clock; the result writes the copy to its file."""
 
 Trained = Callable[[], Iterable[tuple[TableHandle, bool]]]
-"""The tables that a model steps, and whether each is awake."""
+"""The tables of a model, each with True if it is awake."""
 
 
 class SavePoints:
     """The save points of one worker.
 
     Args:
-        scheduler: who is told.
+        scheduler: gets the answers and reports.
         handles: the worker's tables.
-        write: how its state is written.
-        patience_s: how long a cut is waited for, in seconds.
+        write: copies and writes its state.
+        patience_s: the longest wait for a cut.
     """
 
     def __init__(
@@ -138,26 +133,26 @@ class SavePoints:
         self._writing: set[Future[None]] = set()
         self._attached: dict[str, HasState] = {}
         self._models: list[Trained] = []
-        self._passed: dict[TableId, int] = {}  # where the last save point was
-        self._took: dict[TableId, int] = {}  # steps from the one before it to there
+        self._passed: dict[TableId, int] = {}  # clocks of the last save point
+        self._took: dict[TableId, int] = {}  # steps from the save point before it
         self._view: ClusterView | None = None
-        self._asked = 0  # the newest checkpoint that was answered
-        self._asked_first = 0  # the first that was, since the script began to rest
+        self._answered = 0  # the newest checkpoint that this worker has answered
+        self._answered_first = 0  # the first that it answered since the script began to rest
         self._saved = 0  # the newest that was written, or lost
         self._had = 0  # the newest that the script has asked for
-        self._cut: ClusterView | None = None  # the newest with a checkpoint that is cut
-        self._yes = dict.fromkeys(Question, 0)  # the newest checkpoint of which that was so
-        self._asked_s = dict.fromkeys(Question, 0.0)  # when that was asked
+        self._cut: ClusterView | None = None  # the newest view with a checkpoint that is cut
+        self._yes = dict.fromkeys(Question, 0)  # the newest checkpoint with a positive answer
+        self._asked_s = dict.fromkeys(Question, 0.0)  # the time of the last question
         self._stays_since_s = 0.0
         self._is_resting = False
         self._is_explicit = False
         self._is_closed = False
         self._last_clocks: dict[TableId, int] | None = None
 
-    # --- what is saved
+    # --- attached states
 
     def attach(self, name: str, state: HasState) -> None:
-        """From now on this is part of the worker's state.
+        """Make `state` part of the worker's state.
 
         Raises:
             InvalidConfig: the name is taken, or `state` has no state_dict.
@@ -179,26 +174,25 @@ class SavePoints:
 
     @property
     def has_state(self) -> bool:
-        """Whether anything was attached."""
         return bool(self._attached)
 
     def add_model(self, trained: Trained) -> None:
-        """These tables take their steps together, once between two save points."""
+        """Add tables that take their steps together, once between two save points."""
         with self._changed:
             self._models.append(trained)
             self._passed |= {handle.table.table_id: handle.clock for handle, _ in trained()}
 
-    # --- what the cluster says
+    # --- events of the cluster
 
     def take_view(self, view: ClusterView) -> None:
-        """A newer view; on the background thread."""
+        """Take a newer view; on the background thread."""
         with self._changed:
             self._view = view
             checkpoint = view.checkpoint
-            is_new = checkpoint is not None and checkpoint.number > self._asked
+            is_new = checkpoint is not None and checkpoint.number > self._answered
             if checkpoint is not None and is_new and not checkpoint.is_cut:
-                self._asked = checkpoint.number
-                self._asked_first = self._asked_first or checkpoint.number
+                self._answered = checkpoint.number
+                self._answered_first = self._answered_first or checkpoint.number
                 self._join()
             if checkpoint is not None and checkpoint.is_cut:
                 self._cut = view
@@ -206,12 +200,12 @@ class SavePoints:
 
     def _join(self) -> None:
         self._scheduler.join_checkpoint(
-            self._asked, self._next_clocks(), has_state=bool(self._attached)
+            self._answered, self._next_clocks(), has_state=bool(self._attached)
         )
 
     def _next_clocks(self) -> dict[TableId, int]:
-        """The clocks at the save point that the worker is at, or that it comes to next."""
-        if self._last_clocks is not None:  # its goodbye is for a step that it does not take
+        """The clocks of the worker's present or next save point."""
+        if self._last_clocks is not None:  # its final seal is for a step that it does not take
             return self._last_clocks
         clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
         if self._is_resting or not self._attached:
@@ -224,14 +218,14 @@ class SavePoints:
         return clocks
 
     def end(self, reason: object = None) -> None:
-        """The session has ended: no view comes any more, and nobody waits for one."""
+        """The session has ended: stop all waits for views."""
         del reason
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> None:
-        """The worker leaves: what is being written is waited for, at most so long."""
+        """Leave; wait for parts that are being written, at most `timeout_s`."""
         self.end()
         with self._changed:
             writing = list(self._writing)
@@ -244,55 +238,55 @@ class SavePoints:
                 break
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    # --- what the script says
+    # --- events of the script
 
     def reach(self, *, is_explicit: bool = True) -> None:
-        """The script is at a save point: all of the last step has been done.
+        """The script is at a save point: the last step is complete.
 
         Args:
-            is_explicit: it says so itself; from then on only what it says counts.
+            is_explicit: the script calls `save_point`; from then on only such calls count.
 
         Blocking: while a checkpoint is proposed and not cut, at most `limits.CHECKPOINT_CUT_S`,
-            unless all its tables are asynchronous; and while its own state is copied.
+            unless all tables are asynchronous; and while the state is copied.
         """
         with self._changed:
             self._is_explicit = self._is_explicit or is_explicit
             if self._is_explicit is not is_explicit or not self._attached:
                 return
             self._arrive()
-        self._rest(lambda: self._is_settled() or self._is_asynchronous())
+        self._rest(lambda: self._is_decided() or self._is_asynchronous())
 
     def _is_asynchronous(self) -> bool:
-        """Whether no table of this worker's can be cut at a clock: a state that is written at its
-        next save point belongs to the cut as much as one of this one.
+        """True if no table of this worker can be cut at a clock: then its state at the next save
+        point belongs to the cut as well as that at this one.
         """
         tables = {} if self._view is None else self._view.tables_by_id
         return all(_is_asynchronous(tables.get(h.table.table_id), h) for h in self._handles())
 
     def rest(self, is_over: Callable[[], bool]) -> None:
-        """As `reach`; besides, wait for a checkpoint that is about to be proposed, until it is
-        settled or `is_over`.
+        """As `reach`; also wait for a checkpoint that is about to be proposed, until its cut is
+        decided or `is_over`.
         """
         with self._changed:
             self._arrive()
-            asked, self._asked_first = self._asked, 0
+            answered, self._answered_first = self._answered, 0
 
         def ends() -> bool:
-            begun = self._view is not None and self._view.checkpoint is not None
-            return is_over() or (self._is_settled() and (begun or self._asked != asked))
+            has_begun = self._view is not None and self._view.checkpoint is not None
+            return is_over() or (self._is_decided() and (has_begun or self._answered != answered))
 
         self._rest(ends)
         with self._changed:
             # Others may have asked for another before this thread went on.
-            self._had = max(self._had, self._asked_first)
+            self._had = max(self._had, self._answered_first)
 
     def asks(self) -> Callable[[], tuple[int, int]]:
         """The script asks for a checkpoint now.
 
         Returns:
-            What says, at any time until it has one, the number of a checkpoint that has all steps
-            of this worker, which trains every table, and that its script had not asked for before;
-            0: none has. And the number of the newest view, which says so.
+            A function that gives, until the script has its checkpoint, the number of one that will
+            do, and of the newest view. Such a checkpoint has all steps of this worker, which trains
+            every table, and its script had not asked for it before; 0: there is none.
         """
         with self._changed:
             had = self._had
@@ -318,10 +312,10 @@ class SavePoints:
         return checkpoint.number
 
     def stay(self, is_over: Callable[[], bool], within_s: float) -> None:
-        """The script takes no step until `is_over`: it goes no further than it is, whatever it has
-        said, and whatever is proposed meanwhile is answered with this save point.
+        """The script takes no step until `is_over`, whatever it has answered before; checkpoints
+        that are proposed meanwhile are answered with this save point.
 
-        Blocking: until `is_over` (tell of it by `wake`), at most so long; and as `reach`.
+        Blocking: until `is_over` (call `wake` then), at most `within_s`; and as `reach`.
 
         Raises:
             WaitExpired: a checkpoint has been cut at a step that another worker has taken, and this
@@ -335,18 +329,18 @@ class SavePoints:
         if ahead is not None:
             handle, cut = ahead
             raise WaitExpired(
-                f"checkpoint {self._asked} is of step {cut} of table '{handle.name}', and this "
+                f"checkpoint {self._answered} is of step {cut} of table '{handle.name}', and this "
                 f"worker is at {handle.clock}: others were further. Take that step, then wait"
             )
 
     def _is_left_behind(self) -> bool:
-        """Whether another worker has taken a step that this one stays before; the scheduler is
-        asked now and then, while there is such a step, and told that this one stays.
+        """True if another worker has taken a step that this one has not. Asks the scheduler now and
+        then, while there may be such a step, and reports that this worker stays.
         """
         is_ahead = self._step_ahead() is not None
-        if is_ahead and self._yes[Question.MUST_STEP] == self._asked:
+        if is_ahead and self._yes[Question.MUST_STEP] == self._answered:
             return True
-        is_long = self._is_under_way and now_s() >= self._stays_since_s + _LOOK_S
+        is_long = self._is_in_progress and now_s() >= self._stays_since_s + _LOOK_S
         if is_ahead or is_long:
             clocks = {handle.table.table_id: handle.clock for handle in self._handles()}
             self._ask(Question.MUST_STEP, clocks)
@@ -358,29 +352,29 @@ class SavePoints:
         self._asked_s[question] = now_s()
         self._scheduler.ask_about_checkpoint(
             question,
-            self._asked,
+            self._answered,
             clocks,
             has_state=bool(self._attached),
-            answered=partial(self._answered, question, self._asked),
+            answered=partial(self._take_answer, question, self._answered),
         )
 
-    def _answered(self, question: Question, number: int, is_so: bool) -> None:
+    def _take_answer(self, question: Question, number: int, is_so: bool) -> None:
         with self._changed:
             if is_so:
                 self._yes[question] = max(self._yes[question], number)
                 self._changed.notify_all()
 
     @property
-    def _is_under_way(self) -> bool:
-        """Whether a checkpoint that this worker has answered is not complete."""
+    def _is_in_progress(self) -> bool:
+        """True while a checkpoint that this worker has answered is not complete."""
         checkpoint = None if self._view is None else self._view.checkpoint
-        return checkpoint is not None and checkpoint.number == self._asked
+        return checkpoint is not None and checkpoint.number == self._answered
 
     def accompany(self, is_over: Callable[[], bool], within_s: float) -> None:
-        """The script is in a call that all workers make. It is no save point, unless another worker
-        waits for a checkpoint before it makes that call.
+        """The script is in a collective call, which is a save point only if another worker waits
+        for a checkpoint before it makes that call.
 
-        Blocking: until `is_over` (tell of it by `wake`), at most so long; and as `reach`.
+        Blocking: until `is_over` (call `wake` then), at most `within_s`; and as `reach`.
         """
         until_s = now_s() + within_s
         with self._changed:
@@ -394,25 +388,25 @@ class SavePoints:
             self.stay(is_over, max(until_s - now_s(), 0.0))
 
     def _is_awaited(self) -> bool:
-        """Whether another worker waits for the checkpoint that is made; the scheduler is asked now
-        and then, while this one's part is missing.
+        """True if another worker waits for the checkpoint in progress. Asks the scheduler now and
+        then, while this worker's part is missing.
         """
-        if not self._is_under_way or self._saved == self._asked:
+        if not self._is_in_progress or self._saved == self._answered:
             return False
-        if self._yes[Question.IS_AWAITED] == self._asked:
+        if self._yes[Question.IS_AWAITED] == self._answered:
             return True
         self._ask(Question.IS_AWAITED, self._next_clocks())
         return False
 
     def had(self, number: int) -> None:
-        """The script has this one, which it asked for."""
+        """The script has this checkpoint, which it asked for."""
         with self._changed:
             self._had = max(self._had, number)
 
     def _step_ahead(self) -> tuple[TableHandle, int] | None:
-        """A table whose cut waits for a step of this worker, and the clock of the cut."""
+        """A table whose cut is ahead of this worker, and the clock of the cut."""
         checkpoint = None if self._view is None else self._view.checkpoint
-        if self._view is None or checkpoint is None or checkpoint.number != self._asked:
+        if self._view is None or checkpoint is None or checkpoint.number != self._answered:
             return None
         for handle in self._handles():
             cut = cut_clock(self._view, handle, checkpoint.number)
@@ -422,23 +416,16 @@ class SavePoints:
         return None
 
     def leave(self) -> None:
-        """The script takes no further step: it goes no further than it is, whatever it has said.
-
-        Blocking: as `reach`.
-        """
+        """The script takes no further step, whatever it has answered before; blocks as `reach`."""
         if self.has_state and not self._is_closed:
             self._stop_here()
-            self._rest(self._is_settled)
+            self._rest(self._is_decided)
         with self._changed:
             self._last_clocks = {h.table.table_id: h.clock for h in self._handles()}
 
     def leave_behind(self, url: str) -> None:
-        """Write the state as of now for the checkpoints that are made when this worker has left.
-
-        Args:
-            url: the directory that has such states.
-
-        Blocking: while it is copied; `close` waits until it is written.
+        """Copy the present state for later checkpoints, into the directory of workers that have
+        left; `close` waits until it is written.
         """
         with self._changed:
             clocks = self._last_clocks
@@ -447,16 +434,16 @@ class SavePoints:
         self._save(Checkpoint(_LEAVING, url), clocks)
 
     def wake(self, reason: object = None) -> None:
-        """Something has happened that a wait is for."""
+        """Let all waits look again."""
         del reason
         with self._changed:
             self._changed.notify_all()
 
     def _stop_here(self) -> None:
-        """This is a save point; what was said of a later one is taken back."""
+        """Make this a save point, and take back an answer with a later one."""
         with self._changed:
             self._arrive()
-            if not self._is_settled():
+            if not self._is_decided():
                 self._join()
 
     def _arrive(self) -> None:
@@ -468,7 +455,7 @@ class SavePoints:
         self._is_resting = True
 
     def _steps_since(self, handle: TableHandle) -> int:
-        """How many steps lie between the last save point and this one."""
+        """The number of steps between the last save point and this one."""
         passed = self._passed.get(handle.table.table_id)
         if passed is None:  # this is its first; it may have begun at any clock
             return int(handle.clock > (handle.table.restored_clock or 0))
@@ -478,14 +465,14 @@ class SavePoints:
         self._passed |= {handle.table.table_id: handle.clock for handle in self._handles()}
         self._is_resting = False
 
-    def _is_settled(self) -> bool:
-        """Whether no checkpoint that was answered waits for its cut."""
+    def _is_decided(self) -> bool:
+        """True if no checkpoint that this worker has answered waits for its cut."""
         checkpoint = None if self._view is None else self._view.checkpoint
-        return checkpoint is None or checkpoint.is_cut or checkpoint.number != self._asked
+        return checkpoint is None or checkpoint.is_cut or checkpoint.number != self._answered
 
     def _rest(self, is_over: Callable[[], bool], within_s: float | None = None) -> None:
-        """Wait, and save what is due. It leaves in the stretch in which nothing was: a checkpoint
-        that is proposed while a state is copied is answered with this save point, too.
+        """Wait, and save states that are due. Ends only after a wait in which none was, because a
+        checkpoint that is proposed while a state is copied is answered with this save point.
         """
         until_s = now_s() + (self._patience_s if within_s is None else within_s)
         try:
@@ -498,8 +485,8 @@ class SavePoints:
     def _leave(
         self, is_over: Callable[[], bool], until_s: float
     ) -> tuple[Checkpoint, dict[TableId, int]] | None:
-        """What is due, as soon as something is; when the wait is over and nothing is, the script is
-        in its next step.
+        """Wait for a state that is due; None if none is when the wait is over, and then the script
+        is in its next step.
         """
         with self._changed:
             while (due := self._due()) is None:
@@ -511,12 +498,12 @@ class SavePoints:
             return due
 
     def _due(self) -> tuple[Checkpoint, dict[TableId, int]] | None:
-        """The checkpoint whose cut this worker is at, if it is; and its clocks."""
+        """The checkpoint whose cut this worker has reached, and its clocks."""
         view = self._view
         checkpoint = None if view is None else view.checkpoint
         if view is None or checkpoint is None or not checkpoint.is_cut or not self._attached:
             return None
-        if checkpoint.number != self._asked or checkpoint.number == self._saved:
+        if checkpoint.number != self._answered or checkpoint.number == self._saved:
             return None
         cuts = {h: cut_clock(view, h, checkpoint.number) for h in self._handles()}
         if any(handle.clock < (cut or 0) for handle, cut in cuts.items()):
@@ -537,7 +524,7 @@ class SavePoints:
                 attached = dict(self._attached)
             states = {name: state.state_dict() for name, state in attached.items()}
             write = self._write(checkpoint, max(clocks.values(), default=0), states)
-        except Exception as error:  # noqa: BLE001 - whatever a state does, training goes on
+        except Exception as error:  # noqa: BLE001 - training goes on, whatever a state raises
             self._lost(checkpoint, error)
             return
         with self._changed:
@@ -572,9 +559,7 @@ def _is_asynchronous(table: Table | None, handle: TableHandle) -> bool:
 
 
 def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int | None:
-    """The clock that a worker's state belongs to: that of the table's cut; None where it is not
-    cut, or by each range at a moment of its own.
-    """
+    """The clock of a table's cut; None if it is not cut, or each range has a clock of its own."""
     table = view.tables_by_id.get(handle.table.table_id)
     if table is None or table.cut is None or table.cut.checkpoint != checkpoint:
         return None

@@ -1,4 +1,4 @@
-"""A worker's own state, to its file in a checkpoint and back."""
+"""A worker's own state, written to its part of a checkpoint and read back."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 def copied(
     session: Session, checkpoint: Checkpoint, clock: int, states: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[], PartReport]:
-    """Copy what a worker has attached, as of a clock; see `ps_worker.checkpoint.save_points.Write`.
+    """Copy a worker's attached states; a `ps_worker.checkpoint.save_points.Write`.
 
     Raises:
-        InvalidConfig: something in it cannot be written.
+        InvalidConfig: a state has values that cannot be written.
     """
     file = f"worker-{session.rank}-{session.incarnation}.safetensors"
     state, payloads = encoded(states)
@@ -53,11 +53,7 @@ def copied(
 
 
 def encoded(states: Mapping[str, Mapping[str, Any]]) -> tuple[Any, dict[str, WorkerTensor]]:
-    """A state as JSON, and its tensors by name: copies, which nothing copies again.
-
-    Raises:
-        InvalidConfig: something in it cannot be written.
-    """
+    """States as JSON, and copies of their tensors by name; raises as `encode`."""
     state, tensors = encode(states)
     return state, {name: _payload(tensor) for name, tensor in tensors.items()}
 
@@ -66,14 +62,13 @@ def decoded(header: PartHeader, read: Callable[[str], bytearray]) -> Mapping[Any
     """The state in a worker's part.
 
     Args:
-        header: of the file.
-        read: reads one of its tensors, by name.
+        read: reads a tensor of the file by name.
 
     Shapes:
         Tensors of the state are on the CPU, contiguous, and the caller's own.
 
     Raises:
-        InvalidCheckpoint: it is no worker's part, or no state; naming the file.
+        InvalidCheckpoint: it is not a worker's part, or the state is malformed; names the file.
     """
     if header.worker is None:
         raise InvalidCheckpoint(f"{header.where} is no worker's part")
@@ -86,12 +81,10 @@ def decoded(header: PartHeader, read: Callable[[str], bytearray]) -> Mapping[Any
 
 
 def states_of_all(url: str, name: str) -> dict[int, Any]:
-    """What each worker of a checkpoint attached by a name, by its rank: of states without tensors.
-
-    Blocking: reads the headers of the parts.
+    """The state of this name of each worker of a checkpoint, by rank; reads the parts' headers.
 
     Raises:
-        InvalidCheckpoint: they cannot be read, or have tensors.
+        InvalidCheckpoint: they cannot be read, or the states have tensors.
     """
     found = {}
     with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
@@ -109,16 +102,12 @@ def _payload(tensor: torch.Tensor) -> WorkerTensor:
 
 
 class RestoredStates:
-    """What the workers of a checkpoint wrote of their own, for one that starts from it.
-
-    Args:
-        url: the checkpoint's directory.
-        rank: whose part it takes: where there is none of that rank, the lowest rank's.
+    """The states that a worker takes from a checkpoint: its rank's, or else the lowest rank's.
 
     Attributes:
-        is_own: whether the part is of that rank.
-        imported: what the checkpoint has, if it was made from a plain state dict.
-        table_names: of the tables that the checkpoint has.
+        is_own: the part is of the worker's rank.
+        imported: the checkpoint's contents, if it was made from a plain state dict.
+        table_names: of the tables in the checkpoint.
 
     Blocking: reads the part.
 
@@ -143,7 +132,7 @@ class RestoredStates:
             self._states = decoded(header, lambda name: reader.read_file(file, name))
 
     def find(self, name: str) -> Any | None:
-        """The state that was attached by that name; None if there was none."""
+        """The state of that name; None if there is none."""
         return self._states.get(name)
 
 

@@ -1,20 +1,16 @@
-"""A worker's own state as JSON and tensors, and back: what `state_dict`s are made of, no pickle.
+"""A worker's own state as JSON and tensors, and back, without pickle.
 
 Rules:
     - None, bool, text, lists, finite floats, integers of up to 53 bits and dicts whose keys are
-      texts that do not begin with "$" are themselves in JSON. Everything else is an object with one
+      texts that do not begin with "$" are themselves in JSON. Any other value is an object with one
       key, the tag: ``{"$tuple": [...]}``, ``{"$tensor": "name"}``. `_DECODERS` has all tags.
-    - Types are exact: a subclass (an enum, a named tuple, a defaultdict, whose factory is code) is
-      refused, not flattened. A `torch.nn.Parameter` alone becomes the tensor that it holds.
-    - An OrderedDict keeps the `_metadata` that `torch.nn.Module.state_dict` hangs on it.
+    - Types are exact, and only those of `ACCEPTED`: a subclass (an enum, a named tuple, a
+      defaultdict, whose factory is code) is refused. Only a `torch.nn.Parameter` becomes a tensor.
+    - An OrderedDict keeps the `_metadata` of `torch.nn.Module.state_dict`.
     - A numpy array is a tensor of its bytes, so every dtype of numbers and of times comes back.
-    - Tensors and arrays are copied, in full and each for itself: views and tied ones come back
-      contiguous and apart.
-    - Every tensor is referred to exactly once.
-
-What it deliberately does not do: save code or objects (only what is listed in `ACCEPTED`), write
-files (`ps_worker.checkpoint.saved_states` does), or keep devices, strides and who shares memory
-with whom.
+    - Tensors and arrays are copied, each in full: views and tied ones come back contiguous and
+      separate. Devices are not saved.
+    - The state refers to every tensor exactly once.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ ACCEPTED = (
 )
 
 SIMPLE = (type(None), bool, int, float, str, bytes)
-"""What the keys of a dict and the elements of a set may be."""
+"""The types of the keys of a dict and the elements of a set."""
 
 TENSOR_DTYPES = frozenset(
     getattr(torch, name)
@@ -53,7 +49,7 @@ TENSOR_DTYPES = frozenset(
         "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
     )
 )  # fmt: skip
-"""What safetensors files can hold."""
+"""The dtypes of safetensors files."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -64,7 +60,7 @@ _ARRAY_KINDS = "biufcmM"
 _ARRAY_DTYPE = re.compile(r"[<>|=][biufcmM][0-9]{1,2}(\[[^\[\]]{1,32}\])?")
 _HEX = re.compile(r"-?0x[0-9a-f]+")
 _PLAIN_INT_BITS = 53
-"""Every reader of JSON has integers of so many bits."""
+"""Every parser of JSON has integers of so many bits."""
 
 _RESERVED_NAMES = ("", "__metadata__")
 _MAX_NAME_CHARACTERS = 200
@@ -74,7 +70,7 @@ _MAX_DIMENSION_COUNT = 64
 
 
 class _Path(NamedTuple):
-    """Where a value is: made for every value, written out only where it is asked for."""
+    """The place of a value in the state; made for every value, formatted only for messages."""
 
     parent: _Path | None = None
     key: object = None
@@ -94,17 +90,15 @@ class _Path(NamedTuple):
 
 
 def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Nested `state_dict`s as a value that JSON can write, and the tensors that it refers to.
+    """Nested `state_dict`s as a value for JSON, and the tensors that it refers to.
 
     Returns:
-        The value, and contiguous tensors on the CPU by their names, which are their paths.
-
-    Blocking:
-        Until every tensor and array is copied; the state may change as soon as it has returned.
+        The value, and contiguous tensors on the CPU by their names, which are their paths. All are
+        copies.
 
     Raises:
-        InvalidConfig: something that is not `ACCEPTED`, is nested too deep (in itself, too) or is
-            too much; the message has its path.
+        InvalidConfig: a value is not `ACCEPTED`, is nested too deep (also in itself), or is one too
+            many; the message has its path.
     """
     if not isinstance(state, Mapping):
         raise InvalidConfig(f"the state is a {_name(type(state))}; expected a dict")
@@ -113,12 +107,10 @@ def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """The state that `encode` was given.
-
-    Tensors of the result are those of `tensors`; arrays are copies.
+    """The inverse of `encode`. Tensors of the result are those of `tensors`; arrays are copies.
 
     Raises:
-        InvalidCheckpoint: a value that `encode` would not have made; the message has its path.
+        InvalidCheckpoint: a value is malformed; the message has its path.
     """
     decoder = _Decoder(tensors)
     state = decoder.value(value, _Path())
@@ -158,7 +150,7 @@ class _Encoder:
         return value
 
     def _int(self, value: int, _at: _Path) -> Any:
-        # no decimal digits for large ones: Python refuses more than 4300 of them
+        # hexadecimal, because Python refuses to parse more than 4300 decimal digits
         return value if value.bit_length() <= _PLAIN_INT_BITS else {"$int": hex(value)}
 
     def _float(self, value: float, _at: _Path) -> Any:
@@ -167,7 +159,7 @@ class _Encoder:
     def _text(self, value: str, _at: _Path) -> Any:
         if _is_plain(value):
             return value
-        # lone surrogates, as in names of files: two of them would come back from JSON as one letter
+        # lone surrogates, as in file names: JSON would join two of them into one letter
         return {"$text": _base64(value.encode("utf-8", "surrogatepass"))}
 
     def _bytes(self, value: bytes, _at: _Path) -> Any:
@@ -406,7 +398,7 @@ class _Decoder:
             _refuse(at, f"{raw.dtype} of shape {list(raw.shape)}", f"bytes of {dtype} for {shape}")
         try:
             return raw.contiguous().numpy().view(dtype).reshape(shape).copy()
-        except ValueError:  # an empty array of a shape that no array may have
+        except ValueError:  # an empty array of a shape that no array can have
             _refuse(at, shape, "a shape that numpy can hold")
 
     def _scalar(self, body: Any, at: _Path) -> Any:
@@ -459,8 +451,8 @@ def _refuse(at: _Path, came: object, expected: str) -> NoReturn:
 
 
 def shown(value: object) -> str:
-    """A value in a message: short, in ASCII, and never an error of its own."""
-    if type(value) is int and value.bit_length() > 64:  # Python refuses to write huge ones out
+    """A value for a message: short, in ASCII, and without an error of its own."""
+    if type(value) is int and value.bit_length() > 64:  # Python refuses to format huge ones
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, list | dict):
         return f"a {type(value).__name__} of {len(value)}"

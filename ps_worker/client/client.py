@@ -33,7 +33,7 @@ from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
 from ps_worker.client.tables import ClientTables
 from ps_worker.spec.settings import TABLE_DEFAULTS, Layout, SupportsSpec, TableOptions
 from ps_worker.spec.straggler import ComputeTime
-from ps_worker.spec.values import Array, BlockValues, Piece, Values, cut, pieces_of, region_of
+from ps_worker.spec.values import Array, BlockValues, ElementRun, Values, cut, region_of, runs_of
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.steps import PullTicket, PushTicket, StepResult, TableHandle, check_handle
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
@@ -954,7 +954,7 @@ def _blocks(
 ) -> list[BlockValues]:
     """The blocks of a push, all checked before the first of them leaves."""
     check_handle(table)
-    pieces = pieces_of(table.table, values, part)
+    runs = runs_of(table.table, values, part)
     if copy:
-        pieces = [Piece(piece.begin, piece.end, piece.raw.copy()) for piece in pieces]
-    return list(cut(table.table, pieces))
+        runs = [ElementRun(run.begin, run.end, run.raw.copy()) for run in runs]
+    return list(cut(table.table, runs))

@@ -1,4 +1,4 @@
-"""Parameter groups as flat tables: which tensor lies where.
+"""Flat tables of parameter groups: the place of each tensor.
 
 A torch parameter group becomes one table per element type; its parameters follow each other in the
 order of registration, each flattened in logical (C) order whatever its memory format.
@@ -7,17 +7,14 @@ Rules:
     - A parameter registered twice (tied weights) is in its group once, under its first name.
     - Parameters that are frozen when their group is registered get a table of their own
       (``.../frozen``): evaluators can pull a whole model, while training moves none of their bytes.
-      The table joins in when one of them is unfrozen.
+      The table takes part in steps once one of them is unfrozen.
     - A compiled module's tensors have the names of the plain one's (`plain_name`), so that
       checkpoints and other ranks find them.
-    - Tensors without elements have a place and no bytes; a group of nothing else has no table.
+    - Tensors without elements have a place and no bytes; a group without elements has no table.
 
 Invariants:
     FL-1  Every parameter of a group is in exactly one layout, and offsets follow each other without
           gap.
-
-What it deliberately does not do: hold gradients (`ps_worker.training.tables.staging`), or talk to
-anybody.
 """
 
 from __future__ import annotations
@@ -45,11 +42,11 @@ TABLE_DTYPE: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_
 """The inverse of `TORCH_DTYPE`."""
 
 _COMPILED = "_orig_mod"
-"""What `torch.compile` puts into the names of a module's parameters."""
+"""The word that `torch.compile` puts into the names of a module's parameters."""
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or a buffer's name as the module has it that was compiled."""
+    """A parameter's or a buffer's name in the module before `torch.compile`."""
     if _COMPILED not in name:
         return name
     return ".".join(part for part in name.split(".") if part != _COMPILED)
@@ -61,7 +58,7 @@ Parameters: TypeAlias = (
     | Iterable[tuple[str, torch.Tensor]]
     | Iterable[Mapping[str, Any]]
 )
-"""What a torch optimizer takes, or a module, which stands for its named parameters."""
+"""The argument of a torch optimizer, or a module, which means its named parameters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +71,7 @@ class PlacedTensor:
 
     @property
     def end(self) -> int:
-        """The place after its last element."""
+        """The offset after its last element."""
         return self.offset + self.tensor.numel()
 
 
@@ -89,11 +86,10 @@ class FlatLayout:
 
     @property
     def element_count(self) -> int:
-        """Elements of the table."""
         return self.placed[-1].end
 
     def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        """The layout as the table's creator describes it."""
+        """The tensors of the table's spec."""
         return tuple(
             TensorSpec(entry.name, tuple(entry.tensor.shape), entry.offset) for entry in self.placed
         )
@@ -112,11 +108,11 @@ class FlatLayout:
 def named_groups(parameters: Parameters, module: nn.Module | None = None) -> list[dict[str, Any]]:
     """Parameter groups with "params" and, in the same order, "param_names"; no tensor twice.
 
-    Tensors that come without a name get the one that `module` knows them by, else
-    ``parameter.<position>``, counted over all groups.
+    Tensors without a name get the one that they have in `module`, else ``parameter.<position>``,
+    counted over all groups.
 
     Raises:
-        InvalidConfig: something that is no parameter, or no parameters at all.
+        InvalidConfig: an entry is not a parameter, or there are none.
     """
     if isinstance(parameters, nn.Module):
         return named_groups(parameters.named_parameters(), module or parameters)
@@ -134,17 +130,13 @@ def named_groups(parameters: Parameters, module: nn.Module | None = None) -> lis
 def named_group(
     group: Mapping[str, Any], module: nn.Module | None, position: int
 ) -> dict[str, Any]:
-    """One later group as `named_groups` has it; `position` parameters have been counted before.
-
-    Raises:
-        InvalidConfig: as `named_groups`.
-    """
+    """A group that is added later, as in `named_groups`; `position` parameters come before it."""
     known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
     return _named_group(group, _Names(known, position))
 
 
 class _Names:
-    """Names for parameters that come without one."""
+    """Names for parameters without one."""
 
     def __init__(self, known: Mapping[int, str], position: int = 0) -> None:
         self._known = known
@@ -191,7 +183,7 @@ def table_layouts(prefix: str, group: Mapping[str, Any]) -> Iterator[FlatLayout]
         One layout per element type and frozenness, in order of first appearance.
 
     Raises:
-        InvalidConfig: an element type that no table has, or two parameters of one name.
+        InvalidConfig: no table can have an element type, or two parameters have one name.
     """
     bins: dict[tuple[DType, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in zip(group["param_names"], group["params"], strict=True):
@@ -211,11 +203,7 @@ def layout_of(
     *,
     is_frozen: bool = False,
 ) -> FlatLayout | None:
-    """`named` tensors one after the other; None if there is not one element among them.
-
-    Raises:
-        InvalidConfig: two tensors of one name.
-    """
+    """A layout of `named` tensors, one after the other; None if they have no elements."""
     placed = []
     names = set()
     end = 0
@@ -232,7 +220,7 @@ def dtype_of(name: str, tensor: torch.Tensor) -> DType:
     """The table dtype of a parameter.
 
     Raises:
-        InvalidConfig: tables have no such element type, the tensor is not dense, or it is a lazy
+        InvalidConfig: no table can have the element type, the tensor is not dense, or it is a lazy
             module's, which has no shape yet.
     """
     if is_lazy(tensor):

@@ -1,17 +1,13 @@
-"""Decides whether a worker that joins a model may load what it brings: a load before its first step
-has one meaning only where all workers are new, and none has trained without the others (SEMANTICS
-S16).
+"""Decides if a late joiner may load state before its first step: all workers must be new, and none
+may have trained without the others, because all load the same (SEMANTICS S16).
 
-    who is there beside it                     it loads
-    a new one that has trained alone           not
-    one from before that lives                 not; but so where nobody had taken a step yet
-    one from before that may be dead           it waits: a lease shows that
-    new ones alone                             when all have joined, or after `ALL_HERE_WITHIN_S`
+    other workers present                      a load
+    a new one that has trained alone           is refused
+    an old one that lives                      is refused, unless no worker had taken a step yet
+    an old one that may be dead                waits for a lease to decide
+    only new ones                              waits until all have joined, or `ALL_HERE_WITHIN_S`
 
 Each passes the clocks after which others have joined, and all load at one clock.
-
-What it deliberately does not do: wait for a view, or step anything (`ps_worker.training.joining`
-and `trained_model` do).
 """
 
 from __future__ import annotations
@@ -25,9 +21,9 @@ from ps_core.collective import is_late_joiner, workers_here
 from ps_core.keys import Incarnation, TableId
 
 ALL_HERE_WITHIN_S = 30.0
-"""How long a worker that brings something waits for the others that the cluster was started for."""
+"""Seconds that a worker waits with a load for the workers that the cluster was started for."""
 _SILENT_LEASES = 1.2
-"""Whoever is dead is silent in the view after a lease, and what that takes to come."""
+"""A dead worker is silent in the view after so many leases, which includes the view's delay."""
 
 
 class LateJoiner(NamedTuple):
@@ -35,8 +31,8 @@ class LateJoiner(NamedTuple):
 
     Attributes:
         incarnation: its own.
-        joined_ids: the tables that were there before it.
-        is_at_start: whether nobody had taken a step when it joined them.
+        joined_ids: the tables that are older than it.
+        is_at_start: no worker had taken a step when it joined them.
         lease_s: of the cluster.
     """
 
@@ -47,12 +43,12 @@ class LateJoiner(NamedTuple):
 
     @property
     def limits_s(self) -> tuple[float, float]:
-        """When time alone decides something, from when it has joined."""
+        """The waits, counted from its join, after which time alone decides."""
         return min(self.lease_s * _SILENT_LEASES, ALL_HERE_WITHIN_S), ALL_HERE_WITHIN_S
 
 
 def may_load(view: ClusterView, late_joiner: LateJoiner, waited_s: float) -> bool | None:
-    """Whether what a worker brings may be loaded, so long after it has joined; None: it waits."""
+    """True if a worker may load, `waited_s` after it has joined; None: it waits."""
     silent_s, limit_s = late_joiner.limits_s
     if has_trained_alone(view, late_joiner.incarnation, late_joiner.joined_ids):
         return False
@@ -69,7 +65,7 @@ def may_load(view: ClusterView, late_joiner: LateJoiner, waited_s: float) -> boo
 def joined_tables(
     view: ClusterView, own: Incarnation, table_ids: Collection[TableId]
 ) -> frozenset[TableId]:
-    """Those of the tables that were there before this worker; others have it from the start."""
+    """The tables of `table_ids` that are older than this worker."""
     return frozenset(
         table.table_id
         for table in view.tables
@@ -78,9 +74,9 @@ def joined_tables(
 
 
 def has_trained_alone(view: ClusterView, own: Incarnation, joined_ids: Collection[TableId]) -> bool:
-    """Whether a new worker is there that took more than a step before another came: one that has
-    read a table, and waits, is joined by the next a clock later. Tables may be joined a step apart;
-    then a worker ends a clock with nothing on those where it is behind, which is no step.
+    """True if a new worker took more than one step before another joined: one that waits after its
+    first pull is joined by the next a clock later. Tables may be joined a step apart; the empty
+    step of a worker on tables where it is behind does not count.
     """
     here = {worker.incarnation for worker in workers_here(view).values()} | {own}
     clocks: dict[Incarnation, list[int]] = {}
@@ -93,7 +89,7 @@ def has_trained_alone(view: ClusterView, own: Incarnation, joined_ids: Collectio
 
 
 def all_have_joined(view: ClusterView, joined_ids: Collection[TableId]) -> bool:
-    """Whether as many workers are there as the cluster was started for, and all have joined."""
+    """True if the workers that the cluster was started for are present, and all have joined."""
     here = {worker.incarnation for worker in workers_here(view).values()}
     return len(here) >= view.worker_count and all(
         here <= {join.incarnation for join in view.tables_by_id[table_id].joins}
@@ -102,12 +98,8 @@ def all_have_joined(view: ClusterView, joined_ids: Collection[TableId]) -> bool:
 
 
 def clocks_behind(view: ClusterView, clocks: Mapping[TableId, int]) -> int:
-    """How many clocks lie between where a worker is and where the last of those that are there has
-    joined.
-
-    Args:
-        view: the newest.
-        clocks: of the tables that the worker has joined, where it is.
+    """The number of clocks from a worker's `clocks` to the one after which the last present worker
+    has joined.
     """
     here = {worker.incarnation for worker in workers_here(view).values()}
     return max(

@@ -1,4 +1,4 @@
-"""Optimizers that run on the servers, named and numbered as torch.optim has them.
+"""Optimizers that run on the servers, with the names and hyperparameters of torch.optim.
 
 Each is a frozen dataclass whose fields are the keys of a `torch.optim` parameter group, so that a
 group and an optimizer can be turned into each other, and torch's learning-rate schedulers find the
@@ -6,12 +6,9 @@ names that they look for.
 
 Rules:
     - Fields, defaults and bounds are those of the `torch.optim` namesake, and `clamp`, which torch
-      leaves to the script. `Custom` has none: what it is, and which numbers it has, is the servers'
-      to say.
-    - `hyperparameters` gives the numbers that travel with each step; the switches (`nesterov`,
-      `amsgrad`, `centered`, `maximize`) and `initial_accumulator_value` are the table's for good.
-
-What it deliberately does not do: arithmetic (the servers do), or touch tensors.
+      leaves to the script. `Custom` has none: the servers have its hyperparameters.
+    - `hyperparameters` gives those that travel with each step; the switches (`nesterov`, `amsgrad`,
+      `centered`, `maximize`) and `initial_accumulator_value` are fixed when the table is created.
 """
 
 from __future__ import annotations
@@ -43,13 +40,14 @@ class SupportsFloat(Protocol):
 
 
 Clamp: TypeAlias = tuple[float | None, float | None]
-"""The least and the greatest that a parameter may be after an update, as `torch.clamp_` has them;
-None for a side without a bound. The servers clamp what an update has touched, so a script that does
-it between steps changes nothing (and may leave it)."""
+"""The least and the greatest value of a parameter after an update, as for `torch.clamp_`; None for
+a side without a bound. The servers clamp all that an update has touched, so a clamp by the script
+between steps changes nothing.
+"""
 
 
 class ServerOptimizer:
-    """Base of the optimizers below: conversion from and to parameter groups and table settings."""
+    """The base of the optimizers: conversion from and to parameter groups and table settings."""
 
     __slots__ = ()
     kind: ClassVar[OptimizerKind]
@@ -65,15 +63,11 @@ class ServerOptimizer:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
 
     def with_group(self, group: Mapping[str, Any]) -> Self:
-        """The optimizer with what a parameter group says instead, validated.
-
-        Raises:
-            InvalidConfig: as the optimizer's own constructor.
-        """
+        """The optimizer with the settings of a parameter group, validated."""
         return type(self)(**{key: group.get(key, own) for key, own in self._settings().items()})
 
     def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
-        """The optimizer as a table's setting, every number filled in."""
+        """The optimizer as a table's setting, with all hyperparameters."""
         group = self.defaults()
         switches: dict[str, Any] = {n: bool(group[n]) for n in _SWITCHES if n in group}
         return OptimizerSpec(
@@ -85,10 +79,10 @@ class ServerOptimizer:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse what is no optimizer of this module: torch's own, a name, a class.
+    """Refuse an object that is no optimizer of this module: torch's own, a name, a class.
 
     Raises:
-        InvalidConfig: saying which it should have been.
+        InvalidConfig: the message has the optimizer to use instead.
     """
     if isinstance(optimizer, ServerOptimizer):
         return
@@ -119,10 +113,10 @@ def check_optimizer(optimizer: object) -> None:
 
 
 _NAMESAKES = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop")
-"""Those that torch.optim has, too."""
+"""The optimizers with a namesake in torch.optim."""
 
 _TORCH_BASE = ("torch.optim.optimizer", "Optimizer")
-"""Of every optimizer of torch: torch is not imported here."""
+"""The base of every optimizer of torch, by name, because this module does not import torch."""
 
 _EXAMPLES = {
     "Aggregate": "functools.partial(torch.optim.SGD, lr=0.1)",
@@ -156,7 +150,7 @@ class SGD(ServerOptimizer):
     clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
-        clamp_numbers(type(self).__name__, self.clamp)
+        clamp_hyperparameters(type(self).__name__, self.clamp)
         _require_not_negative(self, "lr", "momentum", "weight_decay")
         _require_number("SGD", "dampening", self.dampening)
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
@@ -185,7 +179,7 @@ class Adam(ServerOptimizer):
     clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
-        clamp_numbers(type(self).__name__, self.clamp)
+        clamp_hyperparameters(type(self).__name__, self.clamp)
         _require_not_negative(self, "lr", "eps", "weight_decay")
         _require_betas("Adam", self.betas)
 
@@ -209,7 +203,7 @@ class AdamW(ServerOptimizer):
     clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
-        clamp_numbers(type(self).__name__, self.clamp)
+        clamp_hyperparameters(type(self).__name__, self.clamp)
         _require_not_negative(self, "lr", "eps", "weight_decay")
         _require_betas("AdamW", self.betas)
 
@@ -233,7 +227,7 @@ class Adagrad(ServerOptimizer):
     clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
-        clamp_numbers(type(self).__name__, self.clamp)
+        clamp_hyperparameters(type(self).__name__, self.clamp)
         _require_not_negative(
             self, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"
         )
@@ -259,7 +253,7 @@ class RMSprop(ServerOptimizer):
     clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
-        clamp_numbers(type(self).__name__, self.clamp)
+        clamp_hyperparameters(type(self).__name__, self.clamp)
         _require_not_negative(self, "lr", "alpha", "eps", "weight_decay", "momentum")
 
 
@@ -272,8 +266,8 @@ class Aggregate(ServerOptimizer):
 
     Args:
         factory: Builds the torch optimizer from parameter groups, for instance
-            ``functools.partial(torch.optim.NAdam, lr=1e-3)``. Needed by `DistributedOptimizer`; a
-            table made by hand has no use for it.
+            ``functools.partial(torch.optim.NAdam, lr=1e-3)``. `DistributedOptimizer` needs it;
+            `create_table` does not.
     """
 
     kind: ClassVar[OptimizerKind] = OptimizerKind.AGGREGATE
@@ -294,14 +288,13 @@ class Assign(ServerOptimizer):
 
 @dataclass(frozen=True, slots=True)
 class Add(ServerOptimizer):
-    """The reduced contribution is added to the table's value: how far each worker moved it.
+    """The reduced contribution is added to the table's value.
 
     With `DistributedOptimizer` each worker runs its own torch optimizer on its own gradient, and
-    pushes what that did to the parameters. Its state stays with the worker.
+    pushes the change of the parameters. The worker keeps the optimizer's state.
 
     Args:
-        factory: as `Aggregate`'s. Needed by `DistributedOptimizer`; a table made by hand has no use
-            for it.
+        factory: as `Aggregate`'s.
     """
 
     kind: ClassVar[OptimizerKind] = OptimizerKind.ADD
@@ -315,26 +308,26 @@ class Add(ServerOptimizer):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Custom(ServerOptimizer):
-    """An update of the servers' own, by the name of its entry point (CUSTOM_UPDATES.md).
+    """A custom update on the servers, by the name of its entry point (CUSTOM_UPDATES.md).
 
         ps.Custom("lion", lr=1e-4, weight_decay=0.1)
 
-    Its operator has installed it on every server. What is not given has the update's default, and
-    is in the parameter groups of `DistributedOptimizer` all the same, for schedulers to change.
+    An operator has installed it on every server. Hyperparameters that are left out have the
+    update's defaults; schedulers find them, too, in the parameter groups of `DistributedOptimizer`.
 
     Args:
         update: the name of the update.
-        hyperparameters: its numbers, by the names that it gives them. The cluster knows which there
-            are: a wrong name is refused when the table is made.
+        hyperparameters: the update's, by name. The cluster refuses a wrong name when the table is
+            created.
 
     Raises:
-        InvalidConfig: something that is no number.
+        InvalidConfig: a hyperparameter is not a number.
     """
 
     kind: ClassVar[OptimizerKind] = OptimizerKind.CUSTOM
 
     update: str
-    numbers: Hyperparameters
+    hyperparameters: Hyperparameters
 
     def __init__(self, update: str, /, **hyperparameters: float) -> None:
         found = [
@@ -342,27 +335,27 @@ class Custom(ServerOptimizer):
             for name, value in hyperparameters.items()
         ]
         object.__setattr__(self, "update", update)
-        object.__setattr__(self, "numbers", tuple(sorted(found)))
+        object.__setattr__(self, "hyperparameters", tuple(sorted(found)))
 
     def defaults(self) -> dict[str, Any]:
-        """The numbers that were given."""
-        return dict(self.numbers)
+        """The given hyperparameters."""
+        return dict(self.hyperparameters)
 
     def with_group(self, group: Mapping[str, Any]) -> Custom:
-        """The update with a parameter group's numbers: all that torch does not keep for itself."""
-        given = {name: value for name, value in group.items() if name not in GROUP_KEYS}
-        return Custom(self.update, **{**dict(self.numbers), **given})
+        """The update with a parameter group's hyperparameters: all keys except torch's own."""
+        new = {name: value for name, value in group.items() if name not in GROUP_KEYS}
+        return Custom(self.update, **{**dict(self.hyperparameters), **new})
 
     def spec(self, kernels: Kernels = Kernels.FAST) -> OptimizerSpec:
-        """The update as a table's setting; the scheduler fills in the numbers that are missing."""
-        return OptimizerSpec(self.kind, self.numbers, kernels=kernels, custom_update=self.update)
+        """The update as a table's setting; the scheduler fills in missing hyperparameters."""
+        return OptimizerSpec(
+            self.kind, self.hyperparameters, kernels=kernels, custom_update=self.update
+        )
 
 
 def hyperparameters_of(spec: OptimizerSpec, group: Mapping[str, Any]) -> Hyperparameters:
-    """The numbers of a torch parameter group for a step of a table with that optimizer.
-
-    Raises:
-        InvalidConfig: as `hyperparameters`.
+    """The hyperparameters of a torch parameter group for a step of a table with that optimizer;
+    raises as `hyperparameters`.
     """
     if spec.kind is not OptimizerKind.CUSTOM:
         return hyperparameters(spec.kind, group)
@@ -375,12 +368,12 @@ def hyperparameters_of(spec: OptimizerSpec, group: Mapping[str, Any]) -> Hyperpa
 
 
 def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparameters:
-    """The numbers of a torch parameter group that `kind` has, sorted by name.
+    """The hyperparameters of a torch parameter group that `kind` has, sorted by name.
 
     `betas` become `beta1` and `beta2`; one-element tensors become floats; other keys are ignored.
 
     Raises:
-        InvalidConfig: a number is missing, is no number, or is not finite.
+        InvalidConfig: one is missing, not a number, or not finite.
     """
     found = []
     for name in HYPERPARAMETER_DEFAULTS[kind]:
@@ -389,14 +382,14 @@ def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparam
             raise InvalidConfig(f"the parameter group has no '{key}', which {kind.value} needs")
         value = group[key] if index is None else group[key][index]
         found.append((name, _require_number(kind.value, name, value)))
-    return tuple(sorted([*found, *clamp_numbers(kind.value, group.get("clamp"))]))
+    return tuple(sorted([*found, *clamp_hyperparameters(kind.value, group.get("clamp"))]))
 
 
-def clamp_numbers(optimizer: str, clamp: object) -> Hyperparameters:
-    """The hyperparameters that say a clamp: of the sides that have a bound.
+def clamp_hyperparameters(optimizer: str, clamp: object) -> Hyperparameters:
+    """The hyperparameters of a clamp, for the sides with a bound.
 
     Raises:
-        InvalidConfig: it is no pair of finite numbers or None, or the least is the greater.
+        InvalidConfig: it is not a pair of finite numbers or None, or the least is the greater.
     """
     if clamp is None:
         return ()
@@ -413,12 +406,8 @@ def clamp_numbers(optimizer: str, clamp: object) -> Hyperparameters:
 
 
 def check_switches(spec: OptimizerSpec, group: Mapping[str, Any], table: str) -> None:
-    """Refuse a group whose switches have been changed since its table was created.
-
-    Raises:
-        InvalidConfig: naming the switch.
-    """
-    if spec.kind is OptimizerKind.CUSTOM:  # its numbers have the names that it likes
+    """Raises InvalidConfig for a group whose switches have changed since its table was created."""
+    if spec.kind is OptimizerKind.CUSTOM:  # its hyperparameters have any names
         return
     for name in _SWITCHES:
         if name in group and bool(group[name]) != getattr(spec, name):
@@ -427,7 +416,7 @@ def check_switches(spec: OptimizerSpec, group: Mapping[str, Any], table: str) ->
                 f"group now says {group[name]}"
             )
     created = dict(spec.hyperparameters)
-    given = dict(clamp_numbers(table, group.get("clamp")))
+    given = dict(clamp_hyperparameters(table, group.get("clamp")))
     for name in CLAMP_NAMES:
         if name in created and name not in given:
             raise InvalidConfig(

@@ -1,10 +1,8 @@
-"""What a script says when it makes a table: consistency, initial values, options.
+"""A script's settings of a table: consistency, initial values, options.
 
 Rules:
     - Each setting is a small frozen value; `table_spec` turns them into a validated `TableSpec`.
     - A layout is a sequence of (name, shape): tensors follow each other in that order, without gap.
-
-What it deliberately does not do: talk to anybody, or keep state.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from ps_worker.spec.values import Values, raw_of
 
 
 def BSP(*, backup_workers: int = 0, grace_s: float = 0.0) -> Consistency:  # noqa: N802
-    """Bulk-synchronous: every update has a step of every worker; all read the same version.
+    """Bulk-synchronous: every update has a step of every worker; all pull the same version.
 
     Args:
-        backup_workers: how many workers' steps may be missing from an update; 0 (default) waits
+        backup_workers: the number of workers whose steps may be missing from an update; 0 waits
             for all. A step that comes too late is discarded, and its worker goes on from the
             newest clock.
-        grace_s: how long an update waits for the others once enough steps are there.
+        grace_s: seconds that an update waits for the others once enough steps are there.
 
     Raises:
         InvalidConfig: a number is out of its bounds.
@@ -52,9 +50,8 @@ def SSP(staleness: int, *, most: int | None = None) -> Consistency:  # noqa: N80
 
     Args:
         staleness: the bound.
-        most: the bound moves between `staleness`, where it begins, and this, by how long workers
-            wait and by the loss that they report (CONSISTENCY.md has the rule); None (default)
-            means that it is fixed.
+        most: the bound adapts between `staleness`, where it begins, and this, to the workers' waits
+            and losses (CONSISTENCY.md has the rule); None means that it is fixed.
 
     Raises:
         InvalidConfig: a bound is negative or too large, or `most` is not above `staleness`.
@@ -72,14 +69,14 @@ def ASP(  # noqa: N802
     compensate: float | None = None,
     adaptive: bool = False,
 ) -> Consistency:
-    """Asynchronous: every step is applied when it arrives; nobody waits. At most one of:
+    """Asynchronous: every step is applied when it arrives; no worker waits. At most one of:
 
     Args:
-        reject: turn away what is staler than this many updates; `StepResult.rejected` names it.
-        damp: multiply what is tau updates stale by 1 / (1 + damp * tau).
+        reject: refuse blocks that are staler than this many updates; see `StepResult.rejected`.
+        damp: multiply a gradient that is tau updates stale by 1 / (1 + damp * tau).
         divide: multiply it by 1 / max(1, tau).
-        compensate: take a gradient g that was computed at w' and comes to w as
-            g + compensate * g * g * (w - w') (DC-ASGD); servers keep what each worker pulled.
+        compensate: apply a gradient g that was computed at w' to w as
+            g + compensate * g * g * (w - w') (DC-ASGD); servers keep each worker's pulled values.
         adaptive: with `compensate`: divide it by the root of the running mean of g * g.
 
     Raises:
@@ -124,7 +121,7 @@ class Inline:
 
 @dataclass(frozen=True, slots=True)
 class FromRank0:
-    """The worker of rank 0 gives the values with `client.assign`; until then everybody waits."""
+    """The worker of rank 0 gives the values with `client.assign`; pulls wait until then."""
 
 
 Initial = Zeros | Constant | Inline | FromRank0
@@ -132,17 +129,13 @@ Layout = int | Sequence[int] | Sequence[tuple[str, Sequence[int]]]
 
 
 class SupportsSpec(Protocol):
-    """An optimizer of `ps_worker.spec.optimizers`, or anything that describes itself the same
-    way.
-    """
+    """An optimizer of `ps_worker.spec.optimizers`, or anything with the same `spec`."""
 
-    def spec(self, kernels: Kernels = ...) -> OptimizerSpec:
-        """The optimizer as a table's setting."""
-        ...
+    def spec(self, kernels: Kernels = ...) -> OptimizerSpec: ...
 
 
 class TableOptions(TypedDict, total=False):
-    """The keyword arguments of `Client.create_table`, which has their meaning."""
+    """The keyword arguments of `Client.create_table`, which describes them."""
 
     dtype: str
     consistency: Consistency | str
@@ -165,17 +158,13 @@ TABLE_DEFAULTS: dict[str, Any] = {
     "kernels": "fast",
     "timeout_s": None,
 }
-"""Of `TableOptions`; the consistency is the client's, where there is one."""
+"""The defaults of `TableOptions`; that of the consistency is the client's."""
 
 
 def table_spec(
     name: str, layout: Layout, optimizer: SupportsSpec | OptimizerSpec, options: TableOptions
 ) -> TableSpec:
-    """The validated spec of a table.
-
-    Raises:
-        InvalidConfig: naming the field, what came and what was expected.
-    """
+    """The validated spec of a table."""
     unknown = set(options) - set(TableOptions.__annotations__)
     if unknown:
         raise InvalidConfig(
@@ -209,7 +198,7 @@ def tensors_of(name: str, layout: Layout) -> tuple[TensorSpec, ...]:
     """The tensors of a table: one named as the table for a count or a shape, else those listed.
 
     Raises:
-        InvalidConfig: the layout is none of the three forms.
+        InvalidConfig: the layout has none of the three forms.
     """
     if isinstance(layout, int):
         return (TensorSpec(name, (_size(name, layout),), 0),)
@@ -226,7 +215,7 @@ def tensors_of(name: str, layout: Layout) -> tuple[TensorSpec, ...]:
 
 
 def _named_shape(table: str, entry: object) -> tuple[str, tuple[int, ...]]:
-    """One entry of a layout, whatever the script gave."""
+    """One entry of a layout, checked."""
     if isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str):
         return entry[0], tuple(_size(entry[0], size) for size in entry[1])
     raise InvalidConfig(f"table '{table}': the layout has {entry!r}; expected (tensor name, shape)")
@@ -239,11 +228,7 @@ def _size(name: str, size: object) -> int:
 
 
 def consistency_of(given: Consistency | str) -> Consistency:
-    """A setting, or the words that `pushpull` writes it in ("ssp:4").
-
-    Raises:
-        InvalidConfig: it is neither.
-    """
+    """The setting of a `Consistency`, or of its short form ("ssp:4")."""
     if isinstance(given, str):
         return parsed(given)
     if isinstance(given, Consistency):

@@ -1,18 +1,15 @@
-"""How long a worker's computation of a step takes where it is emulated, as a value.
+"""The schedule of emulated computation, as a value; `training.step_times` sleeps.
 
     30ms                                    every worker computes 30 ms a step
     rotating:30ms,90ms,burst=2,seed=1       at any clock one worker computes 90 ms, the others 30;
-                                            after `burst` clocks it is another one's turn
+                                            after `burst` clocks it is another worker's turn
     permanent:30ms,90ms,rank=0              one worker always computes 90 ms
 
 Rules:
-    - The time of a step is a function of (rank, number of workers, clock): every worker knows the
-      same schedule without a word between them, and every run of a comparison has the same.
-    - Rotating: the turns go round in rounds, one turn a worker, each round in an order of its own
-      that the seed draws. Over whole rounds every worker is slow equally often, so what is compared
-      is the waiting, not the luck.
-
-What it deliberately does not do: wait (`ps_worker.client.step_record` does).
+    - The time of a step is a function of (rank, number of workers, clock): all workers, and all
+      runs of a comparison, have the same schedule without communication.
+    - Rotating: each round has one turn a worker, in an order that the seed draws. Over whole rounds
+      every worker is slow equally often, so a comparison is of the waits, not of chance.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from ps_core.errors import InvalidConfig
 
 
 class Straggler(Enum):
-    """Who is slow."""
+    """The pattern of slow workers."""
 
     NONE = "none"
     ROTATING = "rotating"
@@ -37,9 +34,9 @@ class ComputeTime:
     """The schedule of a run.
 
     Attributes:
-        fast_s: what a step's computation takes a worker.
-        straggler: who is slow, if anybody.
-        slow_s: what it takes the slow worker.
+        fast_s: the time of a step's computation.
+        straggler: the pattern of slow workers.
+        slow_s: the time of the slow worker.
         burst: ROTATING: clocks that a worker stays slow.
         seed: ROTATING: of the orders in which the workers take turns.
         rank: PERMANENT: the slow worker.
@@ -54,31 +51,27 @@ class ComputeTime:
 
     @classmethod
     def parsed(cls, text: str) -> ComputeTime:
-        """The schedule that a text says; the forms are those of this module's docstring.
+        """The schedule of a text in one of the forms above.
 
         Raises:
-            InvalidConfig: it says none.
+            InvalidConfig: it has none of the forms.
         """
         name, colon, rest = text.strip().lower().partition(":")
         try:
             if not colon:
                 return cls(_duration_s(name)).validated()
             fast, slow, *words = rest.split(",")
-            numbers = dict(_number(word) for word in words)
+            integers = dict(_integer(word) for word in words)
             kind = Straggler(name)
-            if set(numbers) - set(_NUMBERS[kind]):
+            if set(integers) - set(_FIELDS[kind]):
                 raise ValueError(words)
-            found = cls(_duration_s(fast), kind, _duration_s(slow), **numbers)
+            found = cls(_duration_s(fast), kind, _duration_s(slow), **integers)
             return found.validated()
         except (ValueError, KeyError):
             raise InvalidConfig(f"compute is '{text}'; expected one of {_FORMS}") from None
 
     def validated(self) -> ComputeTime:
-        """The schedule, checked.
-
-        Raises:
-            InvalidConfig: naming the field, what came and what was expected.
-        """
+        """The schedule, checked."""
         times = [("the fast time", self.fast_s, 0.0)]
         if self.straggler is not Straggler.NONE:
             times.append(("the slow time", self.slow_s, self.fast_s))
@@ -95,22 +88,18 @@ class ComputeTime:
         return self
 
     def check_fits(self, worker_count: int) -> None:
-        """Refuse a straggler that a cluster of so many workers does not have.
-
-        Raises:
-            InvalidConfig: the slow rank is none of its ranks.
-        """
+        """Raises InvalidConfig if a cluster of so many workers does not have the slow rank."""
         if self.straggler is Straggler.PERMANENT and self.rank >= worker_count:
             raise InvalidConfig(
                 f"compute is '{self}'; expected a rank below {worker_count}, the number of workers"
             )
 
     def seconds(self, rank: int, worker_count: int, clock: int) -> float:
-        """What the computation of step `clock`, from 1, takes the worker `rank`."""
+        """The computation time of step `clock`, from 1, of the worker `rank`."""
         return self.slow_s if rank == self.slow_rank(worker_count, clock) else self.fast_s
 
     def slow_rank(self, worker_count: int, clock: int) -> int | None:
-        """Who is slow at `clock`; None if nobody is."""
+        """The slow worker at `clock`; None if there is none."""
         if self.straggler is Straggler.NONE:
             return None
         if self.straggler is Straggler.PERMANENT:
@@ -121,14 +110,14 @@ class ComputeTime:
         return order[turn]
 
     def __str__(self) -> str:
-        """As `parsed` reads it."""
+        """The text that `parsed` reads."""
         if self.straggler is Straggler.NONE:
             return _shown(self.fast_s)
-        numbers = ",".join(f"{name}={getattr(self, name)}" for name in _NUMBERS[self.straggler])
-        return f"{self.straggler.value}:{_shown(self.fast_s)},{_shown(self.slow_s)},{numbers}"
+        others = ",".join(f"{name}={getattr(self, name)}" for name in _FIELDS[self.straggler])
+        return f"{self.straggler.value}:{_shown(self.fast_s)},{_shown(self.slow_s)},{others}"
 
 
-_NUMBERS = {Straggler.ROTATING: ("burst", "seed"), Straggler.PERMANENT: ("rank",)}
+_FIELDS = {Straggler.ROTATING: ("burst", "seed"), Straggler.PERMANENT: ("rank",)}
 
 _FORMS = (
     "30ms (or 0.03s), rotating:FAST,SLOW[,burst=CLOCKS][,seed=SEED], "
@@ -136,7 +125,7 @@ _FORMS = (
 )
 
 
-def _number(word: str) -> tuple[str, int]:
+def _integer(word: str) -> tuple[str, int]:
     name, _, value = word.partition("=")
     return name.strip(), int(value)
 
@@ -158,7 +147,7 @@ _MASK = 2**64 - 1
 
 
 def _mixed(number: int) -> int:
-    """SplitMix64: neighbouring numbers become unrelated ones, alike on every machine."""
+    """SplitMix64: the same pseudo-random number on every machine."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK

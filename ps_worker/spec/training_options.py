@@ -1,4 +1,4 @@
-"""What a training script may choose about a `DistributedOptimizer`."""
+"""The options of a `DistributedOptimizer`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEP_MODES = ("sealed", "eager")
 
 
 class OptimizerOptions(TypedDict, total=False):
-    """The keyword arguments of `DistributedOptimizer`, which has their meaning."""
+    """The keyword arguments of `DistributedOptimizer`, which describes them."""
 
     name: str
     consistency: Consistency | str
@@ -35,7 +35,7 @@ class OptimizerOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """The options of a `DistributedOptimizer`, which has their meaning, checked."""
+    """The options of a `DistributedOptimizer`, which describes them, checked."""
 
     name: str = "model"
     consistency: Consistency = field(default_factory=BSP)
@@ -85,15 +85,7 @@ class TrainingOptions:
 
     @classmethod
     def of(cls, given: OptimizerOptions, default: Consistency) -> TrainingOptions:
-        """The options that a caller gave, with the defaults of the rest.
-
-        Args:
-            given: what the caller gave.
-            default: the consistency where the caller names none.
-
-        Raises:
-            InvalidConfig: an option that there is not, or a value that is wrong.
-        """
+        """The caller's options, with defaults for the rest; `default` is the consistency's."""
         known = {entry.name for entry in fields(cls)}
         unknown = sorted(set(given) - known)
         if unknown:
@@ -106,22 +98,21 @@ class TrainingOptions:
 
     @property
     def is_eager(self) -> bool:
-        """Whether gradients are final when their hooks fire."""
+        """True if gradients are final when their hooks fire."""
         return self.mode == "eager"
 
     @property
     def applies_on_arrival(self) -> bool:
-        """Whether the servers apply blocks before the step is sealed: eager steps, but for BSP."""
+        """True if the servers apply blocks before the step is sealed: eager steps, except BSP."""
         return self.is_eager and not self.is_bsp
 
     @property
     def is_bsp(self) -> bool:
-        """Whether an update has the steps of several workers."""
         return self.consistency.mode is Mode.BSP
 
     @property
     def is_in_lockstep(self) -> bool:
-        """Whether all workers of the model are at one clock: one that is left behind is not."""
+        """True if all workers of the model are at one clock, which backup workers do not ensure."""
         return self.is_bsp and not self.consistency.backup_workers
 
 

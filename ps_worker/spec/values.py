@@ -1,16 +1,16 @@
 """The values of a push or a pull: arrays and tensors as the raw bytes of a table, cut into blocks.
 
 Rules:
-    - A value's dtype must be the table's: nothing is converted behind the caller's back.
-    - Raw bytes are C-contiguous little-endian; numpy lacks bfloat16, so there torch carries it.
-    - torch is imported only where a torch tensor is in play.
+    - A value's dtype must be the table's, because a silent conversion would surprise the caller.
+    - Raw bytes are C-contiguous little-endian; numpy lacks bfloat16, which needs torch.
+    - torch is imported only for a torch tensor.
     - A region is a half-open interval of elements of a table.
-    - A push gives whole segments (the part of a tensor that lies in one block): what it leaves out
-      of a block is absent there, as a tensor without a gradient is.
+    - A push gives whole segments (a segment is a tensor's elements in one block); segments that it
+      leaves out are absent, like a tensor without a gradient.
 
 Invariants:
-    CUT-1  The blocks of a region are exactly those that hold one of its elements.
-    CUT-2  Payloads of blocks that one piece covers are views of it; others are assembled.
+    CUT-1  The blocks of a region are exactly those with one of its elements.
+    CUT-2  Payloads of blocks that one run covers are views of it; others are assembled.
 """
 
 from __future__ import annotations
@@ -46,12 +46,11 @@ _NUMPY: dict[DType, np.dtype[Any]] = {
 
 
 def element_bytes(dtype: DType) -> int:
-    """Bytes of one element."""
     return NATIVE_CODEC[dtype].element_bytes
 
 
 def is_tensor(values: object) -> bool:
-    """Whether `values` is a torch tensor; does not import torch to find out."""
+    """True for a torch tensor; does not import torch."""
     return any(
         kind.__name__ == "Tensor" and kind.__module__.partition(".")[0] == "torch"
         for kind in type(values).__mro__
@@ -59,13 +58,12 @@ def is_tensor(values: object) -> bool:
 
 
 def shape_of(values: Values) -> tuple[int, ...]:
-    """The shape of an array, a tensor, a sequence or a number."""
     found = getattr(values, "shape", None)
     return np.shape(values) if found is None else tuple(found)
 
 
 def raw_of(values: Values, dtype: DType, what: str) -> Raw:
-    """The bytes of `values`, as a view where they lie C-contiguous in host memory, else as a copy.
+    """The bytes of `values`: a view if they are C-contiguous in host memory, else a copy.
 
     Plain numbers and sequences of them, which have no dtype of their own, are converted.
 
@@ -101,7 +99,7 @@ def _raw_of_tensor(values: Any, dtype: DType, what: str) -> Raw:
 
 
 def writable_raw_of(out: Array, dtype: DType, what: str) -> Raw:
-    """The bytes of the caller's own array, to be written into.
+    """The writable bytes of the caller's own array.
 
     Raises:
         InvalidTensor: another dtype, or memory that is not C-contiguous, on the host and writable.
@@ -132,7 +130,7 @@ def empty(shape: tuple[int, ...], dtype: DType) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Elements `begin` to `end` (exclusive) of a table, and the shape that a caller sees."""
+    """Elements `begin` to `end` (exclusive) of a table, and their shape for the caller."""
 
     begin: int
     end: int
@@ -140,12 +138,11 @@ class Region:
 
     @property
     def element_count(self) -> int:
-        """Elements of the region."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class ElementRun:
     """Elements `begin` to `end` of a table and their bytes."""
 
     begin: int
@@ -154,11 +151,11 @@ class Piece:
 
 
 class BlockValues(NamedTuple):
-    """What a push gives of one block: its payload, and which of its segments are present.
+    """A push's values of one block, and the presence of its segments.
 
     Shapes:
         payload: C-contiguous bytes, the whole block's.
-        presence: as `ps_core.tables.pack_presence` gives it; empty means all segments.
+        presence: packed by `ps_core.tables.pack_presence`; empty means all segments.
     """
 
     block: int
@@ -167,11 +164,7 @@ class BlockValues(NamedTuple):
 
 
 def tensor_named(table: Table, name: str) -> TensorSpec:
-    """The tensor of that name.
-
-    Raises:
-        InvalidKeys: the table has none.
-    """
+    """The tensor of that name; InvalidKeys if the table has none."""
     for tensor in table.spec.tensors:
         if tensor.name == name:
             return tensor
@@ -180,7 +173,7 @@ def tensor_named(table: Table, name: str) -> TensorSpec:
 
 
 def region_of(table: Table, part: slice | str | None) -> Region:
-    """The elements that a caller means: all (None), one tensor (its name), or a slice of elements.
+    """A caller's region: all elements (None), one tensor (its name), or a slice of elements.
 
     Raises:
         InvalidKeys: outside the table, empty, or with a step.
@@ -206,79 +199,75 @@ def region_of(table: Table, part: slice | str | None) -> Region:
 
 
 def blocks_of(table: Table, region: Region) -> range:
-    """The blocks that hold elements of the region (CUT-1)."""
+    """The blocks with elements of the region (CUT-1)."""
     size = table.spec.block_elements
     if not region.element_count:
         return range(0)
     return range(region.begin // size, -(-region.end // size))
 
 
-def pieces_of(
+def runs_of(
     table: Table, values: Values | Mapping[str, Values], part: slice | str | None
-) -> list[Piece]:
-    """A caller's values as pieces of the table: one, or one for each tensor that a mapping names.
+) -> list[ElementRun]:
+    """A caller's values as runs of elements: one, or one for each tensor of a mapping.
 
     Raises:
-        InvalidTensor: another dtype or shape than the region has.
+        InvalidTensor: another dtype or shape than the region's.
         InvalidKeys: the region or a tensor is not in the table.
     """
     if not isinstance(values, np.ndarray) and isinstance(values, Mapping):
         if part is not None:
-            raise InvalidKeys("a mapping of tensors says where it belongs; leave slice out")
-        pieces = [_piece(table, given, name) for name, given in values.items()]
-        pieces.sort(key=lambda piece: piece.begin)
+            raise InvalidKeys("a mapping of tensors names its elements; leave slice out")
+        runs = [_run_of(table, given, name) for name, given in values.items()]
+        runs.sort(key=lambda run: run.begin)
     else:
-        pieces = [_piece(table, values, part)]
-    return [piece for piece in pieces if piece.raw.nbytes]
+        runs = [_run_of(table, values, part)]
+    return [run for run in runs if run.raw.nbytes]
 
 
-def _piece(table: Table, values: Values, part: slice | str | None) -> Piece:
+def _run_of(table: Table, values: Values, part: slice | str | None) -> ElementRun:
     region = region_of(table, part)
     what = f"the value for table '{table.spec.name}'" + (f", {part!r}," if part is not None else "")
     check_shape(shape_of(values), region, what)
-    return Piece(region.begin, region.end, raw_of(values, table.spec.dtype, what))
+    return ElementRun(region.begin, region.end, raw_of(values, table.spec.dtype, what))
 
 
 def check_shape(shape: tuple[int, ...], region: Region, what: str) -> None:
-    """Refuse a shape that is neither the region's own nor flat.
-
-    Raises:
-        InvalidTensor: it is neither.
-    """
+    """Raises InvalidTensor for a shape that is neither the region's nor flat."""
     if shape not in (region.shape, (region.element_count,)):
         flat = "" if len(region.shape) == 1 else f" or ({region.element_count},)"
         raise InvalidTensor(f"{what} has shape {shape}; expected {region.shape}{flat}")
 
 
-def cut(table: Table, pieces: Sequence[Piece]) -> Iterator[BlockValues]:
-    """The blocks that the pieces (in order, apart from each other) give, whole or in part (CUT-2).
+def cut(table: Table, runs: Sequence[ElementRun]) -> Iterator[BlockValues]:
+    """The blocks of runs that are in order and do not overlap (CUT-2).
 
     Raises:
-        InvalidKeys: a piece begins or ends inside a segment.
+        InvalidKeys: a run begins or ends inside a segment.
     """
     size, element_count = table.spec.block_elements, table.spec.element_count
     width = element_bytes(table.spec.dtype)
     block = first = 0
-    while first < len(pieces):
-        piece = pieces[first]
-        block = max(block, piece.begin // size)
+    while first < len(runs):
+        run = runs[first]
+        block = max(block, run.begin // size)
         begin = block * size
         end = min(begin + size, element_count)
-        if piece.end <= begin:
+        if run.end <= begin:
             first += 1
-        elif piece.begin <= begin and end <= piece.end:
-            view = piece.raw.data
-            start = (begin - piece.begin) * width
+        elif run.begin <= begin and end <= run.end:
+            view = run.raw.data
+            start = (begin - run.begin) * width
             yield BlockValues(block, view[start : start + (end - begin) * width])
             block += 1
         else:
-            here = takewhile(lambda piece: piece.begin < end, islice(pieces, first, None))  # noqa: B023
+            here = takewhile(lambda run: run.begin < end, islice(runs, first, None))  # noqa: B023
             yield _assembled(table, block, here)
             block += 1
 
 
-def _assembled(table: Table, block: int, pieces: Iterable[Piece]) -> BlockValues:
-    """The part of a block of which the pieces give some tensors."""
+def _assembled(table: Table, block: int, runs: Iterable[ElementRun]) -> BlockValues:
+    """The values of a block that runs cover in part."""
     width = element_bytes(table.spec.dtype)
     start = block * table.spec.block_elements
     length = table.block_length(block)
@@ -286,10 +275,10 @@ def _assembled(table: Table, block: int, pieces: Iterable[Piece]) -> BlockValues
     payload = np.zeros(length * width, dtype=np.uint8)
     present = [False] * len(segments)
     index = 0
-    for piece in pieces:
-        low, high = max(piece.begin - start, 0), min(piece.end - start, length)
-        offset = (start + low - piece.begin) * width
-        payload[low * width : high * width] = piece.raw[offset : offset + (high - low) * width]
+    for run in runs:
+        low, high = max(run.begin - start, 0), min(run.end - start, length)
+        offset = (start + low - run.begin) * width
+        payload[low * width : high * width] = run.raw[offset : offset + (high - low) * width]
         while index < len(segments) and segments[index].end <= low:
             index += 1
         while index < len(segments) and segments[index].begin < high:
@@ -307,12 +296,12 @@ def _assembled(table: Table, block: int, pieces: Iterable[Piece]) -> BlockValues
 
 
 def merged(table: Table, older: BlockValues, newer: BlockValues) -> BlockValues:
-    """Both parts of a block in one payload; where both are present, the newer counts."""
+    """Both values of a block in one payload; the newer counts for segments that both have."""
     width = element_bytes(table.spec.dtype)
     segments = table.segments(newer.block)
     before = unpack_presence(older.presence, len(segments))
     now = unpack_presence(newer.presence, len(segments))
-    payload = np.array(older.payload)  # a copy: the older part may be on its way
+    payload = np.array(older.payload)  # a copy: the older payload may be in flight
     for segment, is_newer in zip(segments, now, strict=True):
         if is_newer:
             span = slice(segment.begin * width, segment.end * width)

@@ -21,8 +21,9 @@ def inner_optimizer(
         raise InvalidConfig(f"{kind} has no factory; expected one that makes a torch optimizer")
     if not callable(optimizer.factory):
         raise InvalidConfig(
-            f"{kind}'s factory is {type(optimizer.factory).__name__}; expected a function of "
-            "parameter groups, such as functools.partial(torch.optim.SGD, lr=0.1)"
+            f"{kind}'s factory is {type(optimizer.factory).__name__}; expected a function that "
+            "makes a torch optimizer of parameter groups, such as "
+            "functools.partial(torch.optim.SGD, lr=0.1)"
         )
     inner = optimizer.factory(groups)
     if not isinstance(inner, torch.optim.Optimizer) or isinstance(inner, torch.optim.LBFGS):

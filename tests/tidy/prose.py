@@ -28,6 +28,7 @@ READ = (
     "ps_worker/__",
     "ps_server/update_log/",
     "scheduler/",
+    "ps_worker/",
     "tests/tidy/prose.py",
 )
 """Beginnings of the paths of files that were read for their words and sentences; in the end all."""

@@ -72,7 +72,7 @@ def test_a_factory_that_is_an_optimizer() -> None:
     made = torch.optim.SGD([WEIGHT], lr=0.1)
     wrong: Any = ps.Aggregate(made)  # type: ignore[arg-type]
     message = refused(inner_optimizer, wrong, [{"params": [WEIGHT]}])
-    assert "Aggregate's factory is SGD; expected what makes a torch optimizer" in message
+    assert "Aggregate's factory is SGD; expected a function that makes a torch" in message
     assert "functools.partial(torch.optim.SGD, lr=0.1)" in message
 
 

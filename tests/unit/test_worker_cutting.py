@@ -20,7 +20,7 @@ from ps_core.tables import (
     unpack_presence,
 )
 from ps_worker.spec.settings import tensors_of
-from ps_worker.spec.values import blocks_of, cut, merged, pieces_of, region_of
+from ps_worker.spec.values import blocks_of, cut, merged, region_of, runs_of
 
 
 def table(layout: Any, block_elements: int = 64, dtype: DType = DType.FLOAT32) -> Table:
@@ -66,7 +66,7 @@ def test_parts_of_a_mapping_give_exactly_the_named_tensors(
         if tensor.name in named
     }
     seen = np.zeros(found.spec.element_count, dtype=np.float32)
-    for part in cut(found, pieces_of(found, given_values, None)):
+    for part in cut(found, runs_of(found, given_values, None)):
         payload = np.frombuffer(part.payload, np.float32)
         assert payload.size == found.block_length(part.block)
         segments = found.segments(part.block)
@@ -89,7 +89,7 @@ def test_whole_blocks_are_views_of_what_was_given() -> None:
     """CUT-2."""
     found = table(200)
     values = floats(200)
-    parts = list(cut(found, pieces_of(found, values, None)))
+    parts = list(cut(found, runs_of(found, values, None)))
     assert [part.block for part in parts] == [0, 1, 2, 3]
     assert all(np.shares_memory(part.payload, values) for part in parts)
     assert all(part.presence == b"" for part in parts)
@@ -97,20 +97,20 @@ def test_whole_blocks_are_views_of_what_was_given() -> None:
 
 def test_a_slice_at_block_edges_gives_those_blocks() -> None:
     found = table(200)
-    parts = list(cut(found, pieces_of(found, floats(64), slice(64, 128))))
+    parts = list(cut(found, runs_of(found, floats(64), slice(64, 128))))
     assert [part.block for part in parts] == [1]
 
 
 def test_a_slice_that_cuts_a_tensor_inside_a_block_is_refused() -> None:
     found = table(200)
     with pytest.raises(InvalidKeys, match=r"cuts tensor 't' inside block 0 .* \[0, 10\)"):
-        list(cut(found, pieces_of(found, floats(10), slice(0, 10))))
+        list(cut(found, runs_of(found, floats(10), slice(0, 10))))
 
 
 def test_a_second_push_of_a_block_joins_the_first() -> None:
     found = table([("a", (3,)), ("b", (5,))])
-    (first,) = cut(found, pieces_of(found, {"a": floats(3)}, None))
-    (second,) = cut(found, pieces_of(found, {"b": floats(5, 10.0)}, None))
+    (first,) = cut(found, runs_of(found, {"a": floats(3)}, None))
+    (second,) = cut(found, runs_of(found, {"b": floats(5, 10.0)}, None))
     both = merged(found, first, second)
     assert both.presence == b""
     assert np.frombuffer(both.payload, np.float32).tolist() == [1, 2, 3, 10, 11, 12, 13, 14]
@@ -146,9 +146,9 @@ def test_a_region_outside_the_table_is_refused(part: Any, message: str) -> None:
 )
 def test_another_shape_or_dtype_is_refused(values: Any, message: str) -> None:
     with pytest.raises(InvalidTensor, match=message):
-        pieces_of(table((20, 10)), values, None)
+        runs_of(table((20, 10)), values, None)
 
 
 def test_a_mapping_with_a_slice_is_refused() -> None:
     with pytest.raises(InvalidKeys, match="mapping"):
-        pieces_of(table(10), {"t": floats(10)}, slice(0, 10))
+        runs_of(table(10), {"t": floats(10)}, slice(0, 10))
