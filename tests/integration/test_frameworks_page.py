@@ -68,4 +68,4 @@ def test_the_page_shows_what_the_examples_do() -> None:
             line for line in block.splitlines() if line.strip() and line.strip() not in lines
         ]
         assert missing == [], example
-        assert f"(../examples/{example})" in page.text
+        assert f"(../../examples/{example})" in page.text

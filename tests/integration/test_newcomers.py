@@ -317,6 +317,6 @@ def test_a_local_clusters_shape_says_how_many() -> None:
 def test_what_only_the_workers_have_is_told_to_nobody_else(cluster: LaneCluster) -> None:
     clients = _first(cluster)
     clients[0].create_table("sums", 64, optimizer=ps.Aggregate(torch.optim.SGD))
-    with pytest.raises(ps.InvalidConfig, match="table 'sums' is of Aggregate"):
+    with pytest.raises(ps.InvalidConfig, match=r"the parameters of table 'sums' \(Aggregate\)"):
         ps.connect(cluster.address)
     _close(clients)

@@ -94,7 +94,7 @@ def test_a_journal_that_is_an_older_copy_ends_the_scheduler_before_it_told_anyth
         again = resumed(copied)
         assert again.reply.view.view_number < acted_on
         async with serving(again, Journal(SqliteStore(copied))) as scheduler:
-            waits = "first waits for a lease to hear which view server node 1"
+            waits = "waits at most a lease to hear which view server node 1"
             await told_to_wait(scheduler.join(Role.READER), waits)
             await told_to_wait(scheduler.create(worker), waits)
             await told_to_wait(scheduler.view_where(worker, lambda _: True), waits)
