@@ -1,4 +1,4 @@
-"""Calls of nodes to the scheduler about checkpoints."""
+"""Calls of nodes to the scheduler about checkpoints; they raise as `SchedulerLink.call`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ async def report_part(link: SchedulerLink, number: int, part: PartReport) -> Non
     """Report that this node's part of checkpoint `number` is written, or cannot be.
 
     Blocking: until a scheduler has answered.
-
-    Raises:
-        Fenced: this node has been replaced.
     """
     request = scheduler_pb2.ReportCheckpointPartRequest(
         session=wire.session_to_proto(link.session),
@@ -76,7 +73,7 @@ async def join_checkpoint(
     """Workers: report the clocks at which this worker can save its own state next; it goes no
     further until the cut is decided. `stays`: its script waits there until the checkpoint ends.
 
-    Blocking, Raises: as `report_part`.
+    Blocking: as `report_part`.
     """
     request = scheduler_pb2.JoinCheckpointRequest(
         session=wire.session_to_proto(link.session),
@@ -103,8 +100,7 @@ async def restore_checkpoint(link: SchedulerLink, url: str, deadline_s: float) -
 
     Raises:
         InvalidCheckpoint: there is no good one.
-        Fenced: this node has been replaced, perhaps by another caller's restore.
-        WaitExpired: no scheduler answered.
+        Fenced: also if another caller has restored the cluster.
     """
     request = scheduler_pb2.RestoreCheckpointRequest(
         session=wire.session_to_proto(link.session), url=url
@@ -142,7 +138,6 @@ async def create_checkpoint(
         InvalidConfig: the cluster has no place for it.
         InvalidCheckpoint: it could not be written.
         WaitExpired: it was not complete in time; the message names the missing nodes.
-        Fenced: this node has been replaced.
     """
     request = scheduler_pb2.CreateCheckpointRequest(
         session=wire.session_to_proto(link.session),

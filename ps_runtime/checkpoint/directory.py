@@ -69,13 +69,7 @@ class Location:
         return Location(self.filesystem, path, url)
 
     def names(self) -> list[str]:
-        """The names in it; empty if there is no such directory.
-
-        Blocking: lists it.
-
-        Raises:
-            InvalidCheckpoint: it cannot be listed.
-        """
+        """The names in it; empty if there is no such directory. Blocking: lists it."""
         with reported(self.url, "listed"):
             self.filesystem.invalidate_cache()
             try:
@@ -127,7 +121,11 @@ def reported(url: str, done: str) -> Iterator[None]:
 
 
 class CheckpointDirectory:
-    """The directory of one checkpoint; `disk` writes local files."""
+    """The directory of one checkpoint; `disk` writes local files.
+
+    A method raises InvalidCheckpoint if the filesystem fails; files that it writes are durable when
+    it returns.
+    """
 
     def __init__(self, location: Location, disk: Disk = DISK) -> None:
         self.location = location
@@ -155,10 +153,8 @@ class CheckpointDirectory:
     def create(self) -> None:
         """Make the directory; files of a broken attempt in it may be replaced.
 
-        Blocking: until it is durable.
-
         Raises:
-            InvalidCheckpoint: it cannot be made, or there is a checkpoint in it.
+            InvalidCheckpoint: also if there is a checkpoint in it.
         """
         with reported(self.url, "made"):
             if self.location.is_local:
@@ -169,13 +165,7 @@ class CheckpointDirectory:
             raise InvalidCheckpoint(f"{self.url} is a checkpoint; expected a new directory")
 
     def try_out(self, file: str) -> None:
-        """Write a new file in the directory, which is made if it is missing, and remove the file.
-
-        Blocking: until it is durable, and gone.
-
-        Raises:
-            InvalidCheckpoint: one of that failed.
-        """
+        """Write a new file in the directory, which is made if missing, and remove the file."""
         final = self.local_path(file)
         with reported(self.url, "written to"):
             if final is None:
@@ -186,12 +176,7 @@ class CheckpointDirectory:
                 return
             self._disk.make_directory(final.parent)
             try:
-                descriptor = self._disk.create(final)
-                try:
-                    self._disk.write(descriptor, _TRIED, 0)
-                    self._disk.sync(descriptor)
-                finally:
-                    self._disk.close(descriptor)
+                self._write_synced(final, _TRIED)
             finally:
                 self._disk.remove(final)
 
@@ -200,9 +185,6 @@ class CheckpointDirectory:
 
         If the directory is elsewhere, the file waits in `spool` for its upload; None: among the
         machine's temporary files.
-
-        Raises:
-            InvalidCheckpoint: there is no such path.
         """
         final = self.local_path(file)
         if final is not None:
@@ -215,12 +197,7 @@ class CheckpointDirectory:
     def commit(self, file: str, written: Path) -> None:
         """Give a complete and synced file its name; remove a spooled one, even after a failure.
 
-        `written` is its path from `begin`.
-
-        Blocking: until it is durable; elsewhere the upload.
-
-        Raises:
-            InvalidCheckpoint: the file cannot be put there.
+        `written` is its path from `begin`. Blocking: elsewhere the upload.
         """
         final = self.local_path(file)
         with reported(f"{self.url}/{file}", "written"):
@@ -234,43 +211,24 @@ class CheckpointDirectory:
                     self._disk.remove(written)
 
     def write_manifest(self, manifest: Manifest) -> None:
-        """Complete the checkpoint; every other file is durable by now.
-
-        Blocking: until it is durable.
-
-        Raises:
-            InvalidCheckpoint: it cannot be written, or contradicts itself.
-        """
+        """Complete the checkpoint; every other file is durable by now."""
         text = to_json(manifest).encode()
         final = self.local_path(MANIFEST_FILE)
         with reported(f"{self.url}/{MANIFEST_FILE}", "written"):
             if final is None:
                 self.location.filesystem.pipe_file(self._path(MANIFEST_FILE), text)
                 return
-            descriptor = self._disk.create(_temporary(final))
-            try:
-                self._disk.write(descriptor, text, 0)
-                self._disk.sync(descriptor)
-            finally:
-                self._disk.close(descriptor)
+            self._write_synced(_temporary(final), text)
         self.commit(MANIFEST_FILE, _temporary(final))
 
     def has_manifest(self) -> bool:
-        """True for a checkpoint, good or bad; False if it was not completed, or is missing.
-
-        Raises:
-            InvalidCheckpoint: the filesystem does not answer.
-        """
+        """True for a checkpoint, good or bad; False if it was not completed, or is missing."""
         with reported(self.url, "read"):
             self.location.filesystem.invalidate_cache()
             return bool(self.location.filesystem.isfile(self._path(MANIFEST_FILE)))
 
     def read_manifest(self) -> Manifest:
-        """Read the manifest.
-
-        Raises:
-            InvalidCheckpoint: there is none, it is damaged or of another checkpoint.
-        """
+        """Read the manifest; InvalidCheckpoint also if it is damaged or of another checkpoint."""
         where = f"{self.url}/{MANIFEST_FILE}"
         with reported(where, "read"):
             try:
@@ -292,11 +250,7 @@ class CheckpointDirectory:
         return manifest
 
     def open(self, file: str) -> BinaryIO:
-        """Open a file for reading by one thread at a time.
-
-        Raises:
-            InvalidCheckpoint: it is missing, or cannot be read.
-        """
+        """Open a file for reading by one thread at a time."""
         with reported(f"{self.url}/{file}", "read"):
             local = self.local_path(file)
             if local is not None:
@@ -304,13 +258,7 @@ class CheckpointDirectory:
             return cast(BinaryIO, self.location.filesystem.open(self._path(file), "rb"))
 
     def remove(self) -> None:
-        """Remove the checkpoint: its manifest first, so that the rest is no checkpoint.
-
-        Blocking: until it is gone.
-
-        Raises:
-            InvalidCheckpoint: a file cannot be removed.
-        """
+        """Remove the checkpoint: its manifest first, so that the rest is no checkpoint."""
         files = sorted(self.location.names(), key=lambda file: file != MANIFEST_FILE)
         with reported(self.url, "removed"):
             for file in files:
@@ -326,6 +274,14 @@ class CheckpointDirectory:
             elif self.location.filesystem.isdir(self.location.path):
                 # An object store's directory is gone with its files.
                 self.location.filesystem.rmdir(self.location.path)
+
+    def _write_synced(self, path: Path, content: bytes) -> None:
+        descriptor = self._disk.create(path)
+        try:
+            self._disk.write(descriptor, content, 0)
+            self._disk.sync(descriptor)
+        finally:
+            self._disk.close(descriptor)
 
 
 def _temporary(final: Path) -> Path:

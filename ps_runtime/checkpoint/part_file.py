@@ -49,15 +49,11 @@ ELEMENT_BYTES = {
 
 
 class Readable(Protocol):
-    """A binary file, open for reading by one thread at a time."""
+    """A binary file, open for reading by one thread at a time; methods as those of `io`."""
 
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Seek as `io.IOBase.seek` does."""
-        ...
+    def seek(self, offset: int, whence: int = 0, /) -> int: ...
 
-    def read(self, size: int = -1, /) -> bytes:
-        """Read as `io.RawIOBase.read` does."""
-        ...
+    def read(self, size: int = -1, /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,8 @@ class CheckpointReader:
     Blocking: reads the manifest, every header, and the needed headers of other checkpoints.
 
     Raises:
-        InvalidCheckpoint: the first fault, with its file.
+        InvalidCheckpoint: the first fault, with its file; later also for a table, a block or a
+            tensor that is missing or damaged.
     """
 
     def __init__(self, directory: CheckpointDirectory) -> None:
@@ -124,11 +125,7 @@ class CheckpointReader:
         }
 
     def file_of(self, table: str, block: int) -> str:
-        """The checkpoint's file that has a block, or refers to it.
-
-        Raises:
-            InvalidCheckpoint: there is no such table or block.
-        """
+        """The checkpoint's file that has a block, or refers to it."""
         saved = self.manifest.table(table)
         if not 0 <= block < saved.block_count:
             raise InvalidCheckpoint(
@@ -138,15 +135,11 @@ class CheckpointReader:
         return self._files[table, block]
 
     def block(self, table: str, block: int) -> StoredBlock:
-        """A block without its bytes; InvalidCheckpoint if there is no such table or block."""
+        """A block without its bytes."""
         return self.headers[self.file_of(table, block)].blocks[table, block]
 
     def tensor(self, table: str, block: int, tensor: str) -> StoredTensor | None:
-        """The position of a block's tensor in its file; None if the block has no such tensor.
-
-        Raises:
-            InvalidCheckpoint: there is no such table or block.
-        """
+        """The position of a block's tensor in its file; None if the block has no such tensor."""
         if tensor not in self.block(table, block).tensors:
             return None
         return self._source(table, block).header.tensors[tensor_name(table, block, tensor)]
@@ -156,11 +149,7 @@ class CheckpointReader:
         return self._sources[table, block]
 
     def read(self, table: str, block: int, tensor: str = VALUES) -> bytearray:
-        """Read and check a tensor of a block: little-endian elements.
-
-        Raises:
-            InvalidCheckpoint: there is no such tensor, or it is damaged.
-        """
+        """Read and check a tensor of a block: little-endian elements."""
         return self._read(self._source(table, block), tensor_name(table, block, tensor))
 
     def read_block_into(self, table: str, block: int, tensor: str, target: memoryview) -> None:
@@ -168,9 +157,6 @@ class CheckpointReader:
 
         Shapes:
             target: writable bytes ("B"), C-contiguous, as long as the tensor.
-
-        Raises:
-            InvalidCheckpoint: as `read`, or the tensor has another length.
         """
         source = self._source(table, block)
         with reported(source.url, "read"):
@@ -178,7 +164,7 @@ class CheckpointReader:
             read_into(self._opened(source), source.header, name, target)
 
     def read_file(self, file: str, name: str) -> bytearray:
-        """Read a tensor by its name in a file, a worker's for example. Raises: as `read`."""
+        """Read a tensor by its name in a file, a worker's for example."""
         return self._read(Source(self.directory, file, self.headers[file]), name)
 
     def _read(self, source: Source, name: str) -> bytearray:

@@ -31,6 +31,8 @@ _TRIED_PREFIX = ".writable-"
 class CheckpointStore:
     """The checkpoints under a URL that fsspec knows, or a path; `disk` writes local files.
 
+    The root need not exist. A method that reads it raises InvalidCheckpoint if it cannot be listed.
+
     Raises:
         InvalidConfig: there is no such protocol, or it needs a package that is not installed.
     """
@@ -45,24 +47,12 @@ class CheckpointStore:
         return self.location.url
 
     def names(self) -> list[str]:
-        """The names of all checkpoint directories, good or not, newest last.
-
-        Blocking: lists the root, which need not exist.
-
-        Raises:
-            InvalidCheckpoint: it cannot be listed.
-        """
+        """The names of all checkpoint directories, good or not, newest last."""
         numbered = [(number_of(name), name) for name in self.location.names()]
         return [name for number, name in sorted((n, m) for n, m in numbered if n is not None)]
 
     def check_writable(self) -> None:
-        """Write a small file there and remove it.
-
-        Blocking: until it is durable, and gone.
-
-        Raises:
-            InvalidCheckpoint: that failed; the message has the remedy.
-        """
+        """Write a small file and remove it; if that fails, InvalidCheckpoint has the remedy."""
         place = CheckpointDirectory(self.location, self._disk)
         try:
             place.try_out(f"{_TRIED_PREFIX}{os.urandom(8).hex()}")
@@ -74,10 +64,7 @@ class CheckpointStore:
             ) from error
 
     def next_number(self) -> int:
-        """The number after the largest one, of complete checkpoints or not; from 1.
-
-        Blocking, Raises: as `names`.
-        """
+        """The number after the largest one, of complete checkpoints or not; from 1."""
         return 1 + max((number_of(name) or 0 for name in self.names()), default=0)
 
     def directory(self, number: int, cluster_id: str) -> CheckpointDirectory:
@@ -92,17 +79,11 @@ class CheckpointStore:
         """Every checkpoint by its name, newest last: its manifest, or the fault of a bad one.
 
         Blocking: reads every manifest and header.
-
-        Raises:
-            InvalidCheckpoint: the root cannot be listed.
         """
         return [(name, self._judged(name)) for name in self.names()]
 
     def newest_good(self) -> CheckpointDirectory | None:
-        """The newest good checkpoint.
-
-        Blocking, Raises: as `entries`.
-        """
+        """The newest good checkpoint. Blocking: reads manifests and headers until it is found."""
         for name in reversed(self.names()):
             if isinstance(self._judged(name), Manifest):
                 return self.named(name)
@@ -130,11 +111,9 @@ class CheckpointStore:
         Returns:
             The names of the removed directories.
 
-        Blocking: until they are gone.
-
         Raises:
             InvalidConfig: `keep` is below 1.
-            InvalidCheckpoint: one cannot be removed.
+            InvalidCheckpoint: also if one cannot be removed.
         """
         if keep < 1:
             raise InvalidConfig(f"keep is {keep}; expected at least 1")
@@ -157,9 +136,6 @@ class CheckpointStore:
         """The newest checkpoint of each run, by the run's timelines, the newest run last.
 
         Blocking: reads every manifest.
-
-        Raises:
-            InvalidCheckpoint: the root cannot be listed.
         """
         found: dict[frozenset[bytes], str] = {}
         for name, manifest in self._manifests().items():

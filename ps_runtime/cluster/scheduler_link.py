@@ -60,6 +60,9 @@ _HEARTBEAT_SHARE = 1 / 3
 class SchedulerLink:
     """A registered node's link. Made by `connect`; `close` ends it.
 
+    A call raises WaitExpired if no scheduler answers, or an awaited view does not come, within
+    `deadline_s`; and Fenced if this node has been replaced, or the link has ended.
+
     Attributes:
         session: the identity for every request.
         worker_count: the number of workers of the cluster.
@@ -154,12 +157,7 @@ class SchedulerLink:
         return link
 
     async def view_at_least(self, number: int, deadline_s: float) -> ClusterView:
-        """Wait for a view with at least that number.
-
-        Raises:
-            WaitExpired: none came in time.
-            Fenced: the link ended meanwhile.
-        """
+        """Wait for a view with at least that number. Blocking: up to `deadline_s`."""
         return await self.view_where(
             lambda view: view.view_number >= number, f"view {number} of the cluster", deadline_s
         )
@@ -170,10 +168,6 @@ class SchedulerLink:
         """Wait for a view for which `holds`; `what` names it in the error.
 
         Blocking: up to `deadline_s`.
-
-        Raises:
-            WaitExpired: none came in time.
-            Fenced: the link ended meanwhile.
         """
         try:
             return await self._waits.wait(holds, deadline_s)
@@ -191,8 +185,7 @@ class SchedulerLink:
         Raises:
             TableExists: one of that name differs.
             InvalidConfig: the spec is wrong.
-            WaitExpired: too few servers came, or no scheduler answered, in time.
-            Fenced: this node has been replaced.
+            WaitExpired: also if too few servers came in time.
         """
         end_s = clock.now_s() + deadline_s
         request = scheduler_pb2.CreateTableRequest(
@@ -218,9 +211,7 @@ class SchedulerLink:
         Raises:
             TableNotFound: there is no such table.
             InvalidConfig: the table cannot have that setting.
-            WaitExpired: a server has not prepared it, or no scheduler answered; nothing has
-                changed.
-            Fenced: this node has been replaced.
+            WaitExpired: also if a server has not prepared it in time; nothing has changed.
         """
         end_s = clock.now_s() + deadline_s
         request = scheduler_pb2.SetConsistencyRequest(
@@ -247,9 +238,6 @@ class SchedulerLink:
         change of that number is decided; or report its outcome.
 
         Blocking: until a scheduler has answered.
-
-        Raises:
-            Fenced: this node has been replaced.
         """
         request = scheduler_pb2.PromiseChangeRequest(
             session=self._identity,
@@ -278,8 +266,7 @@ class SchedulerLink:
 
         Raises:
             InvalidConfig, InvalidKeys: a request is wrong in itself; nothing has changed.
-            WaitExpired: no scheduler answered in time; any of the requests may have been granted.
-            Fenced: this node has been replaced.
+            WaitExpired: any of the requests may have been granted.
         """
         request = scheduler_pb2.SetBackupsRequest(
             session=self._identity, requests=map(wire.backup_request_to_proto, backup_requests)
@@ -353,9 +340,8 @@ class SchedulerLink:
         logs.info("deregistered", reason=reason)
 
     async def close(self) -> None:
-        """End the heartbeats and the connection without a farewell. Idempotent.
-
-        Waits for views end with Fenced.
+        """End the heartbeats and the connection without a farewell; waits for views end with
+        Fenced. Idempotent.
         """
         if self._is_closed:
             return
@@ -403,12 +389,8 @@ class SchedulerLink:
             await asyncio.sleep(backoff.next_s())
 
     async def call(self, attempt: CallAttempt[AnswerT], what: str, end_s: float) -> AnswerT:
-        """CallAttempt a call until a scheduler answers, or `end_s` has passed.
-
-        Raises:
-            WaitExpired: no scheduler answered in time; `what` names the awaited event.
-            Fenced: this node has been replaced.
-            PushpullError: a scheduler refused.
+        """Attempt a call until a scheduler answers, or `end_s` has passed; `what` names the awaited
+        event in WaitExpired. The scheduler's refusal is raised as it is.
         """
         backoff = Backoff()
         begun_s = clock.now_s()

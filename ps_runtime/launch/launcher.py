@@ -301,11 +301,7 @@ class Launcher:
         return Path(self._ready_directory.name) / "journal"
 
     def start_again(self, command: RoleCommand) -> RoleProcess:
-        """Start a role that has ended; a scheduler gets its old address, which others know.
-
-        Raises:
-            InvalidConfig: the launcher has been stopped.
-        """
+        """Start a role that has ended; a scheduler gets its old address, which others know."""
         ready_file = self.ready_file(command)
         if command.kind == "scheduler" and ready_file.exists():
             where = _read_ready(ready_file)
