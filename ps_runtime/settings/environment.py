@@ -26,7 +26,7 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_RANK": "The rank a worker asks for; unset: the job's, or the scheduler's choice.",
     "PUSHPULL_WORLD_SIZE": "Workers of the job; a cluster for another number refuses it.",
     "PUSHPULL_RUN": "The run of a worker or reader; empty: the run without a name.",
-    "PUSHPULL_IDENTITY": "A worker started again has its rank back by it; hostname: the host's.",
+    "PUSHPULL_IDENTITY": "The name that gives a restarted worker its rank; hostname: the host's.",
     "PUSHPULL_ROLE": "The role of a client: worker, reader or operator.",
     "PUSHPULL_LISTEN": "host:port that the role's gRPC server binds; port 0 chooses a free one.",
     "PUSHPULL_ADVERTISE": "host:port or host under which others reach the role.",
