@@ -34,7 +34,7 @@ from ps_cli.status.tables import (
 from ps_cli.status.view import status_view
 from ps_cli.train.roles import BecomesRole
 from ps_cli.train.train import ALL_KINDS, TrainOptions, TrainRun, TrainSettings
-from ps_cli.train.up import UpOptions, UpSettings, run_up
+from ps_cli.train.up import UpOptions, run_up
 
 app = typer.Typer(
     name="pushpull",
@@ -67,15 +67,8 @@ def train(options: TrainOptions) -> None:
     settings = TrainSettings(
         script=options.script,
         arguments=tuple(options.script_arguments or ()),
-        worker_count=options.workers,
-        max_workers=options.max_workers,
-        server_count=options.servers,
-        replica_count=options.replicas,
-        min_in_sync=options.min_in_sync,
-        lease_s=options.lease_s,
+        shape=options.shape,
         max_restarts=options.max_restarts,
-        checkpoints=options.checkpoints,
-        update_log=options.update_logs,
         line_interval_s=options.interval,
         shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )
@@ -112,20 +105,7 @@ def up(options: UpOptions) -> None:
     When a server dies, the cluster goes on at its backups (--replicas 2), or the server is started
     again and recovers from its update log (--update-log).
     """
-    settings = UpSettings(
-        worker_count=options.workers,
-        server_count=options.servers,
-        listen=options.listen,
-        is_quiet=options.quiet,
-        max_workers=options.max_workers,
-        replica_count=options.replicas,
-        min_in_sync=options.min_in_sync,
-        lease_s=options.lease_s,
-        checkpoints=options.checkpoints,
-        update_log=options.update_logs,
-        max_restarts=options.max_restarts,
-    )
-    guarded(lambda output: run_up(settings, output))
+    guarded(lambda output: run_up(options, output))
 
 
 @app.command(cls=BecomesRole)

@@ -48,6 +48,7 @@ from ps_cli.console.output import Output
 from ps_cli.train.train import SharedCluster, TrainRun, TrainSettings
 from ps_core.consistency import Mode, parsed
 from ps_core.errors import InvalidConfig
+from ps_runtime.launch.cluster_shape import ClusterShape
 
 SEED_PLACE = "{seed}"
 """Replaced by the run's seed in arguments of the script."""
@@ -236,8 +237,13 @@ async def _one_run(
         trained = TrainSettings(
             script=settings.script,
             arguments=tuple(word.replace(SEED_PLACE, str(seed)) for word in settings.arguments),
-            worker_count=settings.worker_count,
-            server_count=settings.server_count,
+            shape=ClusterShape(
+                settings.server_count,
+                settings.worker_count,
+                replica_count=1,
+                min_in_sync=1,
+                has_journal=True,
+            ),
             shown_kinds=settings.shown_kinds,
             environment={
                 "PUSHPULL_CONSISTENCY": mode,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -18,7 +19,7 @@ from typer.core import TyperCommand
 from ps_cli.console.exit_rules import LOGGED_RESTARTS
 from ps_cli.console.reported import refuse
 from ps_core.errors import InvalidConfig
-from ps_runtime.launch.cluster_shape import CheckpointPlan, UpdateLogPlan
+from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
 
 OptionsT = TypeVar("OptionsT")
 
@@ -54,169 +55,164 @@ WorkerCount = Annotated[
     int,
     typer.Option("--workers", "-w", min=1, help="Workers that the first update waits for."),
 ]
-MaxWorkerCount = Annotated[
-    int,
-    typer.Option(
-        "--max-workers",
-        min=0,
-        help="The most workers at a time. Those beyond --workers are started by hand and join "
-        "while the others train. 0: as many as --workers.",
-    ),
-]
 ServerCount = Annotated[
     int,
     typer.Option("--servers", "-s", min=1, help="Servers that share the parameters."),
 ]
-ReplicaCount = Annotated[
-    int,
-    typer.Option(
-        "--replicas",
-        min=1,
-        envvar="PUSHPULL_REPLICAS",
-        help="Servers that hold each range, at most --servers. 1: when a server dies its values "
-        "are lost and the run ends. 2: the run goes on.",
-    ),
-]
-MinInSync = Annotated[
-    int,
-    typer.Option(
-        "--min-in-sync",
-        min=1,
-        envvar="PUSHPULL_MIN_IN_SYNC",
-        help="Replicas of a range that must hold a push before it counts; a range with fewer "
-        "waits. 1: a range goes on with its last replica.",
-    ),
-]
-LeaseS = Annotated[
-    float,
-    typer.Option(
-        "--lease-s",
-        min=0.0,
-        help="Seconds of silence after which a server is replaced by its backups; it sends three "
-        "heartbeats in that time. 0: the scheduler's own setting.",
-    ),
-]
-MaxRestarts = Annotated[
-    int | None,
-    typer.Option(
-        "--max-restarts",
-        min=0,
-        show_default=f"servers with --update-log: {LOGGED_RESTARTS}; others: 0",
-        help="Restarts of dead workers and servers, all together. A role that dies soon after its "
-        "start is started again after a pause that doubles, up to 30 s.",
-    ),
-]
-
-CheckpointUrl = Annotated[
-    str,
-    typer.Option(
-        metavar="URL",
-        help="The root of the checkpoints: a path, or a URL such as s3://bucket/run. Without it "
-        "there are none.",
-    ),
-]
-CheckpointEvery = Annotated[
-    str,
-    typer.Option(
-        metavar="N|TIME",
-        help="Make a checkpoint every N steps or every TIME (60s, 5m, 1h). Without it: only when "
-        "`pushpull checkpoint create` or the script asks.",
-    ),
-]
-CheckpointKeep = Annotated[
-    int, typer.Option(min=0, help="Keep the newest N checkpoints. 0: keep all.", metavar="N")
-]
-CheckpointFullEvery = Annotated[
-    int,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Make every N-th checkpoint a full one; the others have only the blocks that changed, "
-        "and refer to earlier ones for the rest. 1: all are full.",
-    ),
-]
-Resume = Annotated[
-    str,
-    typer.Option(
-        metavar="URL",
-        help="Start from a checkpoint, with any number of servers and workers. URL is its "
-        "directory, or a root, whose newest good checkpoint is taken. auto: the newest one of "
-        "--checkpoint-url; if it has none, training starts from the beginning.",
-    ),
-]
-
-UpdateLogPath = Annotated[
-    str,
-    typer.Option(
-        metavar="DIR",
-        help="Each server logs every update in its own directory in DIR. A server that dies is "
-        "started again and recovers from its log; `pushpull replay` shows the updates.",
-    ),
-]
-UpdateLogMb = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        metavar="MB",
-        help="The size of a server's log, in MB, above which its oldest updates are deleted. "
-        "0: the server's own setting.",
-    ),
-]
-UpdateLogSync = Annotated[
-    bool,
-    typer.Option(
-        "--update-log-sync",
-        help="An update counts only when it is on disk, so that the log survives a power cut.",
-    ),
-]
 
 
-class PlansStorage:
-    """The options of checkpoints and update logs, for a command that starts a cluster."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterOptions:
+    """The options of a command that starts a local cluster."""
 
-    __slots__ = ()
-
-    checkpoint_url: CheckpointUrl
-    checkpoint_every: CheckpointEvery
-    checkpoint_keep: CheckpointKeep
-    checkpoint_full_every: int
-    resume: Resume
-    update_log: UpdateLogPath
-    update_log_mb: UpdateLogMb
-    update_log_sync: UpdateLogSync
+    workers: WorkerCount = 1
+    max_workers: Annotated[
+        int,
+        typer.Option(
+            "--max-workers",
+            min=0,
+            help="The most workers at a time. Those beyond --workers are started by hand and join "
+            "while the others train. 0: as many as --workers.",
+        ),
+    ] = 0
+    servers: ServerCount = 1
+    replicas: Annotated[
+        int,
+        typer.Option(
+            "--replicas",
+            min=1,
+            envvar="PUSHPULL_REPLICAS",
+            help="Servers that hold each range, at most --servers. 1: when a server dies its "
+            "values are lost and the run ends. 2: the run goes on.",
+        ),
+    ] = 1
+    min_in_sync: Annotated[
+        int,
+        typer.Option(
+            "--min-in-sync",
+            min=1,
+            envvar="PUSHPULL_MIN_IN_SYNC",
+            help="Replicas of a range that must hold a push before it counts; a range with fewer "
+            "waits. 1: a range goes on with its last replica.",
+        ),
+    ] = 1
+    lease_s: Annotated[
+        float,
+        typer.Option(
+            "--lease-s",
+            min=0.0,
+            help="Seconds of silence after which a server is replaced by its backups; it sends "
+            "three heartbeats in that time. 0: the scheduler's own setting.",
+        ),
+    ] = 0.0
+    checkpoint_url: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="The root of the checkpoints: a path, or a URL such as s3://bucket/run. Without "
+            "it there are none.",
+        ),
+    ] = ""
+    checkpoint_every: Annotated[
+        str,
+        typer.Option(
+            metavar="N|TIME",
+            help="Make a checkpoint every N steps or every TIME (60s, 5m, 1h). Without it: at the "
+            "end, and when `pushpull checkpoint create` or the script asks.",
+        ),
+    ] = ""
+    checkpoint_keep: Annotated[
+        int, typer.Option(min=0, help="Keep the newest N checkpoints. 0: keep all.", metavar="N")
+    ] = 0
+    checkpoint_full_every: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Make every N-th checkpoint a full one; the others have only the blocks that "
+            "changed, and refer to earlier ones for the rest. 1: all are full.",
+        ),
+    ] = 1
+    resume: Annotated[
+        str,
+        typer.Option(
+            metavar="URL",
+            help="Start from a checkpoint, with any number of servers and workers. URL is its "
+            "directory, or a root, whose newest good checkpoint is taken. auto: the newest one of "
+            "--checkpoint-url; if it has none, training starts from the beginning.",
+        ),
+    ] = ""
+    update_log: Annotated[
+        str,
+        typer.Option(
+            metavar="DIR",
+            help="Each server logs every update in its own directory in DIR. A server that dies is "
+            "started again and recovers from its log; `pushpull replay` shows the updates.",
+        ),
+    ] = ""
+    update_log_mb: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="MB",
+            help="The size of a server's log, in MB, above which its oldest updates are deleted. "
+            "0: the server's own setting.",
+        ),
+    ] = 0
+    update_log_sync: Annotated[
+        bool,
+        typer.Option(
+            "--update-log-sync",
+            help="An update counts only when it is on disk, so that the log survives a power cut.",
+        ),
+    ] = False
+    max_restarts: Annotated[
+        int | None,
+        typer.Option(
+            "--max-restarts",
+            min=0,
+            show_default=f"servers with --update-log: {LOGGED_RESTARTS}; others: 0",
+            help="Restarts of dead workers and servers, all together. A role that dies soon after "
+            "its start is started again after a pause that doubles, up to 30 s.",
+        ),
+    ] = None
 
     @property
-    def update_logs(self) -> UpdateLogPlan:
+    def shape(self) -> ClusterShape:
         """
         Raises:
             InvalidConfig: the options contradict each other.
         """
-        return UpdateLogPlan(self.update_log, self.update_log_mb, self.update_log_sync)
-
-    @property
-    def checkpoints(self) -> CheckpointPlan:
-        """
-        Raises:
-            InvalidConfig: the options contradict each other.
-        """
-        return CheckpointPlan(
-            self.checkpoint_url,
-            self.checkpoint_every,
-            self.checkpoint_keep,
-            self.resume,
-            self.checkpoint_full_every,
+        return ClusterShape(
+            self.servers,
+            self.workers,
+            max_workers=self.max_workers,
+            replica_count=self.replicas,
+            min_in_sync=self.min_in_sync,
+            lease_s=self.lease_s,
+            checkpoints=CheckpointPlan(
+                self.checkpoint_url,
+                self.checkpoint_every,
+                self.checkpoint_keep,
+                self.resume,
+                self.checkpoint_full_every,
+            ),
+            update_log=UpdateLogPlan(self.update_log, self.update_log_mb, self.update_log_sync),
+            has_journal=True,
         )
 
 
 def options_of(
-    cls: Callable[..., OptionsT],
+    cls: type[OptionsT],
 ) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
     """Decorates a command whose options are the fields of a dataclass.
 
     Args:
         cls: the dataclass; its fields are annotated as typer wants parameters to be.
     """
-    signature = inspect.signature(cls, eval_str=True)
+    hints = get_type_hints(cls, include_extras=True)
+    options = inspect.signature(cls).parameters.values()
+    signature = inspect.Signature([one.replace(annotation=hints[one.name]) for one in options])
 
     def decorate(command: Callable[[OptionsT], None]) -> Callable[..., None]:
         @functools.wraps(command)
@@ -226,10 +222,9 @@ def options_of(
             except InvalidConfig as error:  # options that contradict each other
                 refuse(error.message)
 
-        hints = {name: option.annotation for name, option in signature.parameters.items()}
         vars(called).pop("__wrapped__")  # its parameters are not the command's
         vars(called)["__signature__"] = signature
-        called.__annotations__ = hints
+        called.__annotations__ = {name: hints[name] for name in signature.parameters}
         return called
 
     return decorate

@@ -28,7 +28,7 @@ class ReplayOptions:
         ),
     ] = "*"
     every: Annotated[
-        int, typer.Option(min=0, help="Show every N-th version; 0: about 40 versions of all.")
+        int, typer.Option(min=0, help="Show every N-th version; 0: about 40 in all.")
     ] = 0
     first: Annotated[
         int | None, typer.Option("--from", min=0, metavar="V", help="The first version to show.")

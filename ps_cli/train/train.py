@@ -15,25 +15,7 @@ from typing import Annotated
 import typer
 
 from ps_cli.console.exit_rules import ExitRules, RunEnd
-from ps_cli.console.options import (
-    CheckpointEvery,
-    CheckpointFullEvery,
-    CheckpointKeep,
-    CheckpointUrl,
-    LeaseS,
-    MaxRestarts,
-    MaxWorkerCount,
-    MinInSync,
-    PlansStorage,
-    ReplicaCount,
-    Resume,
-    Script,
-    ServerCount,
-    UpdateLogMb,
-    UpdateLogPath,
-    UpdateLogSync,
-    WorkerCount,
-)
+from ps_cli.console.options import ClusterOptions, Script, WorkerCount
 from ps_cli.console.output import Output
 from ps_cli.console.progress import (
     RateWindow,
@@ -54,13 +36,7 @@ from ps_cli.train.run_checkpoints import (
 )
 from ps_cli.train.supervisor import Supervisor
 from ps_core.errors import PushpullError
-from ps_runtime.launch.cluster_shape import (
-    NO_CHECKPOINTS,
-    NO_UPDATE_LOG,
-    CheckpointPlan,
-    ClusterShape,
-    UpdateLogPlan,
-)
+from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import RoleExit, start_scheduler, start_servers, worker_command
 from ps_runtime.launch.role_environment import thread_count
 from ps_runtime.system.capacity import usable_core_count
@@ -81,8 +57,8 @@ ALL_KINDS = frozenset({"worker", "server", "scheduler"})
 """The kinds of role, as the launcher names them."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainOptions(PlansStorage):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions(ClusterOptions):
     """The options of `pushpull train`."""
 
     script: Script
@@ -91,20 +67,6 @@ class TrainOptions(PlansStorage):
         typer.Argument(metavar="-- ARGS", help="Arguments of the script, after `--`."),
     ] = None
     workers: WorkerCount = 2
-    max_workers: MaxWorkerCount = 0
-    servers: ServerCount = 1
-    replicas: ReplicaCount = 1
-    min_in_sync: MinInSync = 1
-    lease_s: LeaseS = 0.0
-    checkpoint_url: CheckpointUrl = ""
-    checkpoint_every: CheckpointEvery = ""
-    checkpoint_keep: CheckpointKeep = 0
-    checkpoint_full_every: CheckpointFullEvery = 1
-    resume: Resume = ""
-    update_log: UpdateLogPath = ""
-    update_log_mb: UpdateLogMb = 0
-    update_log_sync: UpdateLogSync = False
-    max_restarts: MaxRestarts = None
     interval: Annotated[
         float,
         typer.Option(min=0.1, help="Seconds between progress lines without a terminal."),
@@ -123,31 +85,18 @@ class TrainSettings:
 
     Attributes:
         arguments: the script's own.
-        worker_count: workers that the run starts.
         line_interval_s: seconds between progress lines without a terminal.
         shown_kinds: the kinds of role whose lines are shown.
         environment: variables for the workers alone.
-        max_workers: the most workers at a time, with those started by hand; 0: `worker_count`.
-        replica_count: servers that hold each range.
-        min_in_sync: replicas that must hold a push before it counts.
-        lease_s: seconds of silence after which a node counts as silent; 0: the scheduler's own
-            setting.
         max_restarts: restarts of workers and servers together; None: as `ExitRules`.
     """
 
     script: Path
     arguments: tuple[str, ...]
-    worker_count: int
-    server_count: int
+    shape: ClusterShape
     line_interval_s: float = DEFAULT_LINE_INTERVAL_S
     shown_kinds: frozenset[str] = frozenset({"worker"})
     environment: Mapping[str, str] = field(default_factory=dict)
-    max_workers: int = 0
-    replica_count: int = 1
-    min_in_sync: int = 1
-    lease_s: float = 0.0
-    checkpoints: CheckpointPlan = NO_CHECKPOINTS
-    update_log: UpdateLogPlan = NO_UPDATE_LOG
     max_restarts: int | None = None
 
 
@@ -216,7 +165,7 @@ class TrainRun:
         self._awaited = ""
         self._scheduler = ""
         self._checkpoints = CheckpointWatch(output)
-        self._has_last = not settings.checkpoints.url
+        self._has_last = not settings.shape.checkpoints.url
         self._cut_off: set[int] = set()
 
     async def run(self) -> int:
@@ -237,19 +186,19 @@ class TrainRun:
         """
         settings = self._settings
         environment, remark = thread_environment(
-            os.environ, usable_core_count(), settings.worker_count
+            os.environ, usable_core_count(), settings.shape.worker_count
         )
-        shape = self._shape(environment)
+        shape = replace(settings.shape, environment=environment)
         if remark:
             self._output.say(remark)
-        await asyncio.to_thread(warn_of_earlier_runs, settings.checkpoints, self._output)
+        await asyncio.to_thread(warn_of_earlier_runs, settings.shape.checkpoints, self._output)
         cluster = self._shared or SharedCluster(self._output, settings.shown_kinds)
         supervisor = cluster.supervised()
         rules = ExitRules(
-            settings.worker_count,
-            settings.replica_count,
+            settings.shape.worker_count,
+            settings.shape.replica_count,
             settings.max_restarts,
-            has_update_log=bool(settings.update_log.path),
+            has_update_log=bool(settings.shape.update_log.path),
         )
         ending = await supervisor.run(
             self._work(supervisor, shape, cluster),
@@ -277,7 +226,7 @@ class TrainRun:
         if not self._scheduler:
             return
         await self._look()
-        if self._settings.checkpoints.url:
+        if self._settings.shape.checkpoints.url:
             self._has_last = await make_last(self._scheduler, ending, self._output)
             await self._look()  # a checkpoint that the script did not wait for may have failed
 
@@ -288,24 +237,11 @@ class TrainRun:
 
     def _observe(self, status: scheduler_pb2.GetClusterStatusResponse) -> None:
         settings = self._settings
-        self._awaited = still_awaited(status, settings.server_count, settings.worker_count)
+        self._awaited = still_awaited(
+            status, settings.shape.server_count, settings.shape.worker_count
+        )
         self._rates.observe(worker_samples(status, time.monotonic()))
         self._checkpoints.observe(status.checkpoints)
-
-    def _shape(self, environment: Mapping[str, str]) -> ClusterShape:
-        settings = self._settings
-        return ClusterShape(
-            settings.server_count,
-            settings.worker_count,
-            environment=environment,
-            max_workers=settings.max_workers,
-            replica_count=settings.replica_count,
-            min_in_sync=settings.min_in_sync,
-            lease_s=settings.lease_s,
-            checkpoints=settings.checkpoints,
-            update_log=settings.update_log,
-            has_journal=True,
-        )
 
     async def _work(
         self, supervisor: Supervisor, shape: ClusterShape, cluster: SharedCluster
@@ -317,8 +253,8 @@ class TrainRun:
             started = await asyncio.to_thread(start_scheduler, launcher, shape)
             await asyncio.to_thread(start_servers, launcher, shape, started.address)
             cluster.scheduler = started.address
-            workers = counted(settings.worker_count, "worker")
-            servers = counted(settings.server_count, "server")
+            workers = counted(settings.shape.worker_count, "worker")
+            servers = counted(settings.shape.server_count, "server")
             self._output.say(
                 f"scheduler at {cluster.scheduler}; starting {workers} on {servers}, which import "
                 "torch first"
@@ -326,14 +262,14 @@ class TrainRun:
         self._scheduler = cluster.scheduler
         script = (str(settings.script), *settings.arguments)
         environment = {**shape.environment, **settings.environment}
-        for rank in range(settings.worker_count):
+        for rank in range(settings.shape.worker_count):
             command = worker_command(rank, cluster.scheduler, script, environment)
             await asyncio.to_thread(launcher.start, command)
         async with SchedulerQuery(cluster.scheduler) as query:
             if is_new:
                 with contextlib.suppress(PushpullError):
                     view = (await query.status()).view
-                    tell_beginning(settings.checkpoints, view.restored_from, self._output)
+                    tell_beginning(settings.shape.checkpoints, view.restored_from, self._output)
             await self._show_progress(query)
 
     async def _show_progress(self, query: SchedulerQuery) -> None:
@@ -371,7 +307,7 @@ class TrainRun:
         if ending.exit_code not in (0, CHECKPOINT_EXIT_CODE):
             self._output.complain(ending.message)
             return
-        count = self._settings.worker_count
+        count = self._settings.shape.worker_count
         early = early_ends(self._rates.rows(), self._cut_off)
         finished = f"{count - len(early)} of {count}" if early else f"{count}"
         self._output.say(f"{finished} workers finished in {elapsed_s:.1f} s")

@@ -72,11 +72,11 @@ def test_the_scheduler_is_told_all_of_it() -> None:
 
 def test_how_many_are_full_reaches_the_scheduler() -> None:
     options = UpOptions(checkpoint_url="runs/7", checkpoint_every="5m", checkpoint_full_every=4)
-    assert options.checkpoints.scheduler_arguments[2:] == (
+    assert options.shape.checkpoints.scheduler_arguments[2:] == (
         "--checkpoint-every-s=300", "--checkpoint-full-every=4",
     )  # fmt: skip
     train = TrainOptions(script=Path("x.py"), checkpoint_full_every=4)
-    assert train.checkpoints.full_every == 4
+    assert train.shape.checkpoints.full_every == 4
     assert CheckpointPlan("/place").scheduler_arguments == PLACE
     settings = cluster_settings(SchedulerConfig(workers=1, servers=1, checkpoint_full_every=4))
     assert settings.checkpoint_full_every == 4
