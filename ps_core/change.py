@@ -30,7 +30,7 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class TableChange:
     """A change of a table, in effect from the clock after `after_clock` on.
 
     Attributes:
@@ -58,7 +58,7 @@ class ChangeOutcome(Enum):
     GIVEN_UP = "given up"
 
 
-class Settled(NamedTuple):
+class ChangeResult(NamedTuple):
     """Result of a proposal, and the clock after which a taken one is in effect."""
 
     outcome: ChangeOutcome

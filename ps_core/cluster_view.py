@@ -116,7 +116,7 @@ class Node:
             return (
                 f"node {self.node_id} ({self.role.value}) has left the cluster: it was given up "
                 f"after {silence_s:g} s of silence, and nobody waits for it. To come back, restart "
-                "this process: it registers as a new node"
+                "this process: it must register again, as a new node"
             )
         return (
             f"{self.gone_words} (node {self.node_id}, incarnation {self.incarnation}): the others "

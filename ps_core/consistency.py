@@ -79,7 +79,7 @@ class Consistency:
         return self.most > 0
 
     @property
-    def begun(self) -> Consistency:
+    def as_requested(self) -> Consistency:
         """The setting as requested, with an adaptive bound at its lowest."""
         return replace(self, staleness=self.least) if self.moves else self
 

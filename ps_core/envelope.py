@@ -198,7 +198,7 @@ def _split_inner(view: memoryview, payload_field: int) -> tuple[bytes, memoryvie
     payload_key = payload_field << 3 | _BYTES
     rest: list[memoryview] = []
     payload = view[:0]
-    at = kept = 0
+    at = done = 0
     # Fields beside a payload are short and before it: read as bytes, they take a third of the time.
     head = bytes(view[:_FAST_BYTES])
     last = len(head) - 1
@@ -214,9 +214,9 @@ def _split_inner(view: memoryview, payload_field: int) -> tuple[bytes, memoryvie
             value, at = _skip(view, at, key & 7)
             if key == payload_key:
                 payload = view[value:at]
-                rest.append(view[kept:begin])
-                kept = at
-    rest.append(view[kept:])
+                rest.append(view[done:begin])
+                done = at
+    rest.append(view[done:])
     return b"".join(rest), payload
 
 

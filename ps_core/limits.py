@@ -258,7 +258,7 @@ MAX_GRACE_MS = 60_000
 """Longest wait of an update for the steps of backup workers."""
 
 MAX_DEADLINE_S = 3600.0
-ROOM_RETRY_S = 0.5
+OVER_QUOTA_RETRY_S = 0.5
 """RetryInfo of a refusal over quota, if the CREDIT reply is lost."""
 
 MAX_STATE_DEPTH = 64

@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from ps_core import limits
-from ps_core.change import Change, Join, TableCut
+from ps_core.change import Join, TableChange, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
@@ -30,7 +30,7 @@ from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
 ResultT = TypeVar("ResultT")
 
 
-class Remembered(Generic[ResultT]):
+class TupleCache(Generic[ResultT]):
     """A cache of results for the newest few tuples, by identity: to look through a layout of a
     hundred thousand tensors takes a tenth of a second. Thread-safe.
 
@@ -284,7 +284,7 @@ class OptimizerSpec:
         return tuple(sorted(merged.items()))
 
 
-class StepNumbers:
+class StepHyperparameters:
     """`OptimizerSpec.merged` of one table, for one step after the other.
 
     All ranges of a seal, and most often all workers, have the same hyperparameters, which are
@@ -414,7 +414,7 @@ class TableSpec:
             )
         optimizer = replace(self.optimizer, hyperparameters=self.optimizer.merged(()))
         found = replace(self, block_elements=block, tensors=tensors, optimizer=optimizer)
-        return replace(found, consistency=self.consistency.begun)
+        return replace(found, consistency=self.consistency.as_requested)
 
     def _check_constant(self) -> None:
         constant = self.initializer.constant
@@ -466,7 +466,7 @@ def _check_flags(table: str, optimizer: OptimizerSpec) -> None:
     )
 
 
-_WELL_FORMED = Remembered[int]()
+_WELL_FORMED = TupleCache[int]()
 """Valid layouts, and their elements."""
 
 
@@ -502,7 +502,7 @@ def _check_layout(table: str, tensors: tuple[TensorSpec, ...], element_count: in
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TensorSegment:
     """The overlap of one tensor with one block; `begin` and `end` count from the block's start."""
 
     tensor: int
@@ -529,8 +529,8 @@ class Table:
     table_id: TableId
     first_ordinal: int
     spec: TableSpec
-    change: Change | None = None
-    proposed: Change | None = None
+    change: TableChange | None = None
+    proposed: TableChange | None = None
     joins: tuple[Join, ...] = ()
     cut: TableCut | None = None
     restored_clock: int | None = None
@@ -606,15 +606,15 @@ class Table:
         return {}
 
     @cached_property
-    def numbers(self) -> StepNumbers:
+    def step_hyperparameters(self) -> StepHyperparameters:
         """Merges the hyperparameters of its steps."""
-        return StepNumbers(self.spec.optimizer)
+        return StepHyperparameters(self.spec.optimizer)
 
     @cached_property
     def _tensor_ends(self) -> tuple[int, ...]:
         return tuple(t.offset + t.element_count for t in self.spec.tensors)
 
-    def segments(self, block: int) -> tuple[Segment, ...]:
+    def segments(self, block: int) -> tuple[TensorSegment, ...]:
         """Overlaps of tensors with a block, in layout order. An empty tensor overlaps no block."""
         begin = block * self.spec.block_elements
         end = begin + self.block_length(block)
@@ -625,7 +625,7 @@ class Table:
             low = max(self.spec.tensors[index].offset, begin)
             high = min(self._tensor_ends[index], end)
             if low < high:
-                found.append(Segment(index, low - begin, high - begin))
+                found.append(TensorSegment(index, low - begin, high - begin))
         return tuple(found)
 
 

@@ -16,7 +16,7 @@ from ps_cli.checkpoint.commands import opened
 from ps_cli.console.output import Output
 from ps_cli.console.tensor_file import TensorEntry, replaced, wide_first, write_file, write_tables
 from ps_core.errors import InvalidCheckpoint
-from ps_core.tables import DType, OptimizerKind, Segment, Table
+from ps_core.tables import DType, OptimizerKind, Table, TensorSegment
 from ps_runtime.checkpoint.part_file import VALUES
 from ps_runtime.checkpoint.reader import CheckpointReader
 
@@ -137,7 +137,7 @@ class _Slot:
 
     def __init__(self, reader: CheckpointReader, table: Table, slot: str) -> None:
         self._reader, self._table, self._slot = reader, table, slot
-        self._segments: dict[int, list[tuple[int, Segment]]] = {}
+        self._segments: dict[int, list[tuple[int, TensorSegment]]] = {}
         self._last: tuple[int, bytes] = (-1, b"")
         for block in range(table.block_count):
             for segment in table.segments(block):

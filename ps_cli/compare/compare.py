@@ -124,7 +124,7 @@ def modes_of(text: str) -> tuple[str, ...]:
             words[-1] += f",{word}"
         else:
             words.append(word)
-    modes = tuple(str(parsed(word).begun) for word in words)
+    modes = tuple(str(parsed(word).as_requested) for word in words)
     for mode in modes:
         if modes.count(mode) > 1:
             raise InvalidConfig(f"the modes {text} have '{mode}' twice; expected each once")

@@ -73,7 +73,7 @@ def set_consistency(
     address: str, names: Sequence[str], request: ConsistencyRequest, output: Output
 ) -> int:
     """Change the tables one after the other, and print the first clock of each change."""
-    setting = parsed(request.setting).begun
+    setting = parsed(request.setting).as_requested
     # Imported here, because other commands start without torch.
     import ps_worker
 

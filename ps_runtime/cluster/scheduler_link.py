@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 
 from ps_core import limits
-from ps_core.change import Change, ChangeOutcome
+from ps_core.change import ChangeOutcome, TableChange
 from ps_core.cluster_view import BackupRequest, ClusterView, Session
 from ps_core.consistency import Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
@@ -200,7 +200,7 @@ class SchedulerLink:
 
     async def set_consistency(
         self, table_name: str, consistency: Consistency, after_clock: int, deadline_s: float
-    ) -> Change:
+    ) -> TableChange:
         """Change a table's consistency, and wait until the own view has the change.
 
         Returns:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from ps_core import limits
-from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, TableCut
+from ps_core.change import ChangeOutcome, Checkpoint, Join, TableChange, TableCut
 from ps_core.cluster_view import (
     BackupRequest,
     ClusterView,
@@ -540,7 +540,7 @@ def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
     )
 
 
-def change_to_proto(change: Change) -> types_pb2.ScheduledChange:
+def change_to_proto(change: TableChange) -> types_pb2.ScheduledChange:
     return types_pb2.ScheduledChange(
         number=change.number,
         after_clock=change.after_clock,
@@ -551,11 +551,11 @@ def change_to_proto(change: Change) -> types_pb2.ScheduledChange:
     )
 
 
-def change_from_proto(message: types_pb2.ScheduledChange) -> Change:
+def change_from_proto(message: types_pb2.ScheduledChange) -> TableChange:
     """Raises InvalidConfig if the consistency is unset."""
     consistency = consistency_from_proto(message.consistency)
     join = join_from_proto(message.join) if message.HasField("join") else None
-    return Change(
+    return TableChange(
         message.number,
         message.after_clock,
         consistency,

@@ -9,8 +9,8 @@ added without that is reserved then and there.
 Rules:
     - Ranges of a table that come together lie in one segment.
     - Memory is zeros when a range gets it: what one range had is never another's.
-    - Beside the values there is one stamp for each block (see `ps_core.stamps`): a reader copies
-      the values and then looks whether the stamp is still the one that its answer named.
+    - Beside the values there is one stamp for each block (see `ps_core.sequence_locks`): a reader
+      copies the values and then looks whether the stamp is still the one that its answer named.
     - That order is the processor's on x86-64 only: there stores become visible in the order in
       which they were made, and loads are made in theirs. Elsewhere values are not shared.
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ps_core import stamps
+from ps_core import sequence_locks
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec, OptimizerKind, Table
@@ -64,7 +64,7 @@ class SharedPlace:
     @property
     def lock_offset_bytes(self) -> int:
         """Where its stamp lies."""
-        return self.lock_number * stamps.STAMP_BYTES
+        return self.lock_number * sequence_locks.LOCK_BYTES
 
 
 class SharedValues:
@@ -90,7 +90,7 @@ class SharedValues:
         self.segment_id = segment_id
         self._dtype = dtype
         self.codec = Codec.FP64 if dtype is torch.float64 else Codec.FP32
-        at = _aligned(len(lengths) * stamps.STAMP_BYTES)
+        at = _aligned(len(lengths) * sequence_locks.LOCK_BYTES)
         self._places: dict[int, SharedPlace] = {}
         self._ends: dict[int, int] = {}
         self._numbers = {block: number for number, block in enumerate(lengths)}  # of its stamp
@@ -99,8 +99,8 @@ class SharedValues:
             self._ends[block] = at + padded_length(length) * dtype.itemsize
             at = _aligned(self._ends[block])
         self.segment = SharedSegment(f"pushpull-table-{table_id}", at)
-        head = self.segment.array[: len(lengths) * stamps.STAMP_BYTES]
-        self._locks: stamps.Stamps = head.view(np.uint64)
+        head = self.segment.array[: len(lengths) * sequence_locks.LOCK_BYTES]
+        self._locks: sequence_locks.SequenceLocks = head.view(np.uint64)
 
     def values(self, block: int) -> Tensor:
         """The memory of a block's values, zeros at first; flat, of its padded length."""
@@ -113,7 +113,7 @@ class SharedValues:
         Blocks are read between changes only, so the stamp is even.
         """
         place = self._places[block]
-        return place, stamps.now(self._locks, place.lock_number)
+        return place, sequence_locks.now(self._locks, place.lock_number)
 
     def shared_value(self, effect: AnswerPull, block: int) -> parameters_pb2.SharedValue:
         """A block's part of the answer: where it lies, and its stamp now."""
@@ -134,11 +134,11 @@ class SharedValues:
 
     def begin_change(self, blocks: Iterable[int]) -> None:
         """The values of `blocks` are about to change."""
-        stamps.begin(self._locks, map(self._numbers.__getitem__, blocks))
+        sequence_locks.begin(self._locks, map(self._numbers.__getitem__, blocks))
 
     def end_change(self, blocks: Iterable[int]) -> None:
         """They are at rest again."""
-        stamps.end(self._locks, map(self._numbers.__getitem__, blocks))
+        sequence_locks.end(self._locks, map(self._numbers.__getitem__, blocks))
 
 
 def shared_values(table: Table, segment_id: int, blocks: Sequence[int]) -> SharedValues | None:

@@ -376,7 +376,7 @@ class Aggregation:
                 is_clipped = is_clipped or step.sealed_by.terms.clip_scale is not None
         if not contributors:
             return False
-        numbers = state.table.numbers.merged(()) if numbers is None else numbers
+        numbers = state.table.step_hyperparameters.merged(()) if numbers is None else numbers
         record = self._records.record(clock, contributors, numbers, tuple(sorted(blocks)))
         if is_clipped:
             state.unscaled = record

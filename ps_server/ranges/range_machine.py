@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ps_core import limits
-from ps_core.change import Change, ChangeOutcome, Join, Settled
+from ps_core.change import ChangeOutcome, ChangeResult, Join, TableChange
 from ps_core.cluster_view import Node, NodeState
 from ps_core.consistency import Mode
 from ps_core.errors import (
@@ -230,13 +230,13 @@ class RangeMachine:
         self._go_on(now_s, out)
         return out
 
-    def _take(self, change: Change, now_s: float) -> bool:
+    def _take(self, change: TableChange, now_s: float) -> bool:
         is_taken = self.state.schedule.take(change)
         if is_taken and change.join is not None:
             self._join(replace(change.join, after_clock=change.after_clock), now_s)
         return is_taken
 
-    def settled(self, change: Change, settled: Settled, now_s: float) -> list[Effect]:
+    def settled(self, change: TableChange, settled: ChangeResult, now_s: float) -> list[Effect]:
         """What became of a change that is held for here, as the range says that decides."""
         out: list[Effect] = []
         if settled.outcome is ChangeOutcome.TAKEN:
@@ -402,7 +402,7 @@ class RangeMachine:
         if problem is None and not self.state.staging.admit(
             Step(event.clock, event.sender.rank), event.byte_count, out
         ):
-            retry_ms = int(limits.ROOM_RETRY_S * 1000)
+            retry_ms = int(limits.OVER_QUOTA_RETRY_S * 1000)
             full = Overloaded(
                 f"the gate of table '{self.state.name}' is full", retry_after_ms=retry_ms
             )
@@ -452,7 +452,7 @@ class RangeMachine:
         step.blocks[event.block] = event.sequence
         worker.held[event.sequence] = event.clock
         if event.eager is not None:
-            step.eager = self.state.table.numbers.merged(event.eager)
+            step.eager = self.state.table.step_hyperparameters.merged(event.eager)
         if self._gate.takes_eager(worker, step, push):
             self._gate.record_eager(worker, step, push, out)
             return
@@ -475,7 +475,7 @@ class RangeMachine:
         if event.sequence in worker.held:
             # Asked again: an answer was lost. What was given back may be what was lost.
             step = worker.steps[worker.held[event.sequence]]
-            full = Overloaded("given back", retry_after_ms=int(limits.ROOM_RETRY_S * 1000))
+            full = Overloaded("given back", retry_after_ms=int(limits.OVER_QUOTA_RETRY_S * 1000))
             for sequence in step.missing:
                 self.state.reply(out, event.sender, ReplyKind.GIVEN_BACK, sequence, error=full)
             self._answer_again(event, worker, out)
@@ -496,7 +496,7 @@ class RangeMachine:
         step.seal = event
         if event.skip_if_invalid:
             self._gate.recall_carrier(worker, step, event)
-        step.numbers = self.state.table.numbers.merged(event.terms.hyperparameters)
+        step.numbers = self.state.table.step_hyperparameters.merged(event.terms.hyperparameters)
         worker.held[event.sequence] = clock
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
@@ -529,7 +529,7 @@ class RangeMachine:
             return
         error = Overloaded(
             f"the gate of table '{self.state.name}' gives way to a lower step",
-            retry_after_ms=int(limits.ROOM_RETRY_S * 1000),
+            retry_after_ms=int(limits.OVER_QUOTA_RETRY_S * 1000),
         )
         for push in staged:
             del step.pushes[push.sequence]
@@ -551,7 +551,7 @@ class EntryRules:
 
     def __init__(self, state: RangeState) -> None:
         self._state = state
-        self._numbers = state.table.numbers
+        self._numbers = state.table.step_hyperparameters
         self._most_scale = limits.MAX_SCALE[state.table.spec.accumulator_element_bytes]
 
     def push_problem(

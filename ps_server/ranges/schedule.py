@@ -38,7 +38,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ps_core import limits
-from ps_core.change import Change, ChangeOutcome, Settled, TableCut
+from ps_core.change import ChangeOutcome, ChangeResult, TableChange, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import Overloaded, check
 from ps_core.keys import Incarnation
@@ -210,14 +210,14 @@ class Schedule:
         """The newest change that this range took as the one that decides, and after which clock."""
         return self._taken
 
-    def settled(self, number: int) -> Settled | None:
+    def settled(self, number: int) -> ChangeResult | None:
         """What became of the newest proposal here, in the range that decides; None: it is open."""
         if number == self._taken[0]:
-            return Settled(ChangeOutcome.TAKEN, self._taken[1])
+            return ChangeResult(ChangeOutcome.TAKEN, self._taken[1])
         is_given_up = number == self._prepared and self.hold_point is None
-        return Settled(ChangeOutcome.GIVEN_UP) if is_given_up else None
+        return ChangeResult(ChangeOutcome.GIVEN_UP) if is_given_up else None
 
-    def take(self, change: Change) -> bool:
+    def take(self, change: TableChange) -> bool:
         """Have the change, which is held for, from its clock on; False if it is not held for."""
         if self.held_for != change.number or self.hold_point is None:
             return False
@@ -361,7 +361,7 @@ class Schedule:
         if self.hold_point is not None:
             self._lets_go = self._is_torn_from(self.hold_point)
 
-    def _add(self, change: Change) -> None:
+    def _add(self, change: TableChange) -> None:
         self.number = change.number
         while self._settings[-1][0] >= change.after_clock:  # nothing had got there
             self._settings.pop()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ps_core import limits
-from ps_core.change import ChangeOutcome, Settled
+from ps_core.change import ChangeOutcome, ChangeResult
 from ps_core.cluster_view import ClusterView, Node
 from ps_core.errors import (
     Fenced,
@@ -386,7 +386,7 @@ class ServerMachine:
             )
         return shard
 
-    def outcome(self, table_id: TableId, number: int) -> Settled | None:
+    def outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
         """What became of a change, by the range that decides; None: it is open.
 
         Raises:
@@ -394,7 +394,7 @@ class ServerMachine:
         """
         return self.decider(table_id).state.schedule.settled(number)
 
-    def settled(self, doubt: Doubt, settled: Settled, now_s: float) -> list[Effect]:
+    def settled(self, doubt: Doubt, settled: ChangeResult, now_s: float) -> list[Effect]:
         """The range that decides has told what became of the change."""
         effects: list[Effect] = []
         change = self._tables[doubt.table_id].proposed

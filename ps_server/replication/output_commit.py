@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from ps_core.change import Settled
+from ps_core.change import ChangeResult
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.work import Work, at_once
 from ps_server.ranges.events import (
@@ -302,7 +302,7 @@ class OutputCommit:
         untold = {table_id for table_id, _ in self._untold}
         return tuple(p for p in self._machine.prepared_changes if p.table_id not in untold)
 
-    def outcome(self, table_id: TableId, number: int) -> Settled | None:
+    def outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
         """What became of a change, if the range that decides is here and its backups know it; None:
         it is open.
 

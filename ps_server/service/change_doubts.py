@@ -14,7 +14,7 @@ import contextlib
 
 import grpc
 
-from ps_core.change import Settled
+from ps_core.change import ChangeResult
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.errors import NotOwner, PushpullError
 from ps_core.keys import NodeId
@@ -80,13 +80,13 @@ class ChangeDoubts:
             self._unanswered(doubt, from_rpc_error(failure))
             return
         outcome = change_outcome_from_proto(answer.outcome)
-        self._learn(doubt, None if outcome is None else Settled(outcome, answer.after_clock))
+        self._learn(doubt, None if outcome is None else ChangeResult(outcome, answer.after_clock))
 
     @staticmethod
     def _unanswered(doubt: Doubt, error: PushpullError) -> None:
         logs.debug("change_in_doubt", table_id=doubt.table_id, reason=error.message)
 
-    def _learn(self, doubt: Doubt, settled: Settled | None) -> None:
+    def _learn(self, doubt: Doubt, settled: ChangeResult | None) -> None:
         if settled is not None:
             self._node.learn(doubt, settled)
 

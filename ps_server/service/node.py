@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from ps_core import limits
-from ps_core.change import Settled, TableCut
+from ps_core.change import ChangeResult, TableCut
 from ps_core.cluster_view import ClusterView, Node, Session
 from ps_core.errors import (
     Draining,
@@ -233,7 +233,7 @@ class ParameterNode:
         """What is held for here, and may be settled elsewhere."""
         return self.machine.doubts
 
-    def change_outcome(self, table_id: TableId, number: int) -> Settled | None:
+    def change_outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
         """What became of a change, by the range that decides: another server holds for it and does
         not hear the scheduler. If this one does not either, what was not taken is given up.
 
@@ -247,7 +247,7 @@ class ParameterNode:
             return self.machine.outcome(table_id, number)
         return self.replicas.output.outcome(table_id, number)
 
-    def learn(self, doubt: Doubt, settled: Settled) -> None:
+    def learn(self, doubt: Doubt, settled: ChangeResult) -> None:
         """The range that decides has said what became of a change."""
         self.works.finish()
         logs.info(

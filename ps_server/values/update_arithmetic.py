@@ -203,7 +203,7 @@ class UpdateArithmetic:
         Raises:
             InvalidConfig: one that the optimizer does not have or cannot use.
         """
-        return dict(self._table.numbers.merged(hyperparameters))
+        return dict(self._table.step_hyperparameters.merged(hyperparameters))
 
     def reducing(self, accumulator: Accumulator, contributor_count: int) -> Work[None]:
         """Make of the sums what is only to be scaled."""

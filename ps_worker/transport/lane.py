@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from ps_core import limits, stamps
+from ps_core import limits, sequence_locks
 from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.system.shared_memory import Bytes, SharedSegment, map_segment, receive
@@ -216,11 +216,11 @@ class SharedLane:
             return False
         begin = value.offset_bytes + skip_bytes
         # A server shares values only on processors that keep the order of loads.
-        return stamps.copied(
+        return sequence_locks.copied(
             memory[begin : begin + target.nbytes],
             target,
             memory.view(np.uint64),
-            value.stamp_offset_bytes // stamps.STAMP_BYTES,
+            value.stamp_offset_bytes // sequence_locks.LOCK_BYTES,
             value.stamp,
         )
 
@@ -234,7 +234,8 @@ class SharedLane:
         if memory is None and not self.is_open:
             raise Recovering("the server's Unix socket was closed before it had shared its values")
         end = max(
-            value.offset_bytes + value.byte_count, value.stamp_offset_bytes + stamps.STAMP_BYTES
+            value.offset_bytes + value.byte_count,
+            value.stamp_offset_bytes + sequence_locks.LOCK_BYTES,
         )
         if memory is None or end > memory.nbytes:
             raise Internal(
@@ -304,7 +305,7 @@ class SharedLane:
                 if descriptor < 0:
                     raise ConnectionResetError("no file descriptor is left for the server's memory")
                 shared = response.segment
-                if shared.byte_count % stamps.STAMP_BYTES:
+                if shared.byte_count % sequence_locks.LOCK_BYTES:
                     raise Internal(f"the server shares a segment of {shared.byte_count} bytes")
                 self._segments[shared.segment_id] = map_segment(descriptor, shared.byte_count)
                 self._last_segment_id = max(self._last_segment_id, shared.segment_id)

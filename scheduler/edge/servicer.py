@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from ps_core import limits
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
 from ps_core.errors import (
     Draining,
@@ -553,7 +553,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _committed(
         self, request: scheduler_pb2.SetConsistencyRequest, deadline_s: float
-    ) -> Change:
+    ) -> TableChange:
         """The requested change, once committed; it is withdrawn after `deadline_s`."""
         session = self._caller(request.session, "SetConsistency")
         wanted = ChangeRequest(
@@ -570,7 +570,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 if number
                 else self._carry_out(self._cluster.set_consistency(session, wanted, clock.now_s()))
             )
-            if isinstance(found, Change):
+            if isinstance(found, TableChange):
                 return found
             if isinstance(found, Withdrawn):
                 raise WaitExpired(found.reason)

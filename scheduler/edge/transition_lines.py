@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.cluster_view import Node, NodeState
 from ps_core.tables import Table
 from ps_runtime.observe import logs
@@ -125,7 +125,7 @@ def _shares(counts: Counts) -> str:
     return ",".join(f"{node_id}:{count}" for node_id, count in counts)
 
 
-def _change(table: Table, change: Change) -> dict[str, object]:
+def _change(table: Table, change: TableChange) -> dict[str, object]:
     fields: dict[str, object] = {"table": table.title, "number": change.number}
     fields["after_clock"] = change.after_clock
     if change.checkpoint:

@@ -283,7 +283,10 @@ class Adaptation:
             return
         for table_id, table in found.items():
             watched = self._watched.get(table_id)
-            if watched is None or watched.table.consistency.begun != table.consistency.begun:
+            if (
+                watched is None
+                or watched.table.consistency.as_requested != table.consistency.as_requested
+            ):
                 self._watched[table_id] = self._begun(table)
             elif (watched.table.change, watched.table.proposed) != (table.change, table.proposed):
                 watched.table, watched.begun_s = table, None
@@ -300,7 +303,7 @@ class Adaptation:
     def _begun(self, table: Table) -> _WatchedTable:
         """Take the journal's state of the table, if its limits are the same."""
         record = self._records.get(table.table_id)
-        if record is None or record.setting != table.consistency.begun:
+        if record is None or record.setting != table.consistency.as_requested:
             return _WatchedTable(table)
         return _WatchedTable(table, replace(record.course), record)
 
@@ -346,7 +349,7 @@ class Adaptation:
             for worker in workers
         )
         verdict = watched.course.step(setting, Seen(shares[len(shares) // 2], losses))
-        watched.record = CourseRecord(setting.begun, replace(watched.course))
+        watched.record = CourseRecord(setting.as_requested, replace(watched.course))
         self._begin(watched, now_s)
         if verdict.staleness == setting.staleness:
             return []

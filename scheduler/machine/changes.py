@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ps_core.change import Change, ChangeOutcome, Join, TableCut
+from ps_core.change import ChangeOutcome, Join, TableChange, TableCut
 from ps_core.cluster_view import Node
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
@@ -79,7 +79,7 @@ class Withdrawn:
     reason: str
 
 
-Outcome = Change | PendingProposal | Withdrawn
+Outcome = TableChange | PendingProposal | Withdrawn
 """Result of a request."""
 
 
@@ -104,7 +104,7 @@ class TableChanges:
 
     def request(
         self, wanted: ChangeRequest, worker_count: int, now_s: float
-    ) -> tuple[Change | PendingProposal, list[Transition]]:
+    ) -> tuple[TableChange | PendingProposal, list[Transition]]:
         """Propose a change, or find it proposed or made.
 
         Raises:
@@ -120,16 +120,16 @@ class TableChanges:
         check_workers(table.spec.name, wanted.consistency, worker_count)
         replace(table.spec, consistency=wanted.consistency).validated()
         # An adaptive table's present bound is not part of the request.
-        wanted = replace(wanted, consistency=wanted.consistency.begun)
-        is_so = table.consistency.begun == wanted.consistency
+        wanted = replace(wanted, consistency=wanted.consistency.as_requested)
+        is_so = table.consistency.as_requested == wanted.consistency
         if table.proposed is not None:
             other = table.proposed.join or table.proposed.checkpoint
-            is_same = table.proposed.consistency.begun == wanted.consistency and not other
+            is_same = table.proposed.consistency.as_requested == wanted.consistency and not other
             if not (is_so and is_same):
                 reason = self._reason(table, table.proposed, now_s)
                 return PendingProposal(reason, table.proposed.number if is_same else 0), []
         if is_so:
-            return table.change or Change(0, 0, wanted.consistency), []
+            return table.change or TableChange(0, 0, wanted.consistency), []
         needed_bytes, free_bytes = self.needed_bytes(table), self._free_view_bytes()
         if needed_bytes > free_bytes:
             raise Overloaded(
@@ -143,7 +143,7 @@ class TableChanges:
         has other limits by now, another proposal or no space in the view.
         """
         table = self._table(wanted.run, wanted.table_name)
-        has_bounds = table.consistency.begun == wanted.consistency.begun
+        has_bounds = table.consistency.as_requested == wanted.consistency.as_requested
         if table.proposed is not None or not has_bounds or table.consistency == wanted.consistency:
             return []
         if self.needed_bytes(table) > self._free_view_bytes():
@@ -281,12 +281,12 @@ class TableChanges:
         now_s: float,
         join: Join | None = None,
         checkpoint: int = 0,
-    ) -> tuple[Change | PendingProposal, list[Transition]]:
+    ) -> tuple[TableChange | PendingProposal, list[Transition]]:
         state = self._state
         state.view_bytes += self.needed_bytes(table)
         number = state.change_counts.get(table.table_id, 0) + 1
         state.change_counts[table.table_id] = number
-        change = Change(number, wanted.after_clock, wanted.consistency, join, checkpoint)
+        change = TableChange(number, wanted.after_clock, wanted.consistency, join, checkpoint)
         ranges = table.blocks_by_range(len(state.ranges))
         primaries = {state.ranges[range_id].primary for range_id in ranges}
         servers = frozenset(primary for primary in primaries if primary is not None)
@@ -401,7 +401,7 @@ class TableChanges:
         self._state.tables[table.key] = table
         return table
 
-    def _reason(self, table: Table, change: Change, now_s: float) -> str:
+    def _reason(self, table: Table, change: TableChange, now_s: float) -> str:
         members = self._state.members
         missing = ", ".join(
             self._describe(members[node_id].node, now_s)

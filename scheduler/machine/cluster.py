@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 from ps_core import rights
-from ps_core.change import Change, ChangeOutcome, Join
+from ps_core.change import ChangeOutcome, Join, TableChange
 from ps_core.cluster_view import BackupRequest, ClusterView, Node, NodeState, Role, Session
 from ps_core.errors import InvalidConfig, NotPermitted, Overloaded, Recovering
 from ps_core.keys import NodeId, RangeId, TableId
@@ -458,7 +458,7 @@ class Cluster:
 
     def set_consistency(
         self, session: Session, request: ChangeRequest, now_s: float
-    ) -> Decision[Change | PendingProposal]:
+    ) -> Decision[TableChange | PendingProposal]:
         """Begin to change a table's consistency, or find the change made or running.
 
         Raises:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ps_core import limits
-from ps_core.change import Change, Join
+from ps_core.change import Join, TableChange
 from ps_core.cluster_view import Node, NodeState, RangeAssignment, Role
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig
@@ -494,7 +494,7 @@ class ChangeProposed:
     """Servers are asked to prepare a change; `reason` if the scheduler itself requested it."""
 
     table: Table
-    change: Change
+    change: TableChange
     reason: str = ""
 
 
@@ -503,7 +503,7 @@ class ChangeDecided:
     """All servers are prepared: the table's first range takes the change."""
 
     table: Table
-    change: Change
+    change: TableChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,7 +511,7 @@ class ChangeCommitted:
     """A table's change took effect."""
 
     table: Table
-    change: Change
+    change: TableChange
 
 
 @dataclass(frozen=True, slots=True)

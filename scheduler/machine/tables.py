@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ps_core import limits
-from ps_core.change import Change, Join
+from ps_core.change import Join, TableChange
 from ps_core.cluster_view import Role
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists
@@ -269,4 +269,4 @@ def restored_as(table: Table, restored: RestoredTable) -> Table:
     is_as_created = table.spec.consistency == restored.spec.consistency
     if not is_as_created or restored.consistency == table.spec.consistency:
         return table
-    return replace(table, change=Change(1, restored.clock, restored.consistency))
+    return replace(table, change=TableChange(1, restored.clock, restored.consistency))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from ps_core import limits
 from ps_core.cluster_view import Node
 from ps_core.runs import Run
-from ps_core.tables import Remembered, TableSpec
+from ps_core.tables import TableSpec, TupleCache
 from scheduler.machine.state import ClusterSettings, ClusterState
 
 MAX_VIEW_BYTES = limits.FOREIGN_MAX_MESSAGE_BYTES
@@ -39,7 +39,7 @@ CUT_BYTES = 2 * _LENGTH_BYTES + 3 * _FIELD_BYTES
 JOIN_BYTES = 32
 """One join of a replacement worker or late joiner, in one table."""
 
-_LAYOUT_BYTES = Remembered[int]()
+_LAYOUT_BYTES = TupleCache[int]()
 
 
 def table_bytes(spec: TableSpec) -> int:

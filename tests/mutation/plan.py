@@ -37,7 +37,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     ),
     "ps_core.rights": ("tests/unit/test_joining.py", "tests/unit/test_protocol_vectors.py"),
     "ps_core.runs": ("tests/unit/test_cluster_runs.py",),
-    "ps_core.stamps": ("tests/unit/test_stamps.py",),
+    "ps_core.sequence_locks": ("tests/unit/test_sequence_locks.py",),
     "ps_core.tables": (
         "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
         "tests/property/test_keys_and_tables.py", "tests/unit/test_table_requests.py",

@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.ledger import Outcome
 from tests.examples import examples
@@ -65,7 +65,7 @@ class Held:
 class Settled:
     """The change is committed, or withdrawn if it is None."""
 
-    change: Change | None
+    change: TableChange | None
 
 
 class Twin:
@@ -280,7 +280,9 @@ class Gate(RuleBasedStateMachine):
         self.changes += 1
         after_clock = max(self.clocks) * (later > 0) + later
         reached = Twin(self.consistency, self.happened, clips=self.clips).reached
-        self.table = replace(self.table, proposed=Change(self.changes, after_clock, parsed(text)))
+        self.table = replace(
+            self.table, proposed=TableChange(self.changes, after_clock, parsed(text))
+        )
         self.bench.observe(self.table)
         held = self.bench.machine.state.schedule.hold_point
         assert held == max(after_clock, reached)

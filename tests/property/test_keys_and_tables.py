@@ -21,7 +21,7 @@ from ps_core.tables import (
     Hyperparameters,
     OptimizerKind,
     OptimizerSpec,
-    StepNumbers,
+    StepHyperparameters,
     Table,
     TableSpec,
     TensorSpec,
@@ -202,7 +202,7 @@ _GIVEN = st.lists(
 ).map(lambda pairs: tuple(sorted(pairs)))
 
 
-def _merged(numbers: OptimizerSpec | StepNumbers, given_numbers: Hyperparameters) -> str:
+def _merged(numbers: OptimizerSpec | StepHyperparameters, given_numbers: Hyperparameters) -> str:
     try:
         return str(numbers.merged(given_numbers))
     except InvalidConfig as error:
@@ -214,7 +214,7 @@ def test_what_is_remembered_of_merged_numbers_changes_nothing(
     course: list[Hyperparameters], fed_back: bool
 ) -> None:
     spec = OptimizerSpec(OptimizerKind.SGD, (("lr", 0.25),))
-    numbers = StepNumbers(spec)
+    numbers = StepHyperparameters(spec)
     for given_numbers in course:
         assert _merged(numbers, given_numbers) == _merged(spec, given_numbers)
         if fed_back and _merged(spec, given_numbers).startswith("("):
@@ -225,7 +225,7 @@ def test_numbers_are_merged_once_for_all_that_have_the_same() -> None:
     """Whose steps come with what was merged already get that very tuple: a comparison by identity
     is all that it costs then.
     """
-    numbers = StepNumbers(OptimizerSpec(OptimizerKind.SGD, (("lr", 0.25),)))
+    numbers = StepHyperparameters(OptimizerSpec(OptimizerKind.SGD, (("lr", 0.25),)))
     plain = numbers.merged(())
     assert numbers.merged(()) is plain
     assert numbers.merged((*plain[:1], *plain[1:])) is plain

@@ -408,7 +408,7 @@ class Twin:
         reduced = [None if value is None else value * scale for value in sums]
         key = table.table_id, update.grads[0].incarnation, clock
         numbers = settings.rates.get(key, numbers_of(table, clock))  # eager: not sealed yet
-        _step(table, dict(table.numbers.merged(numbers)), reduced, state)
+        _step(table, dict(table.step_hyperparameters.merged(numbers)), reduced, state)
 
     def _check_part(self, table: Table, update: _Update, took_part: Contributors) -> None:
         """PART."""

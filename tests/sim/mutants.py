@@ -220,18 +220,18 @@ _ONE_TABLE = (
     Mutant(
         "a copy counts though its block has changed",
         "S5",
-        "ps_core/stamps.py",
-        "    np.copyto(target, values)\n    return int(stamps[number]) == stamp",
-        "    is_same = int(stamps[number]) == stamp\n    np.copyto(target, values)\n"
+        "ps_core/sequence_locks.py",
+        "    np.copyto(target, values)\n    return int(locks[number]) == lock",
+        "    is_same = int(locks[number]) == lock\n    np.copyto(target, values)\n"
         "    return is_same",
         _LANES,
     ),
     Mutant(
         "a block that has changed has the stamp that it had",
         "S5",
-        "ps_core/stamps.py",
-        "        stamps[number] = stamp + 1\n\n\ndef _overlap",
-        "        stamps[number] = stamp - 1\n\n\ndef _overlap",
+        "ps_core/sequence_locks.py",
+        "        locks[number] = lock + 1\n\n\ndef _overlap",
+        "        locks[number] = lock - 1\n\n\ndef _overlap",
         _LANES,
     ),
     Mutant(

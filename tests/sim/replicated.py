@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ps_core.change import Settled
+from ps_core.change import ChangeResult
 from ps_core.cluster_view import BackupRequest, ClusterView, NodeState, Role
 from ps_core.errors import NotOwner, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
@@ -372,7 +372,7 @@ class ReplicatedServer(SimServer):
         self.works.finish()
         at_once(self._telling())
 
-    def _outcome(self, doubt: Doubt) -> Settled | None:
+    def _outcome(self, doubt: Doubt) -> ChangeResult | None:
         self.works.finish()
         if self.is_alone:
             self._settled(self.machine.asked(doubt.table_id, doubt.number, self.now_s))
@@ -388,7 +388,7 @@ class ReplicatedServer(SimServer):
                 self.watch.told(self, place, doubt.number, settled)
                 self._ask(sender, (doubt, settled))
 
-    def _learn(self, doubt: Doubt, settled: Settled | None) -> None:
+    def _learn(self, doubt: Doubt, settled: ChangeResult | None) -> None:
         if settled is not None:
             self.world.counts[f"changes {settled.outcome.value}, heard of by asking"] += 1
             self.works.finish()
@@ -561,7 +561,7 @@ class ReplicatedServer(SimServer):
         match message:
             case Doubt():
                 self._answer(sender, message)
-            case (Doubt() as doubt, Settled() as settled):
+            case (Doubt() as doubt, ChangeResult() as settled):
                 self._learn(doubt, settled)
             case _:
                 assert stream is not None

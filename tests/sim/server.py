@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView, Node, NodeState
 from ps_core.consistency import Mode, StalePolicy
 from ps_core.errors import Recovering
@@ -140,7 +140,7 @@ class SimServer:
                 continue
             number, after_clock = schedule.taken
             if number == schedule.number and self._is_told(table_id, number):
-                change = Change(number, after_clock, schedule.at(after_clock + 1))
+                change = TableChange(number, after_clock, schedule.at(after_clock + 1))
                 self.settings.change(table_id, change)
 
     def _is_told(self, table_id: TableId, number: int) -> bool:

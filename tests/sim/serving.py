@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ps_core.change import ChangeOutcome, Settled
+from ps_core.change import ChangeOutcome, ChangeResult
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_server.ranges.range_copy import Facts, facts_of
@@ -188,7 +188,7 @@ class Watch:
         part = server.machine.shards.get(place) or server.machine.suspended.get(place)
         return None if part is None else facts_of(part.state)
 
-    def told(self, server: ReplicatedServer, place: Place, number: int, told: Settled) -> None:
+    def told(self, server: ReplicatedServer, place: Place, number: int, told: ChangeResult) -> None:
         """Somebody is told by the server what became of a change, which the range decides."""
         view = self._view()
         assignment = view.ranges[place[1]]
@@ -240,7 +240,7 @@ class Watch:
         )
 
 
-def _knows(server: ReplicatedServer, place: Place, number: int, told: Settled) -> bool:
+def _knows(server: ReplicatedServer, place: Place, number: int, told: ChangeResult) -> bool:
     """Whether the server could not say otherwise of the change."""
     facts = Watch._facts(server, place)
     if facts is None:

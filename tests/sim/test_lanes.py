@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from ps_core import stamps
+from ps_core import sequence_locks
 from ps_core.keys import NodeId
-from ps_core.stamps import Bytes, Stamps
+from ps_core.sequence_locks import Bytes, SequenceLocks
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.segments import SharedValues
 from ps_server.ranges.events import AnswerPull
@@ -55,9 +55,9 @@ class Slow:
 
 
 class SlowStamps:
-    """Stamps that are looked at a while after what was done before."""
+    """Locks that are looked at a while after what was done before."""
 
-    def __init__(self, memory: Stamps, go_on: Callable[[], None]) -> None:
+    def __init__(self, memory: SequenceLocks, go_on: Callable[[], None]) -> None:
         self._memory, self._go_on = memory, go_on
 
     def __getitem__(self, number: int) -> Any:
@@ -91,7 +91,7 @@ class LendingServer(ReplicatedServer):
         place = shared._places[block]
         values = shared.segment.array[place.offset_bytes :][: place.byte_count]
         target = np.empty_like(said)
-        counts_now = stamps.copied(
+        counts_now = sequence_locks.copied(
             Slow(values, self._go_on),  # type: ignore[arg-type]
             target,
             SlowStamps(shared._locks, self._go_on),  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import PushpullError
 from ps_core.keys import Incarnation, TableId
@@ -74,7 +74,7 @@ class Settings:
         """A table was made."""
         self._settings[table.table_id] = [(-1, table.spec.consistency)]
 
-    def change(self, table_id: TableId, change: Change) -> None:
+    def change(self, table_id: TableId, change: TableChange) -> None:
         """It is in force somewhere. What it makes void was not reached by anyone."""
         if change.number <= self.numbers[table_id]:  # its first range had taken it
             return

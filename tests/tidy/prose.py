@@ -13,6 +13,7 @@ READ = (
     "ps_runtime/",
     "ps_server/update_log/",
     "ps_worker/",
+    "ps_core/",
     "scheduler/",
     "ps_worker/",
     "tests/tidy/prose.py",

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import Incarnation, NodeId, TableId
@@ -244,7 +244,7 @@ class Watching:
 
     def moved(self, text: str) -> None:
         """The change was made."""
-        self.table = replace(self.table, change=Change(self.number, 0, parsed(text)))
+        self.table = replace(self.table, change=TableChange(self.number, 0, parsed(text)))
         self.publish(self.table)
 
 
@@ -328,7 +328,7 @@ def test_each_change_begins_a_period() -> None:
 def test_nothing_is_decided_while_a_change_is_proposed_and_then_a_period_begins() -> None:
     watching = Watching()
     watching.run(5, waited=(1, 1, 1))
-    watching.publish(replace(watching.table, proposed=Change(1, 0, parsed("asp"))))
+    watching.publish(replace(watching.table, proposed=TableChange(1, 0, parsed("asp"))))
     assert watching.run(20, waited=(1, 1, 1)) == []
     watching.publish(watching.table)  # withdrawn
     assert watching.run(5, waited=(1, 1, 1)) == []
@@ -421,7 +421,7 @@ def test_a_scheduler_that_is_started_again_remembers_what_was_tried() -> None:
 
 def test_what_is_remembered_is_of_these_bounds_and_no_others() -> None:
     watching = held()
-    watching.table = replace(watching.table, change=Change(9, 0, parsed("ssp:2..9")))
+    watching.table = replace(watching.table, change=TableChange(9, 0, parsed("ssp:2..9")))
     watching.start_again()
     assert watching.adaptation.courses == {}
     assert _at(watching.run(7, waited=(1, 1, 1))) == [parsed("ssp:2..9@3")]

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core import limits
-from ps_core.change import Change, Checkpoint, TableCut
+from ps_core.change import Checkpoint, TableChange, TableCut
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import UpdateFailed
@@ -83,7 +83,7 @@ class Server:
     def propose(self, number: int = 1) -> None:
         """All is to be cut."""
         setting = self.table.consistency
-        proposed = Change(self.view_number, 0, setting, checkpoint=number)
+        proposed = TableChange(self.view_number, 0, setting, checkpoint=number)
         self.table = replace(self.table, proposed=proposed)
         self.see(Checkpoint(number, self.url))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ps_core import errors
-from ps_core.change import Change, ChangeOutcome, Join
+from ps_core.change import ChangeOutcome, Join, TableChange
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
@@ -33,7 +33,7 @@ class Changing(Harness):
 
     def wanted(
         self, text: str = "ssp:2", *, by: Session | None = None, within_s: float = 10.0, **more: int
-    ) -> Change | PendingProposal:
+    ) -> TableChange | PendingProposal:
         decision = self.cluster.set_consistency(
             by or self.workers[0],
             ChangeRequest("model", parsed(text), more.get("after_clock", 0), self.now_s + within_s),
@@ -72,7 +72,7 @@ class Changing(Harness):
         wanted = ChangeRequest("model", parsed(text), 0, self.now_s + within_s, "they waited")
         self.transitions += self.cluster.move_bound(wanted, self.now_s).transitions
 
-    def proposed(self) -> Change | None:
+    def proposed(self) -> TableChange | None:
         return self.cluster.view.tables_by_name["model"].proposed
 
     @property
@@ -93,7 +93,7 @@ def test_a_change_is_after_the_highest_clock_that_a_server_named() -> None:
     assert "node 1" not in again.reason
     assert cluster.setting == Consistency()
     cluster.promise(1, pending.number, 4)
-    assert cluster.outcome(pending.number) == Change(1, 7, parsed("ssp:2"))
+    assert cluster.outcome(pending.number) == TableChange(1, 7, parsed("ssp:2"))
     assert cluster.setting == parsed("ssp:2")
     kinds = [type(t) for t in cluster.transitions]
     assert kinds.count(ChangeProposed) == kinds.count(ChangeCommitted) == 1
@@ -105,14 +105,14 @@ def test_what_is_decided_is_settled_by_the_first_range_alone() -> None:
     pending = cluster.wanted(within_s=5.0)
     assert isinstance(pending, PendingProposal)
     cluster.decide(pending.number, 6)
-    assert cluster.proposed() == Change(1, 6, parsed("ssp:2"), is_decided=True)
+    assert cluster.proposed() == TableChange(1, 6, parsed("ssp:2"), is_decided=True)
     cluster.pass_time(8.0, *cluster.servers, *cluster.workers)
     cluster.decide(pending.number, 3)
     still = cluster.outcome(pending.number)
     assert isinstance(still, PendingProposal)
     assert "is decided and waits for server node 1" in still.reason
     cluster.say(pending.number, ChangeOutcome.TAKEN)
-    assert cluster.outcome(pending.number) == Change(1, 6, parsed("ssp:2"))
+    assert cluster.outcome(pending.number) == TableChange(1, 6, parsed("ssp:2"))
 
 
 def test_what_servers_have_given_up_is_withdrawn_decided_or_not() -> None:
@@ -154,14 +154,14 @@ def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
         cluster.promise(server, first.number, 3)
         cluster.promise(server, first.number, 3)
     view = cluster.cluster.view
-    assert cluster.wanted() == Change(1, 3, parsed("ssp:2"))
+    assert cluster.wanted() == TableChange(1, 3, parsed("ssp:2"))
     assert cluster.cluster.view is view
     assert isinstance(cluster.wanted("asp"), PendingProposal)
-    assert cluster.outcome(first.number) == Change(1, 3, parsed("ssp:2")), "still its answer"
+    assert cluster.outcome(first.number) == TableChange(1, 3, parsed("ssp:2")), "still its answer"
 
 
 def test_as_it_was_created_is_no_change() -> None:
-    assert Changing().wanted("bsp") == Change(0, 0, Consistency())
+    assert Changing().wanted("bsp") == TableChange(0, 0, Consistency())
 
 
 def test_what_is_not_promised_in_time_is_withdrawn_and_its_promises_count_no_more() -> None:
@@ -183,7 +183,7 @@ def test_what_is_not_promised_in_time_is_withdrawn_and_its_promises_count_no_mor
     assert isinstance(cluster.outcome(again.number), PendingProposal)
     cluster.promise(0, again.number, 9)
     cluster.promise(1, again.number, 8)
-    assert cluster.outcome(again.number) == Change(2, 9, parsed("ssp:2"))
+    assert cluster.outcome(again.number) == TableChange(2, 9, parsed("ssp:2"))
 
 
 @pytest.mark.parametrize(
@@ -254,15 +254,17 @@ def test_a_bound_that_moves_stays_between_its_bounds_whatever_is_wished() -> Non
     cluster.settle(pending.number, 3)
     assert cluster.setting == parsed("ssp:2..8"), "it begins at its lowest"
     cluster.move("ssp:2..8@5")
-    assert cluster.proposed() == Change(2, 3, parsed("ssp:2..8@5"))
+    assert cluster.proposed() == TableChange(2, 3, parsed("ssp:2..8@5"))
     same = cluster.wanted("ssp:2..8")
-    assert same == Change(1, 3, parsed("ssp:2..8")), "it is so, and a move changes nothing of that"
+    assert same == TableChange(1, 3, parsed("ssp:2..8")), (
+        "it is so, and a move changes nothing of that"
+    )
     assert isinstance(cluster.wanted("ssp:2..9"), PendingProposal)
     cluster.settle(2, 9)
     assert cluster.setting == parsed("ssp:2..8@5")
     view = cluster.cluster.view
-    assert cluster.wanted("ssp:2..8") == Change(2, 9, parsed("ssp:2..8@5"))
-    assert cluster.wanted("ssp:2..8@3") == Change(2, 9, parsed("ssp:2..8@5"))
+    assert cluster.wanted("ssp:2..8") == TableChange(2, 9, parsed("ssp:2..8@5"))
+    assert cluster.wanted("ssp:2..8@3") == TableChange(2, 9, parsed("ssp:2..8@5"))
     assert cluster.cluster.view is view
     other = cluster.wanted("ssp:2..9")
     assert isinstance(other, PendingProposal)
@@ -277,7 +279,7 @@ def test_a_move_gives_way() -> None:
     pending = cluster.wanted("ssp:2..8")
     assert isinstance(pending, PendingProposal)
     cluster.move("ssp:2..8@5")
-    assert cluster.proposed() == Change(1, 0, parsed("ssp:2..8")), "not settled yet"
+    assert cluster.proposed() == TableChange(1, 0, parsed("ssp:2..8")), "not settled yet"
     cluster.settle(pending.number, 3)
     view = cluster.cluster.view
     cluster.move("ssp:2..8")
@@ -286,7 +288,7 @@ def test_a_move_gives_way() -> None:
     other = cluster.wanted("asp", within_s=1.0)
     assert isinstance(other, PendingProposal)
     cluster.move("ssp:2..8@4")
-    assert cluster.proposed() == Change(2, 0, parsed("asp")), "not settled yet"
+    assert cluster.proposed() == TableChange(2, 0, parsed("asp")), "not settled yet"
     cluster.pass_time(1.5, *cluster.servers, *cluster.workers)
     cluster.move("ssp:2..8@4", within_s=2.0)
     cluster.pass_time(2.5, *cluster.servers, *cluster.workers)
@@ -302,7 +304,7 @@ def test_a_move_is_not_before_the_setting_that_it_belongs_to() -> None:
     assert isinstance(pending, PendingProposal)
     cluster.settle(pending.number, 20)
     cluster.move("ssp:2..8@5")
-    assert cluster.proposed() == Change(2, 20, parsed("ssp:2..8@5"))
+    assert cluster.proposed() == TableChange(2, 20, parsed("ssp:2..8@5"))
 
 
 def test_who_creates_the_table_again_finds_it_wherever_its_bound_is() -> None:
@@ -328,7 +330,7 @@ def test_the_bound_of_a_change_in_the_view_is_above_its_size() -> None:
         "bsp:backup=9,grace=59999ms",
         "ssp:999998..1000000@999999",
     ):
-        change = Change(2**32 - 1, huge, parsed(text))
+        change = TableChange(2**32 - 1, huge, parsed(text))
         assert wire.change_to_proto(change).ByteSize() + 2 <= view_size.CHANGE_BYTES
 
 
@@ -348,7 +350,7 @@ def test_a_successor_joins_each_table_and_changes_no_setting() -> None:
     cluster.promise(1, table.proposed.number, 6)
     (table,) = cluster.cluster.view.tables
     assert table.joins == (Join(1, successor.incarnation, 6),)
-    assert table.change == Change(1, 50, parsed("ssp:2"))
+    assert table.change == TableChange(1, 50, parsed("ssp:2"))
     later = replace(SPEC, name="later")
     created = cluster.create(cluster.workers[0], later)
     assert isinstance(created, Created)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ps_core import errors, limits
-from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, TableCut
+from ps_core.change import ChangeOutcome, Checkpoint, Join, TableChange, TableCut
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
@@ -591,7 +591,9 @@ def test_the_bound_of_a_view_with_cuts_is_above_its_size() -> None:
         widest = replace(table, cut=TableCut(2**32 - 1, huge), restored_clock=huge)
         wider = wire.table_to_proto(widest).ByteSize() - alone
         assert wider <= view_size.CUT_BYTES
-        proposed = Change(2**32 - 1, huge, parsed("ssp:999998..1000000@999999"), None, 2**32 - 1)
+        proposed = TableChange(
+            2**32 - 1, huge, parsed("ssp:999998..1000000@999999"), None, 2**32 - 1
+        )
         both = replace(table, change=replace(proposed, checkpoint=0), proposed=proposed)
         assert wire.table_to_proto(both).ByteSize() - alone <= view_size.CHANGE_BYTES
     url = "x" * limits.MAX_CHECKPOINT_URL_BYTES

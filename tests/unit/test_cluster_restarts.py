@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ps_core.change import Change, ChangeOutcome
+from ps_core.change import ChangeOutcome, TableChange
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidJournal, Recovering
@@ -140,7 +140,7 @@ def test_what_was_decided_is_settled_by_the_first_range() -> None:
         assert found is not None
         assert found.is_decided
         cluster.say(1, outcome)
-        assert isinstance(cluster.outcome(1), Change) == (outcome is ChangeOutcome.TAKEN)
+        assert isinstance(cluster.outcome(1), TableChange) == (outcome is ChangeOutcome.TAKEN)
 
 
 def test_who_was_to_join_is_proposed_again() -> None:

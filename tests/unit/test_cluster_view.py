@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change, ChangeOutcome, Checkpoint, Join, Settled
+from ps_core.change import ChangeOutcome, ChangeResult, Checkpoint, Join, TableChange
 from ps_core.cluster_view import (
     BackupRequest,
     ClusterView,
@@ -283,8 +283,8 @@ def test_nothing_is_lost_missing_decided_or_of_a_named_run_unless_it_is_said() -
     assert (placed.is_lost, placed.term, placed.initial_holders) == (False, 0, ())
     assert BackupRequest(RangeId(0), AssignmentEpoch(1), frozenset()).is_missing is False
     assert (node(1, Role.WORKER).run, view_of().restored_from) == ("", "")
-    assert Change(1, 0, Consistency()).is_decided is False
-    assert Settled(ChangeOutcome.GIVEN_UP).after_clock == 0
+    assert TableChange(1, 0, Consistency()).is_decided is False
+    assert ChangeResult(ChangeOutcome.GIVEN_UP).after_clock == 0
 
 
 def test_what_became_of_a_change_is_logged_in_these_words() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.consistency import Mode, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, WaitExpired
 from ps_core.ledger import Outcome
@@ -389,8 +389,8 @@ def test_a_script_says_bounds_that_cannot_be(staleness: int, most: int) -> None:
 
 def test_a_bound_that_moves_begins_at_its_lowest_and_a_table_does() -> None:
     setting = parsed("ssp:2..8@5")
-    assert (setting.staleness, setting.begun) == (5, parsed("ssp:2..8"))
-    assert parsed("ssp:5").begun == parsed("ssp:5")
+    assert (setting.staleness, setting.as_requested) == (5, parsed("ssp:2..8"))
+    assert parsed("ssp:5").as_requested == parsed("ssp:5")
     assert make_table(setting).consistency == parsed("ssp:2..8")
     assert setting.without_policy() == setting
 
@@ -398,7 +398,7 @@ def test_a_bound_that_moves_begins_at_its_lowest_and_a_table_does() -> None:
 def test_what_holds_is_where_the_bound_is() -> None:
     for text, clock in (("ssp:1..8@3", 3), ("ssp:1..8@4", 4)):
         bench = Bench(make_table(), workers=2)
-        change = Change(1, 0, parsed(text))
+        change = TableChange(1, 0, parsed(text))
         bench.machine.observe(replace(bench.machine.state.table, change=change), bench.now_s)
         steps = Steps(bench)
         for own_clock in range(1, clock + 2):

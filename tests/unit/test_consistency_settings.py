@@ -175,7 +175,7 @@ def test_a_bound_that_moves_begins_at_its_lowest(least: int, most: int) -> None:
     assert (setting.mode, setting.staleness, setting.least) == (Mode.SSP, least, least)
     assert setting.most == most
     assert setting.moves
-    assert replace(setting, staleness=most).validated().begun == setting
+    assert replace(setting, staleness=most).validated().as_requested == setting
 
 
 @pytest.mark.parametrize("staleness", [1, 9])
@@ -190,7 +190,7 @@ def test_a_bound_is_between_its_ends(staleness: int) -> None:
 def test_a_bound_that_is_fixed_does_not_move() -> None:
     fixed = Consistency(Mode.SSP, staleness=3)
     assert not fixed.moves
-    assert fixed.begun == fixed
+    assert fixed.as_requested == fixed
     with pytest.raises(InvalidConfig, match="most is 0; expected above 0"):
         moving(0, 0)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change, Checkpoint
+from ps_core.change import Checkpoint, TableChange
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import (
@@ -86,4 +86,4 @@ def test_who_has_nothing_to_write_reports_nothing() -> None:
 def test_a_checkpoint_begins_uncut_and_full_and_a_change_is_of_none() -> None:
     begun = Checkpoint(1, "file:///x")
     assert (begun.is_cut, begun.base) == (False, 0)
-    assert Change(1, 0, Consistency()).checkpoint == 0
+    assert TableChange(1, 0, Consistency()).checkpoint == 0

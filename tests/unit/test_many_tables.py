@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from ps_core import limits
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
@@ -115,7 +115,7 @@ def test_a_server_that_holds_for_nothing_looks_at_no_part_for_its_promises() -> 
     for _ in range(100):
         assert machine.prepared_changes == ()
     assert time.thread_time() - begun_s < limits.MAX_TURN_S
-    proposed = Change(1, 0, MANY[0].consistency, checkpoint=1)
+    proposed = TableChange(1, 0, MANY[0].consistency, checkpoint=1)
     tables = (replace(MANY[0], proposed=proposed), *MANY[1:])
     machine.observe(replace(view(2, SERVER, 1), tables=tables))
     machine.observe_changes(0.0)
@@ -125,7 +125,7 @@ def test_a_server_that_holds_for_nothing_looks_at_no_part_for_its_promises() -> 
 def test_a_view_has_the_tables_of_the_one_before_where_they_are_the_same() -> None:
     """What is known of them, as which blocks are in which range, is known then."""
     before = view(1, SERVER, 1)
-    change = Change(1, 5, MANY[0].consistency)
+    change = TableChange(1, 5, MANY[0].consistency)
     others = tuple(map(table, range(2, TABLES + 2)))
     changed = replace(MANY[0], change=change)
     found = replace(before, view_number=2, tables=(changed, *others)).reusing(before)

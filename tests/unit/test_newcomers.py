@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change, Join
+from ps_core.change import Join, TableChange
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import parsed
 from ps_core.errors import Fenced, Recovering
@@ -59,7 +59,7 @@ class Growing(Bench):
             self.register(rank)
         join = Join(rank, self.sender_of(rank).incarnation)
         self.change_number += 1
-        change = Change(self.change_number, 0, self.table.consistency, join)
+        change = TableChange(self.change_number, 0, self.table.consistency, join)
         self.table = replace(self.table, proposed=change)
         self.observe(self.table)
         held = self.machine.state.schedule.hold_point

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation
@@ -44,7 +44,7 @@ class Server:
 
     def see(self, seen: ClusterView, change_number: int = 1) -> None:
         """A newer view, with a change that is proposed, as `ps_server.service.node` does."""
-        table = replace(TABLE, proposed=Change(change_number, 0, parsed("asp")))
+        table = replace(TABLE, proposed=TableChange(change_number, 0, parsed("asp")))
         self.replication.observe(replace(seen, tables=(table,)), 0.0)
         self.machine.observe(self.replication.serve(0.0))
         self.output.decide(self.machine.observe_changes(0.0), 0.0)

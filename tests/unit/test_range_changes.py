@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change, Join
+from ps_core.change import Join, TableChange
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, InvariantViolation
@@ -44,7 +44,7 @@ class Changing(Bench):
 
     def propose(self, setting: str, after_clock: int = 0) -> int:
         number = self.machine.state.schedule.number + 1
-        proposed = Change(number, after_clock, parsed(setting))
+        proposed = TableChange(number, after_clock, parsed(setting))
         self.table = replace(self.table, proposed=proposed)
         self.observe(self.table)
         held = self.machine.state.schedule.hold_point
@@ -114,8 +114,8 @@ def test_a_consistent_read_of_a_clock_without_its_own_state_is_refused() -> None
     for rank in (0, 1):
         bench.push(rank, 1, 1)
         bench.seal(rank, 2, 1)
-    effects = bench.observe(replace(bench.table, proposed=Change(1, 0, parsed("asp"))))
-    bench.table = replace(bench.table, proposed=Change(1, 0, parsed("asp")))
+    effects = bench.observe(replace(bench.table, proposed=TableChange(1, 0, parsed("asp"))))
+    bench.table = replace(bench.table, proposed=TableChange(1, 0, parsed("asp")))
     assert effects == []
     before = len(bench.effects)
     assert bench.settle() == 1
@@ -157,7 +157,7 @@ def test_a_change_behind_what_has_happened_is_the_schedulers_bug_and_says_so() -
     bench.push(0, 1, 1)
     bench.seal(0, 2, 1)
     with pytest.raises(InvariantViolation, match="SC-1"):
-        bench.observe(replace(bench.table, change=Change(1, 0, parsed("bsp"))))
+        bench.observe(replace(bench.table, change=TableChange(1, 0, parsed("bsp"))))
 
 
 def test_a_step_that_is_held_says_for_whom() -> None:
@@ -191,7 +191,7 @@ class Replacing(Changing):
 
     def join(self, rank: int) -> int:
         """The clock after which the new worker is there."""
-        proposed = Change(9, 0, self.table.consistency, Join(rank, Incarnation(2000 + rank)))
+        proposed = TableChange(9, 0, self.table.consistency, Join(rank, Incarnation(2000 + rank)))
         self.table = replace(self.table, proposed=proposed)
         self.observe(self.table)
         held = self.machine.state.schedule.hold_point

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from ps_core import limits
-from ps_core.change import Change, Join, TableCut
+from ps_core.change import Join, TableChange, TableCut
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig, UpdateFailed, WaitExpired
@@ -45,7 +45,7 @@ class Cutting(Bench):
         """The clock that is prepared."""
         change = self.machine.state.schedule.prepared + 1
         setting = self.table.consistency
-        proposed = Change(change, 0, setting, checkpoint=number)
+        proposed = TableChange(change, 0, setting, checkpoint=number)
         self.table = replace(self.table, proposed=proposed)
         self.observe(self.table)
         held = self.machine.state.schedule.hold_point
@@ -143,7 +143,7 @@ def test_reads_are_not_held(setting: str) -> None:
 
 def test_a_change_that_is_proposed_still_holds_reads() -> None:
     changing = bench("ssp:4")
-    changing.table = replace(changing.table, proposed=Change(1, 0, parsed("asp")))
+    changing.table = replace(changing.table, proposed=TableChange(1, 0, parsed("asp")))
     changing.observe(changing.table)
     assert answers(changing.pull(0, 0, waiter=5)) == []
     assert changing.machine.reads.cause(5) is WaitCause.CHANGE
@@ -176,7 +176,7 @@ def test_what_is_asynchronous_and_about_to_be_otherwise_is_held() -> None:
     """The cut may be where it is not: then it is of one clock."""
     cut = bench("asp")
     cut.step(0, 1)
-    cut.table = replace(cut.table, change=Change(1, 3, parsed("ssp:4")))
+    cut.table = replace(cut.table, change=TableChange(1, 3, parsed("ssp:4")))
     cut.observe(cut.table)
     cut.propose()
     cut.step(0, 2)
@@ -199,7 +199,7 @@ def test_nothing_is_held_for_a_cut_while_the_scheduler_is_silent() -> None:
 def test_what_is_asynchronous_up_to_the_cut_is_not_held_by_a_change_after_it() -> None:
     cut = bench("asp")
     cut.step(0, 1)
-    change = Change(1, 3, parsed("bsp"))
+    change = TableChange(1, 3, parsed("bsp"))
     cut.table = replace(cut.table, change=change)
     cut.observe(cut.table)
     cut.propose()
@@ -213,7 +213,7 @@ def test_what_was_asynchronous_at_the_cut_is_torn_though_nothing_after_it_is() -
     cut = bench("asp", workers=1)
     for clock in (1, 2):
         cut.step(0, clock)
-    cut.table = replace(cut.table, change=Change(1, 2, parsed("bsp")))
+    cut.table = replace(cut.table, change=TableChange(1, 2, parsed("bsp")))
     cut.observe(cut.table)
     cut.propose()
     for clock in (3, 4):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change, Join
+from ps_core.change import Join, TableChange
 from ps_core.cluster_view import Role
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint
@@ -93,7 +93,7 @@ def test_it_has_the_setting_that_it_had_come_to_have_unless_it_is_created_with_a
 ) -> None:
     spec = replace(SPEC, consistency=parsed(saved)).validated()
     table = restored_as(table_of(wanted), RestoredTable(spec, parsed(had_come_to), 41))
-    expected = None if goes_on_as is None else Change(1, 41, parsed(goes_on_as))
+    expected = None if goes_on_as is None else TableChange(1, 41, parsed(goes_on_as))
     assert (table.change, table.restored_clock) == (expected, 41)
 
 

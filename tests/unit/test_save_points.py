@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change, Checkpoint
+from ps_core.change import Checkpoint, TableChange
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.manifest import PartReport, ReportedTable
@@ -547,7 +547,7 @@ def test_a_change_of_the_setting_after_the_cut_is_no_matter() -> None:
     worker.step()
     resting = Resting(worker.points.reach)
     handle = worker.handles[A]
-    handle.table = replace(handle.table, change=Change(1, 9, parsed("asp")))
+    handle.table = replace(handle.table, change=TableChange(1, 9, parsed("asp")))
     worker.cut(3)
     assert resting.is_over()
     assert worker.copied == []

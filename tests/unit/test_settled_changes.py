@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change, ChangeOutcome, Join, Settled
+from ps_core.change import ChangeOutcome, ChangeResult, Join, TableChange
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import NotOwner
@@ -39,7 +39,7 @@ class Servers:
 
     def propose(self, number: int, *, decided_after: int | None = None, join: Join | None = None,
                 to: Sequence[ServerMachine] = ()) -> None:  # fmt: skip
-        change = Change(number, decided_after or 0, parsed("asp"), join)
+        change = TableChange(number, decided_after or 0, parsed("asp"), join)
         change = replace(change, is_decided=decided_after is not None)
         (table,) = self.view.tables
         tables = (replace(table, proposed=change),)
@@ -59,7 +59,7 @@ class Servers:
     def holds(self, machine: ServerMachine) -> set[bool]:
         return {part.state.schedule.holds(9) for part in machine.shards.values()}
 
-    def ask(self) -> Settled | None:
+    def ask(self) -> ChangeResult | None:
         """The other server asks the first range's."""
         (doubt,) = self.other.doubts
         assert doubt == Doubt(TABLE, doubt.number, self.first_id)
@@ -78,7 +78,7 @@ def test_what_is_not_decided_is_given_up_and_nothing_is_held() -> None:
     servers.other.go_on_alone(0.0)
     assert servers.holds(servers.other) == {True}, "it is not the one that decides"
     servers.first.go_on_alone(0.0)
-    assert servers.ask() == Settled(ChangeOutcome.GIVEN_UP)
+    assert servers.ask() == ChangeResult(ChangeOutcome.GIVEN_UP)
     assert servers.holds(servers.other) == {False}
     assert [p.outcome for p in servers.first.prepared_changes] == [ChangeOutcome.GIVEN_UP]
     servers.propose(1, decided_after=3)  # the scheduler was only paused
@@ -92,7 +92,7 @@ def test_what_was_decided_is_taken_everywhere_though_one_alone_heard_of_it() -> 
     servers.propose(1, decided_after=3, to=[servers.first])
     assert [p.outcome for p in servers.first.prepared_changes] == [ChangeOutcome.TAKEN]
     servers.other.go_on_alone(0.0)
-    assert servers.ask() == Settled(ChangeOutcome.TAKEN, 3)
+    assert servers.ask() == ChangeResult(ChangeOutcome.TAKEN, 3)
     assert {s.mode for s in servers.settings(servers.other)} == {Mode.ASP}
     assert all(p.state.schedule.at(3) == BSP for p in servers.other.shards.values())
 
@@ -102,7 +102,7 @@ def test_a_proposal_that_the_first_range_has_not_heard_of_is_given_up_when_asked
     for machine in (servers.first, servers.other):
         servers.show(machine, servers.view)
     servers.propose(1, to=[servers.other])
-    assert servers.ask() == Settled(ChangeOutcome.GIVEN_UP)
+    assert servers.ask() == ChangeResult(ChangeOutcome.GIVEN_UP)
     servers.propose(1, decided_after=2, to=[servers.first])
     assert servers.settings(servers.first) == {BSP}
 
@@ -111,7 +111,7 @@ def test_a_join_is_taken_as_a_setting_is() -> None:
     servers = Servers()
     servers.propose(1, join=Join(1, Incarnation(9)))
     servers.propose(1, decided_after=4, join=Join(1, Incarnation(9)), to=[servers.first])
-    assert servers.ask() == Settled(ChangeOutcome.TAKEN, 4)
+    assert servers.ask() == ChangeResult(ChangeOutcome.TAKEN, 4)
     for part in servers.other.shards.values():
         assert part.state.by_rank[1].joined_clock == 4
 
@@ -131,4 +131,4 @@ def test_what_was_taken_is_never_given_up() -> None:
     (schedule,) = {part.state.schedule for part in [servers.first.decider(TABLE)]}
     assert isinstance(schedule, Schedule)
     assert not schedule.give_up(1)
-    assert schedule.settled(1) == Settled(ChangeOutcome.TAKEN, 3)
+    assert schedule.settled(1) == ChangeResult(ChangeOutcome.TAKEN, 3)

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from ps_core import limits
 from ps_core.envelope import has_few, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Remembered, TableSpec, TensorSpec
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec, TupleCache
 from ps_runtime.cluster import wire
 from pushpull.v1 import scheduler_pb2
 from scheduler.edge.requests import spec_of, table_request_of
@@ -85,7 +85,7 @@ class _AnyServicer:
 
 
 def test_what_was_found_of_the_newest_few_is_remembered() -> None:
-    kept = Remembered[int](most=2)
+    kept = TupleCache[int](most=2)
     keys = [tuple(range(index)) for index in range(3, 7)]
     for index, key in enumerate(keys):
         assert kept.find(key) is None

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ps_core import limits
-from ps_core.change import Change, TableCut
+from ps_core.change import TableChange, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import TableId
@@ -29,9 +29,9 @@ from ps_core.tables import (
     OptimizerKind,
     OptimizerSpec,
     Reduction,
-    Segment,
     Table,
     TableSpec,
+    TensorSegment,
     TensorSpec,
     array_words,
     pack_presence,
@@ -443,9 +443,13 @@ def test_there_is_no_other_block() -> None:
 def test_segments_are_where_tensors_and_blocks_overlap() -> None:
     """A tensor that ends with a block is not in the next, and one without elements is in none."""
     found = table(140, ((64,), 0), ((0,), 64), ((70,), 64), ((), 134), ((5,), 135))
-    assert found.segments(0) == (Segment(0, 0, 64),)
-    assert found.segments(1) == (Segment(2, 0, 64),)
-    assert found.segments(2) == (Segment(2, 0, 6), Segment(3, 6, 7), Segment(4, 7, 12))
+    assert found.segments(0) == (TensorSegment(0, 0, 64),)
+    assert found.segments(1) == (TensorSegment(2, 0, 64),)
+    assert found.segments(2) == (
+        TensorSegment(2, 0, 6),
+        TensorSegment(3, 6, 7),
+        TensorSegment(4, 7, 12),
+    )
 
 
 def test_ranges_come_in_order_with_their_blocks_in_order() -> None:
@@ -487,16 +491,16 @@ def test_a_cut_is_after_a_step_unless_workers_run_free(
     found = replace(table(64), cut=TableCut(1, 5))
     found = replace(found, spec=replace(found.spec, consistency=parsed(setting)))
     if change is not None:
-        found = replace(found, change=Change(1, change[1], parsed(change[0])))
+        found = replace(found, change=TableChange(1, change[1], parsed(change[0])))
     assert found.cut_step == step
     assert replace(found, cut=None).cut_step is None
 
 
 def test_the_newest_setting_holds() -> None:
     before = table(64)
-    after = replace(before, change=Change(1, 4, parsed("asp")))
+    after = replace(before, change=TableChange(1, 4, parsed("asp")))
     assert (before.consistency, after.consistency) == (Consistency(), parsed("asp"))
-    assert after.numbers.merged((("lr", 0.5),)) == SGD.merged((("lr", 0.5),))
+    assert after.step_hyperparameters.merged((("lr", 0.5),)) == SGD.merged((("lr", 0.5),))
 
 
 # --- presence

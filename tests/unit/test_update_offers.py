@@ -48,7 +48,10 @@ def test_a_table_gets_the_numbers_that_nobody_gave(cluster: Harness) -> None:
     assert isinstance(created, Created)
     assert created.table.spec.optimizer.hyperparameters == (("beta1", 0.9), ("lr", 0.5))
     assert created.table.spec.optimizer.label == "custom:lion"
-    assert created.table.numbers.merged((("beta1", 0.0),)) == (("beta1", 0.0), ("lr", 0.5))
+    assert created.table.step_hyperparameters.merged((("beta1", 0.0),)) == (
+        ("beta1", 0.0),
+        ("lr", 0.5),
+    )
 
 
 def test_however_it_is_written_it_is_the_same_table(cluster: Harness) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ps_core.change import Change
+from ps_core.change import TableChange
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import Mode, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, UpdateFailed
@@ -183,7 +183,7 @@ def test_who_comes_too_late_is_told_as_well() -> None:
 def test_who_comes_while_the_sum_is_reduced_is_told_when_it_is() -> None:
     """A change that is settled lets several seals go at once, before the values are looked at."""
     at = bench("bsp:backup=1", workers=2)
-    proposed = replace(at.table, proposed=Change(1, 0, parsed("asp")))
+    proposed = replace(at.table, proposed=TableChange(1, 0, parsed("asp")))
     at.observe(proposed)
     step(at, 0, 1, 1)
     step(at, 1, 1, 1)

@@ -19,46 +19,46 @@ import numpy as np
 
 from ps_core.errors import InvariantViolation, check
 
-Stamps = np.ndarray[Any, np.dtype[np.uint64]]
+SequenceLocks = np.ndarray[Any, np.dtype[np.uint64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-STAMP_BYTES = 8
+LOCK_BYTES = 8
 
 
-def now(stamps: Stamps, number: int) -> int:
+def now(locks: SequenceLocks, number: int) -> int:
     """The lock of a block at rest, for an answer."""
-    stamp = int(stamps[number])
-    check(stamp % 2 == 0, "LENT-1", f"what has stamp {number} is lent while it changes")
-    return stamp
+    lock = int(locks[number])
+    check(lock % 2 == 0, "LENT-1", f"block {number} is shared while it changes")
+    return lock
 
 
-def begin(stamps: Stamps, numbers: Iterable[int]) -> None:
+def begin(locks: SequenceLocks, numbers: Iterable[int]) -> None:
     """Mark blocks that are about to change."""
     for number in numbers:
-        stamp = int(stamps[number])
-        if stamp % 2:
+        lock = int(locks[number])
+        if lock % 2:
             _overlap(number)
-        stamps[number] = stamp + 1
+        locks[number] = lock + 1
 
 
-def end(stamps: Stamps, numbers: Iterable[int]) -> None:
+def end(locks: SequenceLocks, numbers: Iterable[int]) -> None:
     """Mark blocks that are at rest again."""
     for number in numbers:
-        stamp = int(stamps[number])
-        if not stamp % 2:
+        lock = int(locks[number])
+        if not lock % 2:
             _overlap(number)
-        stamps[number] = stamp + 1
+        locks[number] = lock + 1
 
 
 def _overlap(number: int) -> NoReturn:
-    raise InvariantViolation("LENT-1", f"changes of what has stamp {number} overlap")
+    raise InvariantViolation("LENT-1", f"changes of block {number} overlap")
 
 
-def copied(values: Bytes, target: Bytes, stamps: Stamps, number: int, stamp: int) -> bool:
-    """Copy shared values; False if they have changed since the lock was `stamp`.
+def copied(values: Bytes, target: Bytes, locks: SequenceLocks, number: int, lock: int) -> bool:
+    """Copy shared values; False if they have changed since the lock was `lock`.
 
     Shapes:
         values, target: flat, of one length.
     """
     np.copyto(target, values)
-    return int(stamps[number]) == stamp  # only after the copy
+    return int(locks[number]) == lock  # only after the copy
