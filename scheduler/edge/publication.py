@@ -108,11 +108,11 @@ class Publication:
         if self._task is None and not self.failed.is_set():
             self._task = asyncio.get_running_loop().create_task(self._write_all(self._journal))
 
-    def begun_anew(self) -> None:
+    def cluster_replaced(self) -> None:
         """A restore replaces the cluster: decisions of the old one that are not durable are
         void.
         """
-        self._buffer.begun_anew()
+        self._buffer.cluster_replaced()
 
     async def flushed(self) -> None:
         """Wait until all earlier decisions are durable and published.

@@ -406,7 +406,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             clock_before = self.checkpointing.clock
             timeline, key = secrets.token_bytes(TIMELINE_BYTES), secrets.token_bytes(32)
             settings = cluster.in_new_timeline(restored, timeline, key)
-            self._publication.begun_anew()
+            self._publication.cluster_replaced()
             self._begin(Decision(Cluster(settings, clock.now_s())))
         if restored is None:
             logs.warning("cluster_begun_anew", clock_before=clock_before)

@@ -425,10 +425,6 @@ class Cluster:
         rights.check(method, node.role)
         return node
 
-    def has(self, session: Session) -> bool:
-        """True if a former caller is still a member."""
-        return self._members.has(session)
-
     def create_table(self, session: Session, spec: TableSpec, now_s: float) -> Decision[Creation]:
         """Create a table, find the identical one, or park the creation until there are servers.
 

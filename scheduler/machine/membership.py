@@ -224,13 +224,6 @@ class Membership:
             "give each an identity of its own (--identity, PUSHPULL_IDENTITY), or none"
         )
 
-    def has(self, session: Session) -> bool:
-        """True if a former caller is still a member."""
-        if session.role is Role.OPERATOR:
-            return True
-        member = self._state.members.get(session.node_id)
-        return member is not None and member.node.state.is_member
-
     def _check_genuine(self, session: Session) -> None:
         ours = self._settings
         if session.cluster_id != ours.cluster_id:

@@ -46,8 +46,8 @@ def table_bytes(spec: TableSpec) -> int:
     """Most bytes of a table in a view; `spec` is validated."""
     fixed = 24 * _FIELD_BYTES + CUT_BYTES + len(spec.name.encode()) + len(spec.initializer.inline)
     optimizer = spec.optimizer
-    numbers = _LENGTH_BYTES + len(optimizer.custom_update.encode())
-    numbers += sum(
+    optimizer_bytes = _LENGTH_BYTES + len(optimizer.custom_update.encode())
+    optimizer_bytes += sum(
         _NAMED_NUMBER_BYTES + len(name.encode()) for name, _ in optimizer.hyperparameters
     )
     tensors = _LAYOUT_BYTES.find(spec.tensors)
@@ -57,7 +57,7 @@ def table_bytes(spec: TableSpec) -> int:
             for t in spec.tensors
         )
         _LAYOUT_BYTES.put(spec.tensors, tensors)
-    return fixed + numbers + tensors
+    return fixed + optimizer_bytes + tensors
 
 
 def node_bytes(node: Node) -> int:

@@ -66,7 +66,7 @@ class DecisionBuffer:
         self._deciding.transitions += transitions
         self._deciding.is_news |= is_news
 
-    def begun_anew(self) -> None:
+    def cluster_replaced(self) -> None:
         """Another cluster takes the place of this one: void the decisions that no write has."""
         if self._deciding is not None:
             self._deciding.transitions.clear()

@@ -147,7 +147,7 @@ class _KeptRestoration(Restoration):
         """What is not durable, and what is; another cluster has one of its own."""
         if self._journals is None:
             self._journals = (DecisionBuffer(), {}) if self.is_elsewhere else self._former_journal
-            self._journals[0].begun_anew()
+            self._journals[0].cluster_replaced()
         return self._journals
 
     def _changed(self) -> None:
