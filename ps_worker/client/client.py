@@ -136,9 +136,9 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
 class Client:
     """A session with a cluster. Made by `connect`; its verbs may be called from several threads.
 
-    A normal end leaves the cluster: it seals a final step on every table, so that nobody waits for
-    this worker any more. An end by an exception does not, because the other workers must learn that
-    one is missing.
+    A normal end leaves the cluster: it seals a final step on every table, so that no worker waits
+    for this one any more. An end by an exception does not, because the other workers must learn
+    that one is missing.
 
     Attributes:
         connection: the session; every call checks it and waits by it.
@@ -883,7 +883,7 @@ class Client:
             self._end("left" if has_left else "")
 
     def abandon(self, reason: str) -> None:
-        """End the connection in the middle of the work, and tell the scheduler: nobody waits for
+        """End the connection in the middle of the work, and tell the scheduler: no worker waits for
         this worker, and another may take its rank. A reader leaves.
 
         In a forked child, and a second time, it does nothing.

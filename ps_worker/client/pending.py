@@ -1,4 +1,4 @@
-"""Tickets of one table that nobody has waited for yet.
+"""Tickets of one table that the script has not waited for yet.
 
 Rules:
     - A ticket's error is raised once; a ticket whose wait expires stays for the next call.

@@ -271,7 +271,7 @@ class PushPullStream:
         if response.HasField("with_replies"):
             self._answered(response.with_replies, on_replies)
         pull = self._pulls.get(response.read_number)
-        if pull is not None:  # else nobody waits for it any more
+        if pull is not None:  # else it has expired
             pull.take(response)
 
     def _answered(
