@@ -43,8 +43,8 @@ from ps_cli.compare.report_document import (
 )
 from ps_cli.compare.report_html import page_of
 from ps_cli.compare.report_table import measure_text, table_of
-from ps_cli.console.exit_rules import RunEnd
 from ps_cli.console.output import Output
+from ps_cli.train.exit_rules import RunEnd
 from ps_cli.train.train import SharedCluster, TrainRun, TrainSettings
 from ps_core.consistency import Mode, parsed
 from ps_core.errors import InvalidConfig

@@ -16,12 +16,14 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from ps_cli.console.exit_rules import LOGGED_RESTARTS
 from ps_cli.console.reported import refuse
 from ps_core.errors import InvalidConfig
 from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape, UpdateLogPlan
 
 OptionsT = TypeVar("OptionsT")
+
+LOGGED_RESTARTS = 5
+"""Restarts of servers with an update log, by default."""
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """The error that typer raises for a command line that it cannot read."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from ps_cli.console.exit_rules import RunEnd
 from ps_cli.console.output import Output
 from ps_cli.console.scheduler_query import SchedulerQuery
+from ps_cli.train.exit_rules import RunEnd
 from ps_core.errors import PushpullError
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan

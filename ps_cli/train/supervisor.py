@@ -2,7 +2,7 @@
 
 Rules:
     - The run ends at the first of: a signal; a role's end that ends the run by the rules of
-      `ps_cli.console.exit_rules`; an error of the run's own work.
+      `ps_cli.train.exit_rules`; an error of the run's own work.
     - Every role is stopped before `run` returns, unless the run ends well and leaves its roles for
       the next. A second signal kills the roles at once.
     - A run that did not fail may do a last thing while its roles still serve; a signal ends that.
@@ -16,8 +16,8 @@ import signal
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ps_cli.console.exit_rules import FAILURE_EXIT_CODE, ExitRules, RestartRole, RunEnd
 from ps_cli.console.output import Output
+from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RestartRole, RunEnd
 from ps_core.errors import PushpullError
 from ps_runtime.launch.launcher import Launcher, RoleExit, RoleProcess
 

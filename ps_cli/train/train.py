@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 
-from ps_cli.console.exit_rules import ExitRules, RunEnd
 from ps_cli.console.options import ClusterOptions, Script, WorkerCount
 from ps_cli.console.output import Output
 from ps_cli.console.progress import (
@@ -28,6 +27,7 @@ from ps_cli.console.progress import (
     worker_samples,
 )
 from ps_cli.console.scheduler_query import SchedulerQuery
+from ps_cli.train.exit_rules import ExitRules, RunEnd
 from ps_cli.train.run_checkpoints import (
     CheckpointWatch,
     make_last,

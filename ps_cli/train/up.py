@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ps_cli.console.exit_rules import ExitRules, RunEnd
 from ps_cli.console.options import ClusterOptions
 from ps_cli.console.output import Output
+from ps_cli.train.exit_rules import ExitRules, RunEnd
 from ps_cli.train.run_checkpoints import make_last
 from ps_cli.train.supervisor import Supervisor
 from ps_runtime.cluster import join_secret

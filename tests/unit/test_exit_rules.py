@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from ps_cli.console.exit_rules import (
-    LOGGED_RESTARTS,
+from ps_cli.console.options import LOGGED_RESTARTS
+from ps_cli.train.exit_rules import (
     SCHEDULER_RESTARTS,
     STEADY_S,
     ExitRules,

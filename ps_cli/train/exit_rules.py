@@ -26,15 +26,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from ps_cli.console.options import LOGGED_RESTARTS
 from ps_runtime.launch.launcher import RoleExit, describe_exit
 
 FAILURE_EXIT_CODE = 1
 
 REFUSED_EXIT_CODE = 2
 """The exit code of a role that was refused, by the scheduler or for its settings."""
-
-LOGGED_RESTARTS = 5
-"""Restarts of servers with an update log, by default."""
 
 SCHEDULER_RESTARTS = 20
 """Restarts of a scheduler. It loses nothing by them; the limit ends a run whose scheduler always
