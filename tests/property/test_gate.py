@@ -201,7 +201,7 @@ class Twin:
 
 class Gate(RuleBasedStateMachine):
     """Three workers that step, read and leave in any order, while the setting changes (RM-2,
-    RM-4, RM-6).
+    RM-4).
     """
 
     @initialize(text=st.sampled_from(SETTINGS), clips=st.booleans())

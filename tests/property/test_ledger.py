@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ps_core.errors import InvalidConfig, InvalidKeys, InvariantViolation
@@ -20,6 +20,7 @@ ACTIONS = st.one_of(
 
 
 @given(st.lists(ACTIONS, max_size=80))
+@example([("end", sequence, Ending(Outcome.APPLIED)) for sequence in (2, 4, 3, 1)])
 def test_it_answers_as_a_dictionary_would(actions: list[tuple[str, int, Ending]]) -> None:
     """LED-1, LED-2."""
     ledger, twin, confirmed = Ledger(), dict[int, Ending](), 0

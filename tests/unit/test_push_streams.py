@@ -80,7 +80,7 @@ def test_a_read_whose_turn_never_came_has_not_begun() -> None:
 
 
 def test_what_is_owed_of_a_range_that_was_given_up_is_refused() -> None:
-    """Who half-closed reads to the end: it has to come to one (STR-1)."""
+    """Who half-closed reads to the end: it has to come to one."""
 
     async def whole() -> None:
         stream = EntryStream(1, SESSION)
@@ -97,6 +97,48 @@ def test_what_is_owed_of_a_range_that_was_given_up_is_refused() -> None:
             (1, parameters_pb2.REPLY_KIND_COMMITTED),
         ]
         assert sent[0].error.code == types_pb2.ERROR_CODE_NOT_OWNER
+
+    asyncio.run(asyncio.wait_for(whole(), 10.0))
+
+
+def test_a_half_closed_stream_ends_behind_its_last_answer() -> None:
+    """STR-1: neither while an entry has no outcome, nor while a pull's answer lacks a part."""
+
+    async def whole() -> None:
+        stream = EntryStream(1, SESSION)
+        sent = []
+
+        async def read() -> None:
+            sent.extend([batch async for batch in stream.batches()])
+
+        async def goes_on() -> bool:
+            for _ in range(3):
+                await asyncio.wait({reading}, timeout=0)
+            return not reading.done()
+
+        stream.expect((TableId(1), RangeId(0), 1), 0.0)
+        stream.pull_begins()
+        stream.end_input()
+        reading = asyncio.create_task(read())
+        assert await goes_on()
+        await stream.put_part(b"first")
+        stream.reply(RECEIVED._replace(kind=ReplyKind.COMMITTED))
+        assert await goes_on()
+        stream.pull_begins()
+        stream.pull_ends(None)
+        assert await goes_on()
+        await stream.put_part(b"last")
+        stream.pull_ends(None)
+        await reading
+        assert [part for _, part in sent if part is not None] == [b"first", b"last"]
+
+        stream = EntryStream(1, SESSION)
+        stream.expect((TableId(1), RangeId(0), 1), 0.0)
+        stream.end_input()
+        reading = asyncio.create_task(read())
+        assert await goes_on()
+        stream.reply(RECEIVED._replace(kind=ReplyKind.COMMITTED))
+        await reading
 
     asyncio.run(asyncio.wait_for(whole(), 10.0))
 

@@ -16,6 +16,7 @@ from ps_core.tables import Table
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.replay.replayer import Replay, Version, read_run
+from ps_server.replay.versions import arranged_by_clock
 from ps_server.update_log.directory import LogDirectory, boot_id
 from ps_server.update_log.recovery import read_log
 from tests.unit.written_logs import ASP, LEFT, MODEL, RIGHT, Owner, WrittenLog
@@ -135,7 +136,6 @@ def asp_log(path: Path) -> tuple[Owner, Owner, list[dict[int, bytes]]]:
 
 
 def test_versions_are_steps_in_the_order_in_which_they_were_done(tmp_path: Path) -> None:
-    """VER-1."""
     _, _, after = asp_log(tmp_path)
     again = replayed(tmp_path)
     assert not again.history.is_by_clock
@@ -145,6 +145,18 @@ def test_versions_are_steps_in_the_order_in_which_they_were_done(tmp_path: Path)
     for version, blocks in zip(again.history.versions[1:], (after[2], after[3]), strict=True):
         again.go_to(version.position)
         assert values(again, blocks, ASP) == blocks
+
+
+def test_what_is_arranged_otherwise_keeps_the_order_of_each_range(tmp_path: Path) -> None:
+    """VER-1: by clock, and by the order of steps."""
+    asp_log(tmp_path)
+    run = read_run(tmp_path)
+    for arranged in (arranged_by_clock(run.changes), replayed(tmp_path).history.changes):
+        for place in {change.place for change in run.changes}:
+            made = [change for _, change in arranged if change.place == place]
+            decided = [change for change in run.changes if change.place == place]
+            assert made == decided
+            assert len(made) >= 2
 
 
 def test_a_clock_is_a_version_where_all_were_at_it(tmp_path: Path) -> None:
@@ -315,7 +327,6 @@ def test_what_lies_between_two_logs_is_no_version(tmp_path: Path) -> None:
 
 
 def test_a_record_that_is_missing_is_an_error(tmp_path: Path) -> None:
-    """LF-1."""
     owner = Owner(LEFT)
     log = WrittenLog(tmp_path)
     log.begin(owner)

@@ -312,6 +312,8 @@ def test_a_synced_log_outlives_the_boot(tmp_path: Path) -> None:
 
 
 def test_a_frame_that_is_missing_is_damage(tmp_path: Path) -> None:
+    """LF-1."""
+
     async def scene() -> None:
         server = LoggedServer(tmp_path, 1, Setting())
         for step in range(1, STEPS):
