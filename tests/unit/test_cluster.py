@@ -346,9 +346,7 @@ class TestSilence:
         cluster.pass_time(3)
         assert cluster.node(reader).state is NodeState.LEFT
         assert cluster.node(worker).state is NodeState.SILENT
-        refused(
-            errors.Fenced, "registers as a new node", by=lambda: cluster.beat(reader), of=cluster
-        )
+        refused(errors.Fenced, "must register again", by=lambda: cluster.beat(reader), of=cluster)
 
     def test_a_scheduler_that_was_paused_gives_no_reader_up_for_it(self, cluster: Harness) -> None:
         reader = cluster.join(Role.READER)
