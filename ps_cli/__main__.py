@@ -248,7 +248,7 @@ def replay(options: ReplayOptions) -> None:
 def bench(options: BenchOptions) -> None:
     """Measure pushpull on this machine, beside memcpy, TCP, raw gRPC and torch RPC.
 
-    See docs/explanation/PERFORMANCE.md for the meaning of each figure.
+    See docs/reference/BENCHMARKS.md for the meaning of each figure.
     """
     # Imported here, because other commands start without numpy.
     from ps_cli.bench.catalogue import bench as run_bench

@@ -27,7 +27,7 @@ _WRITE_BUFFER_BYTES = 4 * 1024 * 1024
 """Bytes that wait for the socket before callers wait, too."""
 
 _SAME_HOST_SEND_BYTES = 512 * 1024
-"""The kernel's send buffer of a connection within one machine; measured in PERFORMANCE.md."""
+"""The kernel's send buffer of a connection within one machine; measured in ADR 0022."""
 
 _ANSWER_S = 20.0
 """A peer's time to answer a ping: its loop may be held up, unlike gRPC's threads."""

@@ -36,7 +36,7 @@ def bench(name: str, *arguments: str, cwd: Path) -> dict[str, Any]:
 
 def undocumented_keys(name: str, document: dict[str, Any]) -> set[str]:
     """Keys that the benchmark's section of the page does not name."""
-    page = (ROOT / "docs/explanation/PERFORMANCE.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/BENCHMARKS.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     rows = [*document["rows"], *document.get("compared", ())]
     keys = set(document.get("ceilings", ())).union(*rows)
