@@ -66,8 +66,8 @@ class ServerConfig:
     checkpoint_rate_mb_s: float = field(
         default=limits.CHECKPOINT_RATE_BYTES_S / 1e6,
         metadata={
-            "help": "So many MB a second it reads for a checkpoint while it trains, beside "
-            "what is about to change; 0: no bound"
+            "help": "MB a second read for a checkpoint while training goes on, not counting blocks "
+            "that are about to change; 0: no bound"
         },
     )
 
@@ -119,6 +119,5 @@ class ServerConfig:
 
 
 def parser() -> argparse.ArgumentParser:
-    """What reads the command line of `pushpull server`."""
     description = "Runs a parameter server of a cluster."
     return argument_parser(ServerConfig, description, "pushpull server")

@@ -1,14 +1,14 @@
-"""A server that may have done half of what it decided does nothing more, and ends (SEMANTICS S8).
+"""Ends a server whose decision may have been carried out by half only (SEMANTICS S8).
 
-A decision and all that follows from it are one. A machine that breaks while it decides, or an
-effect that fails, leaves behind what nobody decided: it must not be told to backups, read or
-written down. So the process ends; its backups, or its update log, have what was decided before.
+A decision and its effects are one. A machine that breaks while it decides, or an effect that
+fails, leaves a state that nobody decided: it must not reach backups, readers or the log. So the
+process ends; its backups, or its update log, have all earlier decisions.
 
 Rules:
     - A refusal is an answer, and breaks nothing: a `PushpullError` that a machine raises. A broken
-      invariant is no refusal, and while effects are carried out there is none.
-    - Whatever path the event came by: gRPC, streams and the event loop swallow what their handlers
-      raise, so that is not enough.
+      invariant is no refusal, and while effects are carried out there is no refusal.
+    - Failures are noted where they happen: gRPC, streams and the event loop swallow the exceptions
+      of their handlers.
 
 Invariants:
     FS-1  Once it has failed, a server decides and carries out nothing.
@@ -30,11 +30,11 @@ ResultT = TypeVar("ResultT")
 
 
 class FailStop:
-    """What has become of one server.
+    """Health of one server.
 
     Attributes:
-        failure: what broke it, if anything did.
-        on_failure: called once, at that moment.
+        failure: the first failure, if there was any.
+        on_failure: called once, with the first failure.
     """
 
     def __init__(self) -> None:
@@ -42,16 +42,16 @@ class FailStop:
         self.on_failure: Callable[[Exception], None] = _nothing
 
     def failed(self, failure: Exception) -> None:
-        """Something broke; the first that did says why."""
+        """Note a failure; only the first counts."""
         if self.failure is None:
             self.failure = failure
             self.on_failure(failure)
 
     def check(self) -> None:
-        """Nothing is begun any more once something broke (FS-1).
+        """Refuse to begin anything after a failure (FS-1).
 
         Raises:
-            Draining: it did.
+            Draining: the server has failed.
         """
         if self.failure is not None:
             raise Draining(
@@ -70,7 +70,7 @@ _Method = Callable[Concatenate[MortalT, Params], ResultT]
 
 
 def decides(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Params, ResultT]:
-    """Wrap a method that hands an event to a machine: it may be refused. A generator is guarded
+    """Wrap a method that hands an event to a machine, which may refuse it. A generator is guarded
     from its first step to its last.
     """
     if inspect.isgeneratorfunction(method):
@@ -94,9 +94,7 @@ def decides(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Param
 
 
 def carries_out(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Params, ResultT]:
-    """Wrap a method that does what was decided: nothing of that can be refused. Generators as in
-    `decides`.
-    """
+    """Wrap a method that carries decisions out: none can be refused. Generators as in `decides`."""
     if inspect.isgeneratorfunction(method):
         return cast("_Method[MortalT, Params, ResultT]", _in_steps(method, is_refusable=False))
 

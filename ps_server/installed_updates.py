@@ -1,15 +1,13 @@
-"""The custom updates that this server's operator has installed, found by their entry points.
+"""Custom updates that this server's operator has installed, found by their entry points.
 
 Rules:
-    - An update is what an entry point of the group ``pushpull.updates`` names; its name is the
-      entry point's. Code comes from where pip put it, never over the wire.
-    - One that cannot be loaded, lacks what the contract asks for or fails its self-test is not run:
-      the server logs why, starts without it, and tells the scheduler, which tells whoever asks for
-      it. The tables that do not use it lose nothing.
-    - Two packages that have an update of one name: neither is run, since nobody said which.
-
-What it deliberately does not do: watch for packages that are installed later; a server is started
-again for that.
+    - An entry point of the group ``pushpull.updates`` names an update, and gives it its name. Code
+      comes from where pip put it, never over the wire.
+    - An update that cannot be loaded, breaks the contract or fails its self-test is not run: the
+      server logs why, starts without it, and tells the scheduler, which tells clients that ask for
+      the update. Other tables lose nothing.
+    - If two packages have an update of one name, neither is run.
+    - Packages that are installed later count after a restart.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ GROUP = "pushpull.updates"
 
 @dataclass(frozen=True, slots=True)
 class InstalledUpdates:
-    """What there is: offers for the scheduler, and by name what can be run."""
+    """Offers for the scheduler, and the updates that can be run, by name."""
 
     offers: tuple[UpdateOffer, ...]
     updates: dict[str, CheckedUpdate]
 
     def to_proto(self) -> list[scheduler_pb2.CustomUpdate]:
-        """The offers, for a registration."""
+        """Offers for a registration."""
         return [
             scheduler_pb2.CustomUpdate(
                 name=offer.name,
@@ -50,10 +48,10 @@ class InstalledUpdates:
 
 
 def installed_updates() -> InstalledUpdates:
-    """Load what is installed; one log line for all that can be run and one for each that cannot.
+    """Load the installed updates. Logs a line for those that can be run, and one for each other.
 
     Raises:
-        InvalidConfig: there are more than a server may register, or a name is too long to be told.
+        InvalidConfig: there are too many to register, or a name is too long.
     """
     by_name: dict[str, list[EntryPoint]] = {}
     for entry in entry_points(group=GROUP):

@@ -68,7 +68,7 @@ _LEAST_GRACE_S = 0.5
 
 _FAILED = 1
 _REFUSED = 2
-"""Exit codes; with the second one, to start it again as it is would change nothing."""
+"""Exit codes. After the second one a restart with the same settings would change nothing."""
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ async def _serve(settings: ServerConfig) -> None:
         metrics.stream_connections.set_function(lambda: streams.connection_count)
 
     async def run() -> None:
-        """As often as the cluster begins anew."""
+        """Run again each time that the cluster begins anew."""
         while True:
             try:
                 await _run(settings, server, attach, (metrics, node_metrics), stop)
@@ -127,7 +127,7 @@ async def _serve(settings: ServerConfig) -> None:
                     raise
                 logs.info("registering_again", reason=error.message)
                 servicer.drain()
-                gc.unfreeze()  # what it had before is of no use any more
+                gc.unfreeze()
             else:
                 return
             gc.collect()
@@ -139,7 +139,7 @@ async def _serve(settings: ServerConfig) -> None:
         is_orderly = running.done() or stop.result() == signal.SIGTERM
         grace_s = settings.drain_grace_s if is_orderly else _LEAST_GRACE_S
         end_s = clock.now_s() + grace_s
-        if not running.done() and server.is_serving:  # it has seen the signal, and leaves
+        if not running.done() and server.is_serving:  # it leaves, since it has seen the signal
             await asyncio.wait((running,), timeout=grace_s + _LEAST_GRACE_S)
         if running.done():
             running.result()
@@ -157,7 +157,7 @@ async def _serve(settings: ServerConfig) -> None:
 
 
 def _expecting(collector: Collector, node: ParameterNode) -> Callable[[ClusterView], None]:
-    """To be called with each view: what a server takes that holds other ranges is of use."""
+    """Listener of views that tells the collector when this server holds other ranges."""
     held_count = len(node.shards.stores)
 
     def look(_: ClusterView) -> None:
@@ -204,7 +204,7 @@ async def _run(
         _watch(link, node, metrics, node_metrics)
         stack.callback(trim_often(node.shards.pool))
         finished, failed, left = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        waits: list[bool] = []  # whether what looks between works has its turn to come
+        waits: list[bool] = []  # not empty while `look` waits for its turn between works
         node.health.on_failure = partial(_note_failure, failed)
         votes = PrepareReports(
             lambda each: link.prepare_change(each.table_id, each.number, each.clock, each.outcome)
@@ -263,7 +263,7 @@ async def _run(
 def _backup_requests(
     link: SchedulerLink, node: ParameterNode, stack: contextlib.AsyncExitStack
 ) -> BackupRequests:
-    """Carries the requests for its ranges' backups to the scheduler."""
+    """Carry the requests for backups to the scheduler."""
     asked = BackupRequests(lambda requests: link.set_backups(requests, link.lease_s))
     stack.callback(asked.close)
     if node.replicas is not None:
@@ -294,7 +294,7 @@ async def _registered(
     metrics: ServerMetrics,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[SchedulerLink, ParameterNode]:
-    """Register with what this server has, and be a node; `stack` ends that."""
+    """Recover the update log, register, and make the node; `stack` ends all of it."""
     installed = await asyncio.to_thread(installed_updates)
     request = scheduler_pb2.RegisterNodeRequest(
         role=types_pb2.NODE_ROLE_SERVER,
@@ -334,7 +334,7 @@ def _say_if_ready(
     stop: asyncio.Task[signal.Signals],
     view: ClusterView,
 ) -> None:
-    """A server is ready when each range that it is to hold is whole here."""
+    """Set the server ready when it is catching up with no range."""
     count = sum(link.session.node_id in r.catching_up for r in view.ranges)
     if not stop.done():
         server.set_unready(f"{count} ranges are being brought up to date here" if count else "")
@@ -347,7 +347,7 @@ async def _leave_when_told(
     settings: ServerConfig,
     left: asyncio.Event,
 ) -> None:
-    """SIGTERM ends a server when nothing is lost by that; SIGINT at once."""
+    """Leave on SIGTERM when nothing is lost by that, on SIGINT at once."""
     number = await asyncio.shield(stop)
     logs.info("told_to_stop", signal=number.name)
     server.set_unready("told to stop")
@@ -359,7 +359,7 @@ async def _leave_when_told(
 
 
 def _memory(given_bytes: int) -> scheduler_pb2.ServerMemory:
-    """What tables may take here: as given, or as the system says."""
+    """Memory that tables may take here: as given, or a share of the system's."""
     if given_bytes:
         return scheduler_pb2.ServerMemory(byte_count=given_bytes)
     byte_count = int(capacity.memory_bytes() * limits.TABLE_MEMORY_SHARE)
@@ -378,7 +378,7 @@ def _replicate(
     settings: ServerConfig,
     stack: contextlib.AsyncExitStack,
 ) -> None:
-    """Tell others what is decided, or the update log, if there are any."""
+    """Replicate decisions to backups and the update log, where there are any."""
     if link.replica_count == 1 and recovered is None:
         return
     update_log = None
@@ -398,7 +398,7 @@ def _keep_checkpoints(
     settings: ServerConfig,
     stack: contextlib.AsyncExitStack,
 ) -> RestoredValues:
-    """Load what is restored, and write what is cut."""
+    """Load restored values, and write the parts of checkpoints."""
     restored = RestoredValues(node)
     stack.push_async_callback(restored.close)
     link.on_view.append(lambda view: node.works.between(partial(restored.observe, view)))
@@ -417,13 +417,13 @@ def _keep_checkpoints(
 async def _first_view(
     link: SchedulerLink, settings: ServerConfig, stack: contextlib.AsyncExitStack
 ) -> None:
-    """Wait for it, and see whether this server can write where checkpoints go.
+    """Wait for the first view, and check that this server can write checkpoints.
 
-    One whose cluster trains already is needed, and so only says that it cannot: the others may be
-    waiting for it.
+    If the cluster trains already, a server that cannot write only logs it: others may be waiting
+    for this server.
 
     Raises:
-        InvalidConfig: it cannot.
+        InvalidConfig: the server cannot write there.
     """
     view = await link.view_at_least(1, settings.connect_deadline_s)
     url = link.checkpoint_url
@@ -502,8 +502,8 @@ async def _keep_values(
     stack: contextlib.AsyncExitStack,
     ends: tuple[asyncio.Event, asyncio.Event],
 ) -> None:
-    """The scheduler's cluster is another one, and what is here is of no use there: go on as while
-    it is away, until somebody who has read the values stops this server.
+    """Keep values that are of no use to the scheduler's cluster, which is another one: go on as
+    without a scheduler, until an operator who has read the values stops this server.
     """
     node.metrics.values_kept.set(1)
     view, reason = link.view, "" if link.fenced_by is None else link.fenced_by.message
@@ -540,7 +540,7 @@ def _note_failure(failed: asyncio.Event, failure: Exception) -> None:
 async def _until(
     events: Iterable[asyncio.Event], tick: Callable[[], None], within_s: Callable[[], float]
 ) -> None:
-    """Tick until one of the events: every `_TICK_S`, and when something is due before."""
+    """Tick every `_TICK_S`, and when something is due before, until one of the events is set."""
     ends = [asyncio.create_task(event.wait()) for event in events]
     try:
         while not any(task.done() for task in ends):

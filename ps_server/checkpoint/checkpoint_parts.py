@@ -6,20 +6,17 @@
              -> as it was in the base: referred to ----------------> durable -> reported
 
 Rules:
-    - With a base, what has not changed since it is neither captured nor copied nor written.
-    - All but the files belongs to the loop that owns the values. Threads write, from copies: the
-      loop waits for no file.
-    - What was copied and waits to be written is bounded. A range whose copies would not fit is held
-      at its cut until they do (`copy_room`): its steps wait, and whoever asks is told for what.
-    - A store that takes nothing for a while when training waits for it gets no part.
-    - While updates come, blocks are written at a bounded rate: what writes them would take the
-      processor from what trains. Its threads give way to others.
+    - With a base, blocks that have not changed since it are not captured, copied or written.
+    - Everything but the files belongs to the loop that owns the values. Threads write, from copies:
+      the loop waits for no file.
+    - Copies that wait to be written are bounded. A range whose copies would not fit is held at its
+      cut until they do (`CopyQuota`): its steps wait, and the cause of the wait is told.
+    - The part fails if its store takes nothing for a while when training waits for it.
+    - While updates come, blocks are written at a bounded rate, which leaves the processor to
+      training. The writing threads give way to others.
     - Copies lie in memory of their own (`copy_memory`), which is touched when the checkpoint is
       proposed and kept for the next one: the step after the cut waits for the copies.
-    - Whatever goes wrong is reported, once; training goes on.
-
-What it deliberately does not do: decide when or where to cut (the scheduler does), or write the
-manifest.
+    - A failure is reported once; training goes on.
 """
 
 from __future__ import annotations
@@ -63,7 +60,7 @@ from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 
 _THREAD_COUNT = 2
 _BUSY_S = 0.5
-"""After an update the server counts as busy for so long."""
+"""After an update the server counts as busy for this time."""
 
 _STATE_NAMES = {
     OptimizerKind.SGD: ("momentum_buffer",),
@@ -76,19 +73,18 @@ _STATE_NAMES = {
 _Copied = tuple[TableId, SavedBlock, Piece | None]
 
 Report = Callable[[int, PartReport], Awaitable[None]]
-"""Tells the scheduler of the part of a checkpoint, by its number."""
+"""Reports a part to the scheduler, by its checkpoint's number."""
 
 
 class CheckpointParts:
     """The parts that one server writes, one at a time. Belongs to its event loop.
 
     Args:
-        node: the server.
-        report: how the scheduler is told.
-        rate_bytes_s: how much is written in a second while updates come; 0: no bound.
-        buffer_bytes: what copies that wait to be written may take.
-        disk: what local files are written with.
-        stall_s: how long a store may take nothing while training waits for it.
+        report: reports to the scheduler.
+        rate_bytes_s: bytes written in a second while updates come; 0: no bound.
+        buffer_bytes: memory for copies that wait to be written.
+        disk: writes local files.
+        stall_s: a store may take nothing for this time while training waits for it.
     """
 
     def __init__(
@@ -104,12 +100,12 @@ class CheckpointParts:
         self._report = report
         self._means = _Means(rate_bytes_s, CopyMemory(buffer_bytes), disk, stall_s)
         self._newest = 0
-        self._part: _Part | None = None
+        self._part: _CheckpointPart | None = None
         self._written = WrittenBlocks()
         node.on_cut_answered = self._answered
 
     def observe(self, view: ClusterView) -> None:
-        """A newer view, which the node has observed."""
+        """Take a newer view, which the node has observed."""
         checkpoint, part = view.checkpoint, self._part
         if part is not None and (checkpoint is None or checkpoint.number != part.number):
             self._part = None
@@ -118,23 +114,25 @@ class CheckpointParts:
             return
         if checkpoint.number > self._newest:
             self._newest = checkpoint.number
-            self._part = _Part(self._node, checkpoint, self._written, self._report, self._means)
+            self._part = _CheckpointPart(
+                self._node, checkpoint, self._written, self._report, self._means
+            )
             self._part.begin(self._planned())
         if checkpoint.is_cut and self._part is not None:
             self._node.works.begin(self._part.cutting(view))
 
     def _planned(self) -> list[_Planned]:
-        """What will be in the file, at most: what is here now, in whatever range. A run that has a
-        name may have a table of the same name, which is in no checkpoint.
+        """Tables and blocks that may be in the file: all that are here now. Tables of named runs
+        are in no checkpoint.
         """
         planned: dict[TableId, _Planned] = {}
-        for (table_id, _), part in self._node.machine.shards.items():
-            table = part.state.table
+        for (table_id, _), shard in self._node.machine.shards.items():
+            table = shard.state.table
             if table.run:
                 continue
             if table_id not in planned:
                 planned[table_id] = _Planned(table, (VALUES, *self._state_names(table)), [])
-            planned[table_id].blocks.append(part.state.blocks)
+            planned[table_id].blocks.append(shard.state.blocks)
         return list(planned.values())
 
     def _state_names(self, table: Table) -> tuple[str, ...]:
@@ -149,7 +147,7 @@ class CheckpointParts:
             self._part.answered(effect)
 
     async def close(self) -> None:
-        """Give up what is being written."""
+        """Give up the part that is being written."""
         part, self._part = self._part, None
         if part is not None:
             part.abandon()
@@ -157,7 +155,7 @@ class CheckpointParts:
 
 
 class _Means(NamedTuple):
-    """What parts are written with."""
+    """Means of writing parts."""
 
     rate_bytes_s: int
     copies: CopyMemory
@@ -173,7 +171,7 @@ class _Planned(NamedTuple):
     blocks: list[Sequence[int]]
 
     def counted(self) -> PlannedTable:
-        """How much there may be of it; a microsecond a block."""
+        """Counts of blocks and segments; takes a microsecond a block."""
         return PlannedTable(
             self.table.spec.name,
             sum(map(len, self.blocks)),
@@ -183,14 +181,14 @@ class _Planned(NamedTuple):
 
 
 class _Finished(NamedTuple):
-    """A part that is durable: what the scheduler is told, and where each block is."""
+    """A durable part: its report, and the place of each block."""
 
     report: PartReport
     blocks: dict[BlockKey, WrittenBlock]
 
 
-class _Part:
-    """One checkpoint's part."""
+class _CheckpointPart:
+    """This server's part of one checkpoint."""
 
     def __init__(
         self,
@@ -228,7 +226,7 @@ class _Part:
         self._file = f"server-{session.node_id}-{session.incarnation}.safetensors"
 
     def _has_ended(self) -> bool:
-        """Whether nothing more comes of it."""
+        """True if the part was written or given up."""
         return self._is_over
 
     def begin(self, planned: list[_Planned]) -> None:
@@ -238,7 +236,7 @@ class _Part:
         self._opening.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._opened, done)
         )
-        self._threads.submit(self._copies.touch, self._captured_bytes())
+        self._threads.submit(self._copies.touch, self._max_copy_bytes())
         self._task = self._loop.create_task(self._run())
 
     def _open(self, planned: list[_Planned]) -> tuple[CheckpointDirectory, Path, PartWriter]:
@@ -255,13 +253,13 @@ class _Part:
         self._progress_s = self._loop.time()
         self._wake.set()
 
-    def _captured_bytes(self) -> int:
-        """What there is to copy, at most."""
+    def _max_copy_bytes(self) -> int:
+        """Bytes that may have to be copied, at most."""
         stores = self._node.shards.stores.items()
         return sum(store.state_bytes for (table_id, _), store in stores if table_id in self._specs)
 
     def cutting(self, view: ClusterView) -> Work[None]:
-        """The cuts are settled: ask for each range as of its own; one range after the other."""
+        """Read each range at its cut, one after the other."""
         if self._is_cut or self._has_ended():
             return
         self._progress_s = self._loop.time()
@@ -284,7 +282,7 @@ class _Part:
         self._wake.set()
 
     def answered(self, effect: AnswerPull | RefusePull) -> None:
-        """A range is as it shall be written; or it will not be."""
+        """A range has reached its cut, or cannot be read."""
         key = self._waiters.pop(effect.waiter, None)
         if key is None:
             return
@@ -320,9 +318,10 @@ class _Part:
         self._wake.set()
 
     def _take(self, key: Key, block: SavedBlock) -> None:
-        """Copy a block, to be written when its turn comes. What does not fit after all, since the
-        free memory is in pieces or what was decided before the cut was held is applied, is copied
-        to other memory.
+        """Copy a block, to be written in its turn.
+
+        A copy may not fit after all, since the free memory is in pieces, or since an update that
+        was decided before the cut was held is applied. It then goes to other memory.
         """
         piece = self._copies.take(block.byte_count)
         view = memoryview(bytearray(block.byte_count)) if piece is None else piece.view
@@ -332,7 +331,7 @@ class _Part:
     def _start(
         self, copied: tuple[int, Piece | None], work: Callable[..., None], *told: Any
     ) -> None:
-        """Let a thread do it; what was copied for it is not needed when it is done."""
+        """Let a thread do the work, and then give back what was copied for it."""
         self._writing_count += 1
         writing = self._threads.submit(work, *told)
         writing.add_done_callback(
@@ -388,7 +387,7 @@ class _Part:
             await self._report(self.number, report)
 
     async def _whole(self) -> PartReport:
-        """Everything up to a file that is durable under its own name."""
+        """Write the part, until its file is durable under its own name."""
         while not self._is_done:
             self._check()
             for key in self._quota.opened():
@@ -403,7 +402,7 @@ class _Part:
         return finished.report
 
     def _blocks(self, written: WrittenPart) -> dict[BlockKey, WrittenBlock]:
-        """What the next checkpoint may refer to, and where it is."""
+        """Blocks that the next checkpoint may refer to, and their places."""
         found = dict(self._referred)
         tables = {table.spec.name: table for table in self._specs.values()}
         directory = self._url.rstrip("/").rsplit("/", 1)[-1]
@@ -423,14 +422,14 @@ class _Part:
 
     @property
     def _is_done(self) -> bool:
-        """Whether everything is written."""
+        """True if every block is written."""
         is_captured = self._is_cut and not self._waiters and not self._snapshots.has_more
         is_written = not self._copied and not self._writing_count and self._opening.done()
         return is_captured and is_written
 
     async def _write_next(self) -> None:
         """Let a block be written: one that was copied before it changed, else one that has not
-        changed, where training waits first; or wait until there may be one.
+        changed, first of ranges for which training waits. Without a block, wait for one.
         """
         if not self._opening.done():
             await self._wait()
@@ -447,7 +446,7 @@ class _Part:
         await self._pause(block)
 
     async def _wait(self) -> None:
-        """Until something has happened; not for ever where training waits for it, too."""
+        """Wait for news, at most for the stall time while training waits, too."""
         until_s = self._progress_s + self._stall_s if self._quota.held else None
         try:
             async with asyncio.timeout_at(until_s):
@@ -455,19 +454,19 @@ class _Part:
         except TimeoutError:
             self._problem = self._problem or (
                 f"{self._url} has taken nothing for {self._stall_s:g} s, while training waited for "
-                f"room for copies (checkpoint_buffer_mb is {self._copies.byte_count / 2**20:g}): "
+                f"memory for copies (checkpoint_buffer_mb is {self._copies.byte_count / 2**20:g}): "
                 "the store is too slow, or gone"
             )
         self._wake.clear()
 
     async def _pause(self, block: SavedBlock) -> None:
-        """Keep to the rate, unless training waits: this block is on its way."""
+        """Keep to the rate after a block, unless training waits."""
         is_training = not self._quota.held and self._node.since_update_s < _BUSY_S
         is_busy = self._rate_bytes_s and is_training
         await asyncio.sleep(block.byte_count / self._rate_bytes_s if is_busy else 0)
 
     def _finish(self) -> _Finished:
-        """Nothing of the part changes any more; a thread's, since it is of all blocks."""
+        """Make the part durable. For a thread, since it takes time for each block."""
         directory, path, writer = self._opening.result()
         written = writer.finish(self.number, self._node.session.cluster_id)
         directory.commit(self._file, path)
@@ -492,13 +491,13 @@ class _Part:
     # --- its end
 
     def abandon(self) -> None:
-        """Nothing comes of the checkpoint."""
+        """Give the part up."""
         self._problem = self._problem or "the checkpoint was given up"
         self._release()
         self._wake.set()
 
     async def ended(self) -> None:
-        """Wait until nothing of it runs any more."""
+        """Stop, and wait until no thread works any more."""
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError, PushpullError):
             await self._task
@@ -520,14 +519,14 @@ class _Part:
             self._node.works.between(partial(self._let_change, key))
 
     def _give_back_all(self, copied: deque[_Copied]) -> None:
-        """What will not be written; a thread's, since it may be of all blocks."""
+        """Give back copies that will not be written. For a thread: there may be many."""
         while copied:
             _, _, piece = copied.pop()
             if piece is not None:
                 self._copies.give_back(piece)
 
     def _let_change(self, key: Key) -> None:
-        with contextlib.suppress(PushpullError):  # the server has failed: nobody waits for it
+        with contextlib.suppress(PushpullError):  # the server has failed
             self._node.copied(key, self.number)
 
 

@@ -1,17 +1,13 @@
 """Memory for copies of blocks: one mapping, of which pieces are taken and given back.
 
 Rules:
-    - Pieces come from the lowest place with room: where little is copied at once, little is ever
-      touched.
-    - It is not the allocator's. That keeps what is freed (`channels.tune_allocator`) in the arena
-      of the thread that asked for it, where other threads do not find it: copies that are made by
-      one thread and by another would take their memory twice.
-    - A page that was touched stays. To copy to fresh pages takes four times as long.
+    - A piece comes from the lowest place with space: while few copies wait, few pages are touched.
+    - The mapping is not the allocator's, which keeps freed memory (`channels.tune_allocator`) in
+      the arena of the thread that took it: copies of two threads would take their memory twice.
+    - A page that was touched stays. A copy to fresh pages takes four times as long.
 
 Invariants:
     CM-1  No byte is in two pieces.
-
-What it deliberately does not do: grow, or wait until there is room.
 """
 
 from __future__ import annotations
@@ -25,11 +21,11 @@ import numpy as np
 
 _ALIGNMENT_BYTES = 64
 _TOUCHED_AT_ONCE_BYTES = 8 * 1024 * 1024
-"""Whoever wants a piece meanwhile does without so much, for some milliseconds."""
+"""Bytes that `touch` holds at once, for some milliseconds, in which nobody can take them."""
 
 
 class Piece(NamedTuple):
-    """Bytes [begin, end) of the memory; `view` (writable, "B") is as long as was asked for."""
+    """Bytes [begin, end) of the memory. `view` (writable, "B") has the requested length."""
 
     begin: int
     end: int
@@ -37,11 +33,7 @@ class Piece(NamedTuple):
 
 
 class CopyMemory:
-    """So many bytes, and never more. Thread-safe.
-
-    Args:
-        byte_count: virtual; pages are there once they were touched.
-    """
+    """Memory of a fixed size, whose pages exist once they were touched. Thread-safe."""
 
     def __init__(self, byte_count: int) -> None:
         self.byte_count = byte_count - byte_count % _ALIGNMENT_BYTES
@@ -51,8 +43,7 @@ class CopyMemory:
         self._touched_bytes = 0
 
     def take(self, byte_count: int) -> Piece | None:
-        """A piece of unspecified content, the caller's until it is given back; None: there is no
-        room.
+        """Take a piece of unspecified content until it is given back; None if there is no space.
 
         Raises:
             OSError: the system refuses the mapping.
@@ -65,7 +56,7 @@ class CopyMemory:
         return None
 
     def give_back(self, piece: Piece) -> None:
-        """Ends the caller's use of a piece."""
+        """End the caller's use of a piece."""
         begin, end = piece.begin, piece.end
         with self._lock:
             at = bisect.bisect_left(self._free, (begin, end))
@@ -77,7 +68,7 @@ class CopyMemory:
             self._free.insert(at, (begin, end))
 
     def touch(self, byte_count: int) -> None:
-        """Have the pages of the first `byte_count` bytes, but those that are in use.
+        """Touch the pages of the first `byte_count` bytes, except those in use.
 
         Blocking: a page fault each, 0.1 s for 256 MiB.
 
@@ -101,7 +92,7 @@ class CopyMemory:
             return self._taken(at, begin, end, end - begin)
 
     def _taken(self, at: int, begin: int, end: int, byte_count: int) -> Piece:
-        """Out of the stretch that is the free one number `at`; under the lock."""
+        """Take bytes out of the free stretch number `at`, under the lock."""
         if self._memory is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._memory = memoryview(mmap.mmap(-1, self.byte_count, flags=flags))

@@ -1,17 +1,14 @@
-"""Which ranges get their values from a checkpoint, and when what was read of them is served (G7).
+"""Decides which table shards are read from a checkpoint, and when they are served (G7).
 
-    served, without values --look--> begun --> its backups leave --> nobody else has any of it
+    served, without values --look--> begun --> its backups leave --> no other server has any of it
                                        |                                |
                                        +--read--> read ------------> handed over: `loaded`
 
 Rules:
-    - A range is read once for each time that it is served, whoever asks; what was read of one that
-      was given up meanwhile is forgotten.
-    - It is handed over when nobody else has anything of it: backups are given it when they join
-      anew, after its last table.
-
-What it deliberately does not do: read (`ps_server.checkpoint.restored_values` does), or choose what
-from.
+    - A shard is read once for each time that it is served; values of a shard that was given up
+      meanwhile are forgotten.
+    - A shard is handed over when no other server has anything of its range: backups get the range
+      when they join anew, after its last table.
 """
 
 from __future__ import annotations
@@ -29,38 +26,38 @@ class Replicas(Protocol):
     """The backups of a server's ranges; see `Primary` for each of these."""
 
     def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
-        """Values of these are about to come from a checkpoint."""
+        """Values of these ranges are about to come from a checkpoint."""
 
     def is_without_replicas(self, range_id: RangeId) -> bool:
-        """Whether nobody else has anything of the range; so it is if it is not served here."""
+        """True if no other server has anything of the range, or it is not served here."""
 
     def replaced(self, range_id: RangeId, *, is_last: bool) -> None:
-        """The values of one of its tables are other ones."""
+        """Values of one of its tables came from the checkpoint."""
 
 
 class RestoredRanges:
-    """The ranges of one server.
+    """The restored table shards of one server.
 
     Args:
-        parts: what it serves, as it changes.
-        replicas: None: nobody backs up anything.
+        shards: all that it serves, as they change.
+        replicas: None if there are no backups.
     """
 
-    def __init__(self, parts: Mapping[Key, RangeMachine], replicas: Replicas | None) -> None:
-        self._parts = parts
+    def __init__(self, shards: Mapping[Key, RangeMachine], replicas: Replicas | None) -> None:
+        self._shards = shards
         self._replicas = replicas
         self._begun: set[Key] = set()
         self._reading: dict[Key, RangeMachine] = {}
         self._ready: dict[Key, dict[int, int]] = {}
 
     def look(self) -> list[Key]:
-        """What is to be read that was not before; to be called now and then, since time alone lets
-        a server serve what an old lease kept from it.
+        """Shards to read that were not before. To be called now and then: time alone lets a server
+        serve a range when an old lease runs out.
         """
-        missing = {key for key, part in self._parts.items() if is_missing(part)}
+        missing = {key for key, shard in self._shards.items() if is_missing(shard)}
         self._begun &= missing
-        reading = self._reading.items()  # of what is suspended too: it may be served again
-        self._reading = {k: each for k, each in reading if k in missing or k not in self._parts}
+        reading = self._reading.items()  # suspended shards too, which may be served again
+        self._reading = {k: each for k, each in reading if k in missing or k not in self._shards}
         self._ready = {key: each for key, each in self._ready.items() if key in missing}
         if self._replicas is not None:
             self._replicas.close_ranges({range_id for _, range_id in missing})
@@ -69,33 +66,33 @@ class RestoredRanges:
         return keys
 
     def begin(self, key: Key) -> RangeMachine | None:
-        """The machine of a range that is to be read now; None if it needs no values any more, or is
-        being read: whoever read it a second time would write into values that are served.
+        """The machine of a shard that is to be read now. None if it needs no values any more, or is
+        being read: a second read would write into values that are served.
         """
-        part = self._parts.get(key)
-        if part is None or not is_missing(part) or self._reading.get(key) is part:
+        shard = self._shards.get(key)
+        if shard is None or not is_missing(shard) or self._reading.get(key) is shard:
             return None
         if key in self._ready:
             return None
-        self._reading[key] = part
-        return part
+        self._reading[key] = shard
+        return shard
 
-    def was_read(self, key: Key, part: RangeMachine, versions: dict[int, int]) -> None:
-        """All of a range was read, whose machine was `part` when it began."""
-        if self._reading.get(key) is part:
+    def was_read(self, key: Key, shard: RangeMachine, versions: dict[int, int]) -> None:
+        """All of a shard was read, whose machine was `shard` at the begin."""
+        if self._reading.get(key) is shard:
             del self._reading[key]
-        if self._parts.get(key) is part:
+        if self._shards.get(key) is shard:
             self._ready[key] = versions
 
     def hand_over(self) -> Iterator[tuple[Key, dict[int, int]]]:
-        """What is served from now on, and the versions of its blocks: each is to be `loaded` before
-        the next is asked for. Between two works: what is under way may have decided something of a
-        range that its log has not heard of yet.
+        """Shards that are served from now on, and the versions of their blocks: each is to be
+        `loaded` before the next is asked for. To be called between two works: within one, a
+        decision may not be in its range's log yet.
         """
         replicas = self._replicas
         for key in list(self._ready):
-            part = self._parts.get(key)
-            if part is None or not is_missing(part):
+            shard = self._shards.get(key)
+            if shard is None or not is_missing(shard):
                 del self._ready[key]
                 continue
             if replicas is not None and not replicas.is_without_replicas(key[1]):
@@ -108,8 +105,8 @@ class RestoredRanges:
             yield key, versions
 
 
-def is_missing(part: RangeMachine) -> bool:
-    """Whether its values are those of a checkpoint, and are not there."""
-    state = part.state
+def is_missing(shard: RangeMachine) -> bool:
+    """True if the shard waits for values of a checkpoint."""
+    state = shard.state
     is_restored = state.table.restored_clock is not None
     return is_restored and not state.initialized and state.failure is None

@@ -1,23 +1,21 @@
-"""A restored table's values, on their way from a checkpoint to where they are served (G7).
+"""Loads the values of restored tables from a checkpoint to where they are served (G7).
 
-    part added -> its blocks read by threads, to where they will lie -> nobody backs the range up
-               -> loaded: reads are answered, and backups join
+    shard added -> its blocks read by threads, to where they will lie -> range without backups
+                -> loaded: pulls are answered, and backups join
 
 Rules:
-    - Until a range is loaded it has no initial values: reads and steps wait.
-    - Backups have nothing of what is loaded: they are left out before, and given all of the range
-      when they join anew. Until then a range has one replica.
-    - Every byte is checked against its checksum before the range counts as loaded. What cannot be
-      read fails its table, with the file and the reason: nobody trains on half a checkpoint.
-    - A checkpoint of a cluster has the table's own blocks, with their state, version and steps.
-    - One that was imported has tensors in blocks of its own: a block of the table is put together
-      from them. It has taken no step, and its optimizer has no state.
+    - Until a range is loaded it has no initial values: pulls and steps wait.
+    - Backups have nothing of loaded values: they are left out before, and get all of the range when
+      they join anew. Until then a range has one replica.
+    - Every byte is checked against its checksum before the range counts as loaded. A block that
+      cannot be read fails its table, with the file and the reason: nobody trains on half a
+      checkpoint.
+    - A cluster's checkpoint has the table's own blocks, with their state, version and steps.
+    - An imported checkpoint has tensors in blocks of its own, of which the table's blocks are put
+      together. They have taken no step, and their optimizer has no state.
 
 Invariants:
-    RB-1  Of what was imported nothing but values is read.
-
-What it deliberately does not do: choose the checkpoint (the scheduler has), or compare specs (it
-does that, too).
+    RB-1  Nothing but values is read of an imported checkpoint.
 """
 
 from __future__ import annotations
@@ -45,16 +43,12 @@ from ps_server.service.node import ParameterNode
 _THREAD_COUNT = min(4, os.cpu_count() or 1)
 """A thread reads, checks and finds new memory for about half a GB a second; a disk is faster."""
 
-_Room = tuple[int, Callable[[str], memoryview]]
-"""A block, and where each of its tensors goes."""
+_BlockTargets = tuple[int, Callable[[str], memoryview]]
+"""A block, and the memory of each of its tensors."""
 
 
 class RestoredValues:
-    """Loads what one server serves of restored tables. Belongs to its event loop.
-
-    Args:
-        node: the server.
-    """
+    """Loads the restored tables of one server. Belongs to its event loop."""
 
     def __init__(self, node: ParameterNode) -> None:
         self._node = node
@@ -63,14 +57,12 @@ class RestoredValues:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def observe(self, view: ClusterView) -> None:
-        """A newer view, which the node has observed."""
+        """Take a newer view, which the node has observed."""
         self._url = view.restored_from
         self.look()
 
     def look(self) -> None:
-        """Load what is served and not there; to be called now and then, since time alone lets this
-        server serve what an old lease kept from it.
-        """
+        """Load the shards that wait for values; to be called now and then."""
         if not self._url:
             return
         self._hand_over()
@@ -82,7 +74,7 @@ class RestoredValues:
         task.add_done_callback(self._tasks.discard)
 
     async def _load(self, url: str, keys: list[Key]) -> None:
-        begun_s = clock.now_s()
+        begin_s = clock.now_s()
         try:
             reader = await asyncio.to_thread(
                 lambda: CheckpointReader(CheckpointDirectory(locate(url)))
@@ -94,14 +86,14 @@ class RestoredValues:
             logs.exception("restore_failed", error, url=url)
             self._fail(keys, f"{url}: {type(error).__name__}: {error}")
         else:
-            took_s = round(clock.now_s() - begun_s, 3)
+            took_s = round(clock.now_s() - begin_s, 3)
             logs.info("restored", url=url, parts=len(keys), bytes=byte_count, took_s=took_s)
 
     async def _load_ranges(self, reader: CheckpointReader, keys: list[Key]) -> int:
-        """Load them all, several at once; their bytes.
+        """Load all shards, several at once. Returns their bytes.
 
         Raises:
-            Exception: the first that befell one of them; those that had not begun are left.
+            Exception: the first failure; shards that were not begun by then are left.
         """
         rest = deque(keys)
         readers = [reader, *(reader.twin() for _ in range(_THREAD_COUNT - 1))]
@@ -125,36 +117,36 @@ class RestoredValues:
         return total
 
     async def _load_range(self, restored: RestoredTables, key: Key) -> int:
-        """Load one range, unless it is not here any more, or loaded already; its bytes."""
-        part = self._ranges.begin(key)
-        if part is None:
+        """Load one shard, unless it is gone, or loaded already. Returns its bytes."""
+        shard = self._ranges.begin(key)
+        if shard is None:
             return 0
-        store, found = self._node.shards.stores[key], restored.blocks_of(part.state.table)
-        versions, rooms = {}, list[_Room]()
-        for block in part.state.blocks:
+        store, found = self._node.shards.stores[key], restored.blocks_of(shard.state.table)
+        versions, targets = {}, list[_BlockTargets]()
+        for block in shard.state.blocks:
             saved = found.stored(block)
             versions[block] = saved.version
-            rooms.append((block, store.load(block, saved.version, saved.steps)))
+            targets.append((block, store.load(block, saved.version, saved.steps)))
 
         def read() -> int:
             byte_count = 0
-            for block, room in rooms:
+            for block, target_of in targets:
                 for tensor in found.stored(block).tensors:
-                    target = room(tensor)
+                    target = target_of(tensor)
                     found.read_into(block, tensor, target)
                     byte_count += target.nbytes
             return byte_count
 
         byte_count = await asyncio.to_thread(read)
-        await self._node.works.in_turn(lambda: self._was_read(key, part, versions))
+        await self._node.works.in_turn(lambda: self._was_read(key, shard, versions))
         return byte_count
 
-    def _was_read(self, key: Key, part: RangeMachine, versions: dict[int, int]) -> None:
-        self._ranges.was_read(key, part, versions)
+    def _was_read(self, key: Key, shard: RangeMachine, versions: dict[int, int]) -> None:
+        self._ranges.was_read(key, shard, versions)
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """What is loaded is served, where nobody else has anything of the range."""
+        """Serve loaded shards of whose range no other server has anything."""
         works = self._node.works
         works.finish()
         for key, versions in self._ranges.hand_over():
@@ -178,10 +170,10 @@ class RestoredValues:
 
 
 class RestoredBlocks(Protocol):
-    """What there is of a table, for one thread at a time."""
+    """Blocks of a table in a checkpoint, for one thread at a time."""
 
     def stored(self, block: int) -> StoredBlock:
-        """What a block has beside its bytes.
+        """A block's version, steps and tensors.
 
         Raises:
             InvalidCheckpoint, InvalidKeys: there is no such block.
@@ -189,7 +181,7 @@ class RestoredBlocks(Protocol):
         ...
 
     def read_into(self, block: int, tensor: str, target: memoryview) -> None:
-        """One tensor of a block, into memory that is there.
+        """Read one tensor of a block into `target`.
 
         Shapes:
             target: writable bytes ("B"), C-contiguous, as long as the tensor.
@@ -203,21 +195,17 @@ class RestoredBlocks(Protocol):
 
 
 class RestoredTables:
-    """What a checkpoint has for the tables of a cluster.
-
-    Args:
-        reader: the checkpoint, open.
-    """
+    """Tables of a cluster in an open checkpoint."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
         self._found: dict[str, RestoredBlocks] = {}
 
     def blocks_of(self, table: Table) -> RestoredBlocks:
-        """The blocks of a table that is restored from it.
+        """Blocks of a table that is restored.
 
         Raises:
-            InvalidCheckpoint: it has no such tensors.
+            InvalidCheckpoint: the checkpoint has no such tensors.
         """
         name, reader = table.spec.name, self._reader
         if name not in self._found:
@@ -246,7 +234,7 @@ class _Imported:
         self._last: tuple[str, int, bytearray] = ("", -1, bytearray())
 
     def stored(self, block: int) -> StoredBlock:
-        self._table.block_length(block)  # refuses what there is not
+        self._table.block_length(block)  # refuses a block that the table does not have
         return StoredBlock(version=0, steps=(0,), crc32s={VALUES: 0})
 
     def read_into(self, block: int, tensor: str, target: memoryview) -> None:
@@ -260,7 +248,7 @@ class _Imported:
             self._copy(name, begin * width, target[segment.begin * width : segment.end * width])
 
     def _copy(self, name: str, begin: int, target: memoryview) -> None:
-        """Bytes of a table of the checkpoint, from `begin` on, as many as `target` has."""
+        """Fill `target` with bytes of a table of the checkpoint, from `begin` on."""
         table = self._reader.tables[name]
         block_bytes = table.spec.block_elements * table.spec.accumulator_element_bytes
         filled = 0
@@ -271,7 +259,7 @@ class _Imported:
             filled += piece.nbytes
 
     def _block(self, name: str, block: int) -> bytearray:
-        """The last one is kept: small tensors follow each other."""
+        """Read a block, and cache it: small tensors follow each other."""
         if self._last[:2] != (name, block):
             self._last = name, block, self._reader.read(name, block)
         return self._last[2]

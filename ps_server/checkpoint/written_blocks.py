@@ -1,20 +1,17 @@
-"""What a server has written of its blocks, so that the next checkpoint need not write them again.
+"""Blocks that a server has written to checkpoints, to which the next one may refer.
 
-    written, of checkpoint N --N is the base of the next--> referred to where nothing has changed
-                             --any other is, or none--> forgotten
+    written, of checkpoint N --N is the base of the next--> referred to if unchanged
+                             --otherwise------------------> forgotten
 
 Rules:
-    - Of a block is known where its bytes are: in the file of the checkpoint that wrote them,
-      however many checkpoints ago. So no reference leads to another one.
-    - A block is the same if its version is, and nothing but updates has changed its store since
-      (`ShardStore.lineage`): not initial values, a copy from another server, a checkpoint that was
-      loaded, or a range that left and came back.
-    - A checkpoint counts when it is named as the base: who made its manifest knows that it is
-      complete. One that failed is forgotten when the next begins; what is forgotten ends in a
-      thread, since it is of all blocks.
-
-What it deliberately does not do: keep values or checksums of its own making (the header that was
-written has them).
+    - A block's place is the file of the checkpoint that wrote its bytes, however many checkpoints
+      ago. So no reference leads to another reference.
+    - A block is unchanged if its version is, and nothing but updates has changed its store since
+      (`ShardStore.lineage`): no initial values, copy from another server, loaded checkpoint, or
+      range that left and came back.
+    - A checkpoint counts when it is named as the base: the scheduler, which made its manifest,
+      knows that it is complete. A failed one is forgotten when the next begins; a thread frees it,
+      which takes time for each block.
 """
 
 from __future__ import annotations
@@ -34,10 +31,7 @@ BlockKey = tuple[TableId, int]
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlock:
-    """A block as it was written, by whichever checkpoint; `stored.place` says where.
-
-    `lineage` is that of its store then.
-    """
+    """A block in the file `stored.place`, with the lineage of its store at that time."""
 
     lineage: object
     stored: StoredBlock
@@ -45,40 +39,36 @@ class WrittenBlock:
 
     @property
     def directory(self) -> str:
-        """The checkpoint that has its bytes."""
+        """Directory of the checkpoint that has its bytes."""
         return self.stored.place.partition("/")[0]
 
 
 class WrittenBlocks:
-    """Of one server: what its newest checkpoint has, and what the one before had."""
+    """Blocks of one server in its newest checkpoint and the one before."""
 
     def __init__(self) -> None:
         self._known: dict[int, dict[BlockKey, WrittenBlock]] = {}
         self._forgotten: deque[dict[BlockKey, WrittenBlock]] = deque()
 
     def base(self, number: int) -> Base:
-        """What may be referred to if checkpoint `number` is the base; 0: nothing may."""
+        """Take checkpoint `number` as the base; 0: none. Blocks of others are forgotten."""
         known = self._known.pop(number, {})
         self._forgotten += self._known.values()
         self._known = {number: known} if known else {}
         return Base(known)
 
     def wrote(self, number: int, blocks: dict[BlockKey, WrittenBlock]) -> None:
-        """The part of a checkpoint is written: these are its blocks, wherever their bytes are."""
+        """The part of checkpoint `number` is written, and has these blocks."""
         self._known[number] = blocks
 
     def end_forgotten(self) -> None:
-        """What no base has any more is given up. For a thread."""
+        """Free forgotten blocks. For a thread."""
         while self._forgotten:
             clear_by_entry(self._forgotten.popleft())
 
 
 class Base:
-    """What a checkpoint may refer to.
-
-    Args:
-        blocks: what the base has of this server's blocks.
-    """
+    """Blocks of this server to which a checkpoint may refer."""
 
     def __init__(self, blocks: Mapping[BlockKey, WrittenBlock]) -> None:
         self._blocks = blocks
@@ -86,7 +76,7 @@ class Base:
     def unchanged(
         self, table_id: TableId, store: ShardStore, blocks: Iterable[int]
     ) -> dict[BlockKey, WrittenBlock]:
-        """Those of these blocks that are now as they were written."""
+        """The blocks that have not changed since they were written."""
         found = {}
         for block in blocks:
             known = self._blocks.get((table_id, block))

@@ -7,9 +7,9 @@ answered from. Payloads never travel here, only file descriptors.
 Rules:
     - The socket has a name in the abstract namespace: nothing is left behind, however the server
       ends.
-    - What a session shared is unmapped when its connection ends, as the kernel ends it for a
-      process that was killed.
-    - A connection that says anything wrong gets the error and is closed; nobody else notices.
+    - A session's segments are unmapped when its connection ends; the kernel ends that of a killed
+      process.
+    - A connection with a wrong message gets the error and is closed; nobody else notices.
 
 Everything belongs to the event loop; nothing here blocks.
 """
@@ -45,7 +45,7 @@ _NONCE_BYTES = 16
 _MESSAGE_BYTES = 4096
 _BACKLOG_COUNT = 128
 _ACCEPT_PAUSE_S = 1.0
-"""After a connection that could not be accepted, which stays in the queue."""
+"""The pause after a connection that could not be accepted; it stays in the queue."""
 
 
 @dataclass(slots=True, eq=False)
@@ -55,12 +55,12 @@ class _Connection:
     socket: socket.socket
     incarnation: Incarnation | None = None
     segments: dict[int, Bytes] = field(default_factory=dict)
-    lent: set[int] = field(default_factory=set)
+    shared_ids: set[int] = field(default_factory=set)
     withdrawn: list[int] = field(default_factory=list)
 
 
 class SharedLanes:
-    """The socket, and the sessions that are on it."""
+    """The socket, and its sessions."""
 
     def __init__(self) -> None:
         self._name = f"pushpull-{secrets.token_hex(16)}"
@@ -101,7 +101,6 @@ class SharedLanes:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody can come here."""
         return self._listener is not None
 
     @property
@@ -110,7 +109,7 @@ class SharedLanes:
         return len(self._connections)
 
     def offer(self, session: Session) -> parameters_pb2.SameHostOffer | None:
-        """What a session needs to come here; None if nobody listens."""
+        """The offer by which a session connects; None if the socket is closed."""
         if self._listener is None:
             return None
         nonce = self._nonces.get(session.incarnation)
@@ -121,7 +120,7 @@ class SharedLanes:
         return parameters_pb2.SameHostOffer(socket_name=self._name, nonce=nonce)
 
     def forget(self, incarnation: Incarnation) -> None:
-        """The session has left the cluster."""
+        """Forget a session that left the cluster."""
         nonce = self._nonces.pop(incarnation, None)
         if nonce is not None:
             del self._sessions[nonce]
@@ -167,26 +166,26 @@ class SharedLanes:
             )
         return segment[begin:end].data
 
-    def lend(self, incarnation: Incarnation, segment_id: int, segment: SharedSegment) -> bool:
-        """Whether the session can read `segment`: it has its descriptor, or gets it now."""
+    def share(self, incarnation: Incarnation, segment_id: int, segment: SharedSegment) -> bool:
+        """Share a segment with a session: True if it has the descriptor, or gets it now."""
         connection = self._connections.get(incarnation)
         if connection is None:
             return False
-        if segment_id in connection.lent:
+        if segment_id in connection.shared_ids:
             return True
         shared = parameters_pb2.SharedSegment(segment_id=segment_id, byte_count=segment.byte_count)
         if not self._send(connection, parameters_pb2.LaneResponse(segment=shared), segment.fd):
             return False
-        connection.lent.add(segment_id)
+        connection.shared_ids.add(segment_id)
         return True
 
     def withdraw(self, segment_id: int) -> None:
-        """No answer will name the segment any more: who has it mapped may let it go. Whoever does
-        not read what it gets is told with the next that goes.
+        """Withdraw a segment that no answer will name any more: sessions may unmap it. A session
+        that does not read its messages is told with the next one.
         """
         for connection in self._connections.values():
-            if segment_id in connection.lent:
-                connection.lent.discard(segment_id)
+            if segment_id in connection.shared_ids:
+                connection.shared_ids.discard(segment_id)
                 connection.withdrawn.append(segment_id)
             while connection.withdrawn:
                 dropped = parameters_pb2.SegmentDropped(segment_id=connection.withdrawn[0])
@@ -207,7 +206,7 @@ class SharedLanes:
             stranger, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
-        except OSError as error:  # no descriptors left: whoever waits takes the other lane
+        except OSError as error:  # no descriptors left: waiting sessions use the other lane
             logs.warning("lane_not_accepted", error=str(error))
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener.fileno())
@@ -243,7 +242,7 @@ class SharedLanes:
     def _read(self, connection: _Connection) -> None:
         descriptor = -1
         try:
-            # A stranger's descriptor is not even taken: to close some kinds of file is to wait.
+            # A stranger's descriptor is not taken: closing some kinds of file blocks.
             message, descriptor = receive(
                 connection.socket, _MESSAGE_BYTES, takes_file=connection.incarnation is not None
             )

@@ -1,18 +1,19 @@
-"""Where the values of a server's ranges lie: memory that it shares with sessions on this host.
+"""Segments of a server's ranges: the memory of values that it shares with sessions on this host.
 
-    view with new ranges --reserve, a thread--> spare --add--> in use --remove--> gone with the rest
+    view with new ranges --reserve, a thread--> spare --add--> in use --remove--> freed with the
+    rest
 
-Reserving memory takes the system a second a GB, or several: a loop that did it would answer nobody
-meanwhile, no heartbeat either. So it is reserved before the view is observed that needs it. What is
-added without that is reserved then and there.
+Reserving memory takes the system a second a GB, or several, in which the loop would answer nobody,
+and send no heartbeat. So memory is reserved before the view that needs it is observed; a range that
+is added without that reserves its memory at once.
 
 Rules:
-    - Ranges of a table that come together lie in one segment.
-    - Memory is zeros when a range gets it: what one range had is never another's.
-    - Beside the values there is one stamp for each block (see `ps_core.sequence_locks`): a reader
-      copies the values and then looks whether the stamp is still the one that its answer named.
-    - That order is the processor's on x86-64 only: there stores become visible in the order in
-      which they were made, and loads are made in theirs. Elsewhere values are not shared.
+    - Ranges of a table that are added together lie in one segment.
+    - Memory is zeros when a range gets it: it never holds another range's values.
+    - Each block has a sequence lock beside the values (see `ps_core.sequence_locks`): a reader
+      copies the values, then checks that the lock still has the value that its answer named.
+    - x86-64 alone ensures that order: stores become visible in the order in which they are made,
+      and loads are made in theirs. Elsewhere values are not shared.
 
 Everything belongs to one event loop, but for the thread.
 """
@@ -50,12 +51,12 @@ _Key = tuple[TableId, RangeId]
 ALIGNMENT_BYTES = 64
 
 CAN_SHARE = platform.machine() in ("x86_64", "AMD64")
-"""Whether this processor orders loads and stores as the stamps need it."""
+"""True if this processor orders loads and stores as the sequence locks need it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPlace:
-    """Where a block lies in the segment, in bytes."""
+    """A block's place in the segment, in bytes."""
 
     offset_bytes: int
     byte_count: int
@@ -63,7 +64,7 @@ class SharedPlace:
 
     @property
     def lock_offset_bytes(self) -> int:
-        """Where its stamp lies."""
+        """The place of its sequence lock."""
         return self.lock_number * sequence_locks.LOCK_BYTES
 
 
@@ -93,7 +94,7 @@ class SharedValues:
         at = _aligned(len(lengths) * sequence_locks.LOCK_BYTES)
         self._places: dict[int, SharedPlace] = {}
         self._ends: dict[int, int] = {}
-        self._numbers = {block: number for number, block in enumerate(lengths)}  # of its stamp
+        self._numbers = {block: number for number, block in enumerate(lengths)}  # of its lock
         for number, (block, length) in enumerate(lengths.items()):
             self._places[block] = SharedPlace(at, length * dtype.itemsize, number)
             self._ends[block] = at + padded_length(length) * dtype.itemsize
@@ -108,16 +109,16 @@ class SharedValues:
         return torch.from_numpy(array).view(self._dtype)
 
     def place(self, block: int) -> tuple[SharedPlace, int]:
-        """Where a block lies, and its stamp now.
+        """A block's place, and the value of its sequence lock.
 
-        Blocks are read between changes only, so the stamp is even.
+        Blocks are read between changes only, so the value is even.
         """
         place = self._places[block]
         return place, sequence_locks.now(self._locks, place.lock_number)
 
     def shared_value(self, effect: AnswerPull, block: int) -> parameters_pb2.SharedValue:
-        """A block's part of the answer: where it lies, and its stamp now."""
-        place, stamp = self.place(block)
+        """A block of an answer: its place, and the value of its sequence lock."""
+        place, lock = self.place(block)
         version = effect.versions[block]
         return parameters_pb2.SharedValue(
             block=block,
@@ -129,20 +130,20 @@ class SharedValues:
             offset_bytes=place.offset_bytes,
             byte_count=place.byte_count,
             stamp_offset_bytes=place.lock_offset_bytes,
-            stamp=stamp,
+            stamp=lock,
         )
 
     def begin_change(self, blocks: Iterable[int]) -> None:
-        """The values of `blocks` are about to change."""
+        """Begin a change of `blocks`."""
         sequence_locks.begin(self._locks, map(self._numbers.__getitem__, blocks))
 
     def end_change(self, blocks: Iterable[int]) -> None:
-        """They are at rest again."""
+        """End a change of `blocks`."""
         sequence_locks.end(self._locks, map(self._numbers.__getitem__, blocks))
 
 
 def shared_values(table: Table, segment_id: int, blocks: Sequence[int]) -> SharedValues | None:
-    """A segment for blocks of a table where they can be shared; None if they cannot.
+    """A segment for blocks of a table; None if they cannot be shared.
 
     Sums (AGGREGATE) are not shared: each is new memory.
     """
@@ -152,7 +153,7 @@ def shared_values(table: Table, segment_id: int, blocks: Sequence[int]) -> Share
     try:
         return SharedValues(table.table_id, segment_id, lengths, arithmetic_dtype(table))
     except OSError as error:
-        logs.warning("values_not_lent", table=table.spec.name, error=str(error))
+        logs.warning("values_not_shared", table=table.spec.name, error=str(error))
         return None
 
 
@@ -162,7 +163,7 @@ def _aligned(byte_count: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class _TableSegment:
-    """The memory of ranges of one table that came at once.
+    """The segment of ranges of one table that were added together.
 
     Attributes:
         values: the memory; None: there is none to share, and each range has its own.
@@ -176,12 +177,12 @@ class _TableSegment:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is or will be in it."""
+        """True if it has no range, and is reserved for none."""
         return not (self.spare or self.range_ids)
 
 
 def held_ranges(view: ClusterView, node_id: NodeId) -> set[RangeId]:
-    """The ranges of which a server has something by a view, or is about to."""
+    """Ranges that a server has or gets by a view."""
     return {
         each.range_id
         for each in view.ranges
@@ -190,7 +191,7 @@ def held_ranges(view: ClusterView, node_id: NodeId) -> set[RangeId]:
 
 
 class ValueSegments:
-    """All memory of one server that is shared.
+    """All segments of one server.
 
     Args:
         lanes: the sessions on this host.
@@ -210,10 +211,10 @@ class ValueSegments:
                 return segment
         return None
 
-    # --- memory that is about to be needed
+    # --- memory reserved in advance
 
     async def reserve(self, view: ClusterView, node_id: NodeId, turns: Turns) -> None:
-        """Have memory for what this server holds by a view that it is about to observe."""
+        """Reserve memory for the ranges of a view that is about to be observed."""
         held = held_ranges(view, node_id)
         self._forget_spare(held)
         if not self._lanes.is_open:
@@ -257,23 +258,23 @@ class ValueSegments:
                 self._keep(table_id, segments)
 
     def _close_if_empty(self, segment: _TableSegment) -> None:
-        """Drop its memory when nothing is or will be in it; sessions that have it mapped let go."""
+        """Free a segment without ranges; sessions that have it mapped are told."""
         if segment.is_empty and segment.values is not None:
             segment.values.segment.close()
             self._lanes.withdraw(segment.values.segment_id)
 
     def _keep(self, table_id: TableId, segments: Sequence[_TableSegment]) -> None:
-        """Keep those in which something is, or will be."""
+        """Keep the segments that have ranges, or are reserved."""
         kept = [segment for segment in segments if segment.range_ids or segment.spare]
         if kept:
             self._segments[table_id] = kept
         else:
             self._segments.pop(table_id, None)
 
-    # --- ranges that come and go
+    # --- ranges added and removed
 
     def add(self, parts: Sequence[ShardAdded]) -> dict[RangeId, SharedValues | None]:
-        """The memory of parts of one table that come together; None: nothing is shared."""
+        """The segments of shards of one table that are added together; None: nothing is shared."""
         table = parts[0].table
         self._codecs[table.table_id] = NATIVE_CODEC[table.spec.dtype]
         segments: dict[RangeId, _TableSegment] = {}
@@ -306,9 +307,7 @@ class ValueSegments:
         at_once(self.removing((range_id,)))
 
     def removing(self, range_ids: Collection[RangeId]) -> Work[None]:
-        """Nothing of these ranges is here any more, of any table. What sessions on this host have
-        mapped stays readable for them until they have let it go.
-        """
+        """Remove ranges, of all tables. Sessions keep what they have mapped until they unmap it."""
         for key in [key for key in self._shared if key[1] in range_ids]:
             del self._shared[key]
         for table_id, segments in list(self._segments.items()):
@@ -319,7 +318,7 @@ class ValueSegments:
             yield
 
     def remove_tables(self, table_ids: Collection[TableId]) -> None:
-        """Nothing of these tables is or will be here, in any range; as `removing`."""
+        """Remove tables, in all ranges; as `removing`."""
         for key in [key for key in self._shared if key[0] in table_ids]:
             del self._shared[key]
         for table_id in table_ids:
@@ -330,19 +329,19 @@ class ValueSegments:
             self._codecs.pop(table_id, None)
 
     def close(self) -> None:
-        """Nothing is shared from now on; what sessions have mapped stays readable for them."""
+        """Free all segments; sessions keep what they have mapped."""
         for segment in itertools.chain(*self._segments.values()):
             if segment.values is not None:
                 segment.values.segment.close()
 
-    # --- what is shared
+    # --- shared values
 
     def find(self, key: _Key) -> SharedValues | None:
-        """Where the range's values lie, if that may be shared."""
+        """The range's shared values, if it has any."""
         return self._shared.get(key)
 
     def shares(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
-        """Whether the session takes all of the table's values, as `codec`, from where they lie."""
+        """True if the session reads all of the table's values, as `codec`, from shared memory."""
         segments = [segment for segment in self._segments.get(table_id, ()) if segment.range_ids]
         if not segments:
             return False
@@ -355,14 +354,14 @@ class ValueSegments:
         )
 
     def shared_with(self, session: Session, key: _Key, codec: Codec) -> SharedValues | None:
-        """The range's values as `codec`, if the session takes them from where they lie."""
+        """The range's shared values, if the session reads them as `codec`."""
         shared = self._shared.get(key)
         if shared is None or codec is not shared.codec or not self._is_open_to(session, shared):
             return None
         return shared
 
     def _is_open_to(self, session: Session, shared: SharedValues) -> bool:
-        return self._lanes.lend(session.incarnation, shared.segment_id, shared.segment)
+        return self._lanes.share(session.incarnation, shared.segment_id, shared.segment)
 
 
 def _close(reserving: asyncio.Future[SharedValues | None]) -> None:

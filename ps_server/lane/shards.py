@@ -1,12 +1,10 @@
-"""The values of one server: the stores of its ranges, and where sessions on this host may read
-them.
+"""The values of one server: the stores of its shards, and the segments that sessions on this host
+read.
 
 Invariants:
-    SH-1  What is accumulated or assigned has its payload.
-    SH-2  A block that is shared changes only while its stamp says so.
+    SH-1  Each accumulated or assigned block has its payload.
+    SH-2  A block that is shared changes only while its sequence lock is odd.
     SH-3  A range has one store of a table, from when it is added until it is removed.
-
-What it deliberately does not do: decide what happens to them, or count and time it (`node` does).
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ from ps_server.values.copy_on_write import RangeSnapshots
 from ps_server.values.custom_updates import CheckedUpdate
 from ps_server.values.mutations import (
     Assigned,
-    Change,
     Dropped,
-    Kept,
+    KeptSum,
+    Mutation,
     Put,
     SentAccumulator,
     fixed_elements,
 )
 from ps_server.values.optimizer_arrays import check_array
-from ps_server.values.shard_store import Changes, ShardStore, nobody
+from ps_server.values.shard_store import ChangeHooks, ShardStore, nobody
 from ps_server.values.update_arithmetic import Accumulator
 from pushpull.v1 import parameters_pb2
 
@@ -56,27 +54,28 @@ _Key = tuple[TableId, RangeId]
 
 _AGAIN_MS = 100
 _FREEZE_COUNT = 1024
-"""Blocks after whose making the collector need not look at them again and again: it would take a
-tenth of a second to look at those of a large table."""
+"""Blocks made between two freezes of the garbage collector, which would otherwise look at them
+again and again: a tenth of a second for those of a large table.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """The store of a range that is not here yet, and where its values lie."""
+    """A prepared store of a shard that is not here yet."""
 
     shared: SharedValues | None
     store: ShardStore
 
 
 _HELD_COUNT = 32
-"""Answers of one range beyond which those that nobody has any more are looked for."""
+"""Held answers of a range beyond which dead ones are looked for."""
 
 
 class HeldAnswer(Protocol):
-    """An answer that is made of a range piece by piece."""
+    """An answer that is made piece by piece."""
 
     def keep(self, blocks: Collection[int]) -> None:
-        """These blocks of the range are about to change."""
+        """Copy these blocks, which are about to change."""
 
 
 class Shards:
@@ -88,11 +87,11 @@ class Shards:
 
     Attributes:
         stores: by table and range.
-        received_bytes: payload bytes that came, wherever they lay.
-        sent_bytes: those of answers to reads.
+        received_bytes: payload bytes that came, in messages or in shared memory.
+        sent_bytes: those of answers to pulls.
         lanes: the sessions on this host.
-        snapshots: what has to be written for a checkpoint before it changes, if anything.
-        segments: where values lie that are shared.
+        snapshots: blocks to write for a checkpoint before they change, if any.
+        segments: the memory of shared values.
         pool: the working memory of all stores.
     """
 
@@ -114,8 +113,8 @@ class Shards:
         return sum(store.state_bytes for store in self.stores.values())
 
     def add(self, parts: Sequence[ShardAdded]) -> None:
-        """Make room for parts of one table: where they can be shared, if this server lends. Those
-        that are here stay as they are (SH-3).
+        """Add shards of one table, in shared memory if this server shares any. Existing ones stay
+        as they are (SH-3).
         """
         table = parts[0].table
         parts = [part for part in parts if (table.table_id, part.range_id) not in self.stores]
@@ -148,9 +147,8 @@ class Shards:
         turns: Turns,
         on_ready: Callable[[ShardAdded], None],
     ) -> None:
-        """Have ready what `add` will need when a view is observed that is about to be: a table of
-        many blocks takes seconds, in which others have their turns. `on_ready` is called with each
-        part.
+        """Prepare stores for a view that is about to be observed: a table of many blocks takes
+        seconds, in which others have their turns. `on_ready` is called with each shard.
         """
         lacking = await self._lacking(view, node_id, turns)
         await self.segments.reserve(view, node_id, turns)
@@ -175,7 +173,7 @@ class Shards:
             on_ready(part)
 
     async def _lacking(self, view: ClusterView, node_id: NodeId, turns: Turns) -> list[ShardAdded]:
-        """What the server holds by a view and has not made."""
+        """Shards that the server has by a view, and has no store for."""
         held, range_count = held_ranges(view, node_id), len(view.ranges)
         found = []
         for table in view.tables:
@@ -192,7 +190,7 @@ class Shards:
         at_once(self.removing((range_id,)))
 
     def removing(self, range_ids: Collection[RangeId]) -> Work[None]:
-        """Nothing of these ranges is here any more, of any table."""
+        """Remove ranges, of all tables."""
         for key in [key for key in self.stores if key[1] in range_ids]:
             self._keep_held(key, self.stores[key].blocks)
             del self.stores[key]
@@ -201,7 +199,7 @@ class Shards:
         yield from self.segments.removing(range_ids)
 
     def removing_tables(self, table_ids: Collection[TableId]) -> Work[None]:
-        """Nothing of these tables is here any more, in any range."""
+        """Remove tables, in all ranges."""
         for key in [key for key in self.stores if key[0] in table_ids]:
             self._keep_held(key, self.stores[key].blocks)
             del self.stores[key]
@@ -211,16 +209,16 @@ class Shards:
         self.segments.remove_tables(table_ids)
 
     def custom_state(self, name: str) -> tuple[str, ...]:
-        """What a custom update keeps of each element, by name; nothing if it is not here."""
+        """Names of a custom update's state; none if the update is not here."""
         update = self._updates.get(name)
         return () if update is None else tuple(update.slots)
 
-    # --- payloads that come
+    # --- received payloads
 
     def decode(
         self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
     ) -> Contribution:
-        """See `intake.Decoder`; a place that is not here is answered by the machine."""
+        """As `parameter_wire.Decoder`; the machine answers for a place that is not here."""
         store = self._store_at(place)
         self.received_bytes += len(payload)
         return store.decode(block, codec, payload, presence)
@@ -228,15 +226,15 @@ class Shards:
     def decode_shared(
         self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
     ) -> Contribution:
-        """See `intake.Decoder`."""
+        """As `parameter_wire.Decoder`."""
         store = self._store_at(place)
         payload = self.lanes.payload(sender.incarnation, message.shared_payload)
         self.received_bytes += len(payload)
         return store.decode(message.block, codec, payload, message.presence, is_shared=True)
 
     def _store_at(self, place: Place) -> ShardStore:
-        """Where an entry goes. It may wait for its turn, and be answered by a machine that has come
-        meanwhile: that it could not be read then is no fault of its sender's.
+        """The store of an entry. The entry may wait for its turn, and reach a machine that has come
+        meanwhile: that its payload was not decoded is no fault of its sender.
         """
         store = self.stores.get((place.table_id, place.range_id))
         if store is None:
@@ -251,10 +249,10 @@ class Shards:
             raise InvalidKeys(f"range {range_id} holds no block of table {table_id}")
         return store
 
-    # --- what the machines decided
+    # --- effects
 
     def accumulate(self, effect: Accumulate) -> None:
-        """One worker's step goes into the sum of its clock."""
+        """Add one worker's step to the accumulator of its clock."""
         store = self.stores[effect.table_id, effect.range_id]
         parts = _contributions(effect.parts)
         store.accumulate(effect.clock, parts, effect.scale, effect.compensation)
@@ -266,7 +264,7 @@ class Shards:
             yield
 
     def reducing(self, record: Record) -> Work[tuple[float, ...]]:
-        """The sum of the record's clock is whole: reduce it, and say how large it is.
+        """Reduce the sum of the record's clock, and return its squares.
 
         Returns:
             As `ShardStore.reduce`.
@@ -275,13 +273,13 @@ class Shards:
         return store.reducing(record.clock, record.contributor_count)
 
     def take(self, record: Record) -> Accumulator:
-        """The sum of the record's clock, for `apply`: what is accumulated for it later is
-        another.
+        """Take the accumulator of the record's clock, for `apply`; later steps of the clock go into
+        another one.
         """
         return self.stores[record.table_id, record.range_id].take(record.clock)
 
     def kept(self, record: Record) -> Accumulator:
-        """The sum that the record's clock was reduced to; it stays where it is."""
+        """The reduced accumulator of the record's clock; it stays where it is."""
         return self.stores[record.table_id, record.range_id].kept_accumulator(record.clock)
 
     def apply(self, record: Record, accumulator: Accumulator | None = None) -> UpdateFailed | None:
@@ -291,7 +289,8 @@ class Shards:
     def applying(
         self, record: Record, accumulator: Accumulator | None = None
     ) -> Work[UpdateFailed | None]:
-        """Why the update could not be computed, if so; then nothing has changed.
+        """Apply a record. Returns the error if the update could not be computed; nothing has
+        changed then.
 
         Args:
             record: the decision.
@@ -318,11 +317,10 @@ class Shards:
         return None
 
     def is_brief(self, record: Record) -> bool:
-        """Whether the update is one step: `apply_brief` does it."""
         return self.stores[record.table_id, record.range_id].is_brief(len(record.blocks))
 
     def apply_brief(self, record: Record) -> None:
-        """As `applying`, where the update `is_brief`."""
+        """As `applying`, for an update that `is_brief`."""
         key = record.table_id, record.range_id
         store = self.stores[key]
         accumulator = store.take(record.clock)
@@ -334,7 +332,7 @@ class Shards:
         at_once(self.assigning(effect))
 
     def assigning(self, effect: Assign) -> Work[None]:
-        """Initial values, or an edit's."""
+        """Put initial values, or an edit's, in place."""
         key = effect.record.table_id, effect.record.range_id
         changes = self._changes(key)
         for some in pieces_of(effect.parts):
@@ -345,17 +343,17 @@ class Shards:
             changes.end(blocks)
             yield
 
-    def _changes(self, key: _Key) -> Changes:
-        """Who is told of what changes in a range."""
+    def _changes(self, key: _Key) -> ChangeHooks:
+        """The hooks for changes in a range."""
         shared = self.segments.find(key)
         if shared is None:
-            return Changes(partial(self._before_change, key), nobody)
+            return ChangeHooks(partial(self._before_change, key), nobody)
 
         def begin(blocks: Sequence[int]) -> None:
             self._before_change(key, blocks)
             shared.begin_change(blocks)
 
-        return Changes(begin, shared.end_change)
+        return ChangeHooks(begin, shared.end_change)
 
     def _before_change(self, key: _Key, blocks: Sequence[int]) -> None:
         if key in self._held:
@@ -364,7 +362,7 @@ class Shards:
             self.snapshots.before_change(key, blocks)
 
     def hold(self, key: _Key, answer: HeldAnswer) -> None:
-        """This answer is not all made: before the range changes it is told, if anybody has it."""
+        """Hold an unfinished answer: it is told before the range changes."""
         held = self._held.setdefault(key, [])
         if len(held) >= _HELD_COUNT:  # most of them have been made since
             held[:] = _living(held)
@@ -382,15 +380,15 @@ class Shards:
             self._held.pop(key, None)
 
     def drop(self, record: Record) -> None:
-        """Nothing comes of the sum of the record's clock."""
+        """Drop the accumulator of the record's clock."""
         self.stores[record.table_id, record.range_id].drop(record.clock)
 
-    def make(self, change: Change) -> UpdateFailed | None:
+    def make(self, change: Mutation) -> UpdateFailed | None:
         """`making`, at once."""
         return at_once(self.making(change))
 
-    def making(self, change: Change) -> Work[UpdateFailed | None]:
-        """A backup does to values what its primary has decided, as the primary does it.
+    def making(self, change: Mutation) -> Work[UpdateFailed | None]:
+        """Do a primary's mutation at a backup, as the primary does it.
 
         Returns:
             As `apply`.
@@ -406,9 +404,9 @@ class Shards:
                 if change.accumulator is None:
                     return (yield from self.applying(record))
                 accumulator = yield from _receiving(store, record, change.accumulator)
-                store.drop(record.clock)  # a primary that took over sends what it was told was kept
+                store.drop(record.clock)  # a primary that took over sends sums that were kept here
                 return (yield from self.applying(record, accumulator))
-            case Kept():
+            case KeptSum():
                 sent = change.accumulator._replace(is_reduced=True)
                 store.put_accumulator(record.clock, (yield from _receiving(store, record, sent)))
             case Dropped():
@@ -427,9 +425,7 @@ class Shards:
         return at_once(self.copying(snapshot))
 
     def copying(self, snapshot: Snapshot) -> Work[RangeCopy]:
-        """The values of a range as they are now, beside what `snapshot` knows; shares nothing with
-        them.
-        """
+        """Copy the values of a range beside `snapshot`; the copy shares nothing with them."""
         range_id = snapshot.range_id
         held = []
         for change in snapshot.held:
@@ -445,7 +441,7 @@ class Shards:
         at_once(self.restoring(copy))
 
     def restoring(self, copy: RangeCopy) -> Work[None]:
-        """Make the stores of a range, which are here, what the copy says.
+        """Restore the stores of a range, which exist, from the copy.
 
         Raises:
             InvalidKeys: the copy has a table that is not here, or other blocks.
@@ -461,11 +457,11 @@ class Shards:
             yield from self.making(change)
 
     def forget(self, effect: Forget) -> None:
-        """What was kept for a reader is of no use any more."""
+        """Forget the values kept for a reader."""
         self.stores[effect.table_id, effect.range_id].forget(effect.reader)
 
     def abandon(self, table_id: TableId) -> None:
-        """The table has failed."""
+        """Drop what a failed table has in accumulators."""
         for (owner, _), store in self.stores.items():
             if owner == table_id:
                 store.abandon()
@@ -480,25 +476,23 @@ def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contr
     return found
 
 
-def for_backup(change: Change) -> Change:
-    """The change as backups are told it: with views of what its accumulator, or its values, are
-    now.
-    """
+def for_backup(change: Mutation) -> Mutation:
+    """The mutation for backups, with views of its accumulator or values."""
     match change:
         case Put(record, Accumulator() as accumulator):
             return Put(record, accumulator.sent())
-        case Kept(record, Accumulator() as accumulator):
-            return Kept(record, accumulator.sent())
+        case KeptSum(record, Accumulator() as accumulator):
+            return KeptSum(record, accumulator.sent())
         case Assigned(record, parts):
             values = _contributions(parts)
             return Assigned(record, tuple(contributions.elements(part) for _, part in values))
     return change
 
 
-def fixed_for_backup(change: Change) -> Change:
-    """As `for_backup`, in memory that does not change."""
+def fixed_for_backup(change: Mutation) -> Mutation:
+    """As `for_backup`, in memory of its own."""
     change = for_backup(change)
-    if isinstance(change, Put | Kept) and change.accumulator is not None:
+    if isinstance(change, Put | KeptSum) and change.accumulator is not None:
         return change._replace(accumulator=change.accumulator.fixed())
     if isinstance(change, Assigned):
         return change._replace(parts=fixed_elements(change.parts))

@@ -1,12 +1,13 @@
-"""One server's part in replication: its machines, its values and the streams to other servers.
+"""One server's replication: joins its machines, its values and the streams to other servers.
 
-`node` asks it what may be done of what its machines decided, and does that; this file carries
-records, beats, snapshots and their answers between the machines of replication and the wire.
+Records, beats, snapshots and their answers pass here between the machines of replication and the
+wire. `node` carries out the effects that replication releases.
 
 Everything belongs to one event loop.
 
 Invariants:
-    RR-1  What a backup has acknowledged, its values have: where they may not, it has nothing.
+    RR-1  A backup's values have every record that it acknowledged; where they may not, it gives
+          the range up.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from ps_server.wire.snapshot_wire import snapshot_messages
 
 @dataclass(frozen=True, slots=True)
 class ReplicationSetting:
-    """What the scheduler says of replication."""
+    """The cluster's settings of replication, from the scheduler."""
 
     lease_s: float
     min_in_sync: int = 1
@@ -62,21 +63,16 @@ class ReplicatedRanges:
     """The replication of one server.
 
     Args:
-        session: the server's.
-        machine: its machine.
-        shards: its values.
-        setting: as the scheduler gave it.
-        now: the clock, in seconds; one that counts suspended time.
-        update_log: where what is decided has to be too, if anywhere.
+        now: the clock, in seconds; it counts suspended time.
+        update_log: gets every decision, too, if there is one.
 
     Attributes:
-        release: called with the ranges of which more may be done, since others have what they had
-            to have first: `released` is to be called between two works, else what is under way
-            would do what was decided later before it (OC-1).
-        log_has_room: called when something was written to the log: `looking_at_log` may be called.
+        release: called with ranges of which held effects may be released. `released` is then to be
+            called between two works: within one, a later decision could overtake them (OC-1).
+        log_has_space: called when records were written to the log: `looking_at_log` may be called.
         health: of the server.
-        ask: called with what the scheduler is to be asked for at once.
-        wishes: what the scheduler is to be asked for.
+        ask: called with requests that the scheduler is to get at once.
+        backup_requests: the newest requests to the scheduler.
     """
 
     def __init__(
@@ -105,7 +101,7 @@ class ReplicatedRanges:
             self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
             update_log.on_written = self._written
         self.release: Callable[[Iterable[RangeId]], None] = self._release
-        self.log_has_room: Callable[[], None] = _nothing_to_do
+        self.log_has_space: Callable[[], None] = _nothing_to_do
         self.health = FailStop()
         self.ask: Callable[[Sequence[BackupRequest]], None] = _nothing_to_ask
         self.backup_requests: Sequence[BackupRequest] = ()
@@ -123,9 +119,7 @@ class ReplicatedRanges:
         self._missing: tuple[RangeId, ...] = ()
 
     def recover(self, replicas: Mapping[RangeId, Replica]) -> None:
-        """What the update log had all of when the server started, which is in the stores; before
-        the first view.
-        """
+        """Take the ranges that were recovered from the update log; before the first view."""
         named = {table_id for table_id, _ in self._shards.stores}
         self.replication.recover(replicas.values(), named)
         self._logged.recover(replicas)
@@ -133,8 +127,8 @@ class ReplicatedRanges:
     # --- views
 
     def observing(self, view: ClusterView) -> Work[tuple[list[RangeId], list[Effect]]]:
-        """A newer view: the ranges of which nothing is here any more, and what that means for reads
-        that wait. `serve` must follow.
+        """Take the roles of a newer view. Returns the ranges that are lost here, and the effects on
+        waiting reads. `serve` must follow.
         """
         self._links.observe(view)
         removed = self.replication.removed_by(view)
@@ -147,7 +141,7 @@ class ReplicatedRanges:
             yield from self._shards.removing_tables(removed)
         self._view = view
         self._view_came.set()
-        yield from self._making_room(view)
+        yield from self._adding_stores(view)
         if self.update_log is not None:
             self._encoded_log.observe_tables(view.tables_by_id)
             self._logged.observe(lost)
@@ -168,8 +162,8 @@ class ReplicatedRanges:
         for peer, record in records:
             self._send(peer, record)
 
-    def _making_room(self, view: ClusterView) -> Work[None]:
-        """Stores for what this server backs up, or is about to."""
+    def _adding_stores(self, view: ClusterView) -> Work[None]:
+        """Add stores for ranges that this server backs up, or is about to."""
         self._tables = view.tables_by_id
         held = {
             a.range_id
@@ -191,9 +185,8 @@ class ReplicatedRanges:
                 self._shards.add(parts)
 
     def serve(self) -> ClusterView:
-        """The newest view as the machine shall see it; see `Replication.serve`. What this server
-        serves from now on nobody sees before the scheduler has left out who is dead: it is asked
-        at once.
+        """See `Replication.serve`. The scheduler is asked at once to leave out the candidates of
+        ranges that are served from now on: nothing of them is released before.
         """
         before = set(self.replication.primaries)
         view = self.replication.serve(self._now())
@@ -207,20 +200,19 @@ class ReplicatedRanges:
 
     @property
     def deposed(self) -> set[RangeId]:
-        """See `Replication.deposed`."""
         return self.replication.deposed
 
     @property
     def waits(self) -> bool:
-        """Whether an old lease keeps this server from serving: `serve` is to be called again."""
+        """True while an old lease keeps this server from serving: `serve` is to be called again."""
         return self.replication.waits
 
     @property
     def serves_within_s(self) -> float:
-        """When `serve` is to be called again, because an old lease has run out."""
+        """Seconds until an old lease runs out, and `serve` is to be called again."""
         return self.replication.serves_within(self._now())
 
-    # --- what was decided
+    # --- decisions
 
     def deciding(self, effects: Iterable[Effect]) -> Work[list[CommittedEffect]]:
         """See `OutputCommit.deciding`."""
@@ -238,8 +230,8 @@ class ReplicatedRanges:
         return self.output.prepared_changes
 
     def keep_up(self) -> None:
-        """Ask for the lease, and send again what was not acknowledged; to be called ten times a
-        lease at least, whatever is under way.
+        """Ask for the lease, and send unacknowledged records again; to be called at least ten times
+        a lease, whatever is under way.
         """
         now_s = self._now()
         self._send_all(self._pacing.late(now_s))
@@ -248,21 +240,21 @@ class ReplicatedRanges:
             self._beat(beats)
 
     def going_on(self) -> Work[list[CommittedEffect]]:
-        """Copy ranges for those who join, and look at the log; what may be done now."""
+        """Send snapshots, and look at the log. Returns the effects that may be carried out now."""
         yield from self._giving_snapshots()
         if self.update_log is not None:
             yield from self._looking_at(self.update_log)
         return self.output.release(self._now(), self.replication.primaries)
 
     def released(self, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
-        """What may be done now of these ranges."""
+        """Held effects of these ranges that may be carried out now."""
         return self.output.release(self._now(), range_ids)
 
     def _release(self, range_ids: Iterable[RangeId]) -> None:
         self.released(range_ids)
 
     def looking_at_log(self) -> Work[None]:
-        """What is served now is in the log, or gets there."""
+        """See `LoggedRanges.looking`."""
         yield from self._logged.looking()
 
     def _looking_at(self, log: UpdateLog) -> Work[None]:
@@ -290,12 +282,11 @@ class ReplicatedRanges:
 
     @decides
     def _written(self, written: Written) -> None:
-        """More is in the update log."""
         self.release(self._logged.written(written.numbers))
-        self.log_has_room()
+        self.log_has_space()
 
     def _encoding(self, record: LogRecord) -> Work[None]:
-        """Have a record ready for who is told it: as messages for servers, else in pieces."""
+        """Encode a record: as messages if servers get it, else in pieces for the log."""
         primary = self.replication.primaries.get(record.range_id)
         if primary is None or not primary.holders:
             if self.update_log is not None:
@@ -315,8 +306,8 @@ class ReplicatedRanges:
         return self._encoded[1]
 
     def _logged_messages(self, record: LogRecord) -> Sequence[Pieces]:
-        """A sum is applied, and its memory used again, only when it is in the log (LOG-1): it is
-        written from where it lies. Whatever else has values, as it is now.
+        """A record for the update log. A sum is written from where it lies, since it is applied,
+        and its memory used again, only when the log has it (LOG-1). Other values are copied.
         """
         if self._encoded is not None and self._encoded[0] is record:
             return [(message,) for message in self._encoded[1]]
@@ -336,14 +327,14 @@ class ReplicatedRanges:
     # --- values that are loaded
 
     def close_ranges(self, range_ids: Iterable[RangeId]) -> None:
-        """See `Primary.close`: values of these are about to come from a checkpoint."""
+        """See `Primary.close`: values of these ranges are about to come from a checkpoint."""
         for range_id in range_ids:
             primary = self.replication.primaries.get(range_id)
             if primary is not None:
                 primary.close()
 
     def is_without_replicas(self, range_id: RangeId) -> bool:
-        """See `Primary.is_without_replicas`; so is a range that is not served here."""
+        """See `Primary.is_without_replicas`; True for a range that is not served here."""
         primary = self.replication.primaries.get(range_id)
         return primary is None or primary.is_without_replicas
 
@@ -353,7 +344,7 @@ class ReplicatedRanges:
         if primary is not None:
             primary.replaced(is_last=is_last)
 
-    # --- how it does
+    # --- figures
 
     @property
     def backed_up_count(self) -> int:
@@ -362,7 +353,7 @@ class ReplicatedRanges:
 
     @property
     def held_count(self) -> int:
-        """Decisions that not every backup has yet."""
+        """Decisions that wait for backups or the update log."""
         return sum(p.log.held_count for p in self.replication.primaries.values())
 
     @property
@@ -371,7 +362,7 @@ class ReplicatedRanges:
         return self._queues.queued_bytes
 
     def _giving_snapshots(self) -> Work[None]:
-        for peer, copying in self.output.copies(self._now(), self._has_room):
+        for peer, copying in self.output.copies(self._now(), self._has_space):
             copy = yield from self._shards.copying((yield from copying))
             messages = []
             for message in snapshot_messages(copy):
@@ -381,22 +372,20 @@ class ReplicatedRanges:
             if link is not None:
                 link.send(messages)
 
-    def _has_room(self, peer: NodeId) -> bool:
+    def _has_space(self, peer: NodeId) -> bool:
         link = self._links.find(peer)
         if link is None:
             return False
         link.begin()
-        return self._queues.has_room(peer)
+        return self._queues.has_space(peer)
 
-    # --- what other servers say of this one's ranges
+    # --- answers of backups
 
     @decides
     def peer_opened(self, peer: NodeId) -> None:
-        """See `PeerListener`."""
         self._send_all(self._pacing.opened(peer))
 
     def peer_said(self, peer: NodeId, response: MessagePiece) -> None:
-        """See `PeerListener`."""
         self._heard(peer, answers_from(response))
 
     @decides
@@ -412,7 +401,7 @@ class ReplicatedRanges:
                 freed |= dict.fromkeys(answer.range_ids)
         self.release(freed)
 
-    # --- what this server says of others'
+    # --- messages of primaries
 
     def take(self, record: LogRecord) -> Ack | None:
         """`taking`, at once."""
@@ -420,7 +409,7 @@ class ReplicatedRanges:
 
     @decides
     def taking(self, record: LogRecord) -> Work[Ack | None]:
-        """A record of a primary came."""
+        """Take a record of a primary, and change the values."""
         try:
             is_taken, ack = self.replication.take(record, lambda: self._fresh(record))
             for change in record.changes if is_taken else ():
@@ -431,8 +420,8 @@ class ReplicatedRanges:
         return ack
 
     async def view_of(self, snapshot: Snapshot) -> None:
-        """Wait a moment for the view that a snapshot was made in: its primary may have that sooner,
-        and what comes too early is dropped.
+        """Wait a moment for the view of a snapshot, which its primary may have sooner: a snapshot
+        that comes too early is dropped.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._lease_s / BEATS_A_LEASE):
@@ -446,7 +435,7 @@ class ReplicatedRanges:
 
     @decides
     def joining(self, copy: RangeCopy) -> Work[Ack | None]:
-        """All of a range came from its primary."""
+        """Take a snapshot of a primary, with its values."""
         range_id = copy.snapshot.range_id
         before = self.replication.replicas.get(range_id)
         copy = copy.of(self.replication.living(copy.snapshot))
@@ -462,7 +451,7 @@ class ReplicatedRanges:
         return ack
 
     def _lost_track(self, range_id: RangeId, error: Exception) -> None:
-        """It cannot follow the range any more, and must not say that it does (RR-1)."""
+        """Give up a range that cannot be followed any more (RR-1)."""
         if isinstance(error, PushpullError):
             logs.error("replica_broken", range_id=range_id, error=error.message)
         else:
@@ -470,7 +459,7 @@ class ReplicatedRanges:
         self.replication.leave(range_id)
         self._shards.remove(range_id)
         if self._view is not None:
-            at_once(self._making_room(self._view))
+            at_once(self._adding_stores(self._view))
 
     def _fresh(self, record: LogRecord) -> ShardCopy | None:
         blocks = self._blocks.get((record.table_id, record.range_id))
@@ -478,7 +467,7 @@ class ReplicatedRanges:
 
     @decides
     def grant(self, beat: Beat) -> Grant:
-        """A primary asks for the lease."""
+        """Grant a primary the lease."""
         return self.replication.beat(beat, self._now())
 
     async def close(self) -> None:
@@ -488,9 +477,7 @@ class ReplicatedRanges:
             await self.update_log.close()
 
 
-def _nothing_to_ask(backup_requests: Sequence[BackupRequest]) -> None:
-    """Nobody carries wishes to a scheduler."""
+def _nothing_to_ask(backup_requests: Sequence[BackupRequest]) -> None: ...
 
 
-def _nothing_to_do() -> None:
-    """Nobody keeps a log."""
+def _nothing_to_do() -> None: ...

@@ -1,8 +1,8 @@
 """Streams to the servers that back up this one's ranges, or are about to.
 
-A stream is opened while something is to be sent and kept; one that breaks is opened again. What was
-on its way is lost with it, and so is what is sent while there is none: the sender of records sends
-them again until they are acknowledged.
+The first message opens a stream, which is kept, and opened again when it breaks. Messages on their
+way are lost with it, and so are messages that are sent while there is none: the sender of records
+sends them again until they are acknowledged.
 """
 
 from __future__ import annotations
@@ -35,21 +35,20 @@ _LAST_BACKOFF_S = 0.5
 """A peer that is back is found again within this time."""
 
 _GREETING_S = 2.0
-"""How long a stream port may take to answer, when the gRPC port has answered."""
+"""A stream port may take so long to answer when the gRPC port has answered."""
 
 
 class PeerListener(Protocol):
-    """Who is told what comes from peers."""
+    """Receives the events of peers' streams."""
 
     def peer_opened(self, peer: NodeId) -> None:
-        """A stream to the peer is there; nothing of what was sent before may have come."""
+        """A stream to the peer is open. Messages that were sent before may be lost."""
 
-    def peer_said(self, peer: NodeId, response: MessagePiece) -> None:
-        """The peer answered."""
+    def peer_said(self, peer: NodeId, response: MessagePiece) -> None: ...
 
 
 class PeerLink:
-    """The stream to one server, and what waits for it in `queue`."""
+    """The stream to one server."""
 
     def __init__(
         self,
@@ -75,7 +74,7 @@ class PeerLink:
         self._is_troubled = False
 
     def begin(self) -> None:
-        """Open the stream and keep it, if that has not begun."""
+        """Open the stream and keep it. Idempotent."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._keep())
 
@@ -87,13 +86,13 @@ class PeerLink:
         self._news.set()
 
     def send_first(self, message: bytes) -> None:
-        """As `send`, before what waits already."""
+        """As `send`, before all other messages."""
         self.begin()
         self._queue.put_first(message, len(message))
         self._news.set()
 
     def reset(self) -> None:
-        """What waits is of no use any more, and neither is what the stream has taken."""
+        """Drop the stream with the messages that it has taken, and those that wait."""
         if self._call is not None:
             self._call.cancel()
 
@@ -135,11 +134,11 @@ class PeerLink:
             await self._carry(by_stream_port or call, backoff, stack)
 
     async def _greeted(self, call: ServerCall) -> int:
-        """Say who this is, and hear that the peer listens; its stream port, 0 for none.
+        """Greet the peer, and wait for its greeting. Returns its stream port, 0 for none.
 
         Raises:
-            AddressTaken: somebody else answers there.
-            Recovering: it has ended the stream.
+            AddressTaken: another node answers there.
+            Recovering: the peer has ended the stream.
         """
         header = replication_pb2.ReplicateHeader(
             session=self._identity, receiver_node_id=self.node.node_id
@@ -159,7 +158,7 @@ class PeerLink:
     async def _by_stream_port(
         self, port: int, stack: contextlib.AsyncExitStack
     ) -> ServerCall | None:
-        """The stream by the peer's stream port, if that serves; what it takes ends with `stack`."""
+        """The stream by the peer's stream port, if that serves. `stack` closes it."""
         streams = await self._stream_port.connect(port, _GREETING_S)
         if streams is None:
             return None
@@ -181,7 +180,7 @@ class PeerLink:
     async def _carry(
         self, call: ServerCall, backoff: Backoff, stack: contextlib.AsyncExitStack
     ) -> None:
-        """Write what waits and hear what is said, until the stream ends."""
+        """Write queued messages and read answers, until the stream ends."""
         self._call = call
         self._queue.open()
         stack.callback(call.cancel)
@@ -199,7 +198,7 @@ class PeerLink:
             await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: ServerCall) -> None:
-        """Write what comes. If the stream breaks, the reader says why."""
+        """Write queued messages. If the stream breaks, the reader reports why."""
         try:
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 while True:
@@ -230,13 +229,7 @@ class PeerLink:
 
 
 class PeerLinks:
-    """The streams to all other servers of the present view.
-
-    Args:
-        identity: this server's session.
-        listener: who is told what comes.
-        queues: what waits for the streams, and how these get on.
-    """
+    """The streams to all other servers of the newest view."""
 
     def __init__(
         self,
@@ -251,7 +244,7 @@ class PeerLinks:
         self._closing: set[asyncio.Task[None]] = set()
 
     def observe(self, view: ClusterView) -> None:
-        """Go on without servers that have left."""
+        """Make links to new servers, and close those to servers that have left."""
         present = {
             node.node_id: node
             for node in view.nodes
@@ -274,11 +267,9 @@ class PeerLinks:
         return self._links.get(peer)
 
     def reset(self, peer: NodeId) -> None:
-        """What is on its way to the server is of no use any more; see `PeerLink.reset`."""
         self._links[peer].reset()
 
     async def close(self) -> None:
-        """Close all links."""
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._closing)
 

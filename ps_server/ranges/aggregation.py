@@ -1,14 +1,14 @@
-"""From steps in effect to records, and from records to outcomes (SEMANTICS S1, S2, S7).
+"""Aggregation: steps in effect become records, and records end entries (SEMANTICS S1, S2, S7).
 
     step in effect --its turn--> accumulated --all are in--> recorded --> committed: outcomes
 
 Rules:
-    - A decision is a Record; outcomes are given when it commits (`ps_server.replication` holds them
-      back until other replicas have it).
-    - Under BSP an update forms when every member's step is in, or all but a few.
-    - An update of BSP is all gradients or all one edit (SEMANTICS S16). The seal says which; so all
-      ranges of all tables of a model, which have the same seals, come to the same: who disagrees
-      ends the clock for all with nothing.
+    - A decision is a Record. Its outcomes leave when it commits (`ps_server.replication` holds them
+      until the other replicas have it).
+    - Under BSP an update forms when the steps of all members are in, or of all but a few.
+    - An update of BSP is all gradients or all one edit (SEMANTICS S16), as the seals say. All
+      ranges of all tables of a model have the same seals, so they decide alike; if workers
+      disagree, the clock ends for all of them with nothing.
 
 Invariants:
     RM-2  Update c is applied after update c - 1 and holds each member's step once, in rank order
@@ -42,20 +42,20 @@ _SKIPPED = Ending(Outcome.SKIPPED)
 
 
 class Records:
-    """The records of one table in one range."""
+    """Makes the records of one table in one range, and ends the entries that they name."""
 
     def __init__(self, state: RangeState) -> None:
         self._state = state
 
     def take_parts(self, worker: RangeWorker, step: PendingStep) -> tuple[tuple[int, object], ...]:
-        """The staged payloads of a step by block; they are staged no more."""
+        """Take a step's staged payloads, by block, out of staging memory."""
         pushes = sorted(step.pushes.values(), key=lambda push: push.block)
         parts = tuple([(push.block, push.payload) for push in pushes])
         self._state.unstage_step(step, worker)
         return parts
 
     def accumulate(self, worker: RangeWorker, step: PendingStep) -> Accumulate:
-        """The step, to be added to the sum of its clock."""
+        """The effect that adds the step to the accumulator of its clock."""
         state = self._state
         check(state.initialized, "RM-3", "accumulate before the initial values")
         parts = self.take_parts(worker, step)
@@ -67,7 +67,6 @@ class Records:
         return Accumulate(table_id, state.range_id, clock, worker.rank, parts, scale, compensation)
 
     def contributor(self, worker: RangeWorker, step: PendingStep) -> Contributor:
-        """The worker's part in an update."""
         sequences = (*sorted(step.pushes), step.sealed_by.sequence)
         return Contributor(worker.rank, worker.incarnation, sequences, step.skip)
 
@@ -81,7 +80,6 @@ class Records:
         is_assign: bool = False,
         of: tuple[str, bytes] = ("", b""),
     ) -> Record:
-        """The next decision."""
         self._state.record_count += 1
         return Record(
             self._state.table.table_id,
@@ -106,8 +104,8 @@ class Records:
         *,
         of: tuple[str, bytes] = ("", b""),
     ) -> None:
-        """An edit is decided, or the initial values: these replace values. Or they are `of` an
-        array of optimizer state, under that name of an edit.
+        """Record values that replace those of the table: the initial ones, an edit's, or those `of`
+        an array of optimizer state under an edit's name.
         """
         blocks = tuple(block for block, _ in parts)
         record = self.record(clock, contributors, (), blocks, is_assign=True, of=of)
@@ -116,7 +114,7 @@ class Records:
         self.commit(record, out)
 
     def scaled(self, summed: Record, said_by: Contributor, scale: float) -> Record:
-        """The decision that makes an update of a sum."""
+        """The record that turns a reduced sum into an update."""
         self._state.record_count += 1
         return summed._replace(
             number=self._state.record_count,
@@ -126,20 +124,24 @@ class Records:
         )
 
     def commit(self, record: Record, out: list[Effect]) -> None:
-        """Every in-sync replica has the record (there is one): its outcomes hold."""
+        """End the record's entries. The caller holds the outcomes back until every in-sync replica
+        has the record.
+        """
         self.count(record)
         for contributor in record.contributors:
             self._end_contribution(record, contributor, (), out)
 
     def commit_sum(self, record: Record, squares: tuple[float, ...], out: list[Effect]) -> None:
-        """The sum is there, and says how large it is; it becomes an update with its scale."""
+        """End the entries of a reduced sum with its squares; the scale makes an update of it
+        later.
+        """
         for contributor in record.contributors:
             self._end_contribution(record, contributor, squares, out)
 
     def count(self, record: Record) -> None:
-        """It is an update now, of those who took part."""
+        """Count the update in block versions and in its contributors' own updates."""
         state = self._state
-        if record.is_assign:  # no update of a block, whose version stays
+        if record.is_assign:  # the version of a block stays
             state.changed_clock = max(state.changed_clock, record.clock)
             return
         if not record.blocks:
@@ -163,7 +165,7 @@ class Records:
     ) -> None:
         worker = self._state.workers[contributor.incarnation]
         step = worker.steps[record.clock]
-        alike: list[HeldPush] = []  # those before this one, with this ending
+        alike: list[HeldPush] = []  # earlier pushes with this ending
         ending_alike = APPLIED
         for sequence in contributor.sequences:
             push = step.pushes.get(sequence)
@@ -181,7 +183,7 @@ class Records:
             alike.append(push)
         self._state.end_pushes(worker, alike, ending_alike, out)
         seal = contributor.sequences[-1]
-        if seal not in step.pushes:  # the seal itself, which is the last
+        if seal not in step.pushes:  # the seal itself
             ending = Ending(Outcome.APPLIED, squares=squares) if squares else APPLIED
             if step.problem is not None:
                 ending = Ending(Outcome.INVALID, step.problem)
@@ -197,7 +199,7 @@ class Records:
         )
 
     def reject_stale(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
-        """What is too stale takes no part in the step."""
+        """Drop and reject the step's pushes that are too stale."""
         setting = self._state.schedule.at(step.clock)
         if setting.policy is not StalePolicy.REJECT:
             return
@@ -208,12 +210,13 @@ class Records:
                 self.reject(worker, push, tau, out)
 
     def reject(self, worker: RangeWorker, push: HeldPush, tau: int, out: list[Effect]) -> None:
-        """The push ends as too stale."""
         ending = Ending(Outcome.REJECTED, staleness=tau)
         self._state.end(worker, push.sender, push.sequence, ending, out)
 
     def scaled_accumulations(self, worker: RangeWorker, step: PendingStep) -> list[Accumulate]:
-        """The step's parts, together where what their staleness makes of them is the same."""
+        """The effects that accumulate the step: one for each factor by which staleness scales its
+        blocks.
+        """
         setting = self._state.schedule.at(step.clock)
         if setting.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
             return [self.accumulate(worker, step)]
@@ -231,7 +234,7 @@ class Records:
 
 
 class Aggregation:
-    """The update in the making of one table in one range.
+    """Aggregates the next update of one table in one range under BSP.
 
     Attributes:
         wake_s: when it may form by time alone; None: time alone does not.
@@ -242,16 +245,20 @@ class Aggregation:
         self._records = records
         self._scales = scales
         self.wake_s: float | None = None
-        self._accumulated: list[int] = []  # backup workers: who is in it
-        self._next_rank = 0  # ranks below it that belong to it are accumulated
-        self._first: RangeWorker | None = None  # whose step says first whether it is an edit
-        self._values: tuple[tuple[int, object], ...] = ()  # of the edit, as the first gave them
-        self._of = "", b""  # what they are of
+        self._accumulated: list[int] = []  # with backup workers: ranks in the sum
+        self._next_rank = 0  # members of lower rank are accumulated
+        self._first: RangeWorker | None = None  # the first whose step counts
+        self._values: tuple[
+            tuple[int, object], ...
+        ] = ()  # the edit's, as the first worker gave them
+        self._of = "", b""  # the edit's
         self._dispute: EditRefused | None = None
         self._is_accumulated = False
 
     def form(self, now_s: float, out: list[Effect]) -> bool:
-        """Accumulate what has its turn; form update `clock + 1` once every member is in (RM-2)."""
+        """Accumulate the steps whose turn has come; form update `clock + 1` once every member is in
+        (RM-2).
+        """
         state = self._state
         clock = state.clock + 1
         if state.unscaled is not None:
@@ -273,7 +280,7 @@ class Aggregation:
         return self._form_record(clock, members, out)
 
     def _take(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
-        """The step has its turn in the update."""
+        """Take a step whose turn has come into the update."""
         state = self._state
         if step.skip:
             return
@@ -310,14 +317,14 @@ class Aggregation:
         return EditRefused(f"worker {does.rank} {what} {before}, and worker {other.rank} did not")
 
     def _is_nobodys(self, clock: int) -> bool:
-        """Whether all have left before, and somebody joined after it."""
+        """True if every worker left before `clock`, and another joined after it."""
         state = self._state
         return clock <= state.newest_join_clock and not any(
             state.is_member(rank, clock) for rank in state.ranks
         )
 
     def pass_clock(self, clock: int) -> None:
-        """All up to `clock` is decided, for everyone."""
+        """Finish `clock` for every worker."""
         state = self._state
         state.clock = state.formed_clock = clock
         state.end_sum()
@@ -327,8 +334,8 @@ class Aggregation:
             worker.done_clock = max(worker.done_clock, clock)
 
     def _form_without_slowest(self, clock: int, now_s: float, out: list[Effect]) -> bool:
-        """BSP with backup workers: form the update once enough members are in, and those that come
-        within the grace time.
+        """Form an update of BSP with backup workers: once enough members are in, and after the
+        grace time.
 
         A step is accumulated as soon as it is in, whatever its rank: nobody knows which others will
         come, and a step that waits takes the staging memory that they need. The record has the
@@ -358,31 +365,37 @@ class Aggregation:
         return self._form_record(clock, contributors, out)
 
     def _form_record(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> bool:
-        """Those that take part are in; False if there is none."""
+        """Form the record of these ranks' steps; False if none takes part."""
         state = self._state
         if self._dispute is not None or (self._first is not None and self._first.steps[clock].edit):
             self._form_edit(clock, ranks, out)
             return True
         contributors = []
         blocks: set[int] = set()
-        numbers: Hyperparameters | None = None
+        hyperparameters: Hyperparameters | None = None
         is_clipped = False
         for worker in [worker for rank in ranks if (worker := state.worker_at(rank, clock))]:
             step = worker.steps[clock]
             contributors.append(self._records.contributor(worker, step))
             if not step.skip:
                 blocks.update(step.blocks)
-                numbers = step.numbers if numbers is None else numbers
+                hyperparameters = (
+                    step.hyperparameters if hyperparameters is None else hyperparameters
+                )
                 is_clipped = is_clipped or step.sealed_by.terms.clip_scale is not None
         if not contributors:
             return False
-        numbers = state.table.step_hyperparameters.merged(()) if numbers is None else numbers
-        record = self._records.record(clock, contributors, numbers, tuple(sorted(blocks)))
+        hyperparameters = (
+            state.table.step_hyperparameters.merged(())
+            if hyperparameters is None
+            else hyperparameters
+        )
+        record = self._records.record(clock, contributors, hyperparameters, tuple(sorted(blocks)))
         if is_clipped:
             state.unscaled = record
             out.append(Reduce(record))
             return self.drop_orphan(out)
-        # A sum of nothing is a value too: workers that read clock c of an AGGREGATE table get it.
+        # A sum of nothing is a value too: workers that pull clock c of an AGGREGATE table get it.
         if record.blocks or state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             out.append(Apply(record))
         self._records.commit(record, out)
@@ -390,8 +403,8 @@ class Aggregation:
         return True
 
     def _form_edit(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> None:
-        """All workers mean the same edit: its values replace those that are there. Or they do not:
-        nothing does.
+        """Record an edit: its values replace the table's if all workers made the same edit;
+        otherwise nothing changes.
         """
         workers = [worker for rank in ranks if (worker := self._state.worker_at(rank, clock))]
         for worker in workers if self._dispute is not None else ():
@@ -408,7 +421,9 @@ class Aggregation:
         self.pass_clock(clock)
 
     def drop_orphan(self, out: list[Effect]) -> bool:
-        """Whether the update that waits for its scale was dropped, since nobody can say it."""
+        """Drop the update that waits for its scale if nobody is left to say it; True if it was
+        dropped.
+        """
         orphan = self._scales.orphan()
         if orphan is None:
             return False
@@ -417,7 +432,9 @@ class Aggregation:
         return True
 
     def discard(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
-        """The update has formed without this step; its worker goes on from the newest clock."""
+        """End a step that came after its update had formed; its worker goes on from the newest
+        clock.
+        """
         state = self._state
         newest = max(state.clock, worker.done_clock, step.clock)
         past = AlreadyPast(

@@ -1,17 +1,17 @@
-"""The rounds of collective calls, at their host (SEMANTICS S17).
+"""Rounds of collective calls, at their host (SEMANTICS S17).
 
-    a worker enters       -> its share is held; the round may end
-    a worker has ended    -> the round may end
-    the host is another   -> all is forgotten
+    a worker enters           -> its share is held; the round may end
+    a worker has ended        -> the round may end
+    another server is host    -> all is forgotten
 
 Rules:
-    - A round ends when everybody whom it waits for is in it. It waits for the workers that the
-      cluster was started for, come or not, unless their membership has ended; and for newcomers as
-      soon as somebody in it is beyond the clock after which they have joined, and ever after.
-    - What a round was is kept by its workers. Who enters at a new host says what the last round was
-      that it had, and nothing ends there before all workers that may know of one have spoken.
-    - A share counts once: who asks again for a round that has ended is given that round.
-    - The share of a worker whose membership has ended does not count, unless its round has.
+    - A round ends when all awaited workers are in it: those that the cluster was started for, come
+      or not, unless their membership has ended; and late joiners, as soon as a worker in it is
+      beyond the clock after which they joined.
+    - Workers keep the newest round. A worker that enters at a new host says its last round, and no
+      round ends there before all workers that may know of one have entered.
+    - A share counts once: a worker that asks again for an ended round is given that round.
+    - The share of a worker whose membership has ended does not count, unless its round has ended.
 
 Invariants:
     COL-1  Two workers that are given a round of the same number, by whatever hosts, and are both
@@ -38,8 +38,8 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 _NAMED_COUNT = 8
 
 
-class Collectives:
-    """The rounds as one server has them.
+class CollectiveRounds:
+    """The rounds of collective calls that one server hosts.
 
     Args:
         own: its node.
@@ -55,7 +55,6 @@ class Collectives:
         self._last: Round | None = None
 
     def observe(self, view: ClusterView) -> None:
-        """A newer view."""
         host = host_of(view)
         if host != self._host:
             self._shares, self._heard, self._last, self._host = {}, set(), None, host
@@ -66,7 +65,7 @@ class Collectives:
         self._advance()
 
     def check_host(self, assignment_epoch: AssignmentEpoch) -> None:
-        """Refuse who means another host than this one.
+        """Check that the caller means this host, at this epoch.
 
         Raises:
             StaleAssignment: collective calls meet elsewhere, or range 0 is at another epoch.
@@ -80,7 +79,7 @@ class Collectives:
     def enter(
         self, who: Incarnation, ended_round: int, last: Round | None, share: Share | None
     ) -> None:
-        """A worker says which round it had last, and gives its share of the next.
+        """Take a worker's last round, and its share of the next.
 
         Raises:
             StaleAssignment: it had a round that nobody has told this server of: it should.
@@ -95,12 +94,11 @@ class Collectives:
         self._advance()
 
     def answer(self, who: Incarnation, ended_round: int) -> Round | None:
-        """The round that a worker is in and has not had; None if there is none yet."""
+        """The round that the worker is in and has not been given; None if there is none yet."""
         last = self._last
         return last if last is not None and last.number > ended_round and last.has(who) else None
 
     def is_here(self, who: Incarnation) -> bool:
-        """Whether that worker's membership has not ended."""
         return any(node.incarnation == who for node in self._workers.values())
 
     @property
@@ -108,7 +106,7 @@ class Collectives:
         return 0 if self._last is None else self._last.number
 
     def missing(self) -> str:
-        """Whom the open round waits for, for a person."""
+        """Names the workers that the open round waits for."""
         missing = self._missing()
         named = ", ".join(self._words(rank) for rank in missing[:_NAMED_COUNT])
         return named + f" and {len(missing) - _NAMED_COUNT} more" * (len(missing) > _NAMED_COUNT)
@@ -121,7 +119,6 @@ class Collectives:
         return f"worker {rank} (node {node.node_id}), which has not made the call{silent}"
 
     def _missing(self) -> list[int]:
-        """The ranks that the open round waits for."""
         view = self._view
         if view is None:
             return []
@@ -137,12 +134,12 @@ class Collectives:
         if not is_late_joiner(view, node) or node.incarnation not in self._heard:
             return True
         if self._last is not None and self._last.has(node.incarnation):
-            return True  # what it was in it has to be given before that is forgotten
+            return True  # it must be given that round before the round is forgotten
         joined = joined_after(view, node.incarnation)
         return joined is not None and clock > joined
 
     def _adopt(self, last: Round) -> None:
-        """A round that another host has ended."""
+        """Adopt a round that another host ended."""
         self._last = last
         for share in last.shares:
             self._shares.pop(share.incarnation, None)

@@ -1,4 +1,4 @@
-"""What happens to a server's machines (events) and what they want done (effects), as values.
+"""Events that a server's machines take, and effects that they return, as values.
 
 `origin` is an opaque name of the stream that an entry came on; replies go back there. `payload` is
 opaque too: the machines never look into it.
@@ -21,22 +21,22 @@ from ps_core.work import PIECE_COUNT, pieces_of
 
 
 class Place(NamedTuple):
-    """Where an entry goes, and under which epoch its sender believes that it may."""
+    """A (table, range), and the epoch under which the sender believes that it may write there."""
 
     table_id: TableId
     range_id: RangeId
     assignment_epoch: AssignmentEpoch
 
 
-class Step(NamedTuple):
-    """One worker's step: ordered by clock, then rank."""
+class StepId(NamedTuple):
+    """A worker's step; steps are ordered by clock, then rank."""
 
     clock: int
     rank: int
 
 
 class Sender(NamedTuple):
-    """Who sent an entry, of which run, and on which stream."""
+    """The incarnation, run and stream that sent an entry."""
 
     incarnation: Incarnation
     rank: int
@@ -45,9 +45,9 @@ class Sender(NamedTuple):
 
 
 class SealTerms(NamedTuple):
-    """What a seal says, beside its place. `clip_scale`: as in the protocol; None: nothing is
-    clipped. `edit`: names an edit; empty: the step is none. `array`: what of optimizer state it
-    lays beside, or puts in place; empty: it replaces values.
+    """The terms of a seal. `clip_scale`: as in the protocol; None: nothing is clipped. `edit`:
+    names an edit; empty: the step is none. `array`: the array of optimizer state that the edit
+    replaces; empty: it replaces values.
     """
 
     clock: int
@@ -61,7 +61,7 @@ class SealTerms(NamedTuple):
 
 
 class PushEvent(NamedTuple):
-    """A block arrived. `problem` is what is wrong with its payload, if anything."""
+    """A block arrived. `problem`: the fault of its payload, if any."""
 
     place: Place
     sender: Sender
@@ -93,7 +93,7 @@ class SealEvent(NamedTuple):
 
 
 class ScaleEvent(NamedTuple):
-    """What an update is multiplied by arrived."""
+    """The scale of an update arrived."""
 
     place: Place
     sender: Sender
@@ -104,7 +104,7 @@ class ScaleEvent(NamedTuple):
 
 
 class WithdrawEvent(NamedTuple):
-    """A number is given up."""
+    """A worker gives a sequence number up."""
 
     place: Place
     sender: Sender
@@ -112,13 +112,13 @@ class WithdrawEvent(NamedTuple):
 
 
 EntryEvent = PushEvent | SealEvent | ScaleEvent | WithdrawEvent
-"""What has a number in a sequence, and ends."""
+"""An entry has a sequence number, and ends in an outcome."""
 
 
 class PullEvent(NamedTuple):
-    """A read arrived: `incarnation` is None for readers, whose `clock` counts only if
-    `consistent`. `rank`: the worker's. `cut_id`: the cut that it is the end of, if any. `run`: the
-    caller's.
+    """A pull of one range arrived. `incarnation`: None for readers that are no worker; their
+    `clock` counts only if `consistent`. `rank`: the worker's. `cut_id`: the cut that this pull
+    ends, if any. `run`: the caller's.
     """
 
     place: Place
@@ -133,7 +133,7 @@ class PullEvent(NamedTuple):
 
 
 class ReplyTo(NamedTuple):
-    """Answer an entry."""
+    """A reply to an entry."""
 
     sender: Sender
     kind: ReplyKind
@@ -145,8 +145,8 @@ class ReplyTo(NamedTuple):
 
 
 class Compensation(NamedTuple):
-    """How a worker's gradients are corrected for the updates that they missed: `reader` is whose
-    pulled values they were computed at; see `Consistency.strength` and `.adaptive`.
+    """Delay compensation of a worker's gradients: `reader` pulled the values that they were
+    computed at; see `Consistency.strength` and `.adaptive`.
     """
 
     reader: Incarnation
@@ -155,7 +155,7 @@ class Compensation(NamedTuple):
 
 
 class Accumulate(NamedTuple):
-    """Add one worker's step into the accumulator of `clock`; its payloads are staged no more."""
+    """Add one worker's step to the accumulator of `clock`; its payloads leave staging memory."""
 
     table_id: TableId
     range_id: RangeId
@@ -167,7 +167,7 @@ class Accumulate(NamedTuple):
 
     @property
     def pieces(self) -> Iterator[Accumulate]:
-        """The same, of a few blocks at a time."""
+        """The same effect, in pieces of a few blocks."""
         if len(self.parts) <= PIECE_COUNT:
             yield self
             return
@@ -176,7 +176,7 @@ class Accumulate(NamedTuple):
 
 
 class Contributor(NamedTuple):
-    """A worker's part in an update: the sequences that it ends."""
+    """A worker that takes part in an update, and the sequences that the update ends."""
 
     rank: int
     incarnation: Incarnation
@@ -185,9 +185,7 @@ class Contributor(NamedTuple):
 
 
 class Record(NamedTuple):
-    """A decision, numbered in its (range, table): what is replicated, then committed, then
-    applied.
-    """
+    """A decision, numbered in its (range, table): replicated, then committed, then applied."""
 
     table_id: TableId
     range_id: RangeId
@@ -198,14 +196,15 @@ class Record(NamedTuple):
     hyperparameters: Hyperparameters
     blocks: tuple[int, ...]
     gone_count: int = 0  # BSP: workers whose step is missing because they were declared gone
-    update_scale: float = 1.0  # what the reduced gradient is multiplied by
-    summed_by: tuple[Contributor, ...] = ()  # who took part, where `contributors` only scale it
-    array: str = ""  # of `is_assign`: what of optimizer state it is of; empty: the values
-    edit: bytes = b""  # with `array`: under which name it is laid beside
+    update_scale: float = 1.0  # factor of the reduced gradient
+    summed_by: tuple[
+        Contributor, ...
+    ] = ()  # the steps' contributors, if `contributors` only scale it
+    array: str = ""  # of `is_assign`: the array of optimizer state; empty: the values
+    edit: bytes = b""  # with `array`: the name of its edit
 
     @property
     def contributor_count(self) -> int:
-        """Workers whose step took part."""
         return sum(not contributor.skip for contributor in self.contributors)
 
 
@@ -216,34 +215,34 @@ class Apply(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """The record is committed: reduce the accumulator of `record.clock` and say what its squares
-    are, before anything else happens to it.
+    """The record is committed: reduce the accumulator of `record.clock` and return its squares
+    before any later effect.
     """
 
     record: Record
 
 
 class Drop(NamedTuple):
-    """Nothing comes of the accumulator of `record.clock`: nobody is left to say its scale, or the
-    workers disagree whether the step is an edit.
+    """Drop the accumulator of `record.clock`: nobody is left to say its scale, or the workers
+    disagree whether the step is an edit.
     """
 
     record: Record
 
 
 class Assign(NamedTuple):
-    """The record is committed: these are the initial values, or an edit's."""
+    """The record is committed: put the initial values, or an edit's, in place."""
 
     record: Record
     parts: tuple[tuple[int, object], ...]
 
 
 class AnswerPull(NamedTuple):
-    """The read may be answered now, before any later effect.
+    """Answer a pull now, before any later effect.
 
-    `clock` is the one to read. The rest is what holds at this point of the effects, while the
-    machine may have decided more since: the range's clock, its blocks' versions, and how many of
-    their updates the reader had a part in.
+    `clock` is the one to read. The other fields hold at this point of the effects, while the
+    machine may have decided more since: the range's clock, its blocks' versions, and the updates of
+    each block in which the reader took part.
     """
 
     waiter: int
@@ -254,11 +253,11 @@ class AnswerPull(NamedTuple):
     versions: Mapping[int, int]
     own_updates: Mapping[int, int]
     keeps_for: Incarnation | None = None
-    """Who is given the values, where they must be remembered."""
+    """The reader whose copy of the values must be kept for delay compensation."""
 
 
 class Forget(NamedTuple):
-    """The worker has gone: what was remembered for it is of no use any more."""
+    """Forget the values kept for a worker that has gone."""
 
     table_id: TableId
     range_id: RangeId
@@ -266,7 +265,7 @@ class Forget(NamedTuple):
 
 
 class RefusePull(NamedTuple):
-    """The read cannot be answered."""
+    """Refuse a pull."""
 
     waiter: int
     table_id: TableId

@@ -1,17 +1,14 @@
-"""What becomes of effects when one of them, an update, could not be computed.
+"""Effects that remain when an update could not be computed.
 
-A machine decides, and what it decided is carried out afterwards; only then does a custom update
-raise. By that time the machine has gone on: entries have ended as APPLIED, reads have been let go,
-perhaps later updates were formed. None of that has left the server, so all of it can be said
-otherwise.
+A machine decides first; the effects are carried out afterwards, and only then does a custom update
+raise. By that time entries have ended as APPLIED, pulls have been released, and perhaps later
+updates were formed. None of that has left the server, so all of it can still be changed.
 
 Rules:
-    - What was done before the update stands. What was to come after it in its table, in any range,
-      is not done: sums, updates, values for readers.
-    - An entry of an update that is not done ends as INVALID, with the reason.
+    - Effects before the update stay. Later ones of its table, in any range, are dropped: sums,
+      updates, values for readers.
+    - The entries of a lost update end as INVALID, with the reason.
     - Other tables lose nothing.
-
-What it deliberately does not do: change a machine (`server_machine` does).
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ from ps_server.ranges.events import (
 
 
 def lost_records(record: Record, rest: Sequence[Effect]) -> list[Record]:
-    """The updates that are not done: that of `record`, and those of its table in `rest`."""
+    """The lost updates: that of `record`, and those of its table in `rest`."""
     later = [effect.record for effect in rest if isinstance(effect, Apply | Assign)]
     return [record, *(each for each in later if each.table_id == record.table_id)]
 
@@ -43,7 +40,7 @@ def lost_records(record: Record, rest: Sequence[Effect]) -> list[Record]:
 def instead(
     rest: Sequence[Effect], lost: Sequence[Record], error: UpdateFailed
 ) -> Iterator[Effect]:
-    """What to do in the place of `rest`, in its order."""
+    """The effects to carry out in place of `rest`, in its order."""
     table_id = lost[0].table_id
     entries = {
         (record.range_id, contributor.incarnation, sequence)

@@ -1,17 +1,16 @@
-"""Gate memory of one table on one server: who may stage a step, and who must give way (SEMANTICS
-S3).
+"""Staging memory of one table on one server: which step may stage, and which must give way
+(SEMANTICS S3).
 
 Rules:
-    - A step is staged until it is added to a sum; then the sum counts, until the update is applied.
-      What takes part in a sum first becomes the sum, so together they never take more by it.
-    - A step is (clock, rank). StagingMemory goes to the lowest step among those with something sent
-      here.
-    - Where a lower step finds no room, the highest steps are given back, whole, to be sent again.
-    - So two servers never favour two different workers for good, and no order of arrival deadlocks.
+    - A step is staged until it is added to a sum; then the sum counts, until its update is applied.
+      The payloads of a step become the sum first, so together they never take more by it.
+    - A step is (clock, rank). Space goes to the lowest step among those with something sent here.
+    - When a lower step finds no space, the highest steps are given back whole, to be sent again.
+    - So two servers never favour two different workers for good, and no arrival order deadlocks.
 
 Invariants:
     ROOM-1  Staged bytes and sums never exceed the capacity.
-    ROOM-2  The capacity holds a sum and any one step whole, so the lowest step always finds room.
+    ROOM-2  The capacity holds a sum and any one step whole, so the lowest step always fits.
     ROOM-3  A step never releases more than it stages.
     ROOM-4  Sums are never larger than a step.
 """
@@ -26,56 +25,56 @@ from ps_core.errors import InvariantViolation
 from ps_core.keys import RangeId
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
-from ps_server.ranges.events import Effect, ReplyTo, Sender, Step
+from ps_server.ranges.events import Effect, ReplyTo, Sender, StepId
 from ps_server.ranges.range_machine import RangeMachine
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Whether there is room, and which steps were given back to make it."""
+    """True if the step may stage, and the steps that were given back to make space."""
 
     admitted: bool
-    given_back: tuple[Step, ...] = ()
+    given_back: tuple[StepId, ...] = ()
 
 
 _ADMITTED = Admission(True)
 
 
 class StagingQuota:
-    """StagingMemory for staged steps, whatever ranges they are in."""
+    """A quota of staging memory, shared by the steps of all ranges of a table."""
 
     def __init__(self, capacity_bytes: int, step_bytes: int) -> None:
         """Args:
-        capacity_bytes: room for staged payloads and sums; two steps if it is less.
+        capacity_bytes: bound of staged payloads and sums; at least two steps.
         step_bytes: the most that one step stages on this server.
         """
         self._capacity_bytes = max(capacity_bytes, 2 * step_bytes)
         self._step_bytes = step_bytes
         self._summed_bytes = 0
-        self._staged: dict[Step, int] = {}
+        self._staged: dict[StepId, int] = {}
         self._staged_bytes = 0
-        self._waiting: dict[Step, int] = {}
+        self._waiting: dict[StepId, int] = {}
 
     def resize(self, capacity_bytes: int, step_bytes: int) -> None:
-        """The table grew on this server; the room never shrinks."""
+        """Follow a table that grew on this server; the quota never shrinks."""
         self._step_bytes = max(self._step_bytes, step_bytes)
         self._capacity_bytes = max(self._capacity_bytes, capacity_bytes, 2 * self._step_bytes)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what is staged at present, and of sums."""
+        """Bytes that staged payloads and sums take."""
         return self._staged_bytes + self._summed_bytes
 
-    def admit(self, step: Step, byte_count: int) -> Admission:
-        """Ask for room for one more payload of `step`."""
+    def admit(self, step: StepId, byte_count: int) -> Admission:
+        """Ask for space for one more payload of `step`."""
         free = self._capacity_bytes - self.held_bytes
         if free < byte_count:
             return self._make_space(step, byte_count, free)
         self._stage(step, byte_count)
         return _ADMITTED
 
-    def _make_space(self, step: Step, byte_count: int, free: int) -> Admission:
-        given_back: list[Step] = []
+    def _make_space(self, step: StepId, byte_count: int, free: int) -> Admission:
+        given_back: list[StepId] = []
         for other in sorted((s for s in self._staged if s > step), reverse=True):
             if free >= byte_count:
                 break
@@ -93,15 +92,14 @@ class StagingQuota:
         self._stage(step, byte_count)
         return Admission(True, tuple(given_back))
 
-    def _stage(self, step: Step, byte_count: int) -> None:
+    def _stage(self, step: StepId, byte_count: int) -> None:
         self._staged[step] = self._staged.get(step, 0) + byte_count
         self._staged_bytes += byte_count
         self._waiting.pop(step, None)
         if self.held_bytes > self._capacity_bytes:
             raise InvariantViolation("ROOM-1", "staged more than fits")
 
-    def release(self, step: Step, byte_count: int) -> None:
-        """A payload of `step` is no longer staged."""
+    def release(self, step: StepId, byte_count: int) -> None:
         left = self._staged.get(step, 0) - byte_count
         if left < 0:
             raise InvariantViolation(
@@ -114,7 +112,7 @@ class StagingQuota:
             self._staged.pop(step, None)
 
     def add_sum(self, byte_count: int) -> None:
-        """Payloads that were released have become a sum, or more of one."""
+        """Count payloads that were released as a sum, or as more of one."""
         self._summed_bytes += byte_count
         if self._summed_bytes > self._step_bytes:
             raise InvariantViolation(
@@ -122,31 +120,30 @@ class StagingQuota:
             )
 
     def end_sum(self, byte_count: int) -> None:
-        """A sum of so many bytes is there no more."""
         self._summed_bytes -= byte_count
 
     def forget(self, rank: int) -> None:
-        """A worker left: it waits for nothing any more."""
+        """Drop the waiting steps of a worker that left."""
         for step in [step for step in self._waiting if step.rank == rank]:
             del self._waiting[step]
 
-    def credit(self) -> tuple[Step, ...]:
-        """The waiting steps whose turn has come, in order; each is named once."""
+    def credit(self) -> tuple[StepId, ...]:
+        """The waiting steps that may be sent again, in order; each is named once."""
         if not self._waiting:
             return ()  # as nearly always
-        turns: list[Step] = []
-        promised = 0
+        turns: list[StepId] = []
+        credited = 0
         for step in sorted(self._waiting):
             lower = sum(size for other, size in self._staged.items() if other <= step)
-            if lower + promised + self._waiting[step] > self._capacity_bytes - self._summed_bytes:
+            if lower + credited + self._waiting[step] > self._capacity_bytes - self._summed_bytes:
                 break
-            promised += self._waiting.pop(step)
+            credited += self._waiting.pop(step)
             turns.append(step)
         return tuple(turns)
 
 
 class TableStaging:
-    """One table's gate memory on this server, shared by its ranges."""
+    """One table's staging memory on this server, shared by its ranges."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -157,17 +154,16 @@ class TableStaging:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what is staged, and of sums, in all ranges."""
         return self._quota.held_bytes
 
     def add(self, shard: RangeMachine) -> None:
-        """A range joins; the room grows with the step."""
+        """Add a range; the quota grows with the step."""
         self._shards.append(shard)
         self._step_bytes += self._bytes_of(shard)
         self._resize()
 
     def _bytes_of(self, shard: RangeMachine) -> int:
-        """Of one step on the shard."""
+        """Bytes of one step on the shard."""
         element_bytes = max(self._table.spec.accumulator_element_bytes, 4)
         # A converted payload is staged in a buffer of aligned length.
         unit = limits.BLOCK_ALIGNMENT_ELEMENTS
@@ -185,47 +181,45 @@ class TableStaging:
         self._quota.resize(bound, self._step_bytes)
 
     def remove(self, shard: RangeMachine) -> None:
-        """The range is not here any more, nor what it held."""
+        """Remove a range, and the bytes that it held."""
         shard.state.unstage_all()
         self._shards.remove(shard)
         self._step_bytes -= self._bytes_of(shard)
         self._resize()
 
-    def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:
-        """See `range_state.StagingMemory`."""
+    def admit(self, step: StepId, byte_count: int, effects: list[Effect]) -> bool:
         admission = self._quota.admit(step, byte_count)
         for given in admission.given_back:
             for shard in self._shards:
                 shard.give_back(given, effects)
-            if given.rank not in self._senders:  # gone: it waits for no turn
+            if given.rank not in self._senders:  # gone
                 self._quota.forget(given.rank)
         return admission.admitted
 
-    def release(self, step: Step, byte_count: int) -> None:
-        """See `range_state.StagingMemory`."""
+    def release(self, step: StepId, byte_count: int) -> None:
         self._quota.release(step, byte_count)
 
     def add_sum(self, byte_count: int) -> None:
-        """See `range_state.StagingMemory`."""
         self._quota.add_sum(byte_count)
 
     def end_sum(self, byte_count: int) -> None:
-        """See `range_state.StagingMemory`."""
         self._quota.end_sum(byte_count)
 
     def heard(self, sender: Sender) -> None:
-        """Remember where to send credit."""
+        """Remember the worker's newest stream, where credit goes."""
         self._senders[sender.rank] = sender
 
     def forget(self, node: Node) -> None:
-        """The worker has ended: it waits for no turn. Another may have its rank already."""
+        """Drop the waiting steps of a worker that ended. Another worker may have its rank
+        already.
+        """
         sender = self._senders.get(node.rank)
         if sender is None or sender.incarnation <= node.incarnation:
             self._senders.pop(node.rank, None)
             self._quota.forget(node.rank)
 
     def credits(self, out: list[Effect]) -> None:
-        """Tell those whose turn has come."""
+        """Send credit to the workers whose steps may be sent again."""
         for step in self._quota.credit():
             sender = self._senders.get(step.rank)
             if sender is not None:

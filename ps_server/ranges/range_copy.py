@@ -1,16 +1,14 @@
-"""What a backup knows of one table in one range, and what it is told of each change (SEMANTICS S8).
+"""A backup's knowledge of one table in one range, and the deltas that change it (SEMANTICS S8).
 
-    RangeState --facts--> Delta --record--> ShardCopy --restored--> RangeState of the new primary
+    RangeState --facts--> RangeDelta --record--> ShardCopy --restored--> a new primary's RangeState
 
-A backup decides nothing. It keeps what the primary decided: clocks, ledgers, counts. What is
-volatile at the primary is not here: steps that wait at the gate, seals that formed nothing yet,
-reads. Whoever sent them sends them again.
+A backup decides nothing. It keeps the primary's decisions: clocks, ledgers, counts. Volatile state
+is not here: steps that wait at the gate, seals that formed nothing yet, pulls. Their senders send
+them again.
 
 Invariants:
     PC-1  A shard that is restored from its copy answers every entry that the primary has answered
           for good as the primary did, and decides every other one as the primary might have.
-
-What it deliberately does not do: hold values (`shard_store` does, in the same order).
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from ps_core.ledger import Ending, Ledger
 from ps_core.tables import InitializerKind, Table
 from ps_core.work import Work
 from ps_server.ranges.events import Effect, Record, ReplyTo
-from ps_server.ranges.range_state import RangeState, RangeWorker, Said
+from ps_server.ranges.range_state import RangeState, RangeWorker, UpdateScale
 from ps_server.ranges.schedule import Prepared, Schedule
 
 
-class Facts(NamedTuple):
-    """The state of a shard that is no worker's, as of the newest decision; see `RangeState` and
+class RangeFacts(NamedTuple):
+    """Facts of a shard that belong to no worker, as of the newest decision; see `RangeState` and
     `Schedule`.
     """
 
@@ -44,7 +42,7 @@ class Facts(NamedTuple):
     initialized: bool
     unscaled: Record | None
     squares: tuple[tuple[int, tuple[float, ...]], ...]
-    said: Said | None
+    said: UpdateScale | None
     settings: tuple[tuple[int, Consistency], ...]
     change_number: int
     prepared: int
@@ -57,10 +55,10 @@ class Facts(NamedTuple):
 
 
 class WorkerFacts(NamedTuple):
-    """A worker in a shard. `sealed_clock` is its newest seal that is decided (what is sealed beyond
-    comes again), `left_clock` its last if that is, `confirmed` up to where it has seen outcomes.
-    `predecessor`: who had its rank before it and is not forgotten; 0: there was one, who is; None:
-    nobody that is known of.
+    """Facts of a worker in a shard. `sealed_clock`: its newest decided seal (later seals come
+    again). `left_clock`: its last clock, if that is decided. `confirmed`: the sequence up to which
+    it has seen outcomes. `predecessor`: the incarnation that had its rank before and is still
+    known; 0: it was forgotten; None: there was none.
     """
 
     incarnation: Incarnation
@@ -74,10 +72,12 @@ class WorkerFacts(NamedTuple):
     predecessor: Incarnation | None = None
 
 
-class Delta(NamedTuple):
-    """What an event changed of a shard: all facts as they are now, what ended, what was counted."""
+class RangeDelta(NamedTuple):
+    """Changes that an event made to a shard: all its facts, the entries that ended, the updates
+    that count.
+    """
 
-    facts: Facts
+    facts: RangeFacts
     workers: tuple[WorkerFacts, ...]
     endings: tuple[tuple[Incarnation, int, Ending], ...]
     counted: tuple[Record, ...]
@@ -85,7 +85,7 @@ class Delta(NamedTuple):
 
 @dataclass(slots=True)
 class WorkerCopy:
-    """A worker as the backup knows it."""
+    """A worker, at a backup."""
 
     facts: WorkerFacts
     ledger: Ledger = field(default_factory=Ledger)
@@ -94,22 +94,22 @@ class WorkerCopy:
 
 @dataclass(slots=True)
 class ShardCopy:
-    """One table in one range, at a backup."""
+    """A shard, at a backup."""
 
-    facts: Facts
+    facts: RangeFacts
     versions: dict[int, int]
     workers: dict[Incarnation, WorkerCopy] = field(default_factory=dict)
 
     def twin(self) -> ShardCopy:
-        """The same, sharing nothing."""
+        """A copy that shares nothing."""
         workers = {
             incarnation: WorkerCopy(w.facts, w.ledger.copy(), dict(w.own_updates))
             for incarnation, w in self.workers.items()
         }
         return ShardCopy(self.facts, dict(self.versions), workers)
 
-    def take(self, delta: Delta) -> None:
-        """One change more.
+    def take(self, delta: RangeDelta) -> None:
+        """Apply a delta.
 
         Raises:
             InvalidKeys: it is of a worker or a block that is not known here; the copy is of no use
@@ -123,7 +123,7 @@ class ShardCopy:
             worker.facts = facts
         for incarnation, sequence, ending in delta.endings:
             ledger = self._worker(incarnation).ledger
-            if not ledger.has_ended(sequence):  # else it was answered again
+            if not ledger.has_ended(sequence):  # else it is a repeated answer
                 ledger.end(sequence, ending)
         for worker in self.workers.values():
             worker.ledger.confirm(worker.facts.confirmed)
@@ -134,9 +134,7 @@ class ShardCopy:
                 self._forget_before(facts)
 
     def _forget_before(self, facts: WorkerFacts) -> None:
-        """Of those who had the worker's rank before it, only its `predecessor` and that one's, and
-        so on, are still of any use.
-        """
+        """Forget the earlier workers of the same rank, except the chain of predecessors."""
         kept = {facts.incarnation}
         before = facts.predecessor
         while before:
@@ -150,15 +148,13 @@ class ShardCopy:
     def _worker(self, incarnation: Incarnation) -> WorkerCopy:
         worker = self.workers.get(incarnation)
         if worker is None:
-            raise InvalidKeys(f"a log record is of worker {incarnation}, of which no fact has come")
+            raise InvalidKeys(f"a record is of worker {incarnation}, of which no fact has come")
         return worker
 
     def _count(self, record: Record) -> None:
         for block in record.blocks:
             if block not in self.versions:
-                raise InvalidKeys(
-                    f"a log record counts an update of block {block}, which is not here"
-                )
+                raise InvalidKeys(f"a record counts an update of block {block}, which is not here")
             self.versions[block] += 1
         for contributor in record.summed_by or record.contributors:
             if not contributor.skip:
@@ -168,22 +164,21 @@ class ShardCopy:
 
 
 def fresh_copy(table: Table, blocks: Sequence[int]) -> ShardCopy:
-    """Of a shard of which nothing has been decided."""
+    """The copy of a shard before its first decision."""
     schedule = Schedule(table)
     is_restored, first = table.restored_clock is not None, table.restored_clock or 0
     kind = table.spec.initializer.kind
     initialized = not is_restored and kind is not InitializerKind.FROM_RANK_ZERO
-    facts = Facts(
+    facts = RangeFacts(
         first, first, first, 0, 0, 0, initialized, None, (), None, schedule.settings,
         schedule.number, 0, None, True, None,
     )  # fmt: skip
     return ShardCopy(facts, dict.fromkeys(blocks, 0))
 
 
-def facts_of(state: RangeState) -> Facts:
-    """The shard's own facts."""
+def facts_of(state: RangeState) -> RangeFacts:
     schedule = state.schedule
-    return Facts(
+    return RangeFacts(
         state.clock,
         state.formed_clock,
         state.changed_clock,
@@ -207,11 +202,11 @@ def facts_of(state: RangeState) -> Facts:
 
 
 def worker_facts(worker: RangeWorker, *, has_ended: bool) -> WorkerFacts:
-    """The worker's facts that are decided. Whose membership `has_ended` sends nothing again: as
-    far as others know, it left after its newest seal that is decided.
+    """The worker's decided facts. A worker whose membership `has_ended` sends nothing again: for
+    others, it left after its newest decided seal.
     """
     sealed = min(worker.sealed_clock, worker.done_clock)
-    # Who said goodbye says it again unless it was answered.
+    # A worker repeats its final seal unless it was answered.
     left = None if worker.holds_last_seal else worker.left_clock
     if left is not None and has_ended:
         left = min(left, sealed)
@@ -235,24 +230,23 @@ def _predecessor_of(worker: RangeWorker) -> Incarnation | None:
 
 
 def _worker_facts(state: RangeState) -> Iterator[WorkerFacts]:
-    """Of each worker, in their order."""
     for worker in state.workers.values():
         yield worker_facts(worker, has_ended=state.has_ended(worker))
 
 
-def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Record]) -> Delta:
-    """What an event changed, from the state after it and what it wanted done."""
+def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Record]) -> RangeDelta:
+    """The delta of an event, from the state after it and its effects."""
     endings = tuple(
         (effect.sender.incarnation, effect.sequence, effect.ending)
         for effect in effects
         if isinstance(effect, ReplyTo) and effect.ending is not None
     )
     workers = tuple(_worker_facts(state))
-    return Delta(facts_of(state), workers, endings, tuple(counted))
+    return RangeDelta(facts_of(state), workers, endings, tuple(counted))
 
 
 def copying(state: RangeState) -> Work[ShardCopy]:
-    """All that a new backup has to know of a shard; nothing of it is shared with the shard."""
+    """A copy for a new backup; nothing of it is shared with the shard."""
     workers = {}
     for facts, worker in zip(_worker_facts(state), state.workers.values(), strict=True):
         copy = WorkerCopy(facts, worker.ledger.copy(), dict(worker.own_updates))
@@ -262,7 +256,7 @@ def copying(state: RangeState) -> Work[ShardCopy]:
 
 
 def restore(copy: ShardCopy, state: RangeState, now_s: float) -> None:
-    """Make a fresh state what the copy says; the copy is used up."""
+    """Restore a fresh state from the copy, which is used up."""
     facts = copy.facts
     state.clock, state.formed_clock = facts.clock, facts.formed_clock
     state.changed_clock, state.newest_join_clock = facts.changed_clock, facts.newest_join_clock
@@ -279,8 +273,8 @@ def restore(copy: ShardCopy, state: RangeState, now_s: float) -> None:
     )
     for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
         _restore_worker(worker, state, now_s)
-    # Whoever has a step behind it may have been answered the read for its next; anybody, that for
-    # the first.
+    # A worker may have been answered the pull for the step after its newest; any worker, the pull
+    # for the first step.
     begun = state.first_clock if state.initialized else -1
     done_clocks = [worker.done_clock for worker in state.workers.values()]
     if state.past_reached_clock:

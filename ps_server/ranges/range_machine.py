@@ -3,16 +3,13 @@ S2-S6).
 
     arrive -> [INVALID | REFUSED | held] -> sealed -> in effect -> accumulated -> recorded -> ended
 
-This file takes entries in and gives them back, and says what may be wrong with them; `update_gate`
-has what follows from a seal, `read_gate` the reads, `range_state` what is known.
+This file takes entries in, checks them and gives them back. `update_gate` decides what follows from
+a seal, `read_gate` answers pulls, `range_state` holds the state.
 
 Rules:
     - An entry that passed session and epoch checks ends in exactly one outcome; a refusal over
       quota ends nothing.
     - An entry that comes again gets the answer that it got, or would have got, before.
-
-What it deliberately does not do: look into payloads, or know sessions and epochs (`server_machine`
-checks them).
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from ps_server.ranges.events import (
     SealEvent,
     SealTerms,
     Sender,
-    Step,
+    StepId,
     WithdrawEvent,
 )
 from ps_server.ranges.range_state import (
@@ -79,31 +76,27 @@ class RangeMachine:
         staging: StagingMemory,
         versions: dict[int, int] | None = None,
     ) -> None:
-        """A fresh shard. `versions`: 0 for each block, if that has been made before."""
+        """`versions`: 0 for each block, if the caller has made that mapping."""
         self.resent_count = 0  # entries that were answered from the ledger
         self.state = RangeState(table, range_id, blocks, worker_count, staging, versions)
-        self.reads = ReadGate(self.state)
-        self._gate = UpdateGate(self.state, self.reads)
+        self.read_gate = ReadGate(self.state)
+        self._gate = UpdateGate(self.state, self.read_gate)
         self._rules = EntryRules(self.state)
 
     def push(self, event: PushEvent, now_s: float) -> list[Effect]:
-        """A block arrived."""
         return self._entry(event, event.confirmed, now_s, self._take_push)
 
     def seal(self, event: SealEvent, now_s: float) -> list[Effect]:
-        """A seal arrived."""
         return self._entry(event, event.confirmed, now_s, self._take_seal)
 
     def scale(self, event: ScaleEvent, now_s: float) -> list[Effect]:
-        """What an update is multiplied by arrived."""
-
         def take(event: ScaleEvent, worker: RangeWorker, out: list[Effect]) -> None:
             self._gate.scale(event, worker, now_s, out)
 
         return self._entry(event, event.confirmed, now_s, take)
 
     def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
-        """The sum of the record was reduced.
+        """Take the squares of a reduced sum.
 
         Args:
             record: as in `Reduce`.
@@ -114,7 +107,6 @@ class RangeMachine:
         return out
 
     def withdraw(self, event: WithdrawEvent, now_s: float) -> list[Effect]:
-        """A number is given up."""
         return self._entry(event, 0, now_s, self._take_withdrawal)
 
     def _entry(
@@ -145,9 +137,9 @@ class RangeMachine:
         return out
 
     def ended(self, node: Node, now_s: float) -> list[Effect]:
-        """A worker was declared gone, or has left, heard of here or not: what it sealed counts, the
-        rest ends as WITHDRAWN, its reads are refused, and nobody waits for it (S6). Saying it again
-        does nothing, as it does where the worker has left by a seal.
+        """End a worker's membership, whether it was ever heard here or not (S6): its sealed steps
+        count, the rest ends as WITHDRAWN, its pulls are refused, and nobody waits for it. Repeating
+        the event does nothing, as does ending a worker that left by a seal.
         """
         out: list[Effect] = []
         state = self.state
@@ -155,8 +147,8 @@ class RangeMachine:
         worker = state.workers.get(node.incarnation)
         if worker is None and holder is None and node.rank < state.worker_count:
             worker = holder = self._new_worker(node.rank, node.incarnation, now_s)
-        if worker is None:  # it never came here, or was replaced and is past
-            self.reads.ended(node, out)
+        if worker is None:  # it never came here, or was replaced and forgotten
+            self.read_gate.ended(node, out)
             return out
         if worker is holder:
             if node.rank in state.ended:
@@ -164,17 +156,17 @@ class RangeMachine:
             if worker.has_left and node.state is NodeState.LEFT:
                 return out
             state.ended[node.rank] = node
-        self.reads.ended(node, out)
+        self.read_gate.ended(node, out)
         self._gate.ended(worker, now_s, out)
         self._go_on(now_s, out)
         return out
 
     def overturn(self, record: Record, error: UpdateFailed) -> None:
-        """The record's update could not be computed: its entries end as INVALID after all."""
+        """End the record's entries as INVALID after all: its update could not be computed."""
         state = self.state
         for contributor in record.contributors:
             worker = state.workers.get(contributor.incarnation)
-            if worker is None:  # forgotten: nobody asks what became of its entries
+            if worker is None:  # forgotten
                 continue
             for sequence in contributor.sequences:
                 worker.ledger.overturn(sequence, Ending(Outcome.INVALID, error))
@@ -185,8 +177,8 @@ class RangeMachine:
         state.clock = min(state.clock, max(record.clock - 1, 0))
 
     def fail(self, error: UpdateFailed) -> list[Effect]:
-        """The table has failed here: what is held ends, and whatever comes still does, as INVALID
-        with the reason; reads are refused with it.
+        """Fail the table: held and later entries end as INVALID with the reason, and pulls are
+        refused.
         """
         out: list[Effect] = []
         state = self.state
@@ -204,12 +196,12 @@ class RangeMachine:
                 for sequence in sorted(senders):
                     state.end(worker, senders[sequence], sequence, ending, out)
             worker.steps.clear()
-        self.reads.fail(error, out)
+        self.read_gate.fail(error, out)
         return out
 
     def observe(self, table: Table, now_s: float, *, decides: bool = False) -> list[Effect]:
-        """The newest view says this of the table: a change of its consistency may be proposed,
-        decided, withdrawn or committed.
+        """Take the table of the newest view: a change of its consistency may be proposed, decided,
+        withdrawn or committed.
 
         Args:
             table: as in that view.
@@ -237,7 +229,7 @@ class RangeMachine:
         return is_taken
 
     def settled(self, change: TableChange, settled: ChangeResult, now_s: float) -> list[Effect]:
-        """What became of a change that is held for here, as the range says that decides."""
+        """Take the outcome of a change that is held for here, from the range that decides."""
         out: list[Effect] = []
         if settled.outcome is ChangeOutcome.TAKEN:
             is_freed = self._take(replace(change, after_clock=settled.after_clock), now_s)
@@ -249,24 +241,24 @@ class RangeMachine:
         return out
 
     def give_up(self, number: int) -> bool:
-        """See `Schedule.give_up`; what may go on does at the next `resume`."""
+        """As `Schedule.give_up`; held steps go on at the next `resume`."""
         return self.state.schedule.give_up(number)
 
     def resume(self, now_s: float) -> list[Effect]:
-        """Nothing is held any more that was."""
+        """Let held steps go on."""
         out: list[Effect] = []
         self._gate.resume(now_s, out)
         self._go_on(now_s, out)
         return out
 
     def _join(self, join: Join, now_s: float) -> None:
-        """A worker has its rank from the clock after `join.after_clock` on, as everywhere else. All
-        before is decided without it.
+        """Give a worker its rank from the clock after `join.after_clock` on, as in every range.
+        Everything before is decided without it.
         """
         state = self.state
         holder = state.by_rank.get(join.rank)
         if holder is not None and holder.incarnation >= join.incarnation:
-            return  # it has joined, or has been replaced in its turn
+            return  # it has joined, or was itself replaced
         state.ended.pop(join.rank, None)
         worker = self._new_worker(join.rank, join.incarnation, now_s)
         if holder is not None:
@@ -281,7 +273,7 @@ class RangeMachine:
             worker.predecessor = holder
 
     def loaded(self, versions: Mapping[int, int], now_s: float) -> list[Effect]:
-        """The values of a table that is restored are there, with these versions of blocks."""
+        """The restored table has its values, with these versions of blocks."""
         out: list[Effect] = []
         state = self.state
         state.versions |= versions
@@ -290,39 +282,39 @@ class RangeMachine:
         return out
 
     def begin_cut(self, cut_id: CutId, deadline_s: float) -> int:
-        """A reader is about to ask for one state of the whole table: nothing beyond the clock that
-        is returned takes effect before it has its answer, or `deadline_s` has come.
+        """Hold the table for a reader that wants one state of all ranges: nothing beyond the
+        returned clock takes effect before the reader has its answer, or `deadline_s` has come.
 
         Raises:
             UpdateFailed: the table has failed.
         """
-        if self.state.failure is not None:  # a new one: what is raised collects frames
+        if self.state.failure is not None:  # a new one: a raised error collects frames
             raise UpdateFailed(self.state.failure.message)
         return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
 
     def hold(self, cut_id: CutId, clock: int, deadline_s: float) -> None:
-        """Nothing beyond `clock` takes effect before `end_cut`, or `deadline_s`."""
+        """Let nothing beyond `clock` take effect before `end_cut`, or `deadline_s`."""
         self.state.schedule.hold(cut_id, clock, deadline_s)
 
     def end_cut(self, cut_id: CutId, now_s: float) -> list[Effect]:
-        """Its reader is done with it."""
+        """End a cut: its reader has its answer."""
         out: list[Effect] = []
         self.state.schedule.end_cut(cut_id)
         self._go_on(now_s, out)
         return out
 
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
-        """A read arrived: answered at once, refused, or parked until its deadline."""
-        out = self.reads.pull(event, now_s)
+        """Answer a pull at once, refuse it, or park it until its deadline."""
+        out = self.read_gate.pull(event, now_s)
         self._go_on(now_s, out)
         return out
 
     def cancel(self, waiter: int) -> None:
-        """The caller of a read has gone. What it held goes on at the next `tick`."""
-        self.reads.cancel(waiter)
+        """Cancel a parked pull. Steps that its cut held go on at the next `tick`."""
+        self.read_gate.cancel(waiter)
 
     def _go_on(self, now_s: float, out: list[Effect]) -> None:
-        """Let go on what cuts held and hold no more, and forget who is past."""
+        """Let steps go on that cuts no longer hold, and forget replaced workers."""
         if self.state.replaced:
             self.state.forget_past()
         while self.state.schedule.is_freed:
@@ -331,7 +323,7 @@ class RangeMachine:
 
     @property
     def wake_s(self) -> float | None:
-        """When `tick` may do something; None: time alone does not."""
+        """The time at which `tick` may do something; None: time alone changes nothing."""
         schedule = self.state.schedule
         gate_s = self._gate.wake_s if self.state.failure is None else None
         cut_s = schedule.cut_deadline_s
@@ -342,9 +334,8 @@ class RangeMachine:
         return min(gate_s, cut_s)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time passed."""
         self.state.schedule.end_late_cuts(now_s)
-        out: list[Effect] = list(self.reads.tick(now_s))
+        out: list[Effect] = list(self.read_gate.tick(now_s))
         self._gate.tick(now_s, out)
         self._go_on(now_s, out)
         return out
@@ -380,8 +371,8 @@ class RangeMachine:
     def _answer_again(
         self, event: PushEvent | SealEvent, worker: RangeWorker, out: list[Effect]
     ) -> None:
-        """A held entry came again: all that is said of it from now on goes to the stream that it
-        came by last, since the one before may have broken.
+        """Answer a held entry that came again. Later replies go to its newest stream, since the one
+        before may have broken.
         """
         step = worker.steps[worker.held[event.sequence]]
         push = step.pushes.get(event.sequence)
@@ -400,7 +391,7 @@ class RangeMachine:
             self._replace(event, worker, out)
         problem = event.problem or self._rules.push_problem(event, worker, step)
         if problem is None and not self.state.staging.admit(
-            Step(event.clock, event.sender.rank), event.byte_count, out
+            StepId(event.clock, event.sender.rank), event.byte_count, out
         ):
             retry_ms = int(limits.OVER_QUOTA_RETRY_S * 1000)
             full = Overloaded(
@@ -419,7 +410,7 @@ class RangeMachine:
     def _take_invalid(
         self, event: PushEvent, worker: RangeWorker, problem: PushpullError, out: list[Effect]
     ) -> None:
-        """The number is consumed; the step that it belonged to, if it is still open, knows."""
+        """Consume the sequence of an invalid push; its step, if still open, remembers it."""
         step = worker.steps.get(event.clock)
         if worker.sealed_clock < event.clock <= worker.sealed_clock + limits.MAX_CLOCK_LEAD_COUNT:
             step = step or worker.steps.setdefault(event.clock, PendingStep(event.clock))
@@ -473,7 +464,7 @@ class RangeMachine:
     def _take_seal(self, event: SealEvent, worker: RangeWorker, out: list[Effect]) -> None:
         clock = event.terms.clock
         if event.sequence in worker.held:
-            # Asked again: an answer was lost. What was given back may be what was lost.
+            # The seal came again since an answer was lost, perhaps that of a given back push.
             step = worker.steps[worker.held[event.sequence]]
             full = Overloaded("given back", retry_after_ms=int(limits.OVER_QUOTA_RETRY_S * 1000))
             for sequence in step.missing:
@@ -485,7 +476,7 @@ class RangeMachine:
         if problem is None:
             problem = self._rules.disagreement(event.terms, worker)
             if problem is not None:
-                self.reads.dispute(clock, problem, out)
+                self.read_gate.dispute(clock, problem, out)
         if problem is not None:
             self.state.end(
                 worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out
@@ -496,7 +487,9 @@ class RangeMachine:
         step.seal = event
         if event.skip_if_invalid:
             self._gate.recall_carrier(worker, step, event)
-        step.numbers = self.state.table.step_hyperparameters.merged(event.terms.hyperparameters)
+        step.hyperparameters = self.state.table.step_hyperparameters.merged(
+            event.terms.hyperparameters
+        )
         worker.held[event.sequence] = clock
         self.state.reply(out, event.sender, ReplyKind.RECEIVED, event.sequence)
 
@@ -515,10 +508,10 @@ class RangeMachine:
             self.state.drop_push(step, worker, event.sequence)
         self.state.end(worker, event.sender, event.sequence, Ending(Outcome.WITHDRAWN), out)
 
-    def give_back(self, given: Step, out: list[Effect]) -> None:
-        """StagingMemory is needed for a lower step: what is staged of this one must be sent again.
+    def give_back(self, given: StepId, out: list[Effect]) -> None:
+        """Give back the staged payloads of a step, which must be sent again, to a lower step.
 
-        The room has already taken the bytes off this step.
+        The quota has already taken the bytes off this step.
         """
         worker = self.state.worker_at(given.rank, given.clock)
         step = worker.steps.get(given.clock) if worker is not None else None
@@ -541,23 +534,22 @@ class RangeMachine:
         if self.state.has_ended(worker):  # it will not send again
             self._gate.leave_unsealed(worker, out)
         elif worker.left_clock is not None and worker.holds_last_seal:
-            worker.left_clock = None  # that seal is no longer in effect: it may send again
+            worker.left_clock = None  # its final seal is no longer in effect
 
 
 class EntryRules:
-    """Questions to a range's state: is anything wrong with an entry, apart from its payload? Each
-    returns the error that the entry ends with, or None.
+    """Checks of an entry against a range's state, apart from its payload. Each returns the error
+    that the entry ends with, or None.
     """
 
     def __init__(self, state: RangeState) -> None:
         self._state = state
-        self._numbers = state.table.step_hyperparameters
+        self._hyperparameters = state.table.step_hyperparameters
         self._most_scale = limits.MAX_SCALE[state.table.spec.accumulator_element_bytes]
 
     def push_problem(
         self, event: PushEvent, worker: RangeWorker, step: PendingStep | None
     ) -> PushpullError | None:
-        """What is wrong with a push apart from its payload."""
         if self._state.failure is not None:
             return self._state.failure
         name = self._state.name
@@ -590,7 +582,7 @@ class EntryRules:
         if event.eager is None:
             return None
         try:
-            self._numbers.merged(event.eager)
+            self._hyperparameters.merged(event.eager)
         except InvalidConfig as error:
             return error
         return None
@@ -612,7 +604,9 @@ class EntryRules:
 
     def _clock_problem(self, clock: int, worker: RangeWorker) -> PushpullError | None:
         first = max(worker.sealed_clock, 0) + 1
-        newest = max(worker.sealed_clock, self._state.clock)  # where who was left behind may go
+        newest = max(
+            worker.sealed_clock, self._state.clock
+        )  # a worker that was left behind may go there
         last = newest + limits.MAX_CLOCK_LEAD_COUNT
         left = worker.left_clock
         if left is not None and not worker.sealed_clock < clock <= left:  # else it was given back
@@ -628,7 +622,7 @@ class EntryRules:
         return None
 
     def check_replacement(self, event: PushEvent, worker: RangeWorker) -> None:
-        """Refuse to replace anything but a lower push of the same step, not yet sealed.
+        """Check that a push replaces a lower push of the same step, which is not yet sealed.
 
         Raises:
             InvalidKeys: saying what was named instead.
@@ -652,7 +646,7 @@ class EntryRules:
     def seal_problem(
         self, event: SealEvent, worker: RangeWorker, step: PendingStep
     ) -> PushpullError | None:
-        """What is wrong with a seal in itself; `disagreement` is about the other workers'."""
+        """The fault of a seal in itself; `disagreement` compares it with other workers' seals."""
         if self._state.failure is not None:
             return self._state.failure
         name, terms = self._state.name, event.terms
@@ -679,7 +673,7 @@ class EntryRules:
         if problem is not None:
             return problem
         try:
-            mine = self._numbers.merged(terms.hyperparameters)
+            mine = self._hyperparameters.merged(terms.hyperparameters)
         except InvalidConfig as error:
             return error
         if step.eager is not None and not terms.skip and step.eager != mine:
@@ -690,8 +684,8 @@ class EntryRules:
         return None
 
     def _scale_problem(self, terms: SealTerms) -> PushpullError | None:
-        """What the gradients are multiplied by must be a number of the sums that they go into:
-        where it is not, the failure would come after the step was decided.
+        """The fault of the seal's scales, which must be finite in the accumulator's type: otherwise
+        the failure would come after the step was decided.
         """
         most = self._most_scale
         if not 0.0 < terms.contribution_scale <= most:
@@ -743,23 +737,23 @@ class EntryRules:
         return self._kind_problem()
 
     def disagreement(self, terms: SealTerms, worker: RangeWorker) -> PushpullError | None:
-        """BSP: all seals of a clock carry the same numbers (skipped ones have no say).
+        """Under BSP all seals of a clock carry the same hyperparameters; skipped ones have no say.
 
         With backup workers a worker that was left behind leaves out clocks, so that its schedules
-        are elsewhere: there the update takes the numbers of the first step that it holds.
+        are elsewhere: there the update takes the hyperparameters of the first step that it holds.
         """
         state = self._state
         setting = state.schedule.at(terms.clock)
         if setting.mode is not Mode.BSP or setting.backup_workers or terms.skip or terms.edit:
             return None
-        mine = self._numbers.merged(terms.hyperparameters)
+        mine = self._hyperparameters.merged(terms.hyperparameters)
         for other in self._state.workers.values():
             step = other.steps.get(terms.clock)
             if other is worker or step is None or step.seal is None or step.seal.terms.skip:
                 continue
-            if step.seal.terms.edit:  # `Aggregation` has the last word on these
+            if step.seal.terms.edit:  # `Aggregation` compares edits
                 continue
-            theirs = step.numbers
+            theirs = step.hyperparameters
             if (step.seal.terms.clip_scale is None) != (terms.clip_scale is None):
                 clips, other_rank = (worker.rank, other.rank)
                 if terms.clip_scale is None:

@@ -1,10 +1,8 @@
-"""What a range machine knows: workers, their steps, clocks and versions of one (range, table).
+"""The state of a range machine: workers, their steps, clocks and versions of one (range, table).
 
 Invariants:
     RM-5  A step in effect has a seal.
     RM-1  Each sequence of an incarnation is unseen, held, missing (given back) or ended; never two.
-
-What it deliberately does not do: decide (`range_machine`, `update_gate` and `read_gate` do).
 """
 
 from __future__ import annotations
@@ -19,23 +17,23 @@ from ps_core.errors import EditRefused, InvariantViolation, PushpullError, Updat
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
 from ps_core.tables import Hyperparameters, InitializerKind, Table
-from ps_server.ranges.events import Compensation, Effect, Record, ReplyTo, SealEvent, Sender, Step
+from ps_server.ranges.events import Compensation, Effect, Record, ReplyTo, SealEvent, Sender, StepId
 from ps_server.ranges.schedule import Schedule
 
 
 class StagingMemory(Protocol):
-    """What a range asks of its table's gate memory; giving back reaches every range of the
+    """The staging memory of a table, as its ranges use it; giving back reaches every range of the
     table.
     """
 
-    def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:
-        """Whether there is room; effects of making it are appended."""
+    def admit(self, step: StepId, byte_count: int, effects: list[Effect]) -> bool:
+        """True if the payload may be staged; effects that give other steps back are appended."""
 
-    def release(self, step: Step, byte_count: int) -> None:
+    def release(self, step: StepId, byte_count: int) -> None:
         """A payload is no longer staged."""
 
     def add_sum(self, byte_count: int) -> None:
-        """What is no longer staged has become a sum, or so much more of one."""
+        """Count bytes that are no longer staged as a sum, or as more of one."""
 
     def end_sum(self, byte_count: int) -> None:
         """A sum is there no more."""
@@ -43,7 +41,7 @@ class StagingMemory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class HeldPush:
-    """A push that is held: `payload` is None once it is accumulated or dropped."""
+    """A held push. `payload` is None once it is accumulated or dropped."""
 
     sender: Sender
     sequence: int
@@ -57,7 +55,7 @@ class HeldPush:
 
 @dataclass(slots=True, eq=False)
 class PendingStep:
-    """One worker's step on its way."""
+    """One worker's step, before its outcome."""
 
     clock: int
     pushes: dict[int, HeldPush] = field(default_factory=dict)  # by sequence
@@ -65,28 +63,27 @@ class PendingStep:
     missing: dict[int, Sender] = field(default_factory=dict)  # given back, by sequence
     invalid: set[int] = field(default_factory=set)
     invalid_values: set[int] = field(default_factory=set)
-    """Of `invalid`, those of ASSIGN: what else an edit has sent is no part of it."""
+    """The sequences of `invalid` that are ASSIGN pushes: an edit has no other pushes."""
     has_values: bool = False
-    """Whether an ASSIGN has been held, perhaps one that was replaced since."""
+    """True if an ASSIGN was held, perhaps one that was replaced since."""
     seal: SealEvent | None = None
-    numbers: Hyperparameters = ()  # the seal's, over the table's own
+    hyperparameters: Hyperparameters = ()  # the seal's, over the table's own
     skip: bool = False
     eager: Hyperparameters | None = None
     edit: bytes = b""
-    """Of a seal in effect: what its seal names; empty where the step is none, or is not taken."""
+    """The edit that a seal in effect names; empty if the step is none, or is not taken."""
     array: str = ""
-    """What it is of: an array of optimizer state, or, empty, the values."""
+    """The array of optimizer state that the edit replaces; empty: it replaces values."""
     problem: EditRefused | None = None
-    """Why nothing of the step is taken: what its entries end with."""
+    """The error that the step's entries end with, if nothing of it is taken."""
 
     @property
     def of(self) -> tuple[str, bytes]:
-        """What the record of an edit says that it is of."""
+        """The `of` of the edit's record."""
         return (self.array, self.edit) if self.array else ("", b"")
 
     @property
     def sealed_by(self) -> SealEvent:
-        """The seal of a step that has one."""
         if self.seal is None:
             raise InvariantViolation("RM-5", f"clock {self.clock} is in effect without a seal")
         return self.seal
@@ -94,10 +91,9 @@ class PendingStep:
 
 @dataclass(slots=True, eq=False)
 class RangeWorker:
-    """A worker in this range: `sealed_clock` is its newest seal in effect; up to `done_clock` all
-    is decided for it (its steps are recorded, or updates formed without them); `held` has the clock
-    of each held sequence, `own_updates` how many updates of a block it had a part in; `left_clock`
-    is its last.
+    """A worker in this range. `sealed_clock`: its newest seal in effect. `done_clock`: up to here
+    its steps are recorded, or updates formed without them. `held`: the clock of each held sequence.
+    `own_updates`: the updates of each block in which it took part. `left_clock`: its last clock.
     """
 
     rank: int
@@ -111,37 +107,37 @@ class RangeWorker:
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
     final_seal_clock: int | None = None
-    """Of the seal by which it left, if that ended no step."""
+    """The clock of the seal by which it left, if that ended no step."""
     joined_clock: int = 0
     """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
     predecessor: RangeWorker | None = None
-    """Whose rank it has, if it was another's: whose steps up to that clock still count."""
+    """The worker that had its rank before; the steps of that one still count up to `joined_clock`.
+    """
     is_first: bool = True
-    """Whether nobody had its rank before it."""
 
     @property
     def has_left(self) -> bool:
-        """Whether it has left this table, and nothing of it is to come."""
+        """True if it has left this table and has no open steps."""
         left = self.left_clock
         return left is not None and left <= self.sealed_clock and not self.steps
 
     @property
     def stepped_clock(self) -> int:
-        """The highest clock of a step of it that has taken effect, or that was taken without it."""
+        """The highest clock of its steps that took effect, or that updates formed without."""
         clock = max(self.sealed_clock, self.done_clock)
         return clock - (self.final_seal_clock == clock)
 
     @property
     def holds_last_seal(self) -> bool:
-        """Whether the seal that it left by has no outcome yet."""
-        for step in self.steps.values():  # noqa: SIM110 - asked of each worker at each log record
+        """True if the seal by which it left has no outcome yet."""
+        for step in self.steps.values():  # noqa: SIM110 - asked of each worker at each record
             if step.seal is not None and step.seal.terms.last:
                 return True
         return False
 
     @property
     def gap(self) -> int | None:
-        """The lowest sequence that has not come and that a seal waits for; None if none does."""
+        """The lowest missing sequence that a seal waits for; None if no seal waits."""
         waiting = [
             step.seal.sequence
             for step in self.steps.values()
@@ -154,20 +150,20 @@ class RangeWorker:
 
     @property
     def gap_words(self) -> str:
-        """What its next seal waits for, if a sequence is missing; else empty."""
+        """Words for the missing sequence that its next seal waits for; empty if none is missing."""
         gap = self.gap
         return "" if gap is None else f"waits for sequence {gap} of worker {self.rank}"
 
     def arrived(self, sequence: int) -> None:
-        """What was given back has come again, or has ended (RM-1)."""
+        """An entry that was given back has come again, or has ended (RM-1)."""
         for step in self.steps.values():
             if step.missing:
                 step.missing.pop(sequence, None)
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPlace:
-    """Where a worker is, for status."""
+class WorkerPosition:
+    """A worker's clocks, for status."""
 
     rank: int
     incarnation: Incarnation
@@ -177,8 +173,8 @@ class WorkerPlace:
     left: bool
 
 
-class Said(NamedTuple):
-    """The scale that an update was applied by, and who said it."""
+class UpdateScale(NamedTuple):
+    """The scale by which an update was applied, and the rank that said it."""
 
     clock: int
     scale: float
@@ -186,7 +182,7 @@ class Said(NamedTuple):
 
 
 class RangeState:
-    """The state of one table in one range, and the few changes that all its deciders share."""
+    """The state of one table in one range, and the small changes that its machines share."""
 
     def __init__(
         self,
@@ -197,8 +193,8 @@ class RangeState:
         staging: StagingMemory,
         versions: dict[int, int] | None = None,
     ) -> None:
-        """A fresh shard: clock 0, initialised unless rank 0 is to do it. One that is restored is at
-        its clock, and initialised when it has been loaded.
+        """Clock 0, initialised unless rank 0 gives the initial values. A restored table starts at
+        its clock, and is initialised once it has been loaded.
         """
         self.table = table
         self.name = table.spec.name
@@ -206,42 +202,38 @@ class RangeState:
         self.range_id = range_id
         self.blocks = blocks
         is_restored = table.restored_clock is not None
-        self.first_clock = table.restored_clock or 0  # where it and all workers begin
+        self.first_clock = table.restored_clock or 0  # the clock at which it and all workers begin
         self.initialized = (
             not is_restored and table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
         )
         self.clock = self.first_clock
         self.formed_clock = self.first_clock
-        self.read_clock = self.first_clock  # the highest that a worker has read for: its next
+        self.read_clock = self.first_clock  # the highest clock that a worker has pulled for
         self.newest_join_clock = 0
-        self.changed_clock = self.first_clock  # the highest of which the values have anything
+        self.changed_clock = self.first_clock  # the highest clock in the values
         self.update_count = 0
         self.record_count = 0
         self.versions = dict.fromkeys(blocks, 0) if versions is None else versions
         self.worker_count = worker_count
-        self.ranks: Sequence[int] = range(worker_count)  # and those that joined beyond these
+        self.ranks: Sequence[int] = range(worker_count)  # and ranks that joined beyond these
         self.staging = staging
         self.workers: dict[Incarnation, RangeWorker] = {}
         self.by_rank: dict[int, RangeWorker] = {}
-        self.replaced: dict[
-            Incarnation, RangeWorker
-        ] = {}  # workers that are not `by_rank` any more
+        self.replaced: dict[Incarnation, RangeWorker] = {}  # no longer in `by_rank`
         self.past_reached_clock = self.past_stepped_clock = 0  # by workers that were forgotten
-        self.ended: dict[int, Node] = {}  # by rank: who left unsaid, or is gone, and not replaced
+        self.ended: dict[int, Node] = {}  # by rank: left without a seal or gone, and not replaced
         self.unscaled: Record | None = None  # BSP: the sum of clock + 1, which waits for its scale
-        self.squares: dict[int, tuple[float, ...]] = {}  # what was told of the newest such sums
-        self.said: Said | None = None  # the newest scale
-        self._summed: dict[int, int] = {}  # bytes of each block of the sum in the making
+        self.squares: dict[int, tuple[float, ...]] = {}  # of the newest such sums, by clock
+        self.said: UpdateScale | None = None  # the newest scale
+        self._summed: dict[int, int] = {}  # bytes of each block of the sum
         self.failure: UpdateFailed | None = None  # of any range of the table on this server
 
     @property
     def awaits_rank_zero(self) -> bool:
-        """Whether rank 0 is to give the initial values, and has not."""
         return not self.initialized and self.table.restored_clock is None
 
     @property
     def reached_clock(self) -> int:
-        """The highest clock of which anything has taken effect."""
         reached = max(self.clock, self.changed_clock, self.past_reached_clock)
         for worker in self.workers.values():
             reached = max(reached, worker.sealed_clock, worker.done_clock)
@@ -249,8 +241,8 @@ class RangeState:
 
     @property
     def stepped_clock(self) -> int:
-        """The highest clock of a step that has taken effect. A goodbye is none: it is for a step
-        that its worker has not taken, and the others may never take.
+        """The highest clock of a step that has taken effect. A final seal is none: its step was not
+        taken, and the other workers may never take it.
         """
         reached = max(self.formed_clock, self.changed_clock, self.past_stepped_clock)
         for worker in self.workers.values():
@@ -258,21 +250,24 @@ class RangeState:
         return reached
 
     def compensation(self, incarnation: Incarnation, clock: int) -> Compensation | None:
-        """How gradients of `clock` by this worker are corrected for what they missed, if so."""
+        """Delay compensation of this worker's gradients of `clock`, if the setting has it."""
         setting = self.schedule.at(clock)
         if setting.policy is not StalePolicy.COMPENSATE:
             return None
         return Compensation(incarnation, setting.strength, setting.adaptive)
 
     def takes_edits(self, clock: int) -> bool:
-        """Whether a step of that clock is one of all workers, who so can change values together."""
+        """True if a step of that clock is one of all workers, which can then edit values
+        together.
+        """
         setting = self.schedule.at(clock)
         is_shared = setting.mode is Mode.BSP and not setting.backup_workers
         return is_shared or (len(self.ranks) == 1 and setting.mode is not Mode.BSP)
 
     def slowest_clock(self) -> int:
-        """Up to which clock all is decided for every worker that has not left; of those that have
-        all left, the highest. A worker that was never heard of has done what formed without it.
+        """The clock up to which everything is decided for each worker that has not left; if all
+        have left, the highest of theirs. A worker that was never heard of has done what formed
+        without it.
         """
         workers = [self.by_rank.get(rank) for rank in self.ranks]
         clocks = [
@@ -285,7 +280,6 @@ class RangeState:
         return max((worker.done_clock for worker in workers if worker is not None), default=0)
 
     def is_member(self, rank: int, clock: int) -> bool:
-        """Whether update `clock` waits for this rank."""
         worker = self.by_rank.get(rank)
         if worker is not None and worker.joined_clock:
             worker = self.worker_at(rank, clock)
@@ -295,22 +289,22 @@ class RangeState:
         )
 
     def is_to_join(self, rank: int, incarnation: Incarnation) -> bool:
-        """Whether a worker that is not here comes by a scheduled change: in another's place, or
-        beyond the first, whom everybody waits for from the start.
+        """True if an unknown worker comes by a scheduled change: in another's place, or beyond the
+        first ranks, which everybody waits for from the start.
         """
         holder = self.by_rank.get(rank)
         return rank >= self.worker_count if holder is None else holder.incarnation < incarnation
 
     def worker_at(self, rank: int, clock: int) -> RangeWorker | None:
-        """Who has or had the rank at a clock; None if nobody was ever heard of."""
+        """The worker that has or had the rank at a clock; None if none was ever heard of."""
         worker = self.by_rank.get(rank)
         while worker is not None and clock <= worker.joined_clock and worker.predecessor:
             worker = worker.predecessor
         return worker
 
     def forget_past(self) -> None:
-        """Forget workers that were replaced once all is decided of what they sealed: they are
-        fenced by who has their rank now, and no later update waits for them.
+        """Forget replaced workers once all that they sealed is decided: the worker with their rank
+        fences them, and no later update waits for them.
         """
         summed = () if self.unscaled is None else self.unscaled.contributors
         in_sum = {contributor.incarnation for contributor in summed}
@@ -329,24 +323,22 @@ class RangeState:
                     other.predecessor = worker.predecessor
 
     def has_ended(self, worker: RangeWorker) -> bool:
-        """Whether the worker's membership has ended, its rank given anew since or not."""
+        """True if the worker's membership has ended, whether its rank was given anew or not."""
         return worker.rank in self.ended or worker is not self.by_rank.get(worker.rank)
 
     def gone_count(self, clock: int) -> int:
-        """Workers whose step of `clock` is missing because they are gone."""
         gone = (r for r, node in self.ended.items() if node.state is NodeState.GONE)
         return sum(not self.is_member(rank, clock) for rank in gone)
 
     def peer_version(self, incarnation: Incarnation | None, block: int) -> int:
-        """Updates of `block` in which `incarnation` had no part."""
+        """The updates of `block` in which `incarnation` took no part."""
         worker = self.workers.get(incarnation) if incarnation is not None else None
         own = worker.own_updates.get(block, 0) if worker is not None else 0
         return self.versions[block] - own
 
-    def worker_places(self) -> Iterator[WorkerPlace]:
-        """Where each worker is."""
+    def worker_places(self) -> Iterator[WorkerPosition]:
         for worker in self.by_rank.values():
-            yield WorkerPlace(
+            yield WorkerPosition(
                 worker.rank,
                 worker.incarnation,
                 max(worker.sealed_clock, 0),
@@ -356,7 +348,7 @@ class RangeState:
             )
 
     def gaps(self) -> list[str]:
-        """The seals that wait since a sequence before them has not come, for a person."""
+        """Seals that wait for a missing sequence, as sentences."""
         gaps = ((worker.rank, worker.gap_words) for worker in self.by_rank.values())
         return [
             f"the seal of worker {rank} in table '{self.name}' (range {self.range_id}) {words}"
@@ -375,22 +367,22 @@ class RangeState:
         worker.held.pop(sequence, None)
 
     def unstage(self, step: PendingStep, worker: RangeWorker, push: HeldPush) -> None:
-        """The payload is held no more; its room is free."""
+        """Release the payload and its staging memory."""
         if push.payload is not None:
             push.payload = None
-            self.staging.release(Step(step.clock, worker.rank), push.byte_count)
+            self.staging.release(StepId(step.clock, worker.rank), push.byte_count)
 
     def unstage_step(self, step: PendingStep, worker: RangeWorker) -> None:
-        """No payload of the step is held any more."""
+        """Release all payloads of the step."""
         byte_count = 0
         for push in step.pushes.values():
             if push.payload is not None:
                 push.payload = None
                 byte_count += push.byte_count
-        self.staging.release(Step(step.clock, worker.rank), byte_count)
+        self.staging.release(StepId(step.clock, worker.rank), byte_count)
 
     def add_to_sum(self, step: PendingStep) -> None:
-        """BSP: what was staged of the step is in the sum of its clock now."""
+        """Count the step's released bytes in the sum of its clock (BSP)."""
         summed = self._summed
         more = {p.block: p.byte_count for p in step.pushes.values() if p.block not in summed}
         summed.update(more)
@@ -398,17 +390,16 @@ class RangeState:
 
     @property
     def summed_bytes(self) -> int:
-        """Bytes of the sum in the making."""
+        """Bytes of the sum that is being accumulated."""
         return sum(self._summed.values())
 
     def end_sum(self) -> None:
-        """The sum in the making, if there was one, has been applied or dropped."""
+        """Release the bytes of the sum, which was applied or dropped."""
         if self._summed:
             self.staging.end_sum(self.summed_bytes)
             self._summed = {}
 
     def unstage_all(self) -> None:
-        """Nothing is held any more."""
         self.end_sum()
         for worker in self.workers.values():
             for step in worker.steps.values():
@@ -418,7 +409,7 @@ class RangeState:
     def end(
         self, worker: RangeWorker, sender: Sender, sequence: int, ending: Ending, out: list[Effect]
     ) -> None:
-        """The sequence ends: ledger and sender are told."""
+        """End the sequence, in the ledger and for its sender."""
         worker.held.pop(sequence, None)
         worker.arrived(sequence)
         worker.ledger.end(sequence, ending)
@@ -450,7 +441,6 @@ class RangeState:
         ending: Ending | None = None,
         error: PushpullError | None = None,
     ) -> None:
-        """Answer an entry."""
         out.append(
             ReplyTo(sender, kind, self.table.table_id, self.range_id, sequence, ending, error)
         )

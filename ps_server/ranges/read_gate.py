@@ -1,10 +1,7 @@
-"""Who may read when: reads that wait, and what they wait for (SEMANTICS S5).
+"""The read gate: pulls that wait, and their reasons (SEMANTICS S5).
 
 Invariants:
     RM-4  A pull is answered only from committed state that its gate allows.
-
-What it deliberately does not do: copy values (`ps_server.service.node` does, at once, on
-AnswerPull).
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ _EXPLAINED_COUNT = 256
 
 
 class WaitCause(Enum):
-    """What a parked read waits for."""
+    """The reason for which a pull is parked."""
 
     INITIAL_VALUES = "initial_values"
     OWN_STEP = "own_step"
@@ -35,7 +32,7 @@ class WaitCause(Enum):
 
 
 class ReadGate:
-    """The reads of one table in one range."""
+    """The pulls of one table in one range."""
 
     def __init__(self, state: RangeState) -> None:
         self._state = state
@@ -43,7 +40,6 @@ class ReadGate:
         self._disputes: dict[int, PushpullError] = {}  # by clock, until it forms
 
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
-        """A read arrived: answered at once, refused, or parked until its deadline."""
         worker = (
             self._state.workers.get(event.incarnation) if event.incarnation is not None else None
         )
@@ -66,12 +62,12 @@ class ReadGate:
         return out
 
     def _unanswerable(self, event: PullEvent) -> PushpullError | None:
-        """Why a read that cannot be answered now should not wait."""
+        """The error of a pull that can neither be answered now nor wait."""
         return self._lost() or self._dispute_of(event) or self._ahead_of(event)
 
     def _is_past(self, event: PullEvent) -> bool:
-        """Whether the range is beyond that clock, or its values have anything that is. A cut asks
-        for values alone: final_seals may have brought the range further.
+        """True if the range, or any of its values, has passed the pull's clock. A cut asks for
+        values alone: final seals may have brought the range further.
         """
         state = self._state
         clock = state.clock if event.cut_id is None else state.formed_clock
@@ -81,13 +77,13 @@ class ReadGate:
         clock = max(self._state.clock, self._state.changed_clock)
         return AlreadyPast(
             f"range {self._state.range_id} of table '{self._state.name}' is at clock {clock}; the "
-            f"read asked for {event.clock}",
+            f"pull asked for {event.clock}",
             clock=clock,
         )
 
     def _mixed(self, event: PullEvent) -> PushpullError | None:
-        """A consistent read needs a clock at which all ranges hold the same steps: one of BSP, or
-        one that its reader has cut at.
+        """The error of a consistent pull at a clock at which ranges may hold different steps. It
+        needs a clock of BSP, or one that its reader has cut at.
         """
         state = self._state
         if not event.consistent:
@@ -104,12 +100,12 @@ class ReadGate:
             return None
         return InvalidConfig(
             f"{name} is {state.schedule.at(event.clock)} at clock {event.clock}, not BSP: a "
-            "consistent read there needs a cut"
+            "consistent pull there needs a cut"
         )
 
     def settled(self, out: list[Effect]) -> None:
-        """A change was settled: reads that can never be answered under what now holds are refused,
-        others may be answered.
+        """A change was decided: refuse pulls that can never be answered under the new setting, and
+        answer others.
         """
         for event in list(self._waiters.values()):
             problem: PushpullError | None = None
@@ -122,8 +118,8 @@ class ReadGate:
         self.release(out)
 
     def _ahead_of(self, event: PullEvent) -> PushpullError | None:
-        """A worker reads at its own clock. What seals it may be on its way, on another stream, but
-        no further ahead than a step may be.
+        """The error of a pull beyond its worker's clock. The seal may be on its way on another
+        stream, but no further ahead than a step may be.
         """
         if event.incarnation is None:
             return None
@@ -133,27 +129,27 @@ class ReadGate:
         if event.clock <= newest + limits.MAX_CLOCK_LEAD_COUNT:
             return None
         return InvalidConfig(
-            f"a read of table '{state.name}' asks for clock {event.clock}; expected its worker's, "
+            f"a pull of table '{state.name}' asks for clock {event.clock}; expected its worker's, "
             f"at most {limits.MAX_CLOCK_LEAD_COUNT} beyond {newest}, the newest seal in effect"
         )
 
     def dispute(self, clock: int, problem: PushpullError, out: list[Effect]) -> None:
-        """Workers disagree about `clock`: those who wait for it are told too, not left to wait."""
+        """Workers disagree about `clock`: refuse the pulls that wait for it."""
         self._disputes[clock] = problem
         for event in [e for e in self._waiters.values() if self._dispute_of(e) is not None]:
             del self._waiters[event.waiter]
             out.append(self._refuse(event, problem))
 
     def _dispute_of(self, event: PullEvent) -> PushpullError | None:
-        """The open dispute, if any, that a worker's read would wait for."""
+        """The open dispute that a worker's pull would wait for."""
         if event.incarnation is None:
             return None
         clocks = [c for c in self._disputes if self._state.clock < c <= event.clock]
         return self._disputes[min(clocks)] if clocks else None
 
     def ended(self, node: Node, out: list[Effect]) -> None:
-        """A worker's membership has ended: its reads are refused, and every read if only that
-        worker could have made one possible.
+        """Refuse the pulls of a worker whose membership ended, and every pull if only that worker
+        could have made one possible.
         """
         lost = self._lost()
         for event in list(self._waiters.values()):
@@ -164,7 +160,7 @@ class ReadGate:
                 out.append(self._refuse(event, problem))
 
     def _lost(self) -> PushpullError | None:
-        """Why no read can be answered, ever, if so."""
+        """The error of every pull, if the initial values can never come."""
         state = self._state
         if not state.awaits_rank_zero or 0 not in state.ended:
             return None
@@ -175,23 +171,21 @@ class ReadGate:
         )
 
     def waits_for(self, waiter: int) -> bool:
-        """Whether that read is parked."""
         return waiter in self._waiters
 
     def fail(self, error: PushpullError, out: list[Effect]) -> None:
-        """The table has failed: nobody reads it any more."""
+        """Refuse all parked pulls."""
         out += [self._refuse(event, error) for event in self._waiters.values()]
         self._waiters.clear()
 
     def cancel(self, waiter: int) -> None:
-        """The caller has gone."""
         event = self._waiters.pop(waiter, None)
         if event is not None and event.cut_id is not None:
             self._state.schedule.end_cut(event.cut_id)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Reads whose deadline has passed learn whom they waited for, those whose cut has ended
-        without them that it has.
+        """Refuse pulls whose deadline has passed, naming the workers that they waited for, and
+        those whose cut has ended.
         """
         out: list[Effect] = []
         for event in list(self._waiters.values()):
@@ -206,7 +200,7 @@ class ReadGate:
         return out
 
     def release(self, out: list[Effect]) -> None:
-        """The state changed: answer what may be answered now."""
+        """Answer the parked pulls that may be answered now."""
         if not self._waiters and not self._disputes:
             return
         for clock in [c for c in self._disputes if c <= self._state.clock]:
@@ -216,7 +210,7 @@ class ReadGate:
             out.append(self._answer(event))
 
     def _may_read(self, event: PullEvent) -> bool:
-        """RM-4. A worker's read is for its next step: the setting of that clock counts."""
+        """RM-4. A worker pulls for its next step, so the setting of that clock counts."""
         state = self._state
         if not state.initialized:
             return False
@@ -233,7 +227,7 @@ class ReadGate:
         return setting.mode is Mode.ASP or state.clock >= clock - setting.staleness
 
     def _asked_clock(self, event: PullEvent) -> int:
-        """The clock that counts for a worker's read; one that has joined begins further on than it
+        """The clock that counts for a worker's pull; a worker that joined begins further on than it
         knows.
         """
         if event.incarnation is None:
@@ -243,14 +237,14 @@ class ReadGate:
         return max(event.clock, first_clock)
 
     def _is_joining(self, event: PullEvent) -> bool:
-        """Whether the reader is to join while others train, and has not yet here."""
+        """True if the reader joins while others train, and has not joined here yet."""
         state = self._state
         if event.incarnation is None or event.incarnation in state.workers:
             return False
         return state.is_to_join(event.rank, event.incarnation)
 
     def _done_clock(self, event: PullEvent) -> int:
-        """Up to where all is decided for the reader."""
+        """The clock up to which everything is decided for the reader."""
         state = self._state
         worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
         return state.formed_clock if worker is None else worker.done_clock
@@ -265,7 +259,7 @@ class ReadGate:
             state.read_clock = max(state.read_clock, asked_clock + 1)
         if event.cut_id is not None:
             state.schedule.end_cut(event.cut_id)
-        is_new = asked_clock > event.clock  # it has joined: that is where it begins
+        is_new = asked_clock > event.clock  # it has joined, and begins there
         return AnswerPull(
             event.waiter,
             state.table.table_id,
@@ -278,7 +272,7 @@ class ReadGate:
         )
 
     def _keeps_for(self, event: PullEvent, asked_clock: int) -> Incarnation | None:
-        """Who reads, if its gradients will be corrected for what it is given."""
+        """The reader, if its gradients will be corrected for the values that it is given."""
         next_setting = self._state.schedule.at(asked_clock + 1)
         keeps = next_setting.policy is StalePolicy.COMPENSATE
         return event.incarnation if keeps else None
@@ -289,7 +283,7 @@ class ReadGate:
         return RefusePull(event.waiter, self._state.table.table_id, self._state.range_id, error)
 
     def explain(self, event: PullEvent, now_s: float) -> str:
-        """What a parked read waits for, in a sentence that names who is missing (G6)."""
+        """A sentence that says why a parked pull waits and names the missing workers (G6)."""
         name = f"table '{self._state.name}' (range {self._state.range_id})"
         if not self._state.initialized:
             if not self._state.awaits_rank_zero:
@@ -298,22 +292,22 @@ class ReadGate:
         state = self._state
         if state.schedule.copied_for:
             return (
-                f"the read of {name} at clock {event.clock} waits for its server, which writes "
-                f"checkpoint {state.schedule.copied_for} and has no room for more copies: its "
+                f"the pull of {name} at clock {event.clock} waits for its server, which writes "
+                f"checkpoint {state.schedule.copied_for} and has no memory for more copies: its "
                 "store is slow"
             )
         event = event._replace(clock=self._asked_clock(event))
         setting = state.schedule.at(event.clock + 1)
         if self._is_joining(event):
             return (
-                f"the read of {name} waits for the scheduler: worker {event.rank} has not joined "
+                f"the pull of {name} waits for the scheduler: worker {event.rank} has not joined "
                 "the table yet"
             )
         if self._waits_for_change(event):
             return (
-                f"the read of {name} at clock {event.clock} waits for the scheduler: a change of "
+                f"the pull of {name} at clock {event.clock} waits for the scheduler: a change of "
                 f"its consistency after clock {state.schedule.hold_point} is proposed and not "
-                "settled"
+                "decided"
             )
         clock = state.clock + 1
         if setting.mode is Mode.BSP and state.schedule.is_bsp(clock):
@@ -330,19 +324,18 @@ class ReadGate:
             worker = None if event.incarnation is None else state.workers.get(event.incarnation)
             gap = worker.gap_words if worker is not None else ""
             return (
-                f"the read of {name} at clock {event.clock} waits for its own worker's seal; "
+                f"the pull of {name} at clock {event.clock} waits for its own worker's seal; "
                 f"the newest in effect is {self._done_clock(event)}"
                 + (f", and the next {gap}" if gap else "")
             )
         clock = event.clock - setting.staleness
         late = ", ".join(self._behind(clock, now_s))
         return (
-            f"the read of {name} at clock {event.clock} waits for clock {clock} of {late}: "
+            f"the pull of {name} at clock {event.clock} waits for clock {clock} of {late}: "
             f"{setting} allows no more"
         )
 
     def _behind(self, clock: int, now_s: float) -> list[str]:
-        """The workers whose seal of `clock` is not in effect."""
         state = self._state
         return [
             self._who(rank, now_s)
@@ -358,7 +351,7 @@ class ReadGate:
         return self._state.schedule.holds_reads(event.clock + 1 if is_worker else event.clock)
 
     def cause(self, waiter: int) -> WaitCause | None:
-        """What a read waits for; None if it does not wait."""
+        """The reason for which a pull is parked; None if it is not."""
         event = self._waiters.get(waiter)
         if event is None:
             return None
@@ -376,7 +369,7 @@ class ReadGate:
         return WaitCause.OWN_STEP if clock < event.clock else WaitCause.WORKERS
 
     def waits(self, now_s: float) -> tuple[str, ...]:
-        """What the parked reads wait for, each sentence once; of thousands, the first that came."""
+        """Sentences that explain the parked pulls, each once; of thousands, the first that came."""
         some = itertools.islice(self._waiters.values(), _EXPLAINED_COUNT)
         return tuple(sorted({self.explain(event, now_s) for event in some}))
 

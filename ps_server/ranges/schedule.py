@@ -1,34 +1,33 @@
-"""Which setting holds at which clock, and beyond which clock all must wait (SEMANTICS S6, S10).
+"""The schedule of a table's settings by clock, and the clock beyond which all must wait (SEMANTICS
+S6, S10).
 
-    settled   --proposed-->   prepared: nothing beyond `hold_point` takes effect here
-    prepared  --committed-->  settled, with another setting from some clock on
-    prepared  --withdrawn-->  settled, as it was
-    prepared  --given up-->   settled, as it was: the scheduler is not heard
+    decided   --proposed-->   prepared: nothing beyond `hold_point` takes effect here
+    prepared  --committed-->  decided, with another setting from some clock on
+    prepared  --withdrawn-->  decided, as before
+    prepared  --given up-->   decided, as before: the scheduler is silent
 
-Who decides is the table's first range. When the scheduler says that all have prepared, that range
-takes the change, unless it has given it up by then; the others take it when a view has it, or when
-the first range's primary says so. What that one has said once it says for ever.
+A change is a two-phase commit at a clock. The table's first range decides it: when the scheduler
+says that all have prepared, that range takes the change, unless it has given it up by then. The
+other ranges take it when a view has it, or when the first range's primary says so. An outcome never
+changes. The clock of a change is the highest that any range had reached when it prepared, so every
+range treats a clock alike, and none has to undo anything.
 
-The clock of a change is the highest that any range had reached when it prepared. So every range
-treats a clock alike, and none has to undo anything.
+A cut holds a table for a reader that wants one state of it where updates do not form clock by
+clock: every range holds steps beyond the clock that it has reached; the reader then names the
+highest, and each range goes on up to it, answers, and lets go.
 
-A cut is the same for a reader that wants one state of the whole table where updates are not formed
-clock by clock: every range holds what is beyond the clock that it has reached; the reader then
-names the highest, each range goes on up to it, answers, and lets go.
-
-A cut for a checkpoint is proposed and committed as a change is, and held then as a reader's is.
-What is asynchronous from there on holds nothing for one: it is read as it is. Whoever does not hear
-the scheduler holds nothing for one either: where the cut's clock has passed, the checkpoint fails.
-
-    open      --begun-->      held at what was reached
+    open      --begin-->      held at the reached clock
     held      --named-->      held at the reader's clock
     held      --answered, given up, or out of time-->  open
 
+A cut for a checkpoint is proposed and committed as a change is, and then held as a reader's cut.
+Asynchronous settings hold nothing for it: their values are read as they are. A server that does not
+hear the scheduler holds nothing for it either: once the cut's clock has passed, the checkpoint
+fails.
+
 Invariants:
     SC-1  The setting of a clock does not change once something of that clock has taken effect.
-    SC-2  What was given up is never taken, and what was taken never given up.
-
-What it deliberately does not do: hold anything (`update_gate` does), or talk to the scheduler.
+    SC-2  A change that was given up is never taken, and a taken one is never given up.
 """
 
 from __future__ import annotations
@@ -47,36 +46,36 @@ from ps_core.tables import Table
 _BEFORE_ALL = -1
 
 _CHECKPOINTS = Incarnation(0)
-"""Nobody's: whose the cuts for checkpoints are."""
+"""The owner of cuts for checkpoints, which is no worker."""
 
 _COPIES = Incarnation(-1)
-"""Nobody's either: who holds what a checkpoint has no room to copy."""
+"""The owner of holds for checkpoints whose copies do not fit, which is no worker either."""
 
 CutId = tuple[Incarnation, int]
-"""Whose cut, and its reader's number for it."""
+"""The owner of a cut, and its number for it."""
 
 
 def checkpoint_cut(number: int) -> CutId:
-    """The cut that is held for a checkpoint, whose reader is the server itself."""
+    """The cut held for a checkpoint; its reader is the server itself."""
     return _CHECKPOINTS, number
 
 
 def copies_cut(number: int) -> CutId:
-    """The cut that is held until there is room for copies for a checkpoint."""
+    """The cut held until a checkpoint's copies fit in memory."""
     return _COPIES, number
 
 
 @dataclass(slots=True)
 class Cut:
-    """Nothing beyond `clock` takes effect until it ends."""
+    """Holds everything beyond `clock`."""
 
     clock: int
     deadline_s: float
 
 
 class Prepared(NamedTuple):
-    """What a range has prepared: the newest change; beyond which clock it holds, and whether reads
-    too; and the newest that it took as the range that decides, and after which clock.
+    """Prepared state of a range: the newest change, its hold point, whether that holds pulls too,
+    and the newest change that the range took as the deciding one, with its clock.
     """
 
     prepared: int
@@ -89,8 +88,8 @@ class Schedule:
     """The settings of one table in one range.
 
     Attributes:
-        hold_point: nothing beyond it may take effect, nor be read for; None while no change is
-            being settled.
+        hold_point: nothing beyond it may take effect, nor be pulled for; None while no change is
+            prepared.
         number: the newest change that was committed; 0 before the first.
         is_freed: what a cut held may go on, and has not yet.
     """
@@ -101,9 +100,9 @@ class Schedule:
         self.hold_point: int | None = None
         self.number = 0
         self._holds_reads = True
-        self._lets_go = False  # the proposal is a cut, and what lies beyond the clock asynchronous
+        self._lets_go = False  # the proposal is a cut, and the clocks beyond are asynchronous
         self._proposed = 0  # the proposal of the newest view; 0: it has none
-        self._taken = (0, 0)  # the newest that this range took, which decides; after which clock
+        self._taken = (0, 0)  # the newest change taken as the deciding range; its clock
         self._cuts: dict[CutId, Cut] = {}
         self._cut_for = 0 if table.cut is None else table.cut.checkpoint
         self._torn_for = 0  # the newest checkpoint at whose cut it was asynchronous
@@ -112,7 +111,6 @@ class Schedule:
             self._add(table.change)
 
     def at(self, clock: int) -> Consistency:
-        """The setting of the steps of `clock`."""
         if len(self._settings) == 1:  # nearly always, and asked several times a seal
             return self._settings[0][1]
         for after_clock, setting in reversed(self._settings):
@@ -121,15 +119,15 @@ class Schedule:
         return self._settings[0][1]  # long past and decided
 
     def is_bsp(self, clock: int) -> bool:
-        """Whether the update of `clock` has every worker's step; else each is one by itself."""
+        """True if the update of `clock` has every worker's step; else each step is an update."""
         return self.at(clock).mode is Mode.BSP
 
     def begins_after(self, clock: int) -> int:
-        """The last clock before the setting of `clock` that had another; -1 if none had."""
+        """The last clock before the setting of `clock` begins; -1 if it is the first."""
         return max((after for after, _ in self._settings if after < clock), default=_BEFORE_ALL)
 
     def bsp_before(self, clock: int) -> int:
-        """The last clock below `clock` that is BSP and may not have formed; -1 if there is none."""
+        """The last BSP clock below `clock` that may not have formed; -1 if there is none."""
         last = _BEFORE_ALL
         for (_, setting), (until, _) in pairwise(self._settings):
             if setting.mode is Mode.BSP and until < clock:
@@ -137,13 +135,12 @@ class Schedule:
         return last
 
     def holds(self, clock: int) -> bool:
-        """Whether steps of `clock` must wait."""
         if self._cuts and any(clock > cut.clock for cut in self._cuts.values()):
             return True
         return self._holds(clock)
 
     def holds_reads(self, clock: int) -> bool:
-        """Whether reads for steps of `clock` must wait; a cut does not mind them."""
+        """True if pulls for steps of `clock` must wait; a cut holds no pulls."""
         return self._holds_reads and self._holds(clock)
 
     def _holds(self, clock: int) -> bool:
@@ -151,24 +148,24 @@ class Schedule:
 
     @property
     def varies(self) -> bool:
-        """Whether clocks that may be asked for have different settings."""
+        """True if the clocks in use have different settings."""
         return len(self._settings) > 1
 
     @property
     def compensates(self) -> bool:
-        """Whether gradients may still come that need what their workers were given."""
+        """True if gradients may still come that need the values their workers were given."""
         return any(setting.policy is StalePolicy.COMPENSATE for _, setting in self._settings)
 
     def observe(
         self, table: Table, reached: int, stepped: int, read_clock: int, now_s: float
     ) -> bool:
-        """What the newest view says of the table; whether anything may take effect that could not.
+        """Take the newest view's table; True if held steps may go on.
 
         Args:
             table: as in that view.
             reached: the highest clock of which anything has taken effect here.
             stepped: the highest of which a step has.
-            read_clock: the highest that was read for.
+            read_clock: the highest that was pulled for.
             now_s: the time.
         """
         held = self.hold_point
@@ -193,32 +190,34 @@ class Schedule:
             self._lets_go = self._is_torn_from(self.hold_point)
         return committed or (held is not None and self.hold_point != held)
 
-    # --- while a change is settled
+    # --- a change that is prepared
 
     @property
     def held_for(self) -> int:
-        """The change for which later clocks are held; 0: none. A cut is none."""
+        """The change that holds later clocks; 0: none. A cut does not count."""
         return self._prepared if self.hold_point is not None and self._holds_reads else 0
 
     @property
     def is_open(self) -> bool:
-        """Whether the newest view has a proposal that was prepared here, settled since or not."""
+        """True if the newest view proposes a change that was prepared here, decided since or
+        not.
+        """
         return 0 < self._proposed == self._prepared
 
     @property
     def taken(self) -> tuple[int, int]:
-        """The newest change that this range took as the one that decides, and after which clock."""
+        """The newest change that this range took as the deciding one, and its clock."""
         return self._taken
 
     def settled(self, number: int) -> ChangeResult | None:
-        """What became of the newest proposal here, in the range that decides; None: it is open."""
+        """The outcome of the newest proposal, in the deciding range; None: it is open."""
         if number == self._taken[0]:
             return ChangeResult(ChangeOutcome.TAKEN, self._taken[1])
         is_given_up = number == self._prepared and self.hold_point is None
         return ChangeResult(ChangeOutcome.GIVEN_UP) if is_given_up else None
 
     def take(self, change: TableChange) -> bool:
-        """Have the change, which is held for, from its clock on; False if it is not held for."""
+        """Take the held change from its clock on; False if it is not held for."""
         if self.held_for != change.number or self.hold_point is None:
             return False
         check(
@@ -233,7 +232,7 @@ class Schedule:
         return True
 
     def give_up(self, number: int) -> bool:
-        """Never take that change, nor one before; whether anything may go on for that."""
+        """Give up that change and all before; True if held steps may go on."""
         if number < self._prepared or number <= self._taken[0]:
             return False
         was_held = self.hold_point is not None
@@ -241,14 +240,16 @@ class Schedule:
         return was_held
 
     def give_up_cut(self) -> bool:
-        """Hold nothing for a cut that is proposed; whether anything may go on for that."""
+        """Give up a proposed cut; True if held steps may go on."""
         if self.hold_point is None or self._holds_reads:
             return False
         self.hold_point = None
         return not self._lets_go
 
     def _is_torn_from(self, clock: int) -> bool:
-        """Whether the proposal is a cut that no setting from `clock` on can make one state of."""
+        """True if the proposal is a cut, and every setting from `clock` on is asynchronous, so that
+        it cannot make one state.
+        """
         if self._holds_reads:
             return False
         ends = [after for after, _ in self._settings[1:]]
@@ -261,8 +262,8 @@ class Schedule:
     # --- cuts
 
     def _observe_cut(self, table: Table, now_s: float) -> None:
-        """A cut for a checkpoint was settled: hold it until it is read. What is asynchronous is
-        read as it is. One that the view has no more was given up: nobody reads it.
+        """Hold a committed cut for a checkpoint until it is read; asynchronous tables are read as
+        they are. A cut that the view no longer has was given up.
         """
         cut = table.cut
         wanted = None if cut is None else checkpoint_cut(cut.checkpoint)
@@ -278,14 +279,13 @@ class Schedule:
             self._cuts[checkpoint_cut(cut.checkpoint)] = held
 
     def is_torn_at(self, cut: TableCut) -> bool:
-        """Whether the range is read as it is for a checkpoint, which the setting said when the cut
-        was settled: settings of before are forgotten as soon as clocks go on.
+        """True if the range is read as it is for a checkpoint. The setting at the time of the
+        commit counts, since earlier settings are forgotten as clocks go on.
         """
         return self._torn_for == cut.checkpoint
 
     def begin_cut(self, cut_id: CutId, reached: int, deadline_s: float) -> int:
-        """Hold what is beyond `reached`, the highest clock of which anything has taken effect; the
-        clock that is held. Asked again, the same.
+        """Hold everything beyond `reached`, and return the held clock; asked again, the same.
 
         Raises:
             Overloaded: too many are held.
@@ -298,7 +298,7 @@ class Schedule:
         return cut.clock
 
     def name_cut(self, cut_id: CutId, clock: int) -> bool:
-        """The reader asks for the state at `clock`; False if its cut is not held up to there."""
+        """Raise a cut to the reader's `clock`; False if the cut does not hold up to there."""
         cut = self._cuts.get(cut_id)
         if cut is None or clock < cut.clock:
             return False
@@ -307,26 +307,24 @@ class Schedule:
         return True
 
     def hold(self, cut_id: CutId, clock: int, deadline_s: float) -> None:
-        """Hold what is beyond `clock` until that cut ends, or `deadline_s` has come."""
         self._cuts[cut_id] = Cut(clock, deadline_s)
 
     @property
     def copied_for(self) -> int:
-        """The checkpoint for which it is held until there is room for copies; 0: for none."""
+        """The checkpoint whose copies hold the range; 0: none."""
         return max((number for whose, number in self._cuts if whose == _COPIES), default=0)
 
     def end_cut(self, cut_id: CutId) -> None:
-        """The reader has its answer, or will not have one."""
         self.is_freed = self._cuts.pop(cut_id, None) is not None or self.is_freed
 
     def end_late_cuts(self, now_s: float) -> None:
-        """Whoever was too slow gets no answer."""
+        """End the cuts whose deadline has passed."""
         for cut_id in [key for key, cut in self._cuts.items() if cut.deadline_s <= now_s]:
             self.end_cut(cut_id)
 
     @property
     def cut_deadline_s(self) -> float | None:
-        """When the first cut will have lasted too long; None if there is none."""
+        """The earliest deadline of a cut; None without cuts."""
         if not self._cuts:
             return None
         return min((cut.deadline_s for cut in self._cuts.values()), default=None)
@@ -335,17 +333,17 @@ class Schedule:
 
     @property
     def settings(self) -> tuple[tuple[int, Consistency], ...]:
-        """After which clock which setting; those that may still be asked for."""
+        """(after which clock, setting), of settings still in use."""
         return tuple(self._settings)
 
     @property
     def minds_reads(self) -> bool:
-        """Whether what is held is held for reads too: not for a checkpoint."""
+        """True if the hold point holds pulls too: not for a checkpoint."""
         return self._holds_reads
 
     @property
     def prepared(self) -> int:
-        """The newest change that was prepared; 0 before the first."""
+        """The newest prepared change; 0 before the first."""
         return self._prepared
 
     def restore(
@@ -354,7 +352,9 @@ class Schedule:
         number: int,
         prepared: Prepared,
     ) -> None:
-        """As another server had it, whose place this one takes. Cuts ended with that one."""
+        """Restore the schedule of another server, whose place this one takes. Cuts ended with that
+        one.
+        """
         self._settings = list(settings)
         self.number = number
         self._prepared, self.hold_point, self._holds_reads, self._taken = prepared
@@ -363,11 +363,10 @@ class Schedule:
 
     def _add(self, change: TableChange) -> None:
         self.number = change.number
-        while self._settings[-1][0] >= change.after_clock:  # nothing had got there
+        while self._settings[-1][0] >= change.after_clock:  # nothing had reached them
             self._settings.pop()
         self._settings.append((change.after_clock, change.consistency))
 
     def forget_before(self, clock: int) -> None:
-        """All before `clock` is decided, and not asked for any more."""
         while len(self._settings) > 1 and self._settings[1][0] < clock:
             del self._settings[0]

@@ -1,20 +1,17 @@
-"""The server machine: which ranges this server serves, and who may send to them.
+"""The server machine: the ranges that this server serves, and who may send to them.
 
 It routes every event to its range machine after the checks that do not consume a sequence number
-(table, ownership, epoch), and shares each table's gate memory among the table's ranges.
+(table, ownership, epoch), and shares each table's staging memory among the table's ranges.
 
 Invariants:
     SM-1  A shard exists exactly for the (range, table) pairs that the view gives this server
           and that hold blocks.
     SM-2  An event of another assignment_epoch than the range's never reaches its machine.
-    SM-3  Nothing of a worker whose membership has ended does, from then on, whatever it is.
-    SM-4  Of a table that has failed nothing is summed, applied or answered, in any range here.
-    SM-5  Nothing happens to a shard that is suspended.
-    SM-6  A shard hears of nobody who is of another run than its table.
-    SM-7  Nothing is left of a table that was removed: no shard, no gate memory, no read that waits.
-
-What it deliberately does not do: hold values (effects name them), or authenticate (the servicer
-does).
+    SM-3  No event of a worker whose membership has ended reaches a machine.
+    SM-4  Nothing of a failed table is summed, applied or answered, in any range here.
+    SM-5  Nothing happens to a suspended shard.
+    SM-6  A shard hears only of workers of its table's run.
+    SM-7  A removed table leaves nothing: no shard, no staging memory, no waiting pull.
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ from ps_server.ranges.schedule import CutId, copies_cut
 
 @dataclass(frozen=True, slots=True)
 class ShardAdded:
-    """This server now serves these blocks of the table."""
+    """Blocks of a table that this server serves from now on."""
 
     table: Table
     range_id: RangeId
@@ -73,8 +70,8 @@ class ShardAdded:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChange:
-    """Nothing of the table takes effect here beyond `clock` until the change is settled; or, with
-    an outcome, it is settled by the range that decides.
+    """A prepared change: nothing of the table takes effect here beyond `clock` until it is decided.
+    With an outcome, the deciding range has decided it.
     """
 
     table_id: TableId
@@ -84,7 +81,7 @@ class PreparedChange:
 
 
 class Doubt(NamedTuple):
-    """A change that is held for and not settled; the server that can say what became of it."""
+    """An undecided change that holds steps here, and the server that can say its outcome."""
 
     table_id: TableId
     number: int
@@ -101,7 +98,7 @@ class ServerMachine:
         self._epochs: dict[RangeId, AssignmentEpoch] = {}
         self._primaries: dict[RangeId, NodeId | None] = {}
         self._tables: dict[TableId, Table] = {}
-        self._is_open = False  # whether the view has anything that is proposed
+        self._is_open = False  # true if the view has a proposed change
         self._staging: dict[TableId, TableStaging] = {}
         self._shards: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._suspended: dict[tuple[TableId, RangeId], RangeMachine] = {}
@@ -110,15 +107,15 @@ class ServerMachine:
         self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
         self._ended: dict[Incarnation, Node] = {}
         self._ready: dict[tuple[TableId, RangeId], dict[int, int]] = {}
-        self._new_shards: list[RangeMachine] = []  # they have not been told who these are
-        self._past_resent_count = 0  # of shards that are not here any more
+        self._new_shards: list[RangeMachine] = []  # not yet told which workers have ended
+        self._past_resent_count = 0  # of shards that are gone
         self.view_number = 0
         self.total_range_count = 0
 
-    # --- what the scheduler says
+    # --- the scheduler's views
 
     def prepare(self, shard: ShardAdded) -> None:
-        """The view that is observed next may add this shard: have ready what would take long."""
+        """Prepare a shard that the next view may add."""
         self._ready[shard.table.table_id, shard.range_id] = dict.fromkeys(shard.blocks, 0)
 
     def observe(self, view: ClusterView) -> list[ShardAdded]:
@@ -126,7 +123,7 @@ class ServerMachine:
         return at_once(self.observing(view))
 
     def observing(self, view: ClusterView) -> Work[list[ShardAdded]]:
-        """A new view: returns the shards that this server serves from now on."""
+        """Take a new view; returns the shards that this server serves from now on."""
         if view.view_number < self.view_number:
             return []
         self.view_number = view.view_number
@@ -148,12 +145,12 @@ class ServerMachine:
         return added
 
     def removed_by(self, view: ClusterView) -> frozenset[TableId]:
-        """The tables that were there and are not in a newer view: they were removed."""
+        """The tables that a newer view has removed."""
         return frozenset(self._tables.keys() - view.tables_by_id.keys())
 
     def removing(self, table_ids: Collection[TableId]) -> Work[list[Effect]]:
-        """These tables are removed by the view that is observed next (SM-7); reads that wait for
-        them are refused.
+        """Remove tables that the next view no longer has (SM-7), and refuse pulls that wait for
+        them.
         """
         effects: list[Effect] = []
         gone = {**self._shards, **self._suspended}
@@ -178,8 +175,8 @@ class ServerMachine:
         return effects
 
     def adopt(self, range_id: RangeId, copies: Mapping[TableId, ShardCopy], now_s: float) -> None:
-        """This server has been a backup of the range, and the next view that is observed makes it
-        the primary: its shards go on as these say.
+        """Adopt a range that this server backed up, before the view that makes it primary: its
+        shards go on from the copies.
         """
         for table_id, copy in copies.items():
             self._adopted[table_id, range_id] = copy, now_s
@@ -189,8 +186,8 @@ class ServerMachine:
         return at_once(self.giving_up((range_id,)))
 
     def giving_up(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
-        """Another is primary of these ranges: nothing of them is here any more. Their reads are
-        refused; what was sent to them goes to the new primary.
+        """Give up ranges that another server is primary of. Their pulls are refused; the new
+        primary gets later entries.
         """
         effects = yield from self.suspending(range_ids)
         for place in [place for place in self._suspended if place[1] in range_ids]:
@@ -201,8 +198,8 @@ class ServerMachine:
         return effects
 
     def suspending(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
-        """Another is primary of these ranges, and this server may be again: their shards are kept
-        as they are, and nothing happens to them. Their reads are refused.
+        """Suspend ranges that another server is primary of, and that may come back: their shards
+        stay as they are. Their pulls are refused.
         """
         effects: list[Effect] = []
         places: dict[RangeMachine, tuple[TableId, RangeId]] = {}
@@ -220,8 +217,8 @@ class ServerMachine:
         return effects
 
     def resume(self, range_id: RangeId) -> None:
-        """The next view that is observed makes this server primary again of a range that is
-        suspended: its shards go on, and are told who has ended meanwhile.
+        """Resume a suspended range before the view that makes this server its primary again: its
+        shards are told which workers ended meanwhile.
         """
         for place in [place for place in self._suspended if place[1] == range_id]:
             shard = self._shards[place] = self._suspended.pop(place)
@@ -246,9 +243,8 @@ class ServerMachine:
         return at_once(self.ending(workers, now_s))
 
     def ending(self, workers: Sequence[Node], now_s: float) -> Work[list[Effect]]:
-        """The membership of these workers has ended, by the view that was observed last: they have
-        left, or were declared gone. To be said after each view: a shard that was added since learns
-        of all of them, the others of those who are new.
+        """End the membership of workers that left or were declared gone, by the newest view. Called
+        after each view: a shard added since learns of all of them, the others of the new ones.
         """
         effects: list[Effect] = []
         added, self._new_shards = self._new_shards, []
@@ -278,8 +274,8 @@ class ServerMachine:
         return at_once(self.observing_changes(now_s))
 
     def observing_changes(self, now_s: float) -> Work[list[Effect]]:
-        """Changes of tables' consistency that were proposed, withdrawn or committed by the view
-        that was observed last; to be said again when shards were added.
+        """Observe changes of tables' consistency in the newest view; called again when shards were
+        added.
         """
         effects: list[Effect] = []
         for (table_id, range_id), shard in self._shards.items():
@@ -288,7 +284,7 @@ class ServerMachine:
             effects += shard.observe(table, now_s, decides=decides)
             yield
             for join in table.joins:
-                if join.incarnation in self._ended:  # who joined may have gone already
+                if join.incarnation in self._ended:  # the joined worker may have gone already
                     effects += shard.ended(self._ended[join.incarnation], now_s)
         for staging in self._staging.values():
             staging.credits(effects)
@@ -298,7 +294,7 @@ class ServerMachine:
 
     @property
     def prepared_changes(self) -> tuple[PreparedChange, ...]:
-        """What this server has prepared and the scheduler has not settled."""
+        """Changes that this server has prepared and the scheduler has not decided."""
         if not self._is_open:
             return ()
         held: dict[TableId, int] = {}
@@ -314,15 +310,17 @@ class ServerMachine:
             and table_id not in outcomes
         ) + tuple(outcomes.values())
 
-    # --- changes that are settled without the scheduler, or before it knows
+    # --- changes that are decided without the scheduler, or before it knows
 
     def _deciding(self, table_id: TableId) -> RangeMachine | None:
-        """The shard that decides what becomes of the table's changes, if it is here."""
+        """The shard that decides the table's changes, if it is here."""
         range_id = self._tables[table_id].deciding_range(self.total_range_count)
         return self._shards.get((table_id, range_id))
 
     def _outcomes(self) -> dict[TableId, PreparedChange]:
-        """What shards that are here have decided, and the newest view has as proposed."""
+        """Outcomes that shards here have decided of changes that the newest view has as
+        proposed.
+        """
         found: dict[TableId, PreparedChange] = {}
         for table_id, table in self._tables.items():
             if table.proposed is None:
@@ -338,7 +336,7 @@ class ServerMachine:
         return found
 
     def go_on_alone(self, now_s: float) -> list[Effect]:
-        """The scheduler is not heard: what was proposed and is not decided here will not be."""
+        """Give up the proposed changes that are undecided here: the scheduler is silent."""
         effects: list[Effect] = []
         for (table_id, range_id), shard in self._shards.items():
             schedule, table = shard.state.schedule, self._tables[table_id]
@@ -351,7 +349,7 @@ class ServerMachine:
 
     @property
     def doubts(self) -> tuple[Doubt, ...]:
-        """What is held for here, and may be settled elsewhere."""
+        """Undecided changes that hold steps here, and may be decided elsewhere."""
         found: dict[TableId, Doubt] = {}
         for (table_id, _), shard in self._shards.items():
             number = shard.state.schedule.held_for
@@ -363,8 +361,8 @@ class ServerMachine:
         return tuple(found.values())
 
     def asked(self, table_id: TableId, number: int, now_s: float) -> list[Effect]:
-        """Another server holds for that change and does not hear the scheduler, which is not heard
-        here either: what is not taken here is given up.
+        """Give up a change, unless it was taken: neither this server nor the asking one hears the
+        scheduler.
 
         Raises:
             TableNotFound, NotOwner: the range that decides is not here.
@@ -373,7 +371,7 @@ class ServerMachine:
         return self._credited(shard.resume(now_s) if shard.give_up(number) else [])
 
     def decider(self, table_id: TableId) -> RangeMachine:
-        """The shard that decides what becomes of the table's changes.
+        """The shard that decides the table's changes.
 
         Raises:
             TableNotFound, NotOwner: it is not here.
@@ -387,7 +385,7 @@ class ServerMachine:
         return shard
 
     def outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
-        """What became of a change, by the range that decides; None: it is open.
+        """The outcome of a change, in the deciding range; None: it is open.
 
         Raises:
             TableNotFound, NotOwner: as `asked`.
@@ -395,7 +393,7 @@ class ServerMachine:
         return self.decider(table_id).state.schedule.settled(number)
 
     def settled(self, doubt: Doubt, settled: ChangeResult, now_s: float) -> list[Effect]:
-        """The range that decides has told what became of the change."""
+        """Take the outcome of a change from the deciding range."""
         effects: list[Effect] = []
         change = self._tables[doubt.table_id].proposed
         for (table_id, _), shard in self._shards.items():
@@ -415,7 +413,7 @@ class ServerMachine:
             raise Fenced(self._ended[incarnation].fence_words)
 
     def check_run(self, table_id: TableId, run: str) -> None:
-        """Refuse whoever is of another run than the table (SM-6).
+        """Check that the sender's run is the table's (SM-6).
 
         Raises:
             TableNotFound: it is, or there is no such table.
@@ -426,24 +424,18 @@ class ServerMachine:
                 f"there is no table {table_id} in {words(run)}: it is of {words(owner)}"
             )
 
-    # --- what workers say
+    # --- workers' entries and pulls
 
     def table(self, table_id: TableId) -> Table:
-        """The table of that number.
-
-        Raises:
-            TableNotFound: there is none.
-            Recovering: no view has come yet.
-        """
         found = self._tables.get(table_id)
         if found is None:
-            if not self.view_number:  # it may have the address of one that others knew
+            if not self.view_number:  # it may have the address of an earlier server
                 raise Recovering("the server has no view of the cluster yet", retry_after_ms=100)
             raise TableNotFound(f"there is no table {table_id} (view {self.view_number})")
         return found
 
     def shard(self, place: Place) -> RangeMachine:
-        """The machine that `place` means (SM-2).
+        """The machine that `place` names (SM-2).
 
         Raises:
             TableNotFound, NotOwner, StaleAssignment, InvalidKeys: it means none here.
@@ -473,7 +465,6 @@ class ServerMachine:
             )
 
     def entry(self, event: EntryEvent, now_s: float) -> list[Effect]:
-        """An entry arrived."""
         try:
             self._check_not_ended(event.sender.incarnation)
             self.check_run(event.place.table_id, event.sender.run)
@@ -509,11 +500,10 @@ class ServerMachine:
         )
 
     def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
-        """See `RangeMachine.reduced`."""
         return self._shards[record.table_id, record.range_id].reduced(record, squares)
 
     def failed(self, record: Record, error: UpdateFailed, rest: Sequence[Effect]) -> list[Effect]:
-        """The update of `record` could not be computed, so its table has failed here (SM-4).
+        """Fail the table of a record whose update could not be computed (SM-4).
 
         Args:
             record: what was to be applied; nothing of it has been.
@@ -536,14 +526,13 @@ class ServerMachine:
     def loaded(
         self, place: tuple[TableId, RangeId], versions: Mapping[int, int], now_s: float
     ) -> list[Effect]:
-        """See `RangeMachine.loaded`."""
         effects = self._shards[place].loaded(versions, now_s)
         self._staging[place[0]].credits(effects)
         self._note_times([self._shards[place]])
         return effects
 
     def refuse_table(self, table_id: TableId, error: UpdateFailed) -> list[Effect]:
-        """The table has failed here before anything was done with it (SM-4).
+        """Fail a table before anything was done with it (SM-4).
 
         Raises:
             TableNotFound, NotOwner: nothing of it is here.
@@ -551,27 +540,26 @@ class ServerMachine:
         return [effect for shard in self._shards_of(table_id) for effect in shard.fail(error)]
 
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
-        """A read of one range arrived."""
         try:
             self._check_not_ended(event.incarnation)
             self.check_run(event.place.table_id, event.run)
             shard = self.shard(event.place)
             if len(self._waiting) >= limits.MAX_WAITER_COUNT:
                 raise Overloaded(
-                    f"{limits.MAX_WAITER_COUNT} reads wait already", retry_after_ms=500
+                    f"{limits.MAX_WAITER_COUNT} pulls wait already", retry_after_ms=500
                 )
         except PushpullError as error:
             place = event.place
             return [RefusePull(event.waiter, place.table_id, place.range_id, error)]
         effects = shard.pull(event, now_s)
-        if shard.reads.waits_for(event.waiter):
+        if shard.read_gate.waits_for(event.waiter):
             self._waiting[event.waiter] = shard
         self._staging[event.place.table_id].credits(effects)
         return effects
 
     def begin_cut(self, table_id: TableId, cut_id: CutId, deadline_s: float) -> int:
-        """A reader is about to ask for one state of the whole table: hold what is beyond the clock
-        that is returned, in every range that is here, until each has answered it.
+        """Hold every range of the table here at the returned clock until each has answered the
+        reader.
 
         Raises:
             TableNotFound: there is no such table.
@@ -584,7 +572,7 @@ class ServerMachine:
         return max(shard.begin_cut(cut_id, deadline_s) for shard in shards)
 
     def end_cut(self, table_id: TableId, cut_id: CutId, now_s: float) -> list[Effect]:
-        """The cut's reader is done with it.
+        """End a cut.
 
         Raises:
             TableNotFound, NotOwner: as `begin_cut`.
@@ -598,16 +586,18 @@ class ServerMachine:
     def hold_copies(
         self, key: tuple[TableId, RangeId], number: int, clock: int, deadline_s: float
     ) -> None:
-        """Nothing beyond `clock` changes in a range until it is `copied` for a checkpoint."""
+        """Hold a range at `clock` until it is `copied` for a checkpoint."""
         shard = self._shards[key]
         shard.hold(copies_cut(number), clock, deadline_s)
         self._timed[shard] = None
 
     def copied(self, key: tuple[TableId, RangeId], number: int, now_s: float) -> list[Effect]:
-        """What was held for a checkpoint's copies goes on; nothing, where the range is no more."""
+        """Release a range that was held for a checkpoint's copies; nothing happens if the range is
+        gone.
+        """
         shard = self._shards.get(key)
         if shard is None:
-            if key in self._suspended:  # it goes on when the range does
+            if key in self._suspended:  # its steps go on when the range does
                 self._suspended[key].state.schedule.end_cut(copies_cut(number))
             return []
         effects = shard.end_cut(copies_cut(number), now_s)
@@ -622,7 +612,7 @@ class ServerMachine:
         return shards
 
     def answered(self, waiter: int) -> None:
-        """The read has been answered, refused or cancelled: nothing waits for it."""
+        """Forget a pull that was answered, refused or cancelled."""
         shard = self._waiting.pop(waiter, None)
         if shard is not None:
             shard.cancel(waiter)
@@ -630,12 +620,12 @@ class ServerMachine:
                 self._timed[shard] = None
 
     def wait_cause(self, waiter: int) -> WaitCause | None:
-        """What a read waits for; None if it does not wait."""
+        """The reason for which a pull waits; None if it does not."""
         shard = self._waiting.get(waiter)
-        return None if shard is None else shard.reads.cause(waiter)
+        return None if shard is None else shard.read_gate.cause(waiter)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time passed: reads expire, and updates form that gave slow workers time."""
+        """Refuse expired pulls, and form updates whose grace time is over."""
         shards = dict.fromkeys([*self._waiting.values(), *self._timed])
         effects = [effect for shard in shards for effect in shard.tick(now_s)]
         for table_id in dict.fromkeys(shard.state.table.table_id for shard in shards):
@@ -645,18 +635,19 @@ class ServerMachine:
         return effects
 
     def _noting_times(self) -> Work[None]:
-        """`_note_times`, of all shards."""
         for shard in self._shards.values():
             self._note_times((shard,))
             yield
 
     def _note_times(self, shards: Iterable[RangeMachine]) -> None:
-        """Those of these shards whose time will come are looked at by `tick`."""
+        """Note the shards that `tick` must look at."""
         self._timed |= dict.fromkeys(shard for shard in shards if shard.wake_s is not None)
 
     @property
     def wake_s(self) -> float | None:
-        """When an update may form by time alone; None if none will."""
+        """The earliest time at which a shard's `tick` may do something; None: time alone changes
+        nothing.
+        """
         return min(
             (shard.wake_s for shard in self._timed if shard.wake_s is not None), default=None
         )
@@ -665,12 +656,11 @@ class ServerMachine:
 
     @property
     def shards(self) -> dict[tuple[TableId, RangeId], RangeMachine]:
-        """Every shard of this server."""
         return self._shards
 
     @property
     def suspended(self) -> Mapping[tuple[TableId, RangeId], RangeMachine]:
-        """The shards of ranges that another is primary of, and this server may be again."""
+        """Shards of ranges that another server is primary of, and that may come back."""
         return self._suspended
 
     def assignment_epoch(self, range_id: RangeId) -> AssignmentEpoch:
@@ -679,21 +669,20 @@ class ServerMachine:
 
     @property
     def range_count(self) -> int:
-        """Ranges that this server is primary of."""
         return len(self._epochs)
 
     @property
     def gate_bytes(self) -> int:
-        """Bytes of what is staged, and of sums, all tables."""
+        """Bytes of staged payloads and sums, of all tables."""
         return sum(staging.held_bytes for staging in self._staging.values())
 
     @property
     def resent_count(self) -> int:
-        """Entries that had ended before, and were answered from their ledgers."""
+        """Entries that came again after their outcome, and were answered from ledgers."""
         return self._past_resent_count + sum(shard.resent_count for shard in self._shards.values())
 
     def peer_version(
         self, place: tuple[TableId, RangeId], incarnation: Incarnation | None, block: int
     ) -> int:
-        """Updates of the block in which the incarnation had no part."""
+        """The updates of the block in which the incarnation took no part."""
         return self._shards[place].state.peer_version(incarnation, block)

@@ -1,4 +1,4 @@
-"""Seals take effect, updates form (SEMANTICS S1, S4, S6).
+"""The update gate: seals take effect, and updates form (SEMANTICS S1, S4, S6).
 
     mode              an update is                        it forms when
     BSP               clock c of every member, summed     the seal of clock c of every member is
@@ -11,8 +11,8 @@
                       stale it is if the table says so
     SSP, ASP, eager   one push of it                      it arrives
 
-Which mode that is, a table's schedule says for each clock: where it changes from one clock to the
-next, what is on this side of the change is decided before anything beyond it.
+A table's schedule gives the mode of each clock. Where the mode changes between two clocks,
+everything before the change is decided before anything after it.
 
 Rules:
     - A seal takes effect when every entry of a lower sequence has an outcome or is held, and the
@@ -20,9 +20,6 @@ Rules:
 
 Invariants:
     RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
-
-What it deliberately does not do: take entries in (`range_machine` does), form updates of BSP
-(`aggregation` does), or say what an update does to those who took part (`Records` does).
 """
 
 from __future__ import annotations
@@ -47,26 +44,26 @@ from ps_server.ranges.read_gate import ReadGate
 from ps_server.ranges.update_scales import UpdateScales
 
 _NAMED_COUNT = 8
-"""Invalid pushes that an error names; there may be thousands."""
+"""Most invalid pushes that an error names; there may be thousands."""
 
 
 class UpdateGate:
-    """The gate of one table in one range."""
+    """The update gate of one table in one range."""
 
-    def __init__(self, state: RangeState, reads: ReadGate) -> None:
+    def __init__(self, state: RangeState, read_gate: ReadGate) -> None:
         self._state = state
         self._records = Records(state)
-        self._reads = reads
+        self._read_gate = read_gate
         self._scales = UpdateScales(state)
         self._aggregation = Aggregation(state, self._records, self._scales)
 
     def advance(self, worker: RangeWorker, now_s: float, out: list[Effect]) -> None:
-        """Let every seal of `worker` take effect whose turn has come, and what follows from it."""
-        if self._take_effects(worker, out):  # else nothing can follow
+        """Let the worker's seals take effect in turn, and form the updates that follow."""
+        if self._take_effects(worker, out):  # else nothing follows
             self._progress(worker, now_s, out)
 
     def _take_effects(self, worker: RangeWorker, out: list[Effect]) -> bool:
-        """Whether a seal of `worker` took effect."""
+        """Let the worker's seals take effect; True if one did."""
         sealed_clock = worker.sealed_clock
         while True:
             step = self._next_step(worker)
@@ -104,7 +101,7 @@ class UpdateGate:
     ) -> bool:
         if seal.skip_if_invalid:
             self.recall_carrier(worker, step, seal)
-        # Initial values cannot be skipped: rank 0 sends what was invalid again.
+        # Initial values cannot be skipped: rank 0 sends invalid pushes again.
         skips_invalid = seal.skip_if_invalid and step.clock > 0
         # Gradients that left before their worker saw that the step is an edit are withdrawn.
         invalid = step.invalid_values if seal.terms.edit else step.invalid
@@ -139,7 +136,7 @@ class UpdateGate:
     def _step_problem(
         self, step: PendingStep, seal: SealEvent, invalid: Collection[int]
     ) -> PushpullError | None:
-        """What is wrong with the pushes of a step, now that all have come."""
+        """The fault of a step's pushes, once all have come."""
         if not invalid and (not step.clock or not step.has_values or seal.terms.edit):
             return None
         what = f"clock {step.clock} of table '{self._state.name}'"
@@ -154,15 +151,17 @@ class UpdateGate:
         return None
 
     def _end_gradients(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
-        """An edit: what had left before its worker saw that; a withdrawal may be on its way."""
+        """End the gradients of an edit's step, which left before its worker saw the edit; a
+        withdrawal may be on its way.
+        """
         ending = Ending(Outcome.WITHDRAWN)
         for push in [push for push in step.pushes.values() if not push.is_assign]:
             self._state.drop_push(step, worker, push.sequence)
             self._state.end(worker, push.sender, push.sequence, ending, out)
 
     def _refuse_edit(self, worker: RangeWorker, step: PendingStep) -> None:
-        """The clock is over for the worker, and takes nothing of the step: so it is as far as it
-        believes to be, on every table of its model.
+        """Refuse an edit: the clock ends for the worker, and nothing of the step is taken, so that
+        the worker is at the same clock on every table of its model.
         """
         setting = self._state.schedule.at(step.clock)
         step.edit, step.skip = b"", True
@@ -174,19 +173,19 @@ class UpdateGate:
 
     @staticmethod
     def recall_carrier(worker: RangeWorker, step: PendingStep, seal: SealEvent) -> None:
-        """The push that the seal came with may have ended at a primary before this one: what became
-        of it moved with the ledger, and which step it was of did not. To be asked when the seal
-        comes, too: the worker may confirm that it knows before the seal takes effect.
+        """Recall the outcome of the push that the seal came with. The push may have ended at an
+        earlier primary: its outcome moved with the ledger, its step did not. Called when the seal
+        comes, too: the worker may confirm the outcome before the seal takes effect.
         """
         if worker.ledger.outcome(seal.sequence - 1) in (Outcome.INVALID, Outcome.WITHDRAWN):
             step.invalid.add(seal.sequence - 1)
             step.invalid_values.add(seal.sequence - 1)
 
     def _is_late(self, worker: RangeWorker, step: PendingStep) -> bool:
-        """Whether the update has formed without it, scaled or not."""
+        """True if the update has formed without the step, scaled or not."""
         if 0 < step.clock <= worker.done_clock:
             return True
-        summed = self._state.unscaled  # what it is told is not known before the sum is reduced
+        summed = self._state.unscaled  # its squares are unknown before the sum is reduced
         return (
             summed is not None
             and step.clock == summed.clock
@@ -194,8 +193,8 @@ class UpdateGate:
         )
 
     def _depart(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
-        """A last step that is skipped adds nothing to its update: the worker goes without waiting
-        for the others to form it, else two that leave one after the other would wait for ever.
+        """Let a worker leave by a skipped last step, without waiting for the update: otherwise two
+        workers that leave one after the other would wait for ever.
         """
         worker.left_clock = step.clock - 1
         self._records.commit(
@@ -203,7 +202,7 @@ class UpdateGate:
         )
 
     def _leave(self, worker: RangeWorker, clock: int, out: list[Effect]) -> None:
-        """The worker is not waited for beyond `clock`; what it sent beyond it is withdrawn."""
+        """Leave after `clock`: later entries of the worker are withdrawn."""
         worker.left_clock = clock
         for later in [c for c in worker.steps if c > clock]:
             step = worker.steps.pop(later)
@@ -218,9 +217,7 @@ class UpdateGate:
                 self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
 
     def ended(self, worker: RangeWorker, now_s: float, out: list[Effect]) -> None:
-        """The worker's membership has ended: what it has in effect counts, and nobody waits for
-        more.
-        """
+        """End a worker's membership: its steps in effect count, and nobody waits for more."""
         self.leave_unsealed(worker, out)
         if not self._state.initialized:
             return
@@ -228,31 +225,31 @@ class UpdateGate:
             self._go_on(self._state.clock, now_s, out)
         self._decide((), now_s, out)
         self._forget(worker, out)
-        self._reads.release(out)
+        self._read_gate.release(out)
 
     def resume(self, now_s: float, out: list[Effect]) -> None:
-        """A change of the setting was settled: what it held goes on, under what now holds."""
+        """Let steps go on that a decided change held, under the new setting."""
         for worker in list(self._state.workers.values()):
             self._record_waiting(worker, out)
             self.advance(worker, now_s, out)
         if self._state.initialized:
             self._decide(list(self._state.workers.values()), now_s, out)
             self._end_settings(out)
-        self._reads.settled(out)
+        self._read_gate.settled(out)
 
     def _forget(self, worker: RangeWorker, out: list[Effect]) -> None:
-        """A worker that has left pushes no gradient that needs what it was given."""
+        """Forget values kept for a worker that left: no gradient of it needs them."""
         state = self._state
         if worker.left_clock is not None and state.schedule.compensates:
             out.append(Forget(state.table.table_id, state.range_id, worker.incarnation))
 
     def leave_unsealed(self, worker: RangeWorker, out: list[Effect]) -> None:
-        """The worker leaves after its newest seal in effect, unless it left before that."""
+        """Let the worker leave after its newest seal in effect, unless it left before that."""
         if worker.left_clock is None or worker.left_clock > worker.sealed_clock:
             self._leave(worker, worker.sealed_clock, out)
 
     def _progress(self, worker: RangeWorker, now_s: float, out: list[Effect]) -> None:
-        """What follows from a seal of `worker` that took effect."""
+        """Form the updates that follow from a seal of `worker`."""
         state = self._state
         before = state.record_count, state.clock
         moved: Sequence[RangeWorker] = (worker,)
@@ -266,10 +263,11 @@ class UpdateGate:
         self._decide(moved, now_s, out)
         self._forget(worker, out)
         if before != (state.record_count, state.clock):
-            self._reads.release(out)
+            self._read_gate.release(out)
 
     def _decide(self, moved: Sequence[RangeWorker], now_s: float, out: list[Effect]) -> None:
-        """Record what can be recorded; `moved` are those of whom more may be in effect than before.
+        """Record the steps and updates that can be; `moved`: workers with perhaps more steps in
+        effect.
 
         With backup workers a seal ahead may have its turn when an update has formed; where the
         setting changes, steps of anyone may.
@@ -286,11 +284,13 @@ class UpdateGate:
                 state.clock = state.slowest_clock()
             if state.clock == clock:
                 return
-            self._reads.release(out)  # some ask for the state at exactly this clock
+            self._read_gate.release(out)  # some ask for the state at exactly this clock
             moved = self._those_who_may_go_on(clock, out)
 
     def _those_who_may_go_on(self, clock: int, out: list[Effect]) -> Sequence[RangeWorker]:
-        """All is decided up to a later clock than `clock`: of whom there may be more to record."""
+        """The workers with perhaps more to record, now that everything up to a later clock than
+        `clock` is decided.
+        """
         state = self._state
         if not state.schedule.varies and not state.schedule.at(clock + 1).backup_workers:
             return ()
@@ -302,7 +302,7 @@ class UpdateGate:
         return everyone
 
     def _end_settings(self, out: list[Effect]) -> None:
-        """Settings that no step can have any more are forgotten, and what was kept for them."""
+        """Forget settings that no step can have any more, and the values kept for them."""
         state = self._state
         kept = state.schedule.compensates
         state.schedule.forget_before(state.clock)
@@ -320,7 +320,7 @@ class UpdateGate:
         self._records.assign(0, [self._records.contributor(worker, step)], parts, out)
 
     def _record_sealed(self, worker: RangeWorker, out: list[Effect]) -> None:
-        """Not BSP: record every step of the worker whose seal is in effect."""
+        """Record each step of the worker whose seal is in effect, outside of BSP."""
         while worker.done_clock < worker.sealed_clock:
             if not self._is_by_itself(worker.done_clock + 1):
                 return
@@ -329,8 +329,8 @@ class UpdateGate:
             self._record_step(worker, step, out)
 
     def _is_by_itself(self, clock: int) -> bool:
-        """Whether a step of `clock` is an update of its own, and every update of BSP below it has
-        formed. Else it has to wait: for the others, or for those.
+        """True if a step of `clock` is an update of its own, and each BSP update below it has
+        formed.
         """
         schedule = self._state.schedule
         if schedule.is_bsp(clock):
@@ -352,14 +352,14 @@ class UpdateGate:
         )
         blocks = tuple(sorted(block for each in accumulations for block, _ in each.parts))
         contributor = self._records.contributor(worker, step)
-        record = self._records.record(step.clock, [contributor], step.numbers, blocks)
+        record = self._records.record(step.clock, [contributor], step.hyperparameters, blocks)
         if accumulations:
             out += accumulations
             out.append(Apply(record))
         self._records.commit(record, out)
 
     def takes_eager(self, worker: RangeWorker, step: PendingStep, push: HeldPush) -> bool:
-        """Whether the push is applied as it comes; else it waits: for its seal under BSP, or until
+        """True if the push is applied on arrival; else it waits: for its seal under BSP, or until
         nothing holds its clock.
         """
         schedule = self._state.schedule
@@ -372,7 +372,7 @@ class UpdateGate:
         )
 
     def _record_waiting(self, worker: RangeWorker, out: list[Effect]) -> None:
-        """Eager pushes had to wait: those that need not any more are applied."""
+        """Apply the eager pushes that no longer have to wait."""
         for step in list(worker.steps.values()):
             for push in list(step.pushes.values()) if step.eager is not None else ():
                 if push.payload is not None and self.takes_eager(worker, step, push):
@@ -381,18 +381,18 @@ class UpdateGate:
     def record_eager(
         self, worker: RangeWorker, step: PendingStep, push: HeldPush, out: list[Effect]
     ) -> None:
-        """Not BSP: one block is a record of its own; the seal that follows only ends the step."""
+        """Record one eager push, outside of BSP; the seal that follows only ends the step."""
         tau = self._records.staleness(worker, push)
         setting = self._state.schedule.at(step.clock)
         if setting.rejects(tau):
             self._state.drop_push(step, worker, push.sequence)
             self._records.reject(worker, push, tau, out)
             return
-        numbers = step.eager or ()
+        hyperparameters = step.eager or ()
         part = (push.block, push.payload)
         self._state.unstage(step, worker, push)
         contributor = Contributor(worker.rank, worker.incarnation, (push.sequence,), False)
-        record = self._records.record(step.clock, [contributor], numbers, (push.block,))
+        record = self._records.record(step.clock, [contributor], hyperparameters, (push.block,))
         out.append(
             Accumulate(
                 self._state.table.table_id,
@@ -410,23 +410,23 @@ class UpdateGate:
 
     @property
     def wake_s(self) -> float | None:
-        """When an update may form by time alone; None: time alone does not."""
+        """The time at which an update may form by itself; None: none waits for time."""
         return self._aggregation.wake_s
 
     def tick(self, now_s: float, out: list[Effect]) -> None:
-        """Time passed: an update that gave others time may form."""
+        """Form an update whose grace time is over."""
         if self.wake_s is None or now_s < self.wake_s:
             return
         before = self._state.record_count
         self._decide((), now_s, out)
         if before != self._state.record_count:
-            self._reads.release(out)
+            self._read_gate.release(out)
 
     # --- updates that wait for their scale
 
     def reduced(self, record: Record, squares: tuple[float, ...], out: list[Effect]) -> None:
-        """The sum is there, and that large: those who took part are told, and those who came while
-        it was reduced.
+        """Take the squares of a reduced sum: tell those who took part, and those who came while it
+        was reduced.
         """
         if self._state.failure is not None:
             return
@@ -440,7 +440,7 @@ class UpdateGate:
     def scale(
         self, event: ScaleEvent, worker: RangeWorker, now_s: float, out: list[Effect]
     ) -> None:
-        """A worker says what an update is multiplied by; the first that does lets it go."""
+        """Take the scale of an update from a worker; the first to say it lets the update go."""
         ending = self._scales.ending(event, worker)
         summed = self._scales.take(event, worker) if ending is None else None
         self._state.end(worker, event.sender, event.sequence, ending or APPLIED, out)
@@ -455,7 +455,7 @@ class UpdateGate:
         self._go_on(record.clock, now_s, out)
 
     def _go_on(self, clock: int, now_s: float, out: list[Effect]) -> None:
-        """Update `clock`, which waited for its scale, has it or is dropped."""
-        self._reads.release(out)
+        """Go on after update `clock` has its scale, or is dropped."""
+        self._read_gate.release(out)
         self._decide(self._those_who_may_go_on(clock - 1, out), now_s, out)
-        self._reads.release(out)
+        self._read_gate.release(out)

@@ -3,14 +3,12 @@
     formed --reduced--> its squares are told --UpdateScale--> applied, by that scale
                                              --nobody left to say it--> dropped
 
-The norm is that of the whole model, whose parts are in many ranges. So each range tells the workers
-how large its part is; each of them finds the same scale from what all ranges told, and says it to
-all of them; the first word counts and the others must agree.
+The norm is that of the whole model, which lies in many ranges. Each range tells the workers its
+squares; each worker finds the same scale from the squares of all ranges, and says it to all of
+them. The first word counts, and the others must agree. The ranges know nothing of norms.
 
 Invariants:
     US-1  An update is applied once, by one scale, or dropped.
-
-What it deliberately does not do: know norms. What the scale is made of is the workers' business.
 """
 
 from __future__ import annotations
@@ -18,13 +16,14 @@ from __future__ import annotations
 from ps_core.errors import AlreadyPast, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.ledger import Ending, Outcome
 from ps_server.ranges.events import Record, ScaleEvent
-from ps_server.ranges.range_state import PendingStep, RangeState, RangeWorker, Said
+from ps_server.ranges.range_state import PendingStep, RangeState, RangeWorker, UpdateScale
 
 _KEPT_COUNT = 4
-"""Clocks whose squares are kept, for steps that come too late: their workers are asked too."""
+"""Clocks whose squares are kept for late steps: their workers are asked too."""
 
 _NAMED_COUNT = 64
-"""Clocks of which it is known whether anything was clipped; squares that are forgotten are empty.
+"""Clocks of which it is known whether anything was clipped; of those beyond `_KEPT_COUNT`, the
+squares are empty.
 """
 
 
@@ -35,7 +34,7 @@ class UpdateScales:
         self._state = state
 
     def reduced(self, clock: int, squares: tuple[float, ...]) -> None:
-        """The sum of `clock` is that large."""
+        """Keep the squares of the sum of `clock`."""
         found = self._state.squares
         found[clock] = squares
         for old in [kept for kept in found if kept <= clock - _KEPT_COUNT]:
@@ -44,13 +43,12 @@ class UpdateScales:
             del found[old]
 
     def squares(self, clock: int) -> tuple[float, ...]:
-        """What was told of `clock`; empty if nothing was, or too long ago."""
+        """The squares of `clock`; empty if none were reported, or too long ago."""
         return self._state.squares.get(clock, ())
 
     def squares_of_late(self, step: PendingStep) -> tuple[float, ...]:
-        """What the worker of a step is told whose update has formed without it. In an update of
-        which nothing was clipped there is nothing that counts in a norm: a worker that asks is told
-        so, since updates of other ranges may wait for it to say their scale.
+        """The squares for a worker whose step came too late. If nothing was clipped, a worker that
+        asks is told zeros, since updates of other ranges may wait for its scale.
         """
         found, clock = self._state.squares, step.clock
         is_forgotten = clock in found or clock <= max(found, default=clock) - _NAMED_COUNT
@@ -59,7 +57,7 @@ class UpdateScales:
         return (0.0,) * len(self._state.blocks)
 
     def ending(self, event: ScaleEvent, worker: RangeWorker) -> Ending | None:
-        """How an entry ends; None if it is what the update waits for."""
+        """The outcome of a scale entry; None if its update waits for it."""
         problem = self._problem(event, worker)
         if problem is not None:
             return Ending(Outcome.INVALID, problem)
@@ -95,7 +93,9 @@ class UpdateScales:
             )
         return None
 
-    def _disagreement(self, event: ScaleEvent, worker: RangeWorker, said: Said) -> PushpullError:
+    def _disagreement(
+        self, event: ScaleEvent, worker: RangeWorker, said: UpdateScale
+    ) -> PushpullError:
         return InvalidConfig(
             f"workers {said.rank} and {worker.rank} disagree about the scale of update "
             f"{event.clock} of table '{self._state.name}': {said.scale!r} and {event.scale!r}. The "
@@ -103,16 +103,18 @@ class UpdateScales:
         )
 
     def take(self, event: ScaleEvent, worker: RangeWorker) -> Record:
-        """The sum that waited for this scale; it waits no more."""
+        """Take the sum that waited for this scale."""
         unscaled = self._state.unscaled
         if unscaled is None or unscaled.clock != event.clock:
             raise InvariantViolation("US-1", f"update {event.clock} waits for no scale")
         self._state.unscaled = None
-        self._state.said = Said(event.clock, event.scale, worker.rank)
+        self._state.said = UpdateScale(event.clock, event.scale, worker.rank)
         return unscaled
 
     def orphan(self) -> Record | None:
-        """The update that waits although all are gone who could say its scale; it waits no more."""
+        """The update that waits although every worker that could say its scale is gone; it waits no
+        more.
+        """
         unscaled = self._state.unscaled
         if unscaled is None:
             return None

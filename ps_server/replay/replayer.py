@@ -1,16 +1,14 @@
-"""An update log, replayed: its tables at any version, by the kernels that made them (S13).
+"""Replays update logs: tables at any version, by the kernels that made them (S13).
 
     changes of the log --made, in order--> stores, as they were at a version
 
-This is the one module of the servers that the command line knows.
+The command line knows this module of the servers only.
 
 Rules:
-    - A snapshot of what came before it is compared with what the changes have made: bit by bit.
+    - A snapshot is compared, bit by bit, with the values that the changes before it have made.
 
 Invariants:
-    RP-1  Nothing is made twice, and nothing goes back.
-
-What it deliberately does not do: read files (`ps_server.replay.run_log` does).
+    RP-1  No change is made twice, or undone.
 """
 
 from __future__ import annotations
@@ -32,13 +30,13 @@ from ps_server.lane.shards import Shards
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replay.run_log import RunLog, read_run
 from ps_server.replay.versions import (
-    Change,
     History,
     Origin,
-    Place,
     Reached,
-    Step,
+    ReplayedChange,
+    ShardKey,
     Version,
+    VersionStep,
     arranged_by_clock,
     history_of,
     torn_at,
@@ -48,7 +46,7 @@ from ps_server.values import contributions
 from ps_server.values.block_values import arithmetic_dtype
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
-from ps_server.values.mutations import Assigned, Dropped, Elements, Kept, Put, SentAccumulator
+from ps_server.values.mutations import Assigned, Dropped, Elements, KeptSum, Put, SentAccumulator
 from ps_server.values.store_copy import SavedBlock, StoreCopy
 from ps_server.wire.replication_reader import Came, ReplicationReader
 
@@ -65,13 +63,13 @@ _TORCH_DTYPE = {
 
 
 def has_parameters(table: Table) -> bool:
-    """Whether there is something to see; an AGGREGATE table has sums of gradients only."""
+    """False for an AGGREGATE table, which has sums of gradients only."""
     return table.spec.optimizer.kind is not OptimizerKind.AGGREGATE
 
 
 @dataclass(slots=True)
 class _Squares:
-    """Of the gradient of one step, the sum of the squares so far."""
+    """Sum of the squares of one step's gradient, so far."""
 
     total: float = 0.0
 
@@ -80,14 +78,12 @@ class Replay:
     """Tables of a run, made anew, change by change.
 
     Args:
-        run: its logs.
-        tables: of it: those that are replayed, together.
+        tables: of the run, which are replayed together.
         by_clock: arrange the changes by their clocks, whatever the tables' consistency is.
 
     Attributes:
-        tables: as given.
-        history: their versions.
-        checked_count: snapshots that were compared, and are what was made.
+        history: versions of the tables.
+        checked_count: snapshots that were compared, and are equal.
     """
 
     def __init__(self, run: RunLog, tables: Sequence[Table], *, by_clock: bool = False) -> None:
@@ -95,7 +91,7 @@ class Replay:
         self.checked_count = 0
         self._tables = {table.table_id: table for table in tables}
         self._range_count = run.range_count
-        self._reached: Mapping[Place, Reached] = {
+        self._reached: Mapping[ShardKey, Reached] = {
             place: each for place, each in run.reached.items() if place[0] in self._tables
         }
         changes = [change for change in run.changes if change.place[0] in self._tables]
@@ -106,8 +102,8 @@ class Replay:
         self._raw_changes = changes
         self._next = 0
         self._pool = BufferPool()
-        self._watched: dict[Step, _Squares] = {}
-        self._kept: dict[tuple[Place, int], float] = {}
+        self._watched: dict[VersionStep, _Squares] = {}
+        self._kept: dict[tuple[ShardKey, int], float] = {}
         self._shards = Shards(SharedLanes(), {})
         self._blocks = {
             (table.table_id, range_id): blocks
@@ -115,36 +111,33 @@ class Replay:
             for range_id, blocks in table.blocks_by_range(run.range_count).items()
         }
         for table in tables:
-            parts = [
+            shards = [
                 ShardAdded(table, range_id, blocks)
                 for (table_id, range_id), blocks in self._blocks.items()
                 if table_id == table.table_id and (table_id, range_id) in self._reached
             ]
-            if parts:
-                self._shards.add(parts)
+            if shards:
+                self._shards.add(shards)
 
     # --- making
 
     @property
     def change_count(self) -> int:
-        """Changes that there are."""
         return len(self._changes)
 
     @property
     def made_count(self) -> int:
-        """Changes that were made."""
         return self._next
 
     def watch(self, versions: Iterable[Version]) -> None:
-        """The norms of these versions' gradients are asked for; before they are made."""
+        """Measure the gradients of these versions; to be called before they are made."""
         self._watched = {v.step: _Squares() for v in versions if v.step is not None}
 
     def go_to(self, position: int, most: int = sys.maxsize) -> bool:
-        """Make everything up to that position, but no more than `most` changes; whether that is
-        all.
+        """Make the changes up to a position, at most `most` of them. True if that was all.
 
         Raises:
-            InvalidUpdateLog: it cannot be made, or a snapshot is not what was made.
+            InvalidUpdateLog: a change cannot be made, or a snapshot differs from the values here.
         """
         until = min(len(self._changes), self._next + most)
         while self._next < until and self._changes[self._next][0] <= position:
@@ -153,21 +146,21 @@ class Replay:
         return self._next < until or self._next == len(self._changes)
 
     def go_to_versions(self, wanted: Mapping[tuple[TableId, int], int]) -> list[str]:
-        """Make as much of each range as its blocks have had so many updates, first and last of all;
-        what cannot be so.
+        """Make the changes of each range until its blocks have had the wanted updates. Nothing can
+        be made after that. Returns the problems with blocks that do not end there.
 
         Args:
-            wanted: how many, of each block.
+            wanted: number of updates of each block, by table.
         """
         check(not self._next, "RP-1", f"{self._next} changes have been made already")
         self._next = len(self._changes)
-        behind = set(self._reached)
+        lagging = set(self._reached)
         for _, change in self._changes:
             place = change.place
-            if place in behind and self._is_short(place, wanted):
+            if place in lagging and self._is_short(place, wanted):
                 self._make(change)
             else:
-                behind.discard(place)
+                lagging.discard(place)
         problems = []
         for place in sorted(self._reached):
             store = self._shards.stores[place]
@@ -179,29 +172,29 @@ class Replay:
                     )
         return problems
 
-    def _is_short(self, place: Place, wanted: Mapping[tuple[TableId, int], int]) -> bool:
+    def _is_short(self, place: ShardKey, wanted: Mapping[tuple[TableId, int], int]) -> bool:
         store = self._shards.stores[place]
         return any(store.version(b) < wanted[place[0], b] for b in self._blocks[place])
 
     def torn_at(self, clock: int) -> str:
-        """Why these tables never were at that clock; empty if they were."""
+        """Reason that these tables never were at a clock; empty if they were."""
         slow = [place for place, each in self._reached.items() if each.clock < clock]
         if slow:
             reached = min(self._reached[place].clock for place in slow)
             return f"range {slow[0][1]} is at clock {reached} at the end of its log"
         return torn_at(self._raw_changes, clock)
 
-    def _make(self, change: Change) -> None:
+    def _make(self, change: ReplayedChange) -> None:
         try:
             came = _whole(change.payloads)
             if isinstance(came, LogRecord):
                 self._make_record(change, came)
             elif isinstance(came, RangeCopy):
-                self._take_base(change, came)
+                self._take_snapshot(change, came)
         except PushpullError as error:
             raise InvalidUpdateLog(f"{change.where}: {error.message}") from error
 
-    def _make_record(self, change: Change, log_record: LogRecord) -> None:
+    def _make_record(self, change: ReplayedChange, log_record: LogRecord) -> None:
         if self._watched:
             self._measure(change, log_record)
         for each in log_record.changes:
@@ -209,7 +202,7 @@ class Replay:
             if failure is not None:
                 raise failure
 
-    def _take_base(self, change: Change, copy: RangeCopy) -> None:
+    def _take_snapshot(self, change: ReplayedChange, copy: RangeCopy) -> None:
         table_id, range_id = change.place
         own = copy.stores.get(table_id)
         if own is None:
@@ -233,13 +226,13 @@ class Replay:
             )
         self.checked_count += 1
 
-    # --- what it is now
+    # --- the present version
 
     def block(self, table: Table, block: int) -> SavedBlock:
-        """A block as it is now: views of what the next change alters.
+        """A block as it is now, as views that the next change alters.
 
         Raises:
-            InvalidUpdateLog: the logs have not all of its range.
+            InvalidUpdateLog: the logs do not have all of its range.
         """
         range_id = table.range_of_block(block, self._range_count)
         store = self._shards.stores.get((table.table_id, range_id))
@@ -251,7 +244,7 @@ class Replay:
         return store.saved(block)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tables' tensors by name, in their own types; nothing is shared with what is here.
+        """Copies of the tables' tensors by name, in their own types.
 
         Raises:
             InvalidUpdateLog: as `block`; or two tables have a tensor of one name.
@@ -277,7 +270,7 @@ class Replay:
         return found
 
     def parameter_norm(self) -> float:
-        """The root of the sum of the squares of all values, in float64."""
+        """Norm of all values, in float64."""
         total = 0.0
         for place in self._reached:
             store = self._shards.stores[place]
@@ -289,13 +282,13 @@ class Replay:
         return math.sqrt(total)
 
     def gradient_norm(self, version: Version) -> float | None:
-        """The norm of what the version's step gave its optimizer: averaged and scaled, without
-        weight decay; None if it was not watched, or has none.
+        """Norm of the gradient that the version's step gave its optimizer: averaged and scaled,
+        without weight decay. None if it was not watched, or has none.
         """
         squares = None if version.step is None else self._watched.get(version.step)
         return None if squares is None or not version.step[0] else math.sqrt(squares.total)  # type: ignore[index]
 
-    def _measure(self, change: Change, log_record: LogRecord) -> None:
+    def _measure(self, change: ReplayedChange, log_record: LogRecord) -> None:
         decided = iter(change.decisions)
         for each in log_record.changes:
             key = change.place, each.record.clock
@@ -310,25 +303,27 @@ class Replay:
                         scale = self._scale(change, accumulator, record.contributor_count)
                         found = self._square_sum(change.place, accumulator)
                         squares.total += found * (scale * record.update_scale) ** 2
-                case Kept(_, accumulator):
+                case KeptSum(_, accumulator):
                     self._kept[key] = self._square_sum(change.place, accumulator)
                 case Dropped():
                     self._kept.pop(key, None)
                 case Assigned():
                     next(decided)
 
-    def _scale(self, change: Change, accumulator: SentAccumulator, contributor_count: int) -> float:
+    def _scale(
+        self, change: ReplayedChange, accumulator: SentAccumulator, contributor_count: int
+    ) -> float:
         spec = self._tables[change.place[0]].spec
         is_mean = spec.reduction is Reduction.MEAN and not accumulator.is_reduced
         return 1.0 / contributor_count if is_mean and contributor_count else 1.0
 
-    def _square_sum(self, place: Place, accumulator: SentAccumulator) -> float:
+    def _square_sum(self, place: ShardKey, accumulator: SentAccumulator) -> float:
         received = self._shards.stores[place].received(accumulator)
         return sum(contributions.square_sum(part, self._pool) for part in received.parts.values())
 
 
 class _Padded(NamedTuple):
-    """A store's copy, in one order."""
+    """A store's copy, in a fixed order."""
 
     blocks: Sequence[object]
     sums: Sequence[object]

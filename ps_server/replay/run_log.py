@@ -1,17 +1,15 @@
-"""The update logs of all servers of a run, read beside whoever writes them (SEMANTICS S13).
+"""Reads the update logs of all servers of a run, which may be running (SEMANTICS S13).
 
     directories --scanned--> frames --whole--> events of each range --chained--> changes, merged
 
 Rules:
-    - Nothing is locked, and nothing written. What is torn at a log's end ends it there.
-    - Of several runs in one place the newest is read.
-    - A range begins with the first BEGIN, or whole snapshot, that is left. It goes on from one term
+    - Nothing is locked or written. A torn end ends a log.
+    - The newest of several runs in one directory is read.
+    - A range begins with the first BEGIN, or whole SNAPSHOT, that is left. It goes on from one term
       of a primary to the next, in whichever log that is.
-    - What a term has beyond the snapshot of the next was seen by nobody, and is left out.
-    - Changes of one server are in the order of its log; those of two by the times of their frames,
-      as far as VER-1 lets them.
-
-What it deliberately does not do: apply anything (`ps_server.replay.replayer` does).
+    - Nobody saw the records of a term beyond the snapshot of the next: they are left out.
+    - Changes of one server are in the order of its log. Those of two are in the order of their
+      frames' times, as far as VER-1 allows.
 """
 
 from __future__ import annotations
@@ -29,8 +27,15 @@ from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.tables import Table
 from ps_runtime.cluster import wire
 from ps_server.ranges.events import Record
-from ps_server.ranges.range_copy import Facts
-from ps_server.replay.versions import Change, Decision, Origin, Part, Place, Reached
+from ps_server.ranges.range_copy import RangeFacts
+from ps_server.replay.versions import (
+    Decision,
+    Origin,
+    Participant,
+    Reached,
+    ReplayedChange,
+    ShardKey,
+)
 from ps_server.replication.messages import LogRecord, RangeCopy
 from ps_server.update_log.directory import segments_in
 from ps_server.update_log.format import FrameKind, frame_bytes
@@ -40,16 +45,16 @@ from ps_server.wire.replication_reader import ReplicationReader
 from pushpull.v1 import types_pb2, update_log_pb2
 
 _ATTEMPT_COUNT = 5
-"""A server that lives lets go of its oldest segments while they are looked for."""
+"""A running server may remove its oldest segments while they are looked for."""
 
 _NAMED_COUNT = 8
 
 
 Progress = Callable[[int, int], object]
-"""Is told of bytes that were read, and of all."""
+"""Called with the bytes that were read, and those of all logs."""
 
 Done = tuple[tuple[Incarnation, int], ...]
-"""Workers, and up to which clock all is decided of each."""
+"""Workers, and the clock up to which all steps of each are decided."""
 
 
 def _nothing(done: int, total: int) -> None:
@@ -57,7 +62,7 @@ def _nothing(done: int, total: int) -> None:
 
 
 class _Event(NamedTuple):
-    """Something of one range, in one log. `read` is what it says: an UpdateLogRange is a mark."""
+    """A mark, record or snapshot of one range in one log. `read` is the kind of a mark."""
 
     term: int
     log: int
@@ -69,25 +74,25 @@ class _Event(NamedTuple):
 
 
 class _ReadRecord(NamedTuple):
-    """What is needed of a log record, beside its payloads."""
+    """A log record without its payloads."""
 
     table_id: TableId
     clock: int
     has_changes: bool
     decisions: tuple[Decision, ...]
-    facts: Facts
+    facts: RangeFacts
     done: Done
 
 
 class _ReadSnapshot(NamedTuple):
-    """What is needed of a snapshot: of each table its facts, and how far each worker is."""
+    """Facts of a snapshot, and the progress of each worker, by table."""
 
-    tables: dict[TableId, tuple[Facts, Done]]
+    tables: dict[TableId, tuple[RangeFacts, Done]]
 
 
 @dataclass(slots=True)
 class ServerLog:
-    """One server's log: its directory, and what is in it."""
+    """One server's log."""
 
     path: Path
     contents: LogContents
@@ -99,22 +104,19 @@ class RunLog:
     """The logs of a run.
 
     Attributes:
-        logs: of its servers.
-        range_count: of the cluster.
-        tables: those that there are, by name.
-        changes: what happened to them, merged.
-        reached: how far each of them is in each range that the logs have all of.
-        notes: what a person should know of it.
-        kernel_fingerprints: of the servers.
-        unseen_count: log records that were decided, and seen by nobody.
-        lost_count: log records that are in no log, between others that are.
+        tables: by title.
+        changes: of all tables, merged.
+        reached: the end of each table shard of which the logs have everything.
+        notes: remarks for people.
+        unseen_count: records that were decided, and seen by nobody.
+        lost_count: records that are in no log, between others that are.
     """
 
     logs: list[ServerLog]
     range_count: int
     tables: dict[str, Table] = field(default_factory=dict)
-    changes: list[Change] = field(default_factory=list)
-    reached: dict[Place, Reached] = field(default_factory=dict)
+    changes: list[ReplayedChange] = field(default_factory=list)
+    reached: dict[ShardKey, Reached] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     kernel_fingerprints: set[str] = field(default_factory=set)
     unseen_count: int = 0
@@ -125,13 +127,13 @@ def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
     """Read the logs of a run.
 
     Args:
-        path: the directory that has them, or one server's own.
-        progress: see there.
+        path: the directory of all logs, or one server's own.
+        progress: called while reading.
 
-    Blocking: reads all of it.
+    Blocking: reads all logs.
 
     Raises:
-        InvalidUpdateLog: there is none, or one is damaged; the message names the file and the byte.
+        InvalidUpdateLog: there is no log, or one is damaged; the message names the file and byte.
     """
     directories = [path] if segments_in(path) else sorted(
         each for each in (path.iterdir() if path.is_dir() else ()) if segments_in(each)
@@ -168,16 +170,16 @@ def _scanned(path: Path) -> LogContents:
 
 
 def _newest_run(logs: Sequence[ServerLog], path: Path) -> RunLog:
-    """Only what is of the newest timeline."""
-    begun: dict[bytes, float] = {}
+    """The logs' segments of the newest timeline."""
+    times_s: dict[bytes, float] = {}
     for log in logs:
         for segment in log.contents.segments.values():
             head = next(log.contents.frames(segment.number)).head
             timeline = segment.header.timeline
-            begun[timeline] = max(begun.get(timeline, 0.0), head.time_s)
-    if not begun:
-        raise InvalidUpdateLog(f"{path} has no update log: nothing is in its segments yet")
-    newest = max(begun, key=lambda timeline: begun[timeline])
+            times_s[timeline] = max(times_s.get(timeline, 0.0), head.time_s)
+    if not times_s:
+        raise InvalidUpdateLog(f"{path} has no update log: its segments are still empty")
+    newest = max(times_s, key=lambda timeline: times_s[timeline])
     run = RunLog([], 0)
     for log in logs:
         segments = log.contents.segments
@@ -187,8 +189,8 @@ def _newest_run(logs: Sequence[ServerLog], path: Path) -> RunLog:
             run.logs.append(log)
             run.range_count = next(iter(ours.values())).header.range_count
             run.kernel_fingerprints |= {s.header.kernel_fingerprint for s in ours.values()}
-    if len(begun) > 1:
-        run.notes.append(f"{len(begun) - 1} earlier runs in {path} are passed over")
+    if len(times_s) > 1:
+        run.notes.append(f"{len(times_s) - 1} earlier runs in {path} are passed over")
     return run
 
 
@@ -196,26 +198,26 @@ def _newest_run(logs: Sequence[ServerLog], path: Path) -> RunLog:
 
 
 def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None, int]]:
-    """What happened, range by range, and how many bytes were read for it."""
+    """Ranges, their events, and the bytes that were read, frame by frame."""
     reader, segment, time_s = ReplicationReader(is_open=True), 0, 0.0
-    kept: list[LogFrame] = []
+    frames: list[LogFrame] = []
     for order, frame in enumerate(log.contents.frames()):
         head = frame.head
         byte_count = frame_bytes(head.length)
         time_s = max(time_s, head.time_s)  # the clock of a machine may be put back
         if frame.segment != segment:
-            reader, segment, kept = ReplicationReader(is_open=True), frame.segment, []
+            reader, segment, frames = ReplicationReader(is_open=True), frame.segment, []
         event = None
         try:
             if head.kind in (FrameKind.SNAPSHOT, FrameKind.RECORD):
-                kept.append(frame)
+                frames.append(frame)
                 read = reader.read(frame.payload)
                 if isinstance(read, LogRecord):
-                    event = _log_record(read, (index, order), time_s, tuple(kept))
+                    event = _log_record(read, (index, order), time_s, tuple(frames))
                 elif isinstance(read, RangeCopy):
-                    event = _snapshot(read, (index, order), time_s, tuple(kept))
+                    event = _snapshot(read, (index, order), time_s, tuple(frames))
                 if head.is_last:
-                    kept = []
+                    frames = []
             elif head.kind is FrameKind.TABLE:
                 table = wire.table_from_proto(types_pb2.Table.FromString(bytes(frame.payload)))
                 log.tables.setdefault(table.table_id, table)
@@ -262,7 +264,7 @@ def _decision(record: Record, log_record: LogRecord) -> Decision:
     return Decision(
         record.clock,
         False,  # `_Chain` knows
-        tuple(Part(c.rank, c.incarnation, c.skip) for c in contributors),
+        tuple(Participant(c.rank, c.incarnation, c.skip) for c in contributors),
         record.gone_count,
         staleness,
     )
@@ -279,13 +281,13 @@ def _snapshot(
 ) -> _Event:
     tables = {
         table_id: (
-            part.facts,
+            shard.facts,
             tuple(
                 (worker.facts.incarnation, worker.facts.done_clock)
-                for worker in part.workers.values()
+                for worker in shard.workers.values()
             ),
         )
-        for table_id, part in copy.snapshot.copies.items()
+        for table_id, shard in copy.snapshot.copies.items()
     }
     snapshot = copy.snapshot
     return _Event(snapshot.term, *at, snapshot.number, time_s, frames, _ReadSnapshot(tables))
@@ -295,26 +297,26 @@ def _snapshot(
 
 
 _Key = tuple[float, int, int]
-"""When it was written, which log it is in, and where."""
+"""Time of the write, index of the log, and position in it."""
 
-_Keyed = tuple[_Key, Change]
+_Keyed = tuple[_Key, ReplayedChange]
 
 
 class _Chain:
-    """What happened to one range, from term to term."""
+    """The events of one range, from term to term."""
 
     def __init__(self, run: RunLog, range_id: RangeId) -> None:
         self._run = run
         self._range_id = range_id
-        self._number: int | None = None  # of the newest log record; None: not all is there
+        self._number: int | None = None  # of the newest log record; None before a beginning
         self._term = 0
         self._is_cut = False  # the term's begin is in no log
-        self._settings: dict[Place, dict[int, Consistency]] = {}
+        self._settings: dict[ShardKey, dict[int, Consistency]] = {}
         self._found: list[tuple[int, _Keyed]] = []  # by the number of their log record
-        self._reached: dict[Place, list[tuple[int, int, Done]]] = {}
+        self._reached: dict[ShardKey, list[tuple[int, int, Done]]] = {}
 
     def read(self, events: Sequence[_Event]) -> list[_Keyed]:
-        """The changes, in their order, each with its log's."""
+        """Changes of the range in their order, with their keys."""
         for event in events:
             match event.read:
                 case _ReadSnapshot():
@@ -337,7 +339,7 @@ class _Chain:
     def _log_record(self, event: _Event, read: _ReadRecord) -> None:
         if self._number is None:
             return
-        if event.term != self._term:  # a snapshot of it follows, or nothing more
+        if event.term != self._term:  # a snapshot of that term follows, or nothing more
             self._is_cut = True
         if self._is_cut:
             return
@@ -351,9 +353,9 @@ class _Chain:
         if read.has_changes:
             self._add(event, place, Origin.RECORD, read.clock, tuple(decisions))
 
-    def _known_settings(self, place: Place, facts: Facts) -> dict[int, Consistency]:
-        """Settings by the clock after which each holds, those before the record too: it may be the
-        last that one of them was for, and have forgotten it.
+    def _known_settings(self, place: ShardKey, facts: RangeFacts) -> dict[int, Consistency]:
+        """Settings by the clock after which each holds, with those of the record before: a setting
+        whose last update this record has is not in its own facts.
         """
         before, self._settings[place] = self._settings.get(place, {}), dict(facts.settings)
         return before | self._settings[place]
@@ -390,12 +392,12 @@ class _Chain:
     def _add(
         self,
         event: _Event,
-        place: Place,
+        place: ShardKey,
         origin: Origin,
         clock: int,
         decisions: tuple[Decision, ...],
     ) -> None:
-        change = Change(
+        change = ReplayedChange(
             place,
             origin,
             clock,
@@ -427,9 +429,9 @@ class _Chain:
             self._run.reached[place] = reached
 
 
-def _merged(keyed: Iterable[_Keyed]) -> list[Change]:
-    """By their keys; those of one place in the order in which they are given (VER-1)."""
-    latest: dict[Place, _Key] = {}
+def _merged(keyed: Iterable[_Keyed]) -> list[ReplayedChange]:
+    """Changes by their keys; those of one table shard in the given order (VER-1)."""
+    latest: dict[ShardKey, _Key] = {}
     ordered = []
     for index, (key, change) in enumerate(keyed):
         key = latest[change.place] = max(key, latest.get(change.place, key))

@@ -1,19 +1,17 @@
-"""The versions of tables, from what an update log says was decided (docs/reference/UPDATE_LOG.md).
+"""Versions of tables, from the decisions in update logs (docs/reference/UPDATE_LOG.md).
 
-    changes, in the order of the log --grouped: what one decision did--> versions
+    changes, in the order of the log --grouped by step--> versions
 
 Rules:
-    - What one decision did in several ranges, tables and servers is one step: under BSP the update
-      of a clock, else what one worker sealed with one clock.
-    - Where all is BSP, a version is a clock: every range has that update, and nothing beyond it.
-    - Else versions are counted, in the order in which steps were done: everything is as it was when
-      the last change of that step was made. Of other steps it has what had been made by then.
+    - A step is one decision in all ranges, tables and servers: under BSP the update of a clock,
+      else the changes that one worker sealed with one clock.
+    - If all is BSP, a version is a clock: every range has that update, and nothing beyond it.
+    - Else versions are counted, in the order in which steps were completed: a version is everything
+      as it was when the last change of its step was made, changes of other steps included.
     - A step that is not in every range is no version.
 
 Invariants:
     VER-1  The changes of one table in one range are made in the order in which they were decided.
-
-What it deliberately does not do: make changes (`ps_server.replay.replayer` does), or read files.
 """
 
 from __future__ import annotations
@@ -25,16 +23,16 @@ from typing import NamedTuple
 
 from ps_core.keys import Incarnation, RangeId, TableId
 
-Place = tuple[TableId, RangeId]
-Step = tuple[int, Incarnation | None]
-"""A clock, and whose step it was; nobody's under BSP."""
+ShardKey = tuple[TableId, RangeId]
+VersionStep = tuple[int, Incarnation | None]
+"""A clock, and the worker whose step it was; None under BSP."""
 
-INITIAL: Step = (0, None)
-"""The initial values that rank 0 gave."""
+INITIAL: VersionStep = (0, None)
+"""The initial values of rank 0."""
 
 
-class Part(NamedTuple):
-    """Who had a part in an update."""
+class Participant(NamedTuple):
+    """A worker that took part in an update."""
 
     rank: int
     incarnation: Incarnation
@@ -45,53 +43,49 @@ class Decision(NamedTuple):
     """One table in one range got an update, or its initial values.
 
     Attributes:
-        clock: of the update.
-        is_bsp: whether it has every worker's step of that clock.
-        parts: who had one.
+        is_bsp: True if it has every worker's step of the clock.
         gone_count: workers that were declared gone, whose step is missing.
-        staleness: updates by others that the step had not seen: the most of any block.
+        staleness: updates by others that the step had not seen, the most of any block.
     """
 
     clock: int
     is_bsp: bool
-    parts: tuple[Part, ...]
+    participants: tuple[Participant, ...]
     gone_count: int = 0
     staleness: int = 0
 
     @property
-    def step(self) -> Step:
-        """What it is a part of."""
-        if self.is_bsp or not self.clock or not self.parts:
+    def step(self) -> VersionStep:
+        """The step that the decision belongs to."""
+        if self.is_bsp or not self.clock or not self.participants:
             return self.clock, None
-        return self.clock, self.parts[0].incarnation
+        return self.clock, self.participants[0].incarnation
 
 
 class Origin(Enum):
-    """Where a change comes from."""
+    """Sources of changes."""
 
     RECORD = "record"
     BEGIN = "begin"
-    """A snapshot with which the log begins: what came before is not there."""
+    """A snapshot with which the log begins."""
     JUMP = "jump"
-    """A snapshot that has more than what came before it: what lies between is in no log."""
+    """A snapshot with updates that are in no log before it."""
     SAME = "same"
-    """A snapshot of what came before it."""
+    """A snapshot with the updates before it."""
 
 
-class Change(NamedTuple):
-    """What happened to one table in one range.
+class ReplayedChange(NamedTuple):
+    """A change of one table in one range.
 
     Attributes:
-        place: where.
-        origin: see there.
-        clock: the newest that the values have anything of.
-        time_s: when it was written, by its server's clock.
-        decisions: what became values with it.
+        clock: the newest clock of which the values have anything.
+        time_s: time of the write, by its server's clock.
+        decisions: whose updates became values with it.
         payloads: its messages, opaque here.
-        where: its file and its byte, for people.
+        where: its file and byte, for people.
     """
 
-    place: Place
+    place: ShardKey
     origin: Origin
     clock: int
     time_s: float
@@ -102,12 +96,12 @@ class Change(NamedTuple):
 
 @dataclass(slots=True)
 class Reached:
-    """How far one table in one range is at the end of the log.
+    """Clocks of one table in one range at the end of the log.
 
     Attributes:
-        first_clock: where it began.
-        clock: up to it all is decided.
-        done: the same of each worker.
+        first_clock: at its begin.
+        clock: up to it all steps are decided.
+        done: up to these all steps of each worker are decided.
     """
 
     first_clock: int
@@ -117,24 +111,22 @@ class Reached:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A version of the tables that were chosen.
+    """A version of the chosen tables.
 
     Attributes:
-        number: its name.
-        clock: of the step that made it.
-        step: that step; None: the first, with which the log begins.
-        position: it has the changes up to that position.
-        time_s: when the last change of the step was written.
-        ranks: who had a part in it, in every range and table of the step.
-        partial_ranks: who had one in some of them only (backup workers).
-        skipped_ranks: who took part in it with nothing.
+        step: made it; None for the first version, with which the log begins.
+        position: it has the changes up to this position.
+        time_s: time at which the last change of the step was written.
+        ranks: workers with a contribution in every range and table of the step.
+        partial_ranks: workers with one in some of them only (backup workers).
+        skipped_ranks: workers that took part without a contribution.
         gone_count: workers that were declared gone, whose step is missing.
-        staleness: updates by others that the step had not seen: the most of any block.
+        staleness: updates by others that the step had not seen, the most of any block.
     """
 
     number: int
     clock: int
-    step: Step | None
+    step: VersionStep | None
     position: int
     time_s: float
     ranks: tuple[int, ...] = ()
@@ -146,29 +138,28 @@ class Version:
 
 @dataclass(slots=True)
 class History:
-    """What happened to the tables that were chosen.
+    """Changes and versions of the chosen tables.
 
     Attributes:
-        is_by_clock: whether a version is a clock.
+        is_by_clock: True if a version is a clock.
         changes: with their positions, in the order in which they are made again.
-        versions: ascending.
         unfinished: steps that are not in every range.
-        lost_count: clocks that are no version, because what lies around them is in no log.
+        lost_count: clocks that are no version, because some of their updates are in no log.
     """
 
     is_by_clock: bool
-    changes: list[tuple[int, Change]]
+    changes: list[tuple[int, ReplayedChange]]
     versions: list[Version]
-    unfinished: list[Step]
+    unfinished: list[VersionStep]
     lost_count: int = 0
 
 
-def history_of(changes: Sequence[Change], reached: Mapping[Place, Reached]) -> History:
-    """The versions of these tables.
+def history_of(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reached]) -> History:
+    """Versions of tables.
 
     Args:
-        changes: what happened to them, in the order of the log.
-        reached: every place that they are in.
+        changes: of the tables, in the order of the log.
+        reached: all their shards.
     """
     decided = [d for change in changes for d in change.decisions if d.clock]
     if all(decision.is_bsp for decision in decided):
@@ -176,9 +167,9 @@ def history_of(changes: Sequence[Change], reached: Mapping[Place, Reached]) -> H
     return _by_order(changes, reached)
 
 
-def arranged_by_clock(changes: Iterable[Change]) -> list[tuple[int, Change]]:
-    """The changes, each at the clock that it brings its place to."""
-    clocks: dict[Place, int] = {}
+def arranged_by_clock(changes: Iterable[ReplayedChange]) -> list[tuple[int, ReplayedChange]]:
+    """The changes, each with the clock that its shard has after it."""
+    clocks: dict[ShardKey, int] = {}
     placed = []
     for change in changes:
         clock = clocks[change.place] = max(clocks.get(change.place, 0), change.clock)
@@ -186,11 +177,11 @@ def arranged_by_clock(changes: Iterable[Change]) -> list[tuple[int, Change]]:
     return sorted(placed, key=lambda each: each[0])  # stable: VER-1
 
 
-def torn_at(changes: Iterable[Change], clock: int) -> str:
-    """Why there was no moment at which a place had all up to `clock` and nothing beyond it; empty
-    if there was one in each.
+def torn_at(changes: Iterable[ReplayedChange], clock: int) -> str:
+    """Reason that some shard never had all up to `clock` and nothing beyond it; empty if each had
+    such a moment.
     """
-    newest: dict[Place, Change] = {}
+    newest: dict[ShardKey, ReplayedChange] = {}
     for change in changes:
         before = newest.get(change.place)
         if before is None or change.clock > before.clock:
@@ -208,15 +199,15 @@ def torn_at(changes: Iterable[Change], clock: int) -> str:
     return ""
 
 
-def _skips(change: Change, before: Change | None, clock: int) -> bool:
-    """Whether a snapshot comes where the clock should have been."""
+def _skips(change: ReplayedChange, before: ReplayedChange | None, clock: int) -> bool:
+    """True if a snapshot comes instead of the clock."""
     return change.origin is Origin.BEGIN or (before is not None and before.clock < clock)
 
 
 # --- a version is a clock
 
 
-def _by_clock(changes: Sequence[Change], reached: Mapping[Place, Reached]) -> History:
+def _by_clock(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reached]) -> History:
     placed = arranged_by_clock(changes)
     first = max((each.first_clock for each in reached.values()), default=0)
     begins = [c.clock for c in changes if c.origin is Origin.BEGIN]
@@ -246,10 +237,10 @@ def _by_clock(changes: Sequence[Change], reached: Mapping[Place, Reached]) -> Hi
     return history
 
 
-def _leapt(changes: Sequence[Change]) -> set[int]:
-    """Clocks that some place has never been at."""
+def _leapt(changes: Sequence[ReplayedChange]) -> set[int]:
+    """Clocks at which some shard never was."""
     found: set[int] = set()
-    clocks: dict[Place, int] = {}
+    clocks: dict[ShardKey, int] = {}
     for change in changes:
         before = clocks.get(change.place, 0)
         if change.origin is Origin.JUMP:
@@ -261,11 +252,11 @@ def _leapt(changes: Sequence[Change]) -> set[int]:
 # --- versions are counted
 
 
-def _by_order(changes: Sequence[Change], reached: Mapping[Place, Reached]) -> History:
+def _by_order(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reached]) -> History:
     placed = list(enumerate(changes))
     begin = 0
-    found: dict[Step, _Gathered] = {}
-    ends: dict[Step, int] = {}
+    found: dict[VersionStep, _Gathered] = {}
+    ends: dict[VersionStep, int] = {}
     for position, change in placed:
         if change.origin is Origin.BEGIN or any(not d.clock for d in change.decisions):
             begin = position
@@ -273,10 +264,11 @@ def _by_order(changes: Sequence[Change], reached: Mapping[Place, Reached]) -> Hi
             if decision.clock:
                 found.setdefault(decision.step, _Gathered()).add(change, decision)
                 ends[decision.step] = position
-    begun = changes[begin] if changes else None
-    first_clock = begun.clock if begun is not None and begun.origin is Origin.BEGIN else 0
-    is_initial = begun is not None and any(not d.clock for d in begun.decisions)
-    if begun is None or not (is_initial or begun.origin is Origin.BEGIN):
+    first = changes[begin] if changes else None
+    is_snapshot = first is not None and first.origin is Origin.BEGIN
+    first_clock = first.clock if first is not None and is_snapshot else 0
+    is_initial = first is not None and any(not d.clock for d in first.decisions)
+    if not (is_initial or is_snapshot):
         begin = -1  # the tables begin with what their specs say
     begin_s = changes[max(begin, 0)].time_s if changes else 0.0
     step = INITIAL if is_initial else None
@@ -292,7 +284,9 @@ def _by_order(changes: Sequence[Change], reached: Mapping[Place, Reached]) -> Hi
     return history
 
 
-def _is_everywhere(step: Step, tables: set[TableId], reached: Mapping[Place, Reached]) -> bool:
+def _is_everywhere(
+    step: VersionStep, tables: set[TableId], reached: Mapping[ShardKey, Reached]
+) -> bool:
     clock, incarnation = step
     for place, each in reached.items():
         if place[0] in tables:
@@ -303,7 +297,7 @@ def _is_everywhere(step: Step, tables: set[TableId], reached: Mapping[Place, Rea
 
 
 class _Gathered:
-    """What is known of one step."""
+    """Changes of one step."""
 
     __slots__ = ("_counts", "_gone_count", "_place_count", "_skipped", "_staleness", "_time_s",
                  "tables")  # fmt: skip
@@ -317,19 +311,19 @@ class _Gathered:
         self._gone_count = 0
         self._staleness = 0
 
-    def add(self, change: Change, decision: Decision) -> None:
+    def add(self, change: ReplayedChange, decision: Decision) -> None:
         self.tables.add(change.place[0])
         self._time_s = max(self._time_s, change.time_s)
         self._place_count += 1
         self._gone_count = max(self._gone_count, decision.gone_count)
         self._staleness = max(self._staleness, decision.staleness)
-        for part in decision.parts:
-            if part.skip:
-                self._skipped.add(part.rank)
+        for each in decision.participants:
+            if each.skip:
+                self._skipped.add(each.rank)
             else:
-                self._counts[part.rank] = self._counts.get(part.rank, 0) + 1
+                self._counts[each.rank] = self._counts.get(each.rank, 0) + 1
 
-    def version(self, number: int, step: Step, position: int) -> Version:
+    def version(self, number: int, step: VersionStep, position: int) -> Version:
         is_whole = self._place_count if step[1] is None else 0  # a push at a time: eager
         return Version(
             number,

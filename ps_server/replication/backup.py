@@ -3,18 +3,18 @@
     follows --promoted--> waits out its last grant --> serves, as `RangeMachine`s of what it has
 
 Rules:
-    - It takes the records of its epoch in the order of their numbers, each once, and acknowledges
-      the newest. What comes with an older epoch is refused: its sender is primary no more.
-    - A record is applied when it comes. Its primary may not know yet that it is committed; but only
-      a backup that has it can be promoted, and a promoted one commits all that it has.
-    - A beat is granted by answering it. From when it is promoted it grants no more, and it serves
-      when the last one that it granted has run out: by its own clock, counted from its answer, and
-      by any that is slower by `MAX_DRIFT`.
+    - A backup takes the records of its epoch in the order of their numbers, each once, and
+      acknowledges the newest. A record of an older epoch is refused: its sender is primary no more.
+    - A record is applied when it comes, perhaps before it is committed. Only a backup that has it
+      can be promoted, and a promoted backup commits everything that it has.
+    - A backup grants the lease by answering a beat. Once promoted it grants no more, and it serves
+      when its last grant has run out: counted from its answer by its own clock, and by any that is
+      slower by `MAX_DRIFT`.
 
 Invariants:
     RE-1  `number` is the newest record, and every one before it was taken.
 
-What it deliberately does not do: hold values (the edge does, in the order of the records).
+The edge holds the values, and changes them in the order of the records.
 """
 
 from __future__ import annotations
@@ -27,19 +27,17 @@ from ps_server.ranges.range_copy import ShardCopy
 from ps_server.replication.messages import LogRecord
 
 MAX_DRIFT = 0.05
-"""By so much of the time that passes may the clocks of two servers run apart."""
+"""Clocks of two servers may run apart by this share of the time that passes."""
 
 
 class Replica:
     """One range, at one backup.
 
     Args:
-        range_id: the range.
-        assignment_epoch: under which it follows.
-        lease_s: for how long a grant lasts.
-        term: the epoch in which the primary that it follows became one.
-        copies: what it was given when it joined; by table.
-        number: of the newest record in that.
+        lease_s: length of a grant.
+        term: the epoch in which its primary became one.
+        copies: of the snapshot that it began with.
+        number: of the newest record in that snapshot.
     """
 
     def __init__(
@@ -61,17 +59,17 @@ class Replica:
         self.is_promoted = False
 
     def follow(self, assignment_epoch: AssignmentEpoch) -> None:
-        """A newer configuration has it as a backup still."""
+        """A newer configuration still has this server as a backup."""
         self.assignment_epoch = max(self.assignment_epoch, assignment_epoch)
 
     def follows(self, record: LogRecord) -> bool:
-        """Whether it comes from its primary."""
+        """True if the record comes from this backup's primary."""
         is_current = record.assignment_epoch >= self.assignment_epoch and record.term == self.term
         return is_current and not self.is_promoted
 
     def take(self, record: LogRecord, fresh: Callable[[], ShardCopy | None]) -> bool:
-        """A record of its primary came: whether it is the next, and was taken. `fresh` makes the
-        copy of a table of which it has heard nothing, if the newest view has it.
+        """Take a record of its primary if it is the next. `fresh` makes the copy of a table that is
+        new here, if the newest view has it.
         """
         if not self._is_next(record):
             return False
@@ -85,9 +83,7 @@ class Replica:
         return True
 
     def skip(self, record: LogRecord) -> bool:
-        """As `take`, of a table that was removed, which its primary had not heard: nothing of it is
-        kept.
-        """
+        """Count a record of a removed table, of whose removal its primary had not heard."""
         if not self._is_next(record):
             return False
         self.follow(record.assignment_epoch)
@@ -98,28 +94,26 @@ class Replica:
         return record.number == self.number + 1
 
     def beat(self, assignment_epoch: AssignmentEpoch, now_s: float) -> bool:
-        """The primary of `epoch` asks for the lease; whether it is granted."""
+        """Grant the lease to the primary of this epoch, if it is the current one."""
         if assignment_epoch < self.assignment_epoch or self.is_promoted:
             return False
         self._granted_s = max(self._granted_s, now_s)
         return True
 
     def keep_grants(self, before: Replica) -> None:
-        """This one takes the place of `before`, whose grants may not have run out."""
+        """Take over the grants of `before`, whose place this replica takes."""
         self._granted_s = before._granted_s
 
     def promote(self, assignment_epoch: AssignmentEpoch) -> None:
-        """It is primary of `epoch`; it serves from `serves_s` on."""
+        """Become primary of this epoch, and serve from `serves_s` on."""
         self.assignment_epoch = assignment_epoch
         self.is_promoted = True
 
-    def stand_down(self) -> None:
-        """Another is primary, and may yet be followed by this one: it keeps what it has, grants
-        that one nothing of an older epoch, and serves nothing.
-        """
+    def demote(self) -> None:
+        """Another server is primary: keep everything, serve nothing, and grant no older epoch."""
         self.is_promoted = False
 
     @property
     def serves_s(self) -> float:
-        """When nobody can hold a lease that it granted."""
+        """Time from which nobody can hold a lease that this backup granted."""
         return self._granted_s + self._lease_s * (1.0 + MAX_DRIFT)

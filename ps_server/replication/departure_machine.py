@@ -1,11 +1,9 @@
 """Decides when a server that was told to stop may end.
 
-    asks --the scheduler: you have left------------------> LEAVES
-         --RECOVERING, and whom it waits for--> STAYS ---> asks again
-         --fenced, or no scheduler within a lease--------> LEAVES_UNHEARD
-         --the grace is over-----------------------------> may not ask any more
-
-What it deliberately does not do: ask, wait, or end anything (`departure` does).
+asks --the scheduler: you have left------------------> LEAVES
+--RECOVERING, with whom it waits for-> STAYS ---> asks again
+--fenced, or no scheduler within a lease--------> LEAVES_UNHEARD
+--the grace is over-----------------------------> may not ask any more
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from enum import Enum
 from ps_core.errors import PushpullError, Recovering
 
 
-class Step(Enum):
-    """What a server does that has got an answer."""
+class DepartureStep(Enum):
+    """Steps of a server that has got an answer."""
 
     LEAVES = "leaves"
     STAYS = "stays"
@@ -24,15 +22,15 @@ class Step(Enum):
 
 
 class Departure:
-    """One server's way out.
+    """Departure of one server.
 
     Args:
-        end_s: when the grace is over.
-        lease_s: a server leaves that has not heard the scheduler for longer: without it nobody
-            becomes a holder of anything.
+        end_s: end of the grace.
+        lease_s: a server leaves that has not heard the scheduler for longer: without a scheduler
+            nobody else comes to hold its ranges.
 
     Attributes:
-        awaited: whom the scheduler named last to wait for.
+        awaited: the servers and ranges that the scheduler last named to wait for.
     """
 
     def __init__(self, end_s: float, lease_s: float) -> None:
@@ -41,25 +39,24 @@ class Departure:
         self._lease_s = lease_s
 
     def left_s(self, now_s: float) -> float:
-        """How much of the grace is left; 0: it may not ask any more."""
+        """Seconds of the grace that are left; at 0 the server may not ask any more."""
         return max(0.0, self._end_s - now_s)
 
     def answered(
         self, error: PushpullError | None, silent_s: float, *, is_fenced: bool = False
-    ) -> Step:
-        """The scheduler, or nobody, has answered.
+    ) -> DepartureStep:
+        """Take the scheduler's answer, or the failure to get one.
 
         Args:
-            error: the refusal; None: the membership has ended.
-            silent_s: for how long the scheduler has not been heard.
-            is_fenced: the server has been told that it is no member any more.
+            error: the refusal; None if the membership has ended.
+            silent_s: time since the scheduler was heard.
+            is_fenced: True if the server was told that it is no member any more.
         """
         if error is None:
-            return Step.LEAVES
-        # The scheduler says when to ask again; where nobody listens, gRPC's own failure is a
-        # `Recovering` too.
+            return DepartureStep.LEAVES
+        # Only the scheduler says when to ask again; gRPC's own failure is a `Recovering`, too.
         if isinstance(error, Recovering) and error.retry_after_ms:
             self.awaited = error.message
-            return Step.STAYS
+            return DepartureStep.STAYS
         is_unheard = is_fenced or silent_s > self._lease_s
-        return Step.LEAVES_UNHEARD if is_unheard else Step.STAYS
+        return DepartureStep.LEAVES_UNHEARD if is_unheard else DepartureStep.STAYS

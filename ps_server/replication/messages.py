@@ -1,4 +1,4 @@
-"""What servers say to each other of the ranges that they hold (SEMANTICS S8, S9)."""
+"""Messages of replication between servers (SEMANTICS S8, S9)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_server.ranges.range_copy import Delta, ShardCopy
-from ps_server.values.mutations import Change
+from ps_server.ranges.range_copy import RangeDelta, ShardCopy
+from ps_server.values.mutations import Mutation
 from ps_server.values.store_copy import StoreCopy
 
 
 class LogRecord(NamedTuple):
-    """What one event decided in one table: `changes` are for the values, opaque here. `term` is
+    """Decision of one event in one table; `changes` are for the values, and opaque here. `term` is
     the epoch in which its primary became one: numbers of two terms have nothing in common.
     """
 
@@ -21,13 +21,13 @@ class LogRecord(NamedTuple):
     assignment_epoch: AssignmentEpoch
     number: int
     table_id: TableId
-    delta: Delta
+    delta: RangeDelta
     changes: tuple[Any, ...]
 
 
 class Ack(NamedTuple):
-    """A backup has all records of a range up to `number`; `assignment_epoch` is the newest that it
-    has heard of.
+    """A backup has all records of a range up to `number`. `assignment_epoch` is the newest that the
+    backup has heard of.
     """
 
     range_id: RangeId
@@ -36,22 +36,22 @@ class Ack(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """A primary asks its backup for the lease of these ranges."""
+    """Request of a primary to its backup for the lease of these ranges."""
 
     sent_s: float
     epochs: tuple[tuple[RangeId, AssignmentEpoch], ...]
 
 
 class Grant(NamedTuple):
-    """The answer to a beat, for the ranges that it was granted for."""
+    """Answer to a beat, with the ranges whose lease is granted."""
 
     sent_s: float
     range_ids: tuple[RangeId, ...]
 
 
 class Snapshot(NamedTuple):
-    """All of a range as of record `number`, for a server that joins it. The values come beside it,
-    from the edge: those that were released, on which the changes of `held` are still to be made.
+    """All of a range as of record `number`, for a server that joins it. Its values come beside it,
+    as released: the changes in `held` are still to be made to them.
     """
 
     range_id: RangeId
@@ -59,19 +59,17 @@ class Snapshot(NamedTuple):
     term: AssignmentEpoch
     number: int
     copies: dict[TableId, ShardCopy]
-    held: tuple[Change, ...] = ()
+    held: tuple[Mutation, ...] = ()
 
 
 class RangeCopy(NamedTuple):
-    """All of a range: what is known of it, and its values. The changes that the snapshot holds are
-    still to be made to them.
-    """
+    """A snapshot with its values, to which the changes that it holds are still to be made."""
 
     snapshot: Snapshot
     stores: Mapping[TableId, StoreCopy]
 
     def of(self, snapshot: Snapshot) -> RangeCopy:
-        """The tables of this snapshot alone, which is of the same moment."""
+        """This copy with the tables of another snapshot of the same moment only."""
         if snapshot is self.snapshot:
             return self
         return RangeCopy(snapshot, {t: self.stores[t] for t in snapshot.copies if t in self.stores})

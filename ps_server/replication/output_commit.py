@@ -3,17 +3,17 @@
     effects --decide--> done at once | record to the backups, and held --committed--> released, done
 
 Rules:
-    - Sums are made at once: nobody sees them. What was summed for an update is detached when the
-      update is decided, since the next one may have its clock.
-    - Outcomes, reads and changes of values are held by the range's log; `RECEIVED`, credit and
-      refusals promise nothing and are not.
+    - Sums are made at once: nobody sees them. An update's accumulator is detached when the update
+      is decided, since the next one may have its clock.
+    - Outcomes, reads and changes of values are held by the range's log. `RECEIVED`, credit and
+      refusals commit to nothing, and are not held.
     - What changes without an effect, a prepared change, is told by `tell_prepared`.
 
 Invariants:
-    OC-1  What is done of a range, and could be seen, is done in the order in which it was decided.
-    OC-2  It is released under a lease that holds then, however long ago it was decided.
+    OC-1  Visible effects of a range are carried out in the order in which they were decided.
+    OC-2  An effect is released under a lease that holds then, however long ago it was decided.
 
-What it deliberately does not do: carry anything out, or send (its caller does both).
+The caller carries effects out, and sends.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from ps_server.ranges.events import (
     RefusePull,
     ReplyTo,
 )
-from ps_server.ranges.range_copy import Delta, Facts, WorkerFacts, delta_of, facts_of
+from ps_server.ranges.range_copy import RangeDelta, RangeFacts, WorkerFacts, delta_of, facts_of
 from ps_server.ranges.server_machine import PreparedChange, ServerMachine
 from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.range_roles import Replication
-from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put
+from ps_server.values.mutations import Assigned, Dropped, KeptSum, Mutation, Put
 
 _Place = tuple[TableId, RangeId]
-CommittedEffect = Effect | Change
-"""What there is to do."""
+CommittedEffect = Effect | Mutation
+"""Something to carry out."""
 
 
 class Sums(Protocol):
-    """Whoever makes the sums."""
+    """Sums of workers' steps."""
 
     def accumulate(self, effect: Accumulate) -> None:
-        """One worker's step goes into the sum of its clock."""
+        """Add one worker's step to the sum of its clock."""
 
     def reducing(self, record: Record) -> Work[tuple[float, ...]]:
-        """The sum of the record's clock is whole: reduce it; the squares of its blocks."""
+        """Reduce the whole sum of the record's clock. Returns the squares of its blocks."""
 
     def kept(self, record: Record) -> object:
         """The accumulator of a sum that was reduced; it stays where it is."""
@@ -70,25 +70,25 @@ class Sums(Protocol):
 
 @dataclass(slots=True)
 class _Decided:
-    """What an event did to one part."""
+    """Decisions of an event in one table shard."""
 
     effects: list[Effect] = field(default_factory=list)
     held: list[object] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
+    changes: list[Mutation] = field(default_factory=list)
     counted: list[Record] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Told:
-    """What the backups were told last of a part."""
+class _LastTold:
+    """Facts of a table shard in its last record."""
 
-    facts: Facts
+    facts: RangeFacts
     workers: dict[Incarnation, WorkerFacts]
 
 
-class Told(NamedTuple):
-    """Held: the backups have been told of what a part has prepared or decided, the newest at that
-    time. `prepared` is None while there is nobody to tell, and nothing is held.
+class ToldMark(NamedTuple):
+    """Mark in a range's log: the backups know what a table shard has prepared or decided.
+    `prepared` is None while there is no backup, and then nothing is held.
     """
 
     place: _Place
@@ -100,12 +100,9 @@ class OutputCommit:
     """The outputs of one server.
 
     Args:
-        machine: its machine.
-        replication: of the same.
-        sums: its sums.
-        send: how a log record gets to a server.
-        write: how a log record gets to the update log, where there is one.
-        encode: makes a log record ready for both, in steps.
+        send: sends a log record to a server.
+        write: writes a log record to the update log, where there is one.
+        encode: encodes a log record for both, in steps.
     """
 
     def __init__(
@@ -123,9 +120,9 @@ class OutputCommit:
         self._send = send
         self._write = write
         self._encode = encode
-        self._told: dict[_Place, _Told] = {}
+        self._told: dict[_Place, _LastTold] = {}
         self._kept: set[tuple[TableId, RangeId, int]] = set()
-        self._untold: dict[_Place, Told] = {}
+        self._untold: dict[_Place, ToldMark] = {}
         self._known: dict[_Place, object] = {}  # what the backups know to be prepared or decided
         self._marks = itertools.count(1)
 
@@ -136,14 +133,12 @@ class OutputCommit:
     def deciding(
         self, effects: Iterable[Effect], now: Callable[[], float]
     ) -> Work[list[CommittedEffect]]:
-        """Hold what must not be seen yet. `now` is asked when something is released: long after
-        this began, a lease may be over (OC-2).
+        """Hold effects that nobody may see yet. Returns those to carry out now, in order.
 
-        Returns:
-            What is to be done now, in order.
+        `now` is asked at the release: a lease may be over by then (OC-2).
         """
         committed: list[CommittedEffect] = []
-        parts: dict[_Place, _Decided] = {}
+        by_place: dict[_Place, _Decided] = {}
         work = list(effects)
         if not work:
             return committed
@@ -160,20 +155,20 @@ class OutputCommit:
             ):
                 committed.append(effect)
             else:
-                into = parts.get(place)
+                into = by_place.get(place)
                 if into is None:
-                    into = parts[place] = _Decided()
+                    into = by_place[place] = _Decided()
                 yield from self._hold(effect, into, work)
-        for place, decided in parts.items():
+        for place, decided in by_place.items():
             committed += yield from self._decide(place, decided)
-        return committed + self.release(now(), {range_id for _, range_id in parts})
+        return committed + self.release(now(), {range_id for _, range_id in by_place})
 
     def _hold(self, effect: Effect, into: _Decided, work: list[Effect]) -> Work[None]:
-        change: Change | None = None
+        change: Mutation | None = None
         match effect:
             case Reduce(record):
                 squares = yield from self._sums.reducing(record)
-                into.changes.append(Kept(record, self._sums.kept(record)))
+                into.changes.append(KeptSum(record, self._sums.kept(record)))
                 self._kept.add(_key_of(record))
                 work += self._machine.reduced(record, squares)
                 return
@@ -185,8 +180,8 @@ class OutputCommit:
                 self._kept.discard(_key_of(record))
                 into.changes.append(Put(record, None if is_kept else accumulator))
                 return
-            case Assign(record, parts):
-                change = Assigned(record, parts)
+            case Assign(record, blocks):
+                change = Assigned(record, blocks)
             case Drop(record):
                 self._sums.drop(record)
                 self._kept.discard(_key_of(record))
@@ -199,16 +194,16 @@ class OutputCommit:
             into.held.append(effect)
 
     def _decide(self, place: _Place, decided: _Decided) -> Work[list[CommittedEffect]]:
-        part = self._machine.shards.get(place)
+        shard = self._machine.shards.get(place)
         primary = self._replication.primaries.get(place[1])
-        if part is None or primary is None:  # it was given up
+        if shard is None or primary is None:  # it was given up
             return [effect for effect in decided.effects if isinstance(effect, RefusePull)]
-        delta = delta_of(part.state, decided.effects, decided.counted)
+        delta = delta_of(shard.state, decided.effects, decided.counted)
         news = self._news(place, delta)
-        # Who joins is told all anew: where nobody listens, reads need not wait for what is told.
+        # Servers that join get a snapshot: without a receiver, reads need not wait for a record.
         is_heard = news is not None and primary.is_heard
         if not decided.changes and not delta.endings and not is_heard:
-            if news is not None:  # a copy that is kept elsewhere does not have them
+            if news is not None:  # a copy elsewhere does not have them
                 primary.log.decide_alone()
             primary.log.follow(decided.held)
             return []
@@ -223,19 +218,17 @@ class OutputCommit:
             self._write(log_record)
         return []
 
-    def _news(self, place: _Place, delta: Delta) -> tuple[WorkerFacts, ...] | None:
-        """The workers of which the backups have not been told as they are; None: nor is there
-        anything else.
-        """
+    def _news(self, place: _Place, delta: RangeDelta) -> tuple[WorkerFacts, ...] | None:
+        """Workers whose facts have changed since the last record; None if nothing has changed."""
         told = self._told.get(place)
         if told is None:
-            self._told[place] = _Told(delta.facts, {w.incarnation: w for w in delta.workers})
+            self._told[place] = _LastTold(delta.facts, {w.incarnation: w for w in delta.workers})
             return delta.workers
         news = tuple(w for w in delta.workers if told.workers.get(w.incarnation) != w)
         is_known = not news and told.facts == delta.facts
         told.facts = delta.facts
         told.workers.update((w.incarnation, w) for w in news)
-        if len(told.workers) > len(delta.workers):  # who is past is forgotten
+        if len(told.workers) > len(delta.workers):  # some workers are gone
             told.workers = {w.incarnation: w for w in delta.workers}
         return None if is_known else news
 
@@ -244,58 +237,55 @@ class OutputCommit:
         return at_once(self.telling_prepared(lambda: now_s))
 
     def telling_prepared(self, now: Callable[[], float]) -> Work[list[CommittedEffect]]:
-        """Tell what changed without an effect: what is prepared of a table, before anybody is told.
-
-        Args, Returns:
-            As `deciding`.
+        """Record changes that are prepared, which no effect shows, before the scheduler is told.
+        Arguments and result are those of `deciding`.
         """
         told: set[RangeId] = set()
-        for place, part in tuple(self._machine.shards.items()):
+        for place, shard in tuple(self._machine.shards.items()):
             yield
-            schedule = part.state.schedule
+            schedule = shard.state.schedule
             prepared = schedule.prepared, schedule.hold_point, schedule.taken
             if self._replication.decides_alone(place[1]):
                 self._untold.pop(place, None)
                 self._known[place] = prepared
                 continue
             before = self._told.get(place)
-            is_news = before is None or before.facts != facts_of(part.state)
-            marked = self._untold.get(place)  # it may be of a promise before this one
+            is_news = before is None or before.facts != facts_of(shard.state)
+            marked = self._untold.get(place)  # perhaps of an earlier change
             is_marked = marked is not None and marked.prepared == prepared
             if is_news or (self._is_prepare_unheard(place) and not is_marked):
                 is_said = self._can_be_told(place[1])
-                mark = Told(place, next(self._marks), prepared if is_said else None)
+                mark = ToldMark(place, next(self._marks), prepared if is_said else None)
                 self._untold[place] = mark
                 if is_said:
                     yield from self._decide(place, _Decided(held=[mark]))
                     told.add(place[1])
             elif not is_marked:
-                if marked is not None and marked.prepared is None:  # it came with something else
+                if marked is not None and marked.prepared is None:  # another record had it
                     del self._untold[place]
                 if schedule.is_open:
                     self._known[place] = prepared
         return self.release(now(), told)
 
     def _can_be_told(self, range_id: RangeId) -> bool:
-        """Whether it is of use to tell anything: with too few servers and nobody who listens it
-        would stand in the way of reads until somebody joins, who is told all anew.
+        """False if a record would only hold up reads: with too few servers and no receiver it waits
+        until a server joins, which gets a snapshot.
         """
         primary = self._replication.primaries.get(range_id)
         return primary is None or not primary.log.is_short or primary.is_heard
 
     def _is_prepare_unheard(self, place: _Place) -> bool:
-        """Whether a promise, or what became of it, may be on its way to the backups, with something
-        else.
-        """
+        """True if another record may carry a prepared or decided change to the backups."""
         primary = self._replication.primaries.get(place[1])
         is_open = self._machine.shards[place].state.schedule.is_open
-        return is_open and primary is not None and not primary.log.is_settled
+        return is_open and primary is not None and not primary.log.is_drained
 
     @property
     def prepared_changes(self) -> tuple[PreparedChange, ...]:
-        """What the backups know that this server has prepared; nothing while it is to serve a range
-        that it does not serve yet, which may have reached a later clock; nor while another may be
-        made primary of one in its place, which knows nothing of it.
+        """Prepared changes that the backups know of.
+
+        Empty while a promoted range waits for its lease, since it may have reached a later clock;
+        and while a candidate, which knows of no such change, may be made primary in this place.
         """
         if self._replication.waits or self._replication.has_candidates:
             return ()
@@ -303,14 +293,13 @@ class OutputCommit:
         return tuple(p for p in self._machine.prepared_changes if p.table_id not in untold)
 
     def outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
-        """What became of a change, if the range that decides is here and its backups know it; None:
-        it is open.
+        """Outcome of a change, if its deciding range is here and the backups know it; None: open.
 
         Raises:
             TableNotFound, NotOwner: that range is not here.
         """
-        settled, part = self._machine.outcome(table_id, number), self._machine.decider(table_id)
-        schedule, place = part.state.schedule, (table_id, part.state.range_id)
+        settled, shard = self._machine.outcome(table_id, number), self._machine.decider(table_id)
+        schedule, place = shard.state.schedule, (table_id, shard.state.range_id)
         is_known = self._known.get(place) == (
             schedule.prepared,
             schedule.hold_point,
@@ -319,10 +308,10 @@ class OutputCommit:
         return settled if is_known and place not in self._untold else None
 
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
-        """What was held of these ranges and may be done now, in order."""
+        """Held effects of these ranges that may be carried out now, in order."""
         committed: list[CommittedEffect] = []
         for held in self._replication.release(now_s, range_ids):
-            if not isinstance(held, Told):
+            if not isinstance(held, ToldMark):
                 committed.append(held)  # type: ignore[arg-type]
             elif self._untold.get(held.place) is held:
                 del self._untold[held.place]
@@ -330,14 +319,14 @@ class OutputCommit:
         return committed
 
     def copies(
-        self, now_s: float, has_room: Callable[[NodeId], bool]
+        self, now_s: float, has_space: Callable[[NodeId], bool]
     ) -> Iterator[tuple[NodeId, Work[Snapshot]]]:
-        """As `Replication.copies`: who joins is told all anew from then on."""
-        for node_id, copying in self._replication.copies(now_s, has_room):
+        """As `Replication.copies`; the next record has all facts again."""
+        for node_id, copying in self._replication.copies(now_s, has_space):
             yield node_id, self._telling_anew(copying)
 
     def snapshotting_for_log(self, range_id: RangeId) -> Work[Snapshot]:
-        """As `Replication.snapshotting_for_log`: the update log is told all anew from then on."""
+        """As `Replication.snapshotting_for_log`; the next record has all facts again."""
         return self._telling_anew(self._replication.snapshotting_for_log(range_id))
 
     def _telling_anew(self, copying: Work[Snapshot]) -> Work[Snapshot]:
@@ -346,14 +335,14 @@ class OutputCommit:
         return snapshot
 
     def forget(self, range_ids: Collection[RangeId]) -> None:
-        """Nothing of these ranges is here any more."""
+        """Forget ranges that this server has lost."""
         self._forget_told(range_ids)
         self._untold = {p: mark for p, mark in self._untold.items() if p[1] not in range_ids}
         self._known = {p: told for p, told in self._known.items() if p[1] not in range_ids}
         self._kept = {key for key in self._kept if key[1] not in range_ids}
 
     def forget_tables(self, table_ids: Collection[TableId]) -> None:
-        """Nothing of these tables is here any more."""
+        """Forget removed tables."""
         for of_places in (self._told, self._untold, self._known):
             for place in [place for place in of_places if place[0] in table_ids]:
                 del of_places[place]

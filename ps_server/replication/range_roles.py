@@ -1,28 +1,24 @@
-"""All ranges of one server: those that it is primary of, those that it backs up, and between the
-two (SEMANTICS S8, S9).
+"""Roles of one server in all ranges: primary, backup, and between the two (SEMANTICS S8, S9).
 
-    nothing --joining: snapshot--> backup --promoted--> waits for the lease --> primary
-       ^                                                                          |
-       +---- another is primary <--the new one serves-- suspended <--deposed------+
-                                                           +------primary again---^
+    nothing --catching up: snapshot--> backup --promoted--> waits for the lease --> primary
+       ^                                                                              |
+       +------ another is primary <--the new one serves-- suspended <--deposed--------+
+                                                             +------primary again-----^
 
 Rules:
-    - What a server is for a range, the newest view says. A deposed primary is suspended while the
-      view names it as a backup: it keeps all that it has, decides nothing, takes and grants
-      nothing, and goes on if it is primary again. When it is not named any more the new primary may
-      have served: what is here is given up, whether this server served yet or not, since it may
-      have what nobody else has. It joins anew, from nothing.
-    - A server that the view names among a range's initial holders begins with nothing, once,
-      whichever epoch it hears of first: what it was not told then, nobody has seen. One that has
-      left the range since has missed what came, and tells the scheduler that it is missing.
-
+    - The newest view gives a server its role in a range. A deposed primary is suspended while the
+      view names it as a backup: it keeps everything, decides, takes and grants nothing, and goes on
+      if it is primary again. Once it is not named, the new primary may have served: the server
+      gives the range up, whether it served or not, since it may have records that nobody else has.
+      It joins anew, from nothing.
+    - A server that the view names among a range's initial holders begins it empty, once, whichever
+      epoch it hears of first: nobody has seen records that it was not sent. A server that has left
+      the range since has missed records, and tells the scheduler that the range is missing.
     - Of a table that was removed nothing is taken, given or done any more, though its records keep
       their numbers: the view of a primary and those of its backups may differ for a while.
 
 Invariants:
-    RN-1  A server serves what some view gives it.
-
-What it deliberately does not do: carry messages or values (the edge does, in the order given).
+    RN-1  A server serves only ranges that some view gives it.
 """
 
 from __future__ import annotations
@@ -42,31 +38,28 @@ from ps_server.replication.backup import Replica
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, Snapshot
 from ps_server.replication.primary import Primary
 from ps_server.replication.replication_log import RangeLog
-from ps_server.values.mutations import Change
+from ps_server.values.mutations import Mutation
 
 _PAUSE_LEASES = 0.5
-"""Between two looks at the backups, which are ten times as frequent, so much is a pause."""
+"""Leases between two looks at the backups that count as a pause; ten looks a lease are due."""
 
 PLACED_EPOCH = AssignmentEpoch(2)
-"""In which a range is placed: its first primary is one since then."""
+"""The epoch in which a range is placed, and its first primary's term."""
 
 
 class Replication:
     """The replication of one server.
 
     Args:
-        node_id: the server's.
-        machine: its machine.
-        lease_s: of the cluster.
-        min_in_sync: servers that must have what is committed.
-        has_update_log: whether what is decided here is to be in an update log too.
+        min_in_sync: servers that must have a committed record.
+        has_update_log: True if decisions go to an update log, too.
 
     Attributes:
-        primaries: the ranges that it is primary of.
-        replicas: those that it backs up, or is about to serve.
-        suspended: those that it was primary of, and may be again.
-        renewed: the ranges that have got another epoch with the newest view.
-        deposed: those that another is primary of since the newest view.
+        primaries: ranges that the server is primary of.
+        replicas: ranges that it backs up, or is about to serve.
+        suspended: ranges that it was primary of, and may be again.
+        renewed: ranges that have another epoch since the newest view.
+        deposed: ranges that have another primary since the newest view.
     """
 
     def __init__(
@@ -96,12 +89,11 @@ class Replication:
         self._looked_s: float | None = None
 
     def recover(self, replicas: Iterable[Replica], table_ids: Iterable[TableId] = ()) -> None:
-        """What the update log of a server before this one has, which the scheduler was told; before
-        the first view.
+        """Take the ranges that were recovered from an update log, before the first view.
 
         Args:
-            replicas: its ranges.
-            table_ids: all tables that it names, of which there may be nothing in any range.
+            replicas: the ranges.
+            table_ids: all tables that the log names, even if no range has anything of them.
         """
         self._logged_tables = set(table_ids)
         for replica in replicas:
@@ -109,7 +101,7 @@ class Replication:
             self._recovered.add(replica.range_id)
             self._had.add(replica.range_id)
 
-    # --- what the scheduler says
+    # --- views
 
     def observe(self, view: ClusterView, now_s: float) -> tuple[list[RangeId], list[Effect]]:
         """`observing`, at once."""
@@ -118,8 +110,8 @@ class Replication:
     def observing(
         self, view: ClusterView, now_s: float
     ) -> Work[tuple[list[RangeId], list[Effect]]]:
-        """A newer view: the ranges of which nothing is here any more, and what that means for those
-        who wait. `serve` must follow.
+        """Take the roles of a newer view. Returns the ranges that are lost here, and the effects on
+        waiting reads. `serve` must follow.
         """
         lost: list[RangeId] = []
         effects = yield from self._removing(self.removed_by(view))
@@ -145,16 +137,16 @@ class Replication:
                 continue
             replica = self.replicas.get(range_id)
             if replica is not None and replica.is_promoted:  # deposed before it served
-                replica.stand_down()
+                replica.demote()
                 if not is_backup:
                     del self.replicas[range_id]
                     lost.append(range_id)
                     replica = None
             if is_backup:
                 replica = replica or self._begun(assignment)
-                if replica is not None:  # else it is taken for dead, and joins anew
+                if replica is not None:  # else it counts as dead, and joins anew
                     replica.follow(assignment.assignment_epoch)
-            elif (  # of one that is told of a newer epoch its primary may count on what it has
+            elif (  # a primary may count on the copy of a replica that has heard of its epoch
                 replica is not None
                 and self._node_id not in assignment.catching_up
                 and replica.assignment_epoch < assignment.assignment_epoch
@@ -168,16 +160,14 @@ class Replication:
         return lost, effects
 
     def removed_by(self, view: ClusterView) -> frozenset[TableId]:
-        """The tables of which something may be here, and that a newer view has not any more."""
+        """Tables that a newer view has no more, and of which something may be here."""
         recovered = [] if self._view is not None else self.replicas.values()
         named = {table_id for replica in recovered for table_id in replica.copies}
         named |= self._logged_tables if self._view is None else set()
         return self._machine.removed_by(view) | (named - view.tables_by_id.keys())
 
     def _removing(self, table_ids: frozenset[TableId]) -> Work[list[Effect]]:
-        """These tables were removed: what was decided of them and waits is not done, and nobody
-        goes on with them. Log records keep their numbers, whatever they are of.
-        """
+        """Drop held effects and copies of removed tables. Log records keep their numbers."""
         if not table_ids:
             return []
         for replica in self.replicas.values():
@@ -193,7 +183,7 @@ class Replication:
         return effects + (yield from self._machine.removing(table_ids))
 
     def _depose(self, range_id: RangeId) -> list[Effect]:
-        """Another is primary: what this server decided waits, and reads do not."""
+        """Suspend a range that has another primary: decisions wait, and reads are refused."""
         primary = self.primaries.pop(range_id, None)
         if primary is None:
             return []
@@ -202,12 +192,12 @@ class Replication:
         return [self._refused(held) for held in primary.log.take_out(_is_read)]  # type: ignore[arg-type]
 
     def _may_begin(self, assignment: RangeAssignment) -> bool:
-        """Whether this server has held the range since it was placed, and had nothing of it yet."""
+        """True if this server has held the range since it was placed, and never had any of it."""
         range_id = assignment.range_id
         return self._node_id in assignment.initial_holders and range_id not in self._had
 
     def _begun(self, assignment: RangeAssignment) -> Replica | None:
-        """The empty range, if this server may begin it."""
+        """An empty replica of the range, if this server may begin it."""
         if not self._may_begin(assignment):
             return None
         range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch
@@ -217,8 +207,8 @@ class Replication:
         return replica
 
     def _not_given_back(self, view: ClusterView) -> list[RangeId]:
-        """What came from an update log, and another is primary of: it is of no use, for joining it
-        neither.
+        """Drop recovered ranges that have another primary: their copies are of no use, not even for
+        joining it (LOG-2). Returns these ranges.
         """
         others = {a.range_id for a in view.ranges if a.primary != self._node_id}
         refused = sorted(self._recovered & others)
@@ -242,7 +232,7 @@ class Replication:
             if primary.observe(assignment):
                 self.renewed.add(range_id)
             return
-        is_alone = not assignment.backups  # else they may have heard of the primary before it
+        is_alone = not assignment.backups  # else they may have heard of a former primary
         is_first = assignment_epoch == PLACED_EPOCH or is_alone
         if replica is None and is_first and self._may_begin(assignment):
             self._had.add(range_id)
@@ -254,8 +244,10 @@ class Replication:
             replica.promote(assignment_epoch)
 
     def serve(self, now_s: float) -> ClusterView:
-        """The newest view as the machine shall see it: ranges whose old lease may still hold are
-        nobody's. Those whose time has come are this server's from now on.
+        """Begin to serve promoted ranges whose old lease has run out.
+
+        Returns:
+            The newest view, without a primary for ranges whose old lease may still hold.
         """
         view = self._view
         if view is None:
@@ -264,7 +256,7 @@ class Replication:
         for assignment in view.ranges:
             range_id, replica = assignment.range_id, self.replicas.get(assignment.range_id)
             if assignment.primary == self._node_id and replica is None:
-                if range_id not in self.primaries:  # nor may it begin anew, without the training
+                if range_id not in self.primaries:  # it must not begin anew, without the training
                     assignment = replace(assignment, primary=None)
             elif assignment.primary == self._node_id and replica is not None:
                 if now_s < replica.serves_s:
@@ -280,7 +272,7 @@ class Replication:
 
     @property
     def missing(self) -> tuple[RangeId, ...]:
-        """What the newest view gives this server, and it has nothing of."""
+        """Ranges that the newest view gives this server, and of which it has nothing."""
         return tuple(
             a.range_id
             for a in (() if self._view is None else self._view.ranges)
@@ -290,7 +282,7 @@ class Replication:
         )
 
     def _logged(self, replica: Replica) -> int:
-        """Up to where the update log has what the replica has: all, if it came from there."""
+        """The newest record of the replica that the update log has; -1: none."""
         is_recovered = replica.range_id in self._recovered
         self._recovered.discard(replica.range_id)
         return replica.number if is_recovered else -1
@@ -310,23 +302,23 @@ class Replication:
 
     @property
     def waits(self) -> bool:
-        """Whether an old lease keeps this server from serving."""
+        """True while an old lease keeps this server from serving a range."""
         return any(replica.is_promoted for replica in self.replicas.values())
 
     def serves_within(self, now_s: float) -> float:
-        """Seconds until an old lease ends that keeps this server from serving; else infinite."""
+        """Seconds until the next old lease ends; infinite if there is none."""
         times_s = (r.serves_s for r in self.replicas.values() if r.is_promoted)
         return min(times_s, default=math.inf) - now_s
 
     @property
     def has_candidates(self) -> bool:
-        """Whether others may be made primary of some range in this server's place."""
+        """True if others may be made primary of some range in this server's place."""
         return any(primary.log.candidates for primary in self.primaries.values())
 
     # --- a primary
 
     def decides_alone(self, range_id: RangeId) -> bool:
-        """Whether nobody else has to hear of what is decided in the range, which then is done."""
+        """True if a decision in the range needs no record; it is then noted as decided alone."""
         primary = self.primaries.get(range_id)
         if primary is None or not primary.is_alone:
             return False
@@ -335,11 +327,11 @@ class Replication:
 
     @property
     def all_holders(self) -> set[NodeId]:
-        """Everybody who gets log records of some range."""
+        """Servers that get log records of some range."""
         return {node_id for primary in self.primaries.values() for node_id in primary.holders}
 
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[object]:
-        """What may be done now, range by range."""
+        """Effects that may be carried out now, range by range."""
         found: list[object] = []
         for range_id in range_ids:
             primary = self.primaries.get(range_id)
@@ -348,7 +340,7 @@ class Replication:
         return found
 
     def acked(self, backup: NodeId, ack: Ack, now_s: float) -> None:
-        """A backup, or one that joins, has taken log records."""
+        """A backup, or a server that is catching up, has taken log records."""
         primary = self.primaries.get(ack.range_id)
         if primary is not None:
             primary.acked(backup, ack, now_s)
@@ -360,18 +352,18 @@ class Replication:
                 self.primaries[range_id].granted(backup, grant.sent_s, now_s)
 
     def lost(self, node_id: NodeId) -> None:
-        """What was on its way to a server is lost: if it joins it is given all again."""
+        """Messages on their way to the server are lost; see `Primary.lost`."""
         for primary in self.primaries.values():
             primary.lost(node_id)
 
     def sending(self, node_ids: Iterable[NodeId], now_s: float) -> None:
-        """Something is on its way to these servers still: they are not behind with that."""
+        """Messages to these servers are still on their way; see `Primary.sending`."""
         for node_id in node_ids:
             for primary in self.primaries.values():
                 primary.sending(node_id, now_s)
 
     def beats(self, now_s: float) -> dict[NodeId, Beat]:
-        """What to ask each backup for."""
+        """Beats for all backups."""
         asked: dict[NodeId, list[tuple[RangeId, AssignmentEpoch]]] = {}
         for range_id, primary in self.primaries.items():
             for backup in primary.followers:
@@ -379,35 +371,35 @@ class Replication:
         return {backup: Beat(now_s, tuple(ranges)) for backup, ranges in asked.items()}
 
     def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, LogRecord]]:
-        """Log records that these have not acknowledged."""
+        """Log records that these servers have not acknowledged."""
         for primary in self.primaries.values():
             yield from primary.resends(peers)
 
     def copies(
-        self, now_s: float, has_room: Callable[[NodeId], bool]
+        self, now_s: float, has_space: Callable[[NodeId], bool]
     ) -> Iterator[tuple[NodeId, Work[Snapshot]]]:
-        """All of a range as of its newest record, for each server that joins and has room for it.
-        Each is to be made, and sent with the values of that moment, before the next is asked for.
+        """Snapshots for servers that are catching up and have space. Each is to be made, and sent
+        with the values of that moment, before the next is asked for.
         """
         for assignment in self._with_catching_up:
             primary = self.primaries.get(assignment.range_id)
             if primary is not None:
                 for node_id in assignment.catching_up:
-                    if primary.begins_copy(node_id, now_s, has_room):
+                    if primary.begins_copy(node_id, now_s, has_space):
                         yield node_id, self._copying(primary.log)
 
     def _copying(self, log: RangeLog) -> Work[Snapshot]:
         copies = {}
-        for (table_id, at), part in self._machine.shards.items():
+        for (table_id, at), shard in self._machine.shards.items():
             if at == log.range_id:
-                copies[table_id] = yield from copying(part.state)
-        held = tuple(effect for effect in log.held if isinstance(effect, Change))
+                copies[table_id] = yield from copying(shard.state)
+        held = tuple(effect for effect in log.held if isinstance(effect, Mutation))
         number = log.begin_snapshot()
         return Snapshot(log.range_id, log.assignment_epoch, log.term, number, copies, held)
 
     def snapshotting_for_log(self, range_id: RangeId) -> Work[Snapshot]:
-        """All of a range as of its newest record, for the update log, which writes it with the
-        values of that moment before anything that follows.
+        """Snapshot for the update log, which writes it with the values of that moment before later
+        records.
         """
         log = self.primaries[range_id].log
         snapshot = yield from self._copying(log)
@@ -415,9 +407,7 @@ class Replication:
         return snapshot
 
     def backup_requests(self, now_s: float) -> list[BackupRequest]:
-        """Requests to the scheduler; see `Primary.backup_request`. Also for other primaries of what
-        is missing here.
-        """
+        """Requests to the scheduler for backups, and for other primaries of missing ranges."""
         before_s, self._looked_s = self._looked_s, now_s
         paused_s = 0.0 if before_s is None else now_s - before_s
         if paused_s > _PAUSE_LEASES * self._lease_s:
@@ -430,7 +420,7 @@ class Replication:
         ]
 
     def _missing_backup_requests(self) -> list[BackupRequest]:
-        """That others be primaries of what this server was given and has nothing of."""
+        """Requests for other primaries of ranges that are missing here."""
         if self._view is None:
             return []
         given = (self._view.ranges[range_id] for range_id in self.missing)
@@ -445,7 +435,7 @@ class Replication:
         removed table is taken, and nothing is made of it.
 
         Raises:
-            InvalidKeys: it does not go with what is here, of which nothing is of use any more.
+            InvalidKeys: it contradicts the replica, which is of no use any more.
         """
         replica = self.replicas.get(log_record.range_id)
         if replica is None or not replica.follows(log_record):
@@ -460,7 +450,7 @@ class Replication:
         return self._view is not None and self._view.is_removed(table_id)
 
     def living(self, snapshot: Snapshot) -> Snapshot:
-        """The copy of a range without tables that were removed, which its primary had not heard."""
+        """A snapshot without removed tables, of whose removal its primary had not heard."""
         gone = {table_id for table_id in snapshot.copies if self._is_removed(table_id)}
         if not gone:
             return snapshot
@@ -469,11 +459,11 @@ class Replication:
         return snapshot._replace(copies=copies, held=held)
 
     def leave(self, range_id: RangeId) -> None:
-        """What is here of the range is of no use: be taken for dead, and join anew."""
+        """Drop a replica that is of no use: this server counts as dead there, and joins anew."""
         self.replicas.pop(range_id, None)
 
     def knows(self, snapshot: Snapshot) -> bool:
-        """Whether the newest view is not older than the assignment that a snapshot was made in."""
+        """True if the newest view is not older than the assignment of a snapshot."""
         ranges = self._view.ranges if self._view is not None else ()
         return (
             snapshot.range_id < len(ranges)
@@ -481,7 +471,7 @@ class Replication:
         )
 
     def join(self, snapshot: Snapshot) -> Ack | None:
-        """All of a range came, which the newest view has this server join."""
+        """Take a snapshot, if the newest view has this server catching up with its range."""
         range_id = snapshot.range_id
         ranges = self._view.ranges if self._view is not None else ()
         assignment = ranges[range_id] if range_id < len(ranges) else None
@@ -491,7 +481,7 @@ class Replication:
             return None
         replica = self.replicas.get(range_id)
         if replica is not None and replica.term > snapshot.term:
-            return None  # the view may be older than what is here
+            return None  # the view may be older than the replica
         is_known = replica is not None and replica.term == snapshot.term
         if replica is not None and is_known and replica.number >= snapshot.number:
             replica.follow(snapshot.assignment_epoch)  # it was late, or came twice
@@ -510,7 +500,7 @@ class Replication:
         return _ack(joined)
 
     def beat(self, beat: Beat, now_s: float) -> Grant:
-        """A primary asks for the lease."""
+        """Grant the lease of ranges that this server backs up."""
         granted = tuple(
             range_id
             for range_id, assignment_epoch in beat.epochs
@@ -520,7 +510,7 @@ class Replication:
 
 
 def table_of(held: object) -> TableId | None:
-    """The table of something that waits in a range's log: an effect, a change, what was told."""
+    """Table of something that a range's log holds: an effect, a change, or a mark."""
     record, place = getattr(held, "record", None), getattr(held, "place", None)
     if record is not None:
         return TableId(record.table_id)

@@ -1,10 +1,8 @@
-"""What a server asks others while it does not hear the scheduler: what became of changes that it
-holds later clocks for (SEMANTICS S6).
+"""Questions to other servers while the scheduler is silent: the outcomes of changes for which steps
+are held here (SEMANTICS S6).
 
-    scheduler silent for a lease --> cuts and what is decided here are given up
+    scheduler silent for a lease --> cuts, and undecided changes of deciding ranges, are given up
                                  --> the primary of each table's first range is asked, until it says
-
-What it deliberately does not do: decide (`server_machine` does).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ _ANSWER_S = 2.0
 
 
 class ChangeDoubts:
-    """The doubts of one server. Belongs to its event loop.
+    """Asks for the outcomes that one server doubts. Belongs to its event loop.
 
     Args:
         node: the server.
@@ -45,11 +43,11 @@ class ChangeDoubts:
         self._asking: dict[Doubt, asyncio.Task[None]] = {}
 
     def observe(self, view: ClusterView) -> None:
-        """Where the others are."""
+        """Take the other servers' addresses from a new view."""
         self._addresses = {node.node_id: node.address for node in view.nodes}
 
     def look(self, *, is_alone: bool) -> None:
-        """To be called now and then: whether the scheduler is not heard."""
+        """Ask, or stop asking. Called now and then; `is_alone`: the scheduler is silent."""
         if is_alone is not self._node.is_alone:
             self._node.is_alone = is_alone
             if is_alone and self._node.prepared_changes:
@@ -91,7 +89,6 @@ class ChangeDoubts:
             self._node.learn(doubt, settled)
 
     async def close(self) -> None:
-        """Ask no more."""
         asking = list(self._asking.values())
         for task in asking:
             task.cancel()

@@ -1,6 +1,4 @@
-"""Workers that wait at this server for a round of a collective call: the edge of
-`ps_server.ranges.collectives`.
-"""
+"""The edge of `ps_server.ranges.collectives`: workers that wait at this server for a round."""
 
 from __future__ import annotations
 
@@ -12,12 +10,12 @@ from ps_core.collective import WAITS_FOR, Round, Share
 from ps_core.errors import Draining, Fenced, WaitExpired
 from ps_core.keys import AssignmentEpoch, NodeId
 from ps_runtime.cluster.wire_collectives import round_from_proto, round_to_proto, share_from_proto
-from ps_server.ranges.collectives import Collectives
+from ps_server.ranges.collectives import CollectiveRounds
 from pushpull.v1 import parameters_pb2
 
 
 class CollectiveCalls:
-    """EnterCollective, over one `Collectives` a run.
+    """EnterCollective, over one `CollectiveRounds` a run.
 
     Args:
         own: the server's node.
@@ -25,22 +23,21 @@ class CollectiveCalls:
 
     def __init__(self, own: NodeId) -> None:
         self._own = own
-        self._machines: dict[str, Collectives] = {}
+        self._machines: dict[str, CollectiveRounds] = {}
         self._changed = asyncio.Event()
         self._leaving: Draining | None = None
 
     def observe(self, view: ClusterView) -> None:
-        """A newer view."""
         for run in ("", *(run.name for run in view.runs)):
             self._of_run(run).observe(view.of_run(run))
         self._wake()
 
-    def _of_run(self, run: str) -> Collectives:
-        """The rounds of a run; nobody else is in them."""
-        return self._machines.setdefault(run, Collectives(self._own))
+    def _of_run(self, run: str) -> CollectiveRounds:
+        """The rounds of a run."""
+        return self._machines.setdefault(run, CollectiveRounds(self._own))
 
     def drain(self, leaving: Draining) -> None:
-        """The server is going away: who waits asks its successor."""
+        """Refuse waiting workers, which ask the next host: this server is going away."""
         self._leaving = leaving
         self._wake()
 
@@ -51,7 +48,7 @@ class CollectiveCalls:
     async def enter(
         self, session: Session, request: parameters_pb2.EnterCollectiveRequest
     ) -> parameters_pb2.EnterCollectiveResponse:
-        """Take a worker's share, and answer with the round that it is in.
+        """Take a worker's share, and wait for the round that it is in.
 
         Raises:
             StaleAssignment: collective calls meet elsewhere.

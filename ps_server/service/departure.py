@@ -1,4 +1,4 @@
-"""A server that is told to stop leaves when others have all that it holds.
+"""The departure of a server: it leaves when other servers have all that it holds.
 
     SIGTERM  --the scheduler: RECOVERING, and whom it waits for-->  ask again
              --the scheduler: you have left-->                      end
@@ -15,15 +15,15 @@ from ps_core.errors import PushpullError
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
-from ps_server.replication.departure_machine import Departure, Step
+from ps_server.replication.departure_machine import Departure, DepartureStep
 
 REASON = "the server stops"
 _ASK_AGAIN_S = 0.2
 
 
 async def until_kept(link: SchedulerLink, end_s: float) -> bool:
-    """Leave the cluster as soon as nothing is lost by that. The server goes on serving meanwhile,
-    since others copy from it.
+    """Leave the cluster as soon as that loses nothing. The server goes on serving, since others
+    copy from it.
 
     Args:
         link: the server's.
@@ -41,12 +41,12 @@ async def until_kept(link: SchedulerLink, end_s: float) -> bool:
         error = await _asked(link, left_s)
         silent_s = clock.now_s() - link.last_scheduler_contact_s
         match departure.answered(error, silent_s, is_fenced=link.fenced_by is not None):
-            case Step.LEAVES:
+            case DepartureStep.LEAVES:
                 if alone and link.replica_count == 1 and not link.checkpoint_url:
                     why = "one replica, and no place for checkpoints"
                     logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
                 return True
-            case Step.LEAVES_UNHEARD:
+            case DepartureStep.LEAVES_UNHEARD:
                 logs.warning("leaves_unheard", error="" if error is None else error.message)
                 return False
         if departure.awaited != said:
@@ -61,7 +61,7 @@ async def until_kept(link: SchedulerLink, end_s: float) -> bool:
 
 
 async def _asked(link: SchedulerLink, timeout_s: float) -> PushpullError | None:
-    """Why the membership has not ended; None: it has."""
+    """The reason for which the membership has not ended; None: it has."""
     try:
         await link.deregister_if_kept(REASON, timeout_s)
     except PushpullError as error:
@@ -70,7 +70,7 @@ async def _asked(link: SchedulerLink, timeout_s: float) -> PushpullError | None:
 
 
 def _held_alone(link: SchedulerLink) -> int:
-    """How many ranges no other server has, as far as this one knows."""
+    """Ranges that no other server has, as far as this one knows."""
     view, own = link.view, link.session.node_id
     if view is None or view.finished:
         return 0

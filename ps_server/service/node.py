@@ -2,11 +2,12 @@
 loop.
 
 One thread owns everything here. An event and all its effects are one work (`works`): nothing else
-happens here before it is done, and a read is answered between two updates, never in one.
+happens here before it is done, and a pull is answered between two updates, never in one.
 
 Invariants:
     ND-2  An effect that fails ends the server (`ps_server.fail_stop`).
-    ND-1  What backups have applied can be applied here: custom updates, which may fail, have none.
+    ND-1  Every update that backups applied can be applied here: custom updates, which may fail,
+          have no backups.
 """
 
 from __future__ import annotations
@@ -58,28 +59,28 @@ from ps_server.ranges.schedule import checkpoint_cut
 from ps_server.ranges.server_machine import Doubt, PreparedChange, ServerMachine, ShardAdded
 from ps_server.replication.output_commit import CommittedEffect
 from ps_server.service.collective_calls import CollectiveCalls
-from ps_server.service.push_stream import EntryStream, UnreadAnswers
+from ps_server.service.push_stream import PushStream, UnreadAnswers
 from ps_server.service.range_read import RangeRead, ReadWaits
 from ps_server.service.sessions import Sessions
 from ps_server.service.works import Works
 from ps_server.update_log.writer import UpdateLog
-from ps_server.values.mutations import Assigned, Dropped, Kept, Put
+from ps_server.values.mutations import Assigned, Dropped, KeptSum, Put
 from ps_server.values.update_arithmetic import Accumulator
 
 _DRAIN_RETRY_MS = 500
 
 _REPLY_COUNT = 64
-"""Answers that are given in one step."""
+"""Replies that are sent in one step."""
 
 _QUICK = frozenset({ReplyTo, AnswerPull, RefusePull})
 """Effects that change no values."""
 
 _NAMED_COUNT = 8
-"""Tables that a line of the log names; a view may bring thousands."""
+"""Most tables that a line of the log names; a view may bring thousands."""
 
 
 class ParameterNode:
-    """Everything that one server knows and holds."""
+    """The machine, stores and streams of one server."""
 
     def __init__(
         self,
@@ -116,8 +117,8 @@ class ParameterNode:
         self._ended = {
             outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
         }
-        self._streams: dict[int, EntryStream] = {}
-        self._streams_of: dict[Incarnation, list[EntryStream]] = {}
+        self._streams: dict[int, PushStream] = {}
+        self._streams_of: dict[Incarnation, list[PushStream]] = {}
         self._reads: dict[int, RangeRead] = {}
         self._numbers = itertools.count(1)
         self._timer: asyncio.TimerHandle | None = None
@@ -131,28 +132,30 @@ class ParameterNode:
     def replicate(
         self, setting: ReplicationSetting, update_log: UpdateLog | None = None
     ) -> ReplicatedRanges:
-        """Its ranges have backups from now on, or an update log, and it backs up others'. Before
-        the first view.
+        """Turn replication on: backups or an update log for its ranges, and backups here of
+        others'. Before the first view.
         """
         self.replicas = ReplicatedRanges(
             self.session, self.machine, self.shards, setting, self.now, update_log
         )
         self.replicas.release = self._release
-        self.replicas.log_has_room = self._log_has_room
+        self.replicas.log_has_space = self._log_has_space
         self.replicas.health = self.health
         return self.replicas
 
     # --- views
 
     async def prepare(self, view: ClusterView) -> None:
-        """A view is about to be observed: make what takes long, while others have their turns."""
+        """Prepare for a view: make what takes long, while others have their turns."""
         own_id = NodeId(self.session.node_id)
         await self.shards.prepare(view, own_id, self.turns, self.machine.prepare)
         await self.works.in_turn(_nothing_more)
         await self.turns.next_turn()
 
     def observe(self, view: ClusterView) -> None:
-        """A new view: make room for what this server serves now; go on without who is gone."""
+        """Take a new view: make stores for the ranges served from now on, and go on without ended
+        workers.
+        """
         self.works.finish()
         self.works.begin(self._observing(view))
         self.collectives.observe(view)
@@ -207,35 +210,37 @@ class ParameterNode:
         yield from self._telling()
 
     def _telling(self) -> Work[None]:
-        """Tell the backups what was promised."""
+        """Tell the backups what was prepared."""
         if self.replicas is not None:
             yield from self._doing((yield from self.replicas.telling_prepared()))
         self._arm()
 
     @property
     def prepared_changes(self) -> tuple[PreparedChange, ...]:
-        """What this server has promised, and would still hold if it died. Between two works."""
+        """Changes that this server has prepared, and would still hold if it died. Between two
+        works.
+        """
         return (
             self.machine.prepared_changes
             if self.replicas is None
             else self.replicas.prepared_changes
         )
 
-    # --- while the scheduler is not heard
+    # --- while the scheduler is silent
 
     def go_on_alone(self) -> None:
-        """The scheduler is not heard: hold nothing for what it proposed and nobody decided."""
+        """Give up what the silent scheduler proposed and nobody decided."""
         self.works.finish()
         self._settled(self.machine.go_on_alone(self.now()))
 
     @property
     def doubts(self) -> tuple[Doubt, ...]:
-        """What is held for here, and may be settled elsewhere."""
+        """Undecided changes that hold steps here."""
         return self.machine.doubts
 
     def change_outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
-        """What became of a change, by the range that decides: another server holds for it and does
-        not hear the scheduler. If this one does not either, what was not taken is given up.
+        """The outcome of a change, in the deciding range, for a server that does not hear the
+        scheduler. If this server does not hear it either, an untaken change is given up.
 
         Raises:
             TableNotFound, NotOwner: that range is not here.
@@ -248,7 +253,7 @@ class ParameterNode:
         return self.replicas.output.outcome(table_id, number)
 
     def learn(self, doubt: Doubt, settled: ChangeResult) -> None:
-        """The range that decides has said what became of a change."""
+        """Take the outcome of a change from the deciding range."""
         self.works.finish()
         logs.info(
             "change_settled", table_id=doubt.table_id, number=doubt.number,
@@ -258,34 +263,32 @@ class ParameterNode:
 
     def _settled(self, effects: Sequence[Effect]) -> None:
         self.carry_out(effects)
-        self.works.finish()  # few ranges have anything to tell
+        self.works.finish()  # few ranges have prepared anything
         at_once(self._telling())
 
     def _fence(self, node: Node) -> None:
-        """The worker was declared gone: its streams end with that."""
+        """End the streams of a worker that was declared gone."""
         for stream in self._streams_of.get(node.incarnation, ()):
             stream.end_input(Fenced(node.fence_words))
         logs.warning("worker_gone", reason=node.gone_words)
 
     # --- entries
 
-    def open_stream(self, session: Session) -> EntryStream:
-        """A new push stream of `session`."""
-        stream = EntryStream(next(self._numbers), session, self.unread.reader())
+    def open_stream(self, session: Session) -> PushStream:
+        stream = PushStream(next(self._numbers), session, self.unread.reader())
         self._streams[stream.origin] = stream
         self._streams_of.setdefault(session.incarnation, []).append(stream)
         return stream
 
-    def close_stream(self, stream: EntryStream) -> None:
-        """The stream has gone: replies to it are dropped, its sender will ask again."""
+    def close_stream(self, stream: PushStream) -> None:
+        """Forget a stream: its sender will ask again for replies."""
         if self._streams.pop(stream.origin, None) is not None:
             incarnation = stream.session.incarnation
             self._streams_of[incarnation].remove(stream)
             if not self._streams_of[incarnation]:
                 del self._streams_of[incarnation]
 
-    def entries(self, stream: EntryStream, events: Iterable[EntryEvent]) -> None:
-        """Entries arrived on `stream`."""
+    def entries(self, stream: PushStream, events: Iterable[EntryEvent]) -> None:
         self.works.finish()
         effects = self._decided(stream, events)
         if self.replicas is None and _are_quick(effects):
@@ -294,18 +297,18 @@ class ParameterNode:
             at_once(self._carrying_out(effects))
         self._arm()
 
-    async def take(self, stream: EntryStream, events: Sequence[EntryEvent]) -> None:
-        """As `entries`, where they may change many blocks: in as many turns as that takes."""
+    async def take(self, stream: PushStream, events: Sequence[EntryEvent]) -> None:
+        """As `entries`, in as many turns as entries that change many blocks take."""
         await self.works.done(self._taking(stream, events))
 
-    def _taking(self, stream: EntryStream, events: Iterable[EntryEvent]) -> Work[None]:
+    def _taking(self, stream: PushStream, events: Iterable[EntryEvent]) -> Work[None]:
         effects = self._decided(stream, events)
         yield
         yield from self._carrying_out(effects)
         self._arm()
 
     @decides
-    def _decided(self, stream: EntryStream, events: Iterable[EntryEvent]) -> list[Effect]:
+    def _decided(self, stream: PushStream, events: Iterable[EntryEvent]) -> list[Effect]:
         now_s = self.now()
         effects: list[Effect] = []
         for event in events:
@@ -315,11 +318,11 @@ class ParameterNode:
         return effects
 
     def block_count(self, event: EntryEvent) -> int:
-        """How many blocks an entry that is no push may change: those of its range."""
+        """Most blocks that an entry which is no push may change: those of its range."""
         return max(self.block_count_at(event.place.table_id, event.place.range_id), 1)
 
     def drain(self) -> None:
-        """The server is going away: nobody is left to wait for what will not come."""
+        """Refuse everything that waits: the server is going away."""
         leaving = Draining(
             f"server {self.session.node_id} is going away", retry_after_ms=_DRAIN_RETRY_MS
         )
@@ -330,25 +333,24 @@ class ParameterNode:
             place = read.place
             self._refuse(RefusePull(number, place.table_id, place.range_id, leaving))
 
-    # --- reads
+    # --- pulls
 
     @decides
     def begin_cut(self, session: Session, table_id: TableId, cut: int, lasts_s: float) -> int:
-        """Hold what is beyond the clock that is returned; see `ServerMachine.begin_cut`."""
+        """As `ServerMachine.begin_cut`."""
         self.works.finish()
         self.machine.check_run(table_id, session.run)
         return self.machine.begin_cut(table_id, (session.incarnation, cut), self.now() + lasts_s)
 
     @decides
     def end_cut(self, session: Session, table_id: TableId, cut: int) -> None:
-        """Hold nothing for that cut any more."""
         self.works.finish()
         cut_id = (session.incarnation, cut)
         self.carry_out(self.machine.end_cut(table_id, cut_id, self.now()))
 
     @decides
     def begin_read(self, read: RangeRead) -> None:
-        """Start a read of one range; it is answered or refused now or later."""
+        """Start the pull of one range; it is answered or refused now or later."""
         if self.works.is_busy:
             self.works.finish()
         number = read.number = next(self._numbers)
@@ -372,7 +374,7 @@ class ParameterNode:
         return spec.block_elements * spec.accumulator_element_bytes
 
     def next_number(self) -> int:
-        """A number that no read, stream or cut of this server has."""
+        """A number that no other pull, stream or cut of this server has."""
         return next(self._numbers)
 
     @decides
@@ -380,7 +382,7 @@ class ParameterNode:
         self, waiter: int, key: tuple[TableId, RangeId], cut: TableCut
     ) -> Work[bool]:
         """Wait for the cut of a range for a checkpoint: `on_cut_answered` is called now or later,
-        between two updates. What is asynchronous then is answered as it is, and torn; whether so.
+        between two updates. Asynchronous settings are answered as they are, and torn. True if torn.
         """
         place = Place(*key, self.machine.assignment_epoch(key[1]))
         is_torn = self.machine.shards[key].state.schedule.is_torn_at(cut)
@@ -394,8 +396,8 @@ class ParameterNode:
         return is_torn
 
     def hold_copies(self, key: tuple[TableId, RangeId], cut: TableCut) -> None:
-        """Nothing beyond the cut changes in a range until it is `copied`: there is no room for
-        copies of what it was. What is asynchronous does not change at all. In a work.
+        """Hold a range at its cut until it is `copied`: there is no memory for its copies. If it is
+        asynchronous, nothing of it changes at all. In a work.
         """
         is_torn = self.machine.shards[key].state.schedule.is_torn_at(cut)
         clock, deadline_s = 0 if is_torn else cut.after_clock, limits.CHECKPOINT_WRITTEN_S
@@ -403,35 +405,35 @@ class ParameterNode:
 
     @decides
     def copied(self, key: tuple[TableId, RangeId], number: int) -> None:
-        """There is room for copies of a range for that checkpoint, or nobody needs them."""
+        """Release a range: its copies for that checkpoint fit, or nobody needs them."""
         self.works.finish()
         self.carry_out(self.machine.copied(key, number, self.now()))
         self._arm()
 
     @decides
     def loaded(self, key: tuple[TableId, RangeId], versions: Mapping[int, int]) -> None:
-        """The values of a range that is restored are there."""
+        """A restored range has its values."""
         self.works.finish()
         self.carry_out(self.machine.loaded(key, versions, self.now()))
         self._arm()
 
     @decides
     def refuse_table(self, table_id: TableId, error: UpdateFailed) -> None:
-        """Nothing of the table is served here any more, for the reason that `error` gives."""
+        """Refuse a table from now on, with `error`."""
         self.works.finish()
         self.carry_out(self.machine.refuse_table(table_id, error))
 
     @property
     def since_update_s(self) -> float:
-        """Seconds since it applied an update."""
+        """Seconds since the last update."""
         return self.now() - self._updated_s
 
     def end_read(self, number: int) -> None:
-        """The caller has gone, or has its answer."""
+        """Forget a pull whose caller has gone, or has its answer."""
         self._take_read(number)
 
     def _take_read(self, number: int) -> RangeRead | None:
-        """The read, which waits no more; None if it does not wait any more already."""
+        """Take a pull out of the waiting ones; None if it does not wait."""
         self.machine.answered(number)
         read = self._reads.pop(number, None)
         if read is not None and read.cause is not None:
@@ -440,12 +442,12 @@ class ParameterNode:
         return read
 
     def parked_count(self, cause: WaitCause) -> int:
-        """Reads that wait for this."""
+        """Pulls that wait for this cause."""
         return sum(read.cause is cause for read in self._reads.values())
 
     def tick(self) -> None:
-        """Reads whose deadline has passed are told whom they waited for; updates that gave slow
-        workers time are formed; backups are heard and told.
+        """Refuse expired pulls, form updates whose grace time is over, and exchange beats with
+        backups.
         """
         self.health.check()
         if self.replicas is not None:
@@ -466,15 +468,17 @@ class ParameterNode:
 
     @property
     def ticks_within_s(self) -> float:
-        """In how many seconds something is due that `tick` does, at the earliest; 0: now."""
+        """Seconds until `tick` is due at the latest; 0: now."""
         return math.inf if self.replicas is None else max(self.replicas.serves_within_s, 0.0)
 
-    def _log_has_room(self) -> None:
+    def _log_has_space(self) -> None:
         if self.replicas is not None:
             self.works.begin(self.replicas.looking_at_log())
 
     def _arm(self) -> None:
-        """Tick when an update may form by time alone: it should not wait for `tick`'s next turn."""
+        """Set a timer for updates that form by time alone, which should not wait for `tick`'s next
+        turn.
+        """
         wake_s = self.machine.wake_s
         if wake_s is not None and self._timer is None and not self._is_closed:
             delay_s = max(wake_s - self.now(), 0.0)
@@ -485,7 +489,7 @@ class ParameterNode:
         self.tick()
 
     def close(self) -> None:
-        """Nothing happens here by time any more: it is a server's of a timeline that has ended."""
+        """Stop the timers: the server's timeline has ended."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -494,7 +498,7 @@ class ParameterNode:
     # --- effects
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
-        """Do what the machine wants done, in order: what others must have first, when they do."""
+        """Carry effects out, in order, and what others must have first when they have it."""
         if self.replicas is None and not self.works.is_busy and _are_quick(effects):
             self._do_now(effects)
         else:
@@ -502,7 +506,6 @@ class ParameterNode:
 
     @carries_out
     def _do_now(self, effects: Sequence[Effect]) -> None:
-        """As `_doing`, where no values change."""
         replies: list[ReplyTo] = []
         for effect in effects:
             if isinstance(effect, ReplyTo):
@@ -534,7 +537,7 @@ class ParameterNode:
 
     @carries_out
     def _doing(self, committed: Sequence[CommittedEffect]) -> Work[None]:
-        """Do it now; then answer."""
+        """Carry the effects out, then reply."""
         replies: list[ReplyTo] = []
         reduced: list[tuple[Record, tuple[float, ...]]] = []
         piece_count = 0  # blocks that were worked on in this step
@@ -579,7 +582,7 @@ class ParameterNode:
             yield from self._carrying_out(self.machine.reduced(record, squares))
 
     def _do_other(self, effect: CommittedEffect) -> None:
-        """What is done at once."""
+        """Carry out an effect that takes no steps."""
         match effect:
             case Drop():
                 self.shards.drop(effect.record)
@@ -596,7 +599,7 @@ class ParameterNode:
     def _failed(
         self, record: Record, failure: UpdateFailed, rest: Sequence[Effect]
     ) -> list[Effect]:
-        """The table has failed: what to do in the place of `rest`."""
+        """Fail a table; the effects to carry out in place of `rest`."""
         effects = self.machine.failed(record, failure, rest)
         self.shards.abandon(record.table_id)
         self.metrics.failed_updates.inc()
@@ -632,7 +635,9 @@ class ParameterNode:
             self.metrics.quota_refusals.inc()
 
     def _end_entry(self, effect: ReplyTo) -> None:
-        """An entry that was sent again on another stream owes its first stream nothing more."""
+        """End an entry that was sent again on another stream: its first stream owes nothing
+        more.
+        """
         for other in self._streams_of.get(effect.sender.incarnation, ()):
             if other.origin != effect.sender.origin:
                 other.end((effect.table_id, effect.range_id, effect.sequence))
@@ -640,14 +645,16 @@ class ParameterNode:
     def _applying(
         self, record: Record, accumulator: Accumulator | None = None
     ) -> Work[UpdateFailed | None]:
-        """Why the update could not be computed, if so; then nothing has changed."""
+        """The reason for which the update could not be computed, if so; nothing has changed
+        then.
+        """
         begun_s = self.now()
         failure = yield from self.shards.applying(record, accumulator)
         self._count_update(record, begun_s, is_applied=failure is None)
         return failure
 
     def _apply_brief(self, record: Record) -> None:
-        """As `_applying`, where the update is one step, which cannot fail."""
+        """As `_applying`, for an update of one step, which cannot fail."""
         begun_s = self.now()
         self.shards.apply_brief(record)
         self._count_update(record, begun_s, is_applied=True)
@@ -662,7 +669,7 @@ class ParameterNode:
                 self.metrics.short_updates.inc()
 
     def _dropped(self, record: Record) -> None:
-        if not record.contributor_count:  # its workers disagree, and are told so
+        if not record.contributor_count:  # its workers disagree
             return
         self.metrics.short_updates.inc()
         logs.warning(
@@ -690,7 +697,7 @@ class ParameterNode:
 
 
 def _are_quick(effects: Sequence[Effect]) -> bool:
-    """Whether there is nothing to do that takes steps: so it is for most pushes and reads."""
+    """True if no effect takes steps, as for most pushes and pulls."""
     for effect in effects:  # noqa: SIM110 - `all` makes a generator, for one effect at times
         if type(effect) not in _QUICK:
             return False
@@ -706,7 +713,9 @@ def _nothing(effect: AnswerPull | RefusePull) -> None:
 
 
 def _effects(committed: Sequence[CommittedEffect]) -> list[Effect]:
-    """Those that are no changes of values: what replication held is of no table that can fail."""
+    """The effects that are no mutations: nothing that replication held is of a table that can
+    fail.
+    """
     return [
-        effect for effect in committed if not isinstance(effect, Put | Kept | Dropped | Assigned)
+        effect for effect in committed if not isinstance(effect, Put | KeptSum | Dropped | Assigned)
     ]

@@ -1,17 +1,17 @@
 """A pull from its request to its answer: the Pull RPC, or one that came on a PushPull stream.
 
-    request --checked--> a read of each range --the gate lets it (`range_read`)--> pieces
+    request --checked--> a pull of each range --the gate lets it (`range_read`)--> pieces
                                                                                --> messages
 
 Rules:
-    - A consistent pull, and one of values that are lent, is begun in all ranges at once; another
-      range after range, since a table's bytes are many.
-    - What is there at once is answered at once, without a task, unless it is long.
-    - A long answer is made piece by piece, and gives others their turn between two pieces.
-    - On a stream, a pull with a number is answered as soon as it may be: one that waits for other
-      workers holds up nothing behind it. Where too many wait, the next is refused.
-    - Pulls without a number are answered one after the other, in the order in which they came.
-    - Entries never wait for pulls: what a pull waits for may come behind it on the same stream.
+    - A consistent pull, and one of shared values, begins in all ranges at once; other pulls go
+      range after range, since a table has many bytes.
+    - A short answer that is available is given at once, without a task.
+    - A long answer is made piece by piece, and others have their turn between two pieces.
+    - On a stream, a pull with a number is answered as soon as possible: one that waits for other
+      workers holds up nothing behind it. If too many wait, the next is refused.
+    - Pulls without a number are answered one after the other, in order of arrival.
+    - Entries never wait for pulls: a pull may wait for an entry behind it on the same stream.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ps_core.tables import Codec
 from ps_runtime.cluster import wire
 from ps_server.ranges.events import Place
 from ps_server.service.node import ParameterNode
-from ps_server.service.push_stream import EntryStream
+from ps_server.service.push_stream import PushStream
 from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
 from ps_server.wire.parameter_wire import (
     deadline_s_of,
@@ -48,7 +48,7 @@ _AT_ONCE_COUNT = 4 * limits.SLICE_BLOCK_COUNT
 
 
 class Pull:
-    """One pull on its way."""
+    """An open pull."""
 
     def __init__(
         self,
@@ -83,19 +83,19 @@ class Pull:
             cut=request.cut,
             array=request.array,
         )
-        self._is_lent = (
+        self._is_shared = (
             request.shared
             and not request.array
             and is_good
             and node.shards.segments.shares(session, self._table_id, codec)
         )
-        self._is_one = request.consistent or self._is_lent
+        self._is_one = request.consistent or self._is_shared
         self._begun_count = 0
         self._reads: deque[RangeRead] = deque()
 
     def at_once(self) -> list[bytes] | None:
-        """The answer as serialized PullResponses, if all of it is there, and it is not long; else
-        `parts` goes on.
+        """The whole answer as serialized PullResponses, if it is available and short; else `parts`
+        goes on.
         """
         if self._problem is not None:
             return [range_error(*self._problem)]
@@ -122,12 +122,12 @@ class Pull:
             range_id = RangeId(part.range_id)
             found = len(part.blocks) or self._node.block_count_at(self._table_id, range_id)
             count += found
-            if not self._is_lent:
+            if not self._is_shared:
                 byte_count += found * self._node.block_bytes_at(self._table_id, range_id)
         return count <= _AT_ONCE_COUNT and byte_count <= limits.SLICE_BYTES
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The answer as serialized PullResponses; in order, and what is there together."""
+        """The answer as serialized PullResponses, in order; available ones come together."""
         if self._problem is not None:
             yield range_error(*self._problem)
         turns, reader = self._node.turns, self._node.unread.reader(self._call)
@@ -160,7 +160,6 @@ class Pull:
         self._observe()
 
     async def _begin_some(self) -> None:
-        """Begin all ranges, or the next if none is on its way."""
         while self._begun_count < len(self._ranges) and (self._is_one or not self._reads):
             await self._node.works.in_turn(self._begin_next)
             await self._node.turns.breathe()
@@ -181,7 +180,7 @@ class Pull:
             self._node.begin_read(read)
 
     def close(self) -> None:
-        """Nobody waits for what has been begun. Idempotent."""
+        """Forget the open pulls of ranges. Idempotent."""
         for read in self._reads:
             if not read.is_answered:
                 self._node.end_read(read.number)
@@ -193,22 +192,22 @@ class Pull:
 
 
 class StreamPulls:
-    """The pulls that came on one PushPull stream, each a task while it waits.
+    """The pulls of one PushPull stream, each a task while it waits.
 
     Args:
         node: the server.
         stream: where they came, and where the answers go.
     """
 
-    def __init__(self, node: ParameterNode, stream: EntryStream) -> None:
+    def __init__(self, node: ParameterNode, stream: PushStream) -> None:
         self._node = node
         self._stream = stream
         self._tasks: set[asyncio.Task[None]] = set()
         self._last: asyncio.Task[None] | None = None
 
     async def begin(self, request: parameters_pb2.PullRequest) -> None:
-        """Answer a pull: now, if it can be, else in a task. One without a number waits here while
-        too many are on their way.
+        """Answer a pull now, or else in a task. A pull without a number waits here while too many
+        are open.
         """
         node, stream, number = self._node, self._stream, request.read_number
         if number and self._is_full:
@@ -218,8 +217,8 @@ class StreamPulls:
         may_be_at_once = (
             number
             and not node.works.is_busy
-            and stream.has_part_room
-            and node.unread.has_room(limits.STREAM_READ_BYTES)
+            and stream.has_part_space
+            and node.unread.has_space(limits.STREAM_READ_BYTES)
         )
         answer = pull.at_once() if may_be_at_once else None
         if answer is None:
@@ -254,7 +253,6 @@ class StreamPulls:
         self._stream.pull_ends(None if task.cancelled() else task.exception())
 
     async def _put(self, pull: Pull, number: int) -> None:
-        """Send the parts of an answer as they come."""
         held: list[bytes] = []
         async for response in pull.parts():
             for before in held:
@@ -263,12 +261,11 @@ class StreamPulls:
         await self._put_all(_framed(held, number))
 
     async def _put_all(self, parts: Iterable[bytes]) -> None:
-        """Send parts that are there, as fast as the stream takes them."""
         for part in parts:
             await self._stream.put_part(part)
 
     async def close(self) -> None:
-        """The stream has ended: nobody waits for the rest."""
+        """End all pulls of the stream."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -282,14 +279,15 @@ async def _after(
     await answer()
 
 
-# --- what may be wrong with a request
+# --- checks of a request
 
 
 def _checked(
     request: parameters_pb2.PullRequest, range_count: int
 ) -> tuple[Codec | None, tuple[int, PushpullError] | None]:
-    """The codec that a pull asks for (None: the table's own), and the first range for which it must
-    be refused as a whole before any is asked, with the reason, if there is one.
+    """The codec that a pull asks for (None: the table's own), and the first range whose error
+    refuses the whole pull, if any. A range or block named often would make an answer of any size.
+    Checks end at the first error.
 
     Naming one thing often would make an answer of any size. All ends at the first that is wrong.
 
@@ -306,7 +304,7 @@ def _checked(
     if len(request.ranges) > range_count:
         return codec, (
             first_id,
-            InvalidKeys(f"a read names {len(request.ranges)} ranges; there are {range_count}"),
+            InvalidKeys(f"a pull names {len(request.ranges)} ranges; there are {range_count}"),
         )
     named: set[int] = set()
     for part in request.ranges:
@@ -322,7 +320,7 @@ def _checked(
 
 
 def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
-    """Refuse a pull that names a block of a range twice, or more than there are.
+    """Check that a pull names each block of a range once.
 
     Args:
         part: what the pull names.
@@ -335,7 +333,7 @@ def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
     blocks = part.blocks
     if (0 < block_count < len(blocks)) or len(set(blocks)) != len(blocks):
         raise InvalidKeys(
-            f"the read of range {part.range_id} names {len(blocks)} blocks; expected each of its "
+            f"the pull of range {part.range_id} names {len(blocks)} blocks; expected each of its "
             f"{block_count or 'blocks'} at most once"
         )
 
@@ -343,7 +341,7 @@ def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
 def _overloaded(request: parameters_pb2.PullRequest) -> list[bytes]:
     """The answer to a pull that is one too many on its stream."""
     error = Overloaded(
-        f"{limits.MAX_STREAM_READ_COUNT} reads wait on this stream already",
+        f"{limits.MAX_STREAM_READ_COUNT} pulls wait on this stream already",
         retry_after_ms=_RETRY_MS,
     )
     return [range_error(part.range_id, error) for part in request.ranges[: limits.MAX_RANGE_COUNT]]
@@ -353,7 +351,7 @@ def _overloaded(request: parameters_pb2.PullRequest) -> list[bytes]:
 
 
 def _messages(parts: Iterable[AnswerPart]) -> Iterator[bytes]:
-    """Values that are lent leave together, all else as it is."""
+    """Shared values leave in one message, others in their own."""
     values: list[parameters_pb2.SharedValue] = []
     for part in parts:
         if isinstance(part, bytes):
@@ -371,7 +369,6 @@ def _messages(parts: Iterable[AnswerPart]) -> Iterator[bytes]:
 
 
 def _framed(answer: Sequence[bytes], number: int) -> Iterator[bytes]:
-    """The whole answer to a pull as parts of a PushPull stream: serialized PushPullResponses."""
     for index, response in enumerate(answer, 1):
         yield pull_part(response, number, is_last=number > 0 and index == len(answer))
     if not answer or not number:

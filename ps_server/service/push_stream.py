@@ -1,12 +1,11 @@
-"""A server's way back: replies gather on their push stream and leave in batches, and what is made
-and not read yet is bounded, whoever does not read.
+"""Replies of a server: they gather on their push stream and leave in batches, and unread answers
+are bounded.
 
 Rules:
-    - A stream whose replies are not read is not read on.
-    - Answers to pulls are bounded for the server as a whole: what would be too much waits until
+    - The server does not read on from a stream whose replies are not read.
+    - Answers to pulls are bounded for the whole server: an answer beyond the bound waits until
       others have been read.
-    - Whoever has read nothing for a while keeps nobody waiting: its call is cut, the one that has
-      read nothing for the longest time first.
+    - A call that reads nothing for a while is cut when others wait, the slowest first.
 
 Invariants:
     STR-1  A half-closed stream ends once every entry that it carried has its last reply, and every
@@ -33,29 +32,30 @@ from pushpull.v1 import parameters_pb2
 _MAX_BATCH_COUNT = 1024
 _MAX_PART_COUNT = 8
 _RECEIVED = 0
-"""In the key of a waiting answer: there is one RECEIVED an entry; other answers are numbered."""
+"""Part of a waiting reply's key: there is one RECEIVED for each entry; other replies are numbered.
+"""
 
 _HELD_COUNT = 4
-"""Answers that wait for more: their sender's window has room for many times as much."""
+"""Most replies that wait for more of them: their sender's window is many times as large."""
 
 _HELD_S = 0.005
-"""How long they wait at most."""
+"""The longest time that replies wait for more."""
 
 
 _Entry = tuple[TableId, RangeId, int]
-"""Where it is, and its sequence."""
+"""A (table, range, sequence)."""
 
 
-class EntryStream:
+class PushStream:
     """The server's end of a Push or PushPull stream."""
 
     def __init__(self, origin: int, session: Session, reader: Reader | None = None) -> None:
         self.origin = origin
         self.session = session
-        self._reader = reader  # None: nobody counts what is unread
+        self._reader = reader  # None: unread answers are not counted
         self.call = None if reader is None else reader.task
         self.pending: dict[_Entry, float] = {}
-        self._pull_count = 0  # those that have not been answered in full
+        self._pull_count = 0  # pulls not answered in full
         self._replies: dict[tuple[int, int, int, int], ReplyTo] = {}
         self._numbers = itertools.count(1)
         self._parts: deque[bytes] = deque()
@@ -66,13 +66,13 @@ class EntryStream:
         self._failure: BaseException | None = None
 
     def expect(self, entry: _Entry, now_s: float) -> None:
-        """An entry (table, range, sequence) came on this stream: it is owed a last reply."""
+        """Note an entry: its stream owes it a last reply."""
         self.pending.setdefault(entry, now_s)
 
     def hold(self, more_follow: bool) -> None:
-        """Before a message is taken in: let its answers wait for those to the next, which its
-        sender is about to write, unless some wait already. For a moment only: what was said to
-        follow may wait for these answers, or never come.
+        """Hold the replies to a message for those to the next, which its sender is about to write,
+        unless some wait already. Briefly: the next message may wait for these replies, or never
+        come.
         """
         self._is_held = more_follow and len(self._replies) < _HELD_COUNT
         if self._replies and not self._is_held:
@@ -102,28 +102,30 @@ class EntryStream:
         return None if is_received else self.pending.pop(entry, None)
 
     def end(self, entry: _Entry) -> None:
-        """The entry's outcome went out on another stream."""
+        """The entry's last reply went out on another stream."""
         if self.pending.pop(entry, None) is not None:
             self._ready.set()
 
     def give_up(self, range_ids: Collection[RangeId], error: PushpullError) -> None:
-        """Another server answers for these ranges: what is owed of them is asked there again."""
+        """Refuse the entries owed replies in ranges that another server has now; they are asked
+        there again.
+        """
         sender = Sender(self.session.incarnation, 0, self.origin, self.session.run)
         for entry in [entry for entry in self.pending if entry[1] in range_ids]:
             self.reply(ReplyTo(sender, ReplyKind.ERROR, *entry, error=error))
 
-    async def has_room(self) -> None:
+    async def has_space(self) -> None:
         """Wait while its sender leaves too many replies unread."""
         while len(self._replies) >= limits.MAX_QUEUED_REPLY_COUNT:
             self._drained.clear()
             await self._drained.wait()
 
     def pull_begins(self) -> None:
-        """An answer to a pull will come in parts: the stream does not end before its last."""
+        """Note a pull whose answer comes in parts: the stream does not end before its last."""
         self._pull_count += 1
 
     def pull_ends(self, failure: BaseException | None) -> None:
-        """All parts of such an answer have come; with a failure the stream ends with it."""
+        """Note that all parts of such an answer have come; a failure ends the stream."""
         self._pull_count -= 1
         if failure is not None:
             self._failure = failure
@@ -131,7 +133,7 @@ class EntryStream:
 
     async def put_part(self, part: bytes) -> None:
         """Queue a serialized part of a pull's answer, waiting while too many wait already."""
-        while not self.has_part_room:
+        while not self.has_part_space:
             self._drained.clear()
             await self._drained.wait()
         if self._reader is not None:
@@ -140,8 +142,8 @@ class EntryStream:
         self._ready.set()
 
     @property
-    def has_part_room(self) -> bool:
-        """Whether a part of a pull's answer can be queued at once."""
+    def has_part_space(self) -> bool:
+        """True if a part of a pull's answer can be queued at once."""
         return len(self._parts) < _MAX_PART_COUNT
 
     def put_parts(self, parts: Iterable[bytes]) -> None:
@@ -153,13 +155,13 @@ class EntryStream:
         self._ready.set()
 
     def close(self) -> None:
-        """The call has ended: what was not read is nobody's."""
+        """Forget all unread replies: the call has ended."""
         self._parts.clear()
         if self._reader is not None:
             self._reader.end()
 
     def end_input(self, failure: BaseException | None = None) -> None:
-        """Nothing more comes in; with a failure the stream ends at once with it."""
+        """End the input; a failure ends the stream at once."""
         self._input_has_ended = True
         self._failure = failure
         self._ready.set()
@@ -167,8 +169,8 @@ class EntryStream:
     async def batches(
         self,
     ) -> AsyncIterator[tuple[parameters_pb2.PushResponse | None, bytes | None]]:
-        """What to send, until the stream has nothing more to say (STR-1): replies to entries, a
-        part of a pull's answer, or both together.
+        """Messages to send, until the stream ends (STR-1): replies to entries, a part of a pull's
+        answer, or both.
         """
         while True:
             await self._ready.wait()
@@ -190,7 +192,7 @@ class EntryStream:
 
 
 class UnreadAnswers:
-    """The unread answers of one server.
+    """Bounds the unread answers of one server.
 
     Args:
         now: the clock, in seconds.
@@ -207,24 +209,28 @@ class UnreadAnswers:
         self._now = now
         self._patience_s = patience_s
         self._most_bytes = most_bytes
-        self._since_s: dict[Reader, float] = {}  # those that have something, longest unread first
+        self._since_s: dict[
+            Reader, float
+        ] = {}  # readers with unread answers, the longest unread first
         self._waiting: set[asyncio.Future[None]] = set()
         self.byte_count = 0
 
     def reader(self, call: asyncio.Task[object] | None = None) -> Reader:
-        """Who reads what a call answers with; None: the one that is running, if any."""
+        """A reader of a call's answers; None: the running call, if any."""
         if call is None:
             with contextlib.suppress(RuntimeError):  # outside of a loop there is none
                 call = asyncio.current_task()
         return Reader(self, call)
 
-    def has_room(self, byte_count: int) -> bool:
-        """Whether so much more may be made now."""
+    def has_space(self, byte_count: int) -> bool:
+        """True if an answer of so many bytes may be made now."""
         return not self.byte_count or self.byte_count + byte_count <= self._most_bytes
 
-    async def wait_for_room(self, byte_count: int) -> None:
-        """Wait until so much more may be made; those who do not read are cut meanwhile."""
-        while not self.has_room(byte_count):
+    async def wait_for_space(self, byte_count: int) -> None:
+        """Wait until an answer of so many bytes may be made; calls that do not read are cut
+        meanwhile.
+        """
+        while not self.has_space(byte_count):
             self._cut()
             change = asyncio.get_running_loop().create_future()
             self._waiting.add(change)
@@ -232,7 +238,7 @@ class UnreadAnswers:
             self._waiting.discard(change)
 
     def count(self, reader: Reader, byte_count: int) -> None:
-        """So much more is unread by `reader`, or less, if it is negative: then it has read."""
+        """Add to the unread bytes of `reader`; a negative number: it has read."""
         self.byte_count += byte_count
         reader.byte_count += byte_count
         if byte_count < 0:
@@ -245,7 +251,7 @@ class UnreadAnswers:
             self._since_s.setdefault(reader, self._now())
 
     def _cut(self) -> None:
-        """Cut whoever has read nothing for the longest time, if that is long."""
+        """Cut the call that has read nothing for the longest time, if that is long."""
         for reader, since_s in self._since_s.items():
             if self._now() - since_s >= self._patience_s:
                 del self._since_s[reader]
@@ -255,7 +261,7 @@ class UnreadAnswers:
 
 
 class Reader:
-    """Who reads the answers of one call. Made by `UnreadAnswers.reader`."""
+    """The reader of one call's answers. Made by `UnreadAnswers.reader`."""
 
     def __init__(self, unread: UnreadAnswers, task: asyncio.Task[object] | None) -> None:
         self._unread = unread
@@ -263,19 +269,18 @@ class Reader:
         self.byte_count = 0
 
     async def put(self, byte_count: int) -> None:
-        """So much is about to be made for it; waits while the server has too much."""
-        await self._unread.wait_for_room(byte_count)
+        """Count bytes about to be made; waits while the server has too many."""
+        await self._unread.wait_for_space(byte_count)
         self._unread.count(self, byte_count)
 
     def put_now(self, byte_count: int) -> None:
-        """The same, without waiting; `UnreadAnswers.has_room` for it."""
+        """As `put`, without waiting; asked of `UnreadAnswers.has_space` first."""
         self._unread.count(self, byte_count)
 
     def took(self, byte_count: int) -> None:
-        """It has read so much, as far as anybody here knows."""
+        """Count bytes that the reader has taken."""
         self._unread.count(self, -byte_count)
 
     def end(self) -> None:
-        """Its call has ended."""
         if self.byte_count:
             self._unread.count(self, -self.byte_count)

@@ -4,16 +4,16 @@
        +--------+----> refused
 
 Rules:
-    - An answer says how all of its blocks were at the moment of its decision. It is made piece by
-      piece, since a range may have thousands; what is about to change before its turn has come is
-      copied first (`Shards`).
-    - Waits are counted by worker, for tables whose bound of staleness moves. Time in which several
-      reads of a worker are parked counts once.
-    - Until its own step has taken effect a read waits for that: so it waits for others from when
-      its worker was last heard in that range, if that is after it came.
+    - An answer has all of its blocks as of its decision. It is made piece by piece, since a range
+      may have thousands; a block that is about to change before its turn is copied first
+      (`Shards`).
+    - Waits are counted by worker, for tables whose staleness bound moves. Time in which several
+      pulls of a worker are parked counts once.
+    - A pull first waits for its worker's own step. So it waits for others only from when the worker
+      was last heard in the range, if that is after the pull came.
 
 Invariants:
-    RA-1  A piece is made of what the range was when the read was decided on.
+    RA-1  A piece is made of the range as of the decision to answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ps_server.wire.parameter_wire import block_answer, range_error
 from pushpull.v1 import parameters_pb2
 
 AnswerPart = bytes | parameters_pb2.SharedValue
-"""A serialized PullResponse, or a value that the reader takes from where it lies."""
+"""A serialized PullResponse, or a value that the reader takes from shared memory."""
 
 _Copy = tuple[int, bytes | memoryview, bytes]
 """A block, its payload, and its presence bits."""
@@ -72,7 +72,7 @@ class PullTerms(NamedTuple):
 
 
 class RangeRead:
-    """A read of one range on its way. `ParameterNode.begin_read` begins it.
+    """A pull's share in one range. `ParameterNode.begin_read` begins it.
 
     Args:
         terms: the pull's.
@@ -96,8 +96,8 @@ class RangeRead:
         self._blocks = blocks
         self._arrival: asyncio.Future[None] | None = None
         self._refusal: bytes | None = None
-        self._at = 0  # the next that is to be taken
-        self._left: set[int] | None = None  # those behind that have not been copied, once any was
+        self._at = 0  # index of the next block
+        self._left: set[int] | None = None  # later blocks not yet copied, once one was
         self._kept: dict[int, AnswerPart | _Copy] = {}
 
     @property
@@ -116,16 +116,15 @@ class RangeRead:
             session.run,
         )
 
-    # --- the gate's word
+    # --- the gate's decision
 
     def refuse(self, error: PushpullError) -> None:
-        """The range cannot be read."""
         self._refusal = range_error(self.place.range_id, error)
         self._blocks = ()
         self._arrived()
 
     def answer(self, effect: AnswerPull, state: RangeState, shards: Shards) -> None:
-        """It may be read now. The blocks come from the store, until it changes."""
+        """Answer from now on. The blocks come from the store, until it changes."""
         key = effect.table_id, effect.range_id
         terms = self.terms
         self._effect = effect
@@ -149,7 +148,6 @@ class RangeRead:
             self._arrival.set_result(None)
 
     async def arrival(self) -> None:
-        """Wait until it is answered or refused."""
         if not self.is_answered:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
@@ -158,20 +156,19 @@ class RangeRead:
 
     @property
     def is_done(self) -> bool:
-        """Whether `next` has nothing more."""
         return self._refusal is None and self._at >= len(self._blocks)
 
     @property
     def next_bytes(self) -> int:
-        """The payload bytes of the next piece, or a few more; what is shared has none."""
+        """Payload bytes of the next piece, or a few more; shared values have none."""
         if self._refusal is not None or self._shared is not None:
             return 0
         count = min(len(self._blocks) - self._at, limits.SLICE_BLOCK_COUNT)
         return min(count * self._block_bytes, limits.SLICE_BYTES + self._block_bytes)
 
     def next(self) -> list[AnswerPart]:
-        """The next blocks, as they were when the read was decided on (RA-1); the error of one that
-        cannot be read stands for all behind it.
+        """The next blocks, as of the decision (RA-1); the error of a block that cannot be read
+        covers all later ones.
         """
         if self._refusal is not None:
             refusal, self._refusal = self._refusal, None
@@ -199,7 +196,7 @@ class RangeRead:
         return piece
 
     def keep(self, blocks: Collection[int]) -> None:
-        """These blocks are about to change: what is missing of them is copied now."""
+        """Copy the missing ones of these blocks, which are about to change."""
         if self._left is None:
             self._left = set(self._blocks[self._at :])
         for block in blocks:
@@ -217,7 +214,6 @@ class RangeRead:
             self._kept[block] = found
 
     def _next(self) -> AnswerPart | _Copy:
-        """The next block as it was."""
         block = self._blocks[self._at]
         found = self._kept.pop(block, None) or self._take(block)
         self._at += 1
@@ -226,7 +222,7 @@ class RangeRead:
         return found
 
     def _take(self, block: int) -> AnswerPart | _Copy:
-        """A block as it is; its payload is good until anything happens."""
+        """A block as it is; its payload is valid until anything happens."""
         effect = self._effect
         if block not in effect.versions:
             raise InvalidKeys(
@@ -255,7 +251,8 @@ class RangeRead:
 
 
 class ReadWaits:
-    """How long each worker's reads were parked for other workers, of tables whose bound moves.
+    """The time for which each worker's pulls were parked for other workers, in tables whose bound
+    moves.
 
     Args:
         machine: the server's.
@@ -268,7 +265,9 @@ class ReadWaits:
         self._until_s: dict[tuple[TableId, NodeId], float] = {}
 
     def observe(self, view: ClusterView) -> None:
-        """Listen to the tables of the newest view; forget tables and workers that it has not."""
+        """Count for the tables of the newest view; forget others, and workers that it does not
+        have.
+        """
         self._tables = frozenset(t.table_id for t in view.tables if t.consistency.moves)
         if self._waited_s:
             members = {node.node_id for node in view.nodes if node.state.is_member}
@@ -277,7 +276,7 @@ class ReadWaits:
                     del self._waited_s[place], self._until_s[place]
 
     def ended(self, read: RangeRead, cause: WaitCause, now_s: float) -> float:
-        """A read is parked no more, which at first it was for `cause`. For how long, in seconds."""
+        """Count a pull that is no longer parked, which first was for `cause`; in seconds."""
         place, session = read.place, read.terms.session
         part = self._machine.shards.get((place.table_id, place.range_id))
         if part is not None and place.table_id in self._tables and cause in _FOR_STEPS:
@@ -293,7 +292,7 @@ class ReadWaits:
         self._until_s[place] = now_s
 
     def totals_ms(self) -> Iterator[tuple[TableId, NodeId, int]]:
-        """Table, worker, and how long in all."""
+        """(table, worker, milliseconds in all)."""
         for number, ((table_id, reader), waited_s) in enumerate(self._waited_s.items()):
             if number == limits.MAX_READ_WAIT_COUNT:
                 return

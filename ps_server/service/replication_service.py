@@ -1,11 +1,11 @@
-"""ReplicationService: what the primaries of ranges say to a server that backs them up.
+"""ReplicationService: messages of primaries to a server that backs up their ranges.
 
 One stream a primary. Its messages are taken in order, on the loop; acknowledgements and grants
 gather and leave together.
 
 Rules:
-    - A stream that means another server is refused: the address may have been that one's. What one
-      server has would else count for two.
+    - A stream that names another server is refused: the address may have been that one's, and one
+      server's copies would otherwise count for two.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SERVICE = replication_pb2.DESCRIPTOR.services_by_name["ReplicationService"].full
 
 
 class _Answers:
-    """What is to be said on one stream."""
+    """Messages to send on one stream."""
 
     def __init__(self) -> None:
         self._waiting: list[Ack | Grant] = []
@@ -41,18 +41,17 @@ class _Answers:
         self._failure: BaseException | None = None
 
     def put(self, answer: Ack | Grant | None) -> None:
-        """Say it with what waits already."""
+        """Add a message."""
         if answer is not None:
             self._waiting.append(answer)
             self._news.set()
 
     def end(self, failure: BaseException | None = None) -> None:
-        """Nothing more comes in."""
         self._has_ended, self._failure = True, failure
         self._news.set()
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """What to send, until the stream ends."""
+        """Messages to send, until the stream ends."""
         while True:
             await self._news.wait()
             self._news.clear()

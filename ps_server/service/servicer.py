@@ -26,7 +26,7 @@ from ps_runtime.grpc.requests import RequestReader
 from ps_server.ranges.events import EntryEvent, PushEvent, Sender
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull, StreamPulls
-from ps_server.service.push_stream import EntryStream
+from ps_server.service.push_stream import PushStream
 from ps_server.wire.parameter_wire import (
     BlockFrame,
     Entry,
@@ -46,12 +46,13 @@ SERVICE = "pushpull.v1.ParameterService"
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
 _TURN_BLOCK_COUNT = 32
-"""Blocks that keep the loop from all else: the seal of a large table applies hundreds, each in a
-tenth of a millisecond. Taken one by one they would cost more, since every block that is
-applied drives the interpreter out of the processor's caches, and every turn answers its worker."""
+"""Most blocks done in one stretch: the seal of a large table applies hundreds, each in a tenth of a
+millisecond. One by one they would cost more, since other work between them empties the processor's
+caches, and every turn answers its worker.
+"""
 
 _TURN_BYTES = 32 * 2**20
-"""Payload that does: what is larger takes longer."""
+"""Most payload bytes done in one stretch; larger payloads take longer."""
 
 ViewAtLeast = Callable[[int, float], Awaitable[object]]
 
@@ -71,7 +72,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         self._attached = (node, view_at_least)
 
     def drain(self) -> None:
-        """The server is going away: streams end and parked reads are refused, with Draining."""
+        """End streams and refuse parked pulls with Draining: the server is going away."""
         if self._attached is not None:
             self._attached[0].drain()
 
@@ -199,7 +200,7 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     @contextlib.asynccontextmanager
     async def _stream(
         self, messages: AsyncIterator[Entry], method: str
-    ) -> AsyncIterator[EntryStream]:
+    ) -> AsyncIterator[PushStream]:
         """Read the header, check who calls, open the stream, and take in what comes on it."""
         try:
             async with asyncio.timeout(limits.STREAM_HEADER_DEADLINE_S):
@@ -229,14 +230,14 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
             stream.close()
 
     async def _take_in(
-        self, messages: AsyncIterator[Entry], stream: EntryStream, pulls: StreamPulls
+        self, messages: AsyncIterator[Entry], stream: PushStream, pulls: StreamPulls
     ) -> None:
         node, session = self._node, stream.session
         sender = Sender(session.incarnation, session.rank, stream.origin, session.run)
         try:
             async for message in messages:
                 await node.turns.breathe()
-                await stream.has_room()
+                await stream.has_space()
                 kind = kind_of(message)
                 stream.hold(more_follow(message, kind))
                 if kind != "pull":
@@ -252,9 +253,9 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 
 
 async def _take_entries(
-    node: ParameterNode, stream: EntryStream, message: Entry, sender: Sender
+    node: ParameterNode, stream: PushStream, message: Entry, sender: Sender
 ) -> None:
-    """Do what the entries of a message say."""
+    """Take the entries of a message."""
     events = entry_events(message, sender, node.shards)
     turn, block_count = _turn(node, events)
     while turn:
@@ -267,11 +268,11 @@ async def _take_entries(
                 node.entries(stream, turn)
         turn, block_count = _turn(node, events)
         if turn:
-            await asyncio.sleep(0)  # let others in, and what is answered out
+            await asyncio.sleep(0)  # let others in, and replies out
 
 
 def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> tuple[list[EntryEvent], int]:
-    """The next that are done in one stretch, entries of so many blocks, or one; and how many."""
+    """The next entries to do in one stretch, and their count: of so many blocks, or one."""
     turn: list[EntryEvent] = []
     block_count = byte_count = 0
     while block_count < _TURN_BLOCK_COUNT and byte_count < _TURN_BYTES:
@@ -294,7 +295,7 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
 
 
 async def _range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
-    """Every range part of the table (0: of all tables), by table and range; each as it is when its
+    """Statistics of each shard of the table (0: of all tables), by table and range, each when its
     turn comes.
     """
     now_s = node.now()
@@ -312,7 +313,7 @@ async def _range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.Get
             block_count=len(part.state.blocks),
             state_bytes=node.shards.stores[place].state_bytes,
             update_count=part.state.update_count,
-            waits=(*part.reads.waits(now_s), *part.state.gaps()),
+            waits=(*part.read_gate.waits(now_s), *part.state.gaps()),
             initialized=part.state.initialized,
             failure=part.state.failure.message if part.state.failure is not None else "",
         )

@@ -1,4 +1,4 @@
-"""Who is calling: sessions that this server has checked, and those that it accepts no more."""
+"""Callers: sessions that this server has checked, and those that it no longer accepts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sessions:
         return [node for node in self._left.values() if node.state is NodeState.GONE]
 
     def observe(self, view: ClusterView) -> list[Session]:
-        """A new view; the sessions that are known no more."""
+        """Take a new view; returns the sessions that it ends."""
         self._left = {node.node_id: node for node in view.nodes if not node.state.is_member}
         # Evaluators come and go; those that the scheduler forgot would be checked again.
         known = {
@@ -45,7 +45,7 @@ class Sessions:
         return list(forgotten)
 
     def admit(self, message: types_pb2.SessionIdentity, method: str) -> Session:
-        """The session of who calls a method of the contract, checked.
+        """Check the session of a caller of a method.
 
         Raises:
             NotPermitted: its role may not (`ps_core.rights`).
@@ -62,7 +62,7 @@ class Sessions:
         return session
 
     def _check(self, session: Session) -> None:
-        """Refuse a session that is new here, unless it is one of this cluster's."""
+        """Check that a new session is one of this cluster's."""
         if session.cluster_id != self._own.cluster_id:
             raise Fenced("the session is of another cluster than this server's: register again")
         if session.timeline != self._own.timeline:

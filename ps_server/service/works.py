@@ -1,19 +1,20 @@
-"""What a server does, one event after the other, however long each takes (SEMANTICS S15).
+"""Works: what follows from each event, one work after the other, however long each takes (SEMANTICS
+S15).
 
-An event, all that is decided and all that follows for values and streams are one *work*: nothing
-else happens to machines and values before it is done. A range has thousands of blocks, and a work
-on all of them takes longer than the event loop may be at one thing; so it is cut in steps, and goes
-on in another turn when a slice of time is used up. Until then whoever comes waits.
+An event, its decisions, and all that follows for values and streams are one *work*: nothing else
+happens to machines and values before it is done. A work on the thousands of blocks of a range takes
+longer than the event loop may spend at once, so it is cut into steps, and goes on in another turn
+when its slice of time is used up. Later works wait for it.
 
     added --nothing is under way--> under way --steps, over some turns--> ended
       +-- else: waits for its turn --^
 
 Rules:
-    - A work begins at once where none is under way, and most are done at once.
-    - What is called between two works finds none under way, and what it begins is done before what
-      waits: it is as if it were a work itself.
-    - What cannot wait lets what is under way be done first (`finish`).
-    - A work that failed has ended: who waits for it hears of that, and else `on_failure` does.
+    - A work begins at once if none is open; most are then done at once.
+    - A call between two works finds none open, and the works that it begins are done before waiting
+      ones, as if it were a work itself.
+    - A caller that cannot wait finishes the open works first (`finish`).
+    - A failed work has ended: its listener gets the error, or else `on_failure`.
     - Without an event loop, every work is done at once.
 
 Invariants:
@@ -36,24 +37,24 @@ from ps_runtime.system.turns import Turns
 ResultT = TypeVar("ResultT")
 
 FEW_STEPS = 2
-"""So many of a work are done at once, however long they take."""
+"""Steps of a work that are done at once, however long they take."""
 
 
 HasTime = Callable[[], bool]
-"""Asked after each step: whether the next may follow at once."""
+"""Called after each step: true if the next may follow at once."""
 OnEnd = Callable[[Any, Exception | None], None]
-"""Told what a work returned, or raised."""
+"""Called with a work's result, or its error."""
 
 
 class _Job(NamedTuple):
-    """A work that waits, or what is called between two; and who waits for its end."""
+    """A waiting work, or a call between two works; and the listener for its end."""
 
     work: Work[Any] | Callable[[], None]
     on_end: OnEnd | None = None
 
 
 class WorkQueue:
-    """Which work is next, and who waits for what; `Works` says when there is time.
+    """The queue of works; `Works` says when there is time.
 
     Args:
         on_failure: called with what a work raised when nobody waits for it any more.
@@ -66,16 +67,15 @@ class WorkQueue:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a work is under way, or waits."""
         return bool(self._jobs)
 
     @property
     def count(self) -> int:
-        """Works that are under way, or wait."""
+        """Works that have begun, or wait."""
         return len(self._jobs)
 
     def add(self, work: Work[Any], has_time: HasTime, on_end: OnEnd | None = None) -> None:
-        """Do it now, if nothing is under way, as far as there is time; the rest in its turn.
+        """Begin the work now if none is under way, as far as there is time; the rest in its turn.
 
         Raises:
             Exception: what it raised, if that was now and nobody waits for its end.
@@ -91,19 +91,19 @@ class WorkQueue:
                 raise
 
     def between(self, callback: Callable[[], None]) -> None:
-        """Call it when nothing is under way: now, or in its turn."""
+        """Call a function between two works: now, or in its turn."""
         if self.is_busy:
             self._jobs.append(_Job(callback))
         else:
             callback()
 
     def go_on(self, has_time: HasTime) -> None:
-        """Go on with what is under way, and with what waits, as far as there is time."""
+        """Go on with the open and waiting works, as far as there is time."""
         while self._jobs and self._has_next_ended(has_time):
             pass
 
     def finish(self) -> None:
-        """What is under way, or waits, is done now."""
+        """Do all open and waiting works now."""
         if self.is_busy:
             check(not self._is_running, "WK-1", "a work begins while another is under way")
             self.go_on(always)
@@ -125,7 +125,7 @@ class WorkQueue:
         return is_done
 
     def _call(self, callback: Callable[[], None]) -> None:
-        """Between two works: what waits is out of sight."""
+        """Call a function between two works; waiting works are hidden from it."""
         behind, self._jobs = self._jobs, deque()
         try:
             callback()
@@ -135,7 +135,7 @@ class WorkQueue:
             self._jobs.extend(behind)
 
     def _is_done(self, job: _Job, has_time: HasTime) -> bool:
-        """Take steps of a job, one at least, to its end or until there is no time.
+        """Take at least one step of a job, to its end or until there is no time.
 
         Raises:
             Exception: what it raised, if nobody waits for its end.
@@ -182,11 +182,10 @@ class Works:
 
     @property
     def is_busy(self) -> bool:
-        """Whether one is under way, or waits."""
         return self._queue.is_busy
 
     def begin(self, work: Work[None]) -> None:
-        """Do it now; the rest of a long one in further turns.
+        """Begin a work now; the rest of a long one goes on in further turns.
 
         Raises:
             Exception: what it raised, if that was now.
@@ -195,12 +194,12 @@ class Works:
         self._go_on()
 
     def between(self, callback: Callable[[], None]) -> None:
-        """Call it when nothing is under way: now, or in its turn."""
+        """Call a function between two works: now, or in its turn."""
         self._queue.between(callback)
         self._go_on()
 
     async def done(self, work: Work[ResultT]) -> ResultT:
-        """Do it when its turn has come; what it returns or raises."""
+        """Do a work in its turn; returns its result."""
         result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
 
         def ended(value: ResultT, failure: Exception | None) -> None:
@@ -216,7 +215,7 @@ class Works:
         return await result
 
     async def in_turn(self, call: Callable[[], ResultT]) -> ResultT:
-        """Call it when nothing is under way: now, or in its turn; what it returns or raises."""
+        """Call a function between two works; returns its result."""
         if not self._queue.is_busy:
             return call()
         result: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
@@ -233,13 +232,13 @@ class Works:
         return await result
 
     def finish(self) -> None:
-        """What is under way, or waits, is done now."""
+        """Do all open and waiting works now."""
         self._queue.finish()
 
     def _time_to_begin(self) -> HasTime:
         if not _has_loop():
             return always
-        until_s = self._now() + 2 * limits.SLICE_S  # its first step is what decides
+        until_s = self._now() + 2 * limits.SLICE_S  # its first step decides
         left = FEW_STEPS
 
         def has_time() -> bool:
@@ -276,5 +275,4 @@ def _has_loop() -> bool:
 
 
 def always() -> bool:
-    """There is time for all of it."""
     return True

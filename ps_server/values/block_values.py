@@ -1,4 +1,4 @@
-"""One block's values: what they begin with, and how they are written for whoever reads them.
+"""One block's values: their initial state, and the payloads that readers get.
 
 Invariants:
     STO-4  The segments of a block cover it.
@@ -23,17 +23,15 @@ from ps_server.values.optimizers import BlockState, padded_length
 
 
 def arithmetic_dtype(table: Table) -> torch.dtype:
-    """The dtype that a table's values have on its servers: float32, or float64 for float64."""
     return torch.float64 if table.spec.dtype is DType.FLOAT64 else torch.float32
 
 
 def arithmetic_codec(table: Table) -> Codec:
-    """The codec of that dtype."""
     return table.spec.arithmetic_codec
 
 
 def initial_state(table: Table, block: int, home: Callable[[int], Tensor] | None) -> BlockState:
-    """A block as it begins: zeros if its values come from rank 0.
+    """A block in its initial state: zeros if its values come from rank 0.
 
     Args:
         table: the block's.
@@ -61,22 +59,22 @@ def initial_state(table: Table, block: int, home: Callable[[int], Tensor] | None
 
 
 ReadyBlock = tuple[BlockState, memoryview]
-"""A block as it begins, and its values as they are at any time."""
+"""A block in its initial state, and a live payload of its values."""
 
 
 def ready_block(table: Table, block: int, home: Callable[[int], Tensor] | None) -> ReadyBlock:
-    """What a store has of a block; arguments and errors as `initial_state`."""
+    """A block for a store; arguments and errors as `initial_state`."""
     state = initial_state(table, block, home)
     return state, live_payload(state)
 
 
 def live_payload(state: BlockState) -> memoryview:
-    """The block's values as they are at any time."""
+    """A view of the block's values, which follows their changes."""
     return state.values.numpy()[: state.length].data.cast("B").toreadonly()
 
 
 def encoded(values: Tensor, length: int, codec: Codec, pool: BufferPool) -> bytes | memoryview:
-    """The first `length` of `values` as a payload, rounded to nearest even.
+    """The first `length` of `values`, rounded to nearest even.
 
     Shapes:
         result: in the dtype of `values` a view of them.
@@ -93,7 +91,7 @@ def encoded(values: Tensor, length: int, codec: Codec, pool: BufferPool) -> byte
 
 
 def received(table: Table, state: BlockState, elements: Elements) -> Contribution:
-    """A block's part of a sum of another server's, where it lies.
+    """A block of another server's sum, where it lies.
 
     Raises:
         InvalidKeys: its presence bitmap has the wrong length.

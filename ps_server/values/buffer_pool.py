@@ -5,15 +5,14 @@ converted payloads and scratch come from here and go back.
 
 Rules:
     - A buffer's content is unspecified when it is taken.
-    - Whoever gives a buffer back holds no view of it any more.
-    - As many are kept as were needed at once; what was not needed between two calls of `trim` goes
-      to the allocator.
+    - A user that gives a buffer back holds no view of it any more.
+    - The pool keeps as many buffers as were needed at once; `trim` frees those that were not needed
+      since its last call.
+    - The pool takes no lock: `list.append` and `list.pop` are atomic, so one pool serves all stores
+      of a server from several threads; `trim` may then free a few too many.
 
 Invariants:
     POOL-1  No buffer is in the pool twice (a breach would hand one memory to two users).
-
-What it deliberately does not do: lock. `list.append` and `list.pop` are atomic, so one pool serves
-the stores of a whole server from several threads; `trim` may let go of a few too many then.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Free:
-    """Buffers of one kind that wait here, and how few there were at least since the last trim."""
+    """Free buffers of one kind, and the fewest that were free since the last trim."""
 
     buffers: list[Tensor] = field(default_factory=list)
     least_count: int = 0
@@ -54,7 +53,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """Ends the caller's use of a tensor that `take` gave."""
+        """Give back a tensor that `take` gave."""
         key = (buffer.dtype, buffer.numel())
         free = self._free.get(key)
         if free is None:
@@ -62,7 +61,9 @@ class BufferPool:
         free.buffers.append(buffer)
 
     def trim(self) -> None:
-        """Let go of what was not needed since the last call. On the thread that owns the pool."""
+        """Free the buffers that were not needed since the last call. On the thread that owns the
+        pool.
+        """
         for key, free in list(self._free.items()):
             if free.least_count == len(free.buffers):  # all of it, or there is nothing
                 del self._free[key]
@@ -72,7 +73,7 @@ class BufferPool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that wait here to be used again."""
+        """Bytes of free buffers."""
         held_bytes = 0
         # Other threads may add sizes meanwhile.
         for (dtype, element_count), free in tuple(self._free.items()):

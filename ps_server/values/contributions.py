@@ -5,15 +5,13 @@ Rules:
       converted once, into a pooled buffer, which then serves as accumulator.
     - Elements of absent tensors do not count: they may hold anything.
     - A sum is taken in the order of the calls, over the workers that have the tensor. Absent is
-      zero: what one worker of three has is summed over one and divided by three.
+      zero: a tensor of one worker of three is summed over one and divided by three.
     - A tensor that is absent everywhere is absent from the sum.
 
 Invariants:
     CON-1  Memory that is not `is_owned` is never written to.
     CON-2  An owned buffer has the padded length, with zeros behind the block's end.
     CON-3  A sum is of one block.
-
-What it deliberately does not do: know tables (`ps_server.values.shard_store` does).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ TORCH_DTYPE = {
     Codec.BF16: torch.bfloat16,
     Codec.FP64: torch.float64,
 }
-"""The dtype that a codec's elements are of."""
+"""The dtype of a codec's elements."""
 
 with warnings.catch_warnings():
     # Torch has no read-only tensor, and warns about the first view of read-only memory; CON-1 keeps
@@ -96,12 +94,12 @@ def take_padded(pool: BufferPool, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def element_mask(bounds: npt.NDArray[np.int64], present: Mask) -> npt.NDArray[np.bool_]:
-    """One element for each of the block: whether its segment is present."""
+    """A mask over the block's elements: true where their segment is present."""
     return np.repeat(present, np.diff(bounds))
 
 
 def presence_mask(table: str, block: int, segment_count: int, presence: bytes) -> Mask | None:
-    """Which segments of a block a bitmap says are present; None for all.
+    """The mask of segments that a bitmap has; None for all.
 
     Raises:
         InvalidKeys: it has the wrong length.
@@ -118,12 +116,11 @@ def presence_mask(table: str, block: int, segment_count: int, presence: bytes) -
 
 
 def packed_presence(present: Mask) -> bytes:
-    """The bitmap of a mask."""
     return np.packbits(present, bitorder="little").tobytes()
 
 
 def elements(part: Contribution) -> Elements:
-    """The contribution as it goes to another server: a view of its memory, without padding."""
+    """The contribution for another server: a view of its memory, without padding."""
     presence = b"" if part.present is None else packed_presence(part.present)
     return Elements(part.block, presence, _array(part.values, part.length).data.cast("B"))
 
@@ -156,7 +153,7 @@ def add_present(part: Contribution, target: Tensor) -> None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether all values are finite.
+    """True if all values are finite.
 
     A sum is finite only if all its terms are, and costs a thirtieth of a test of each element; a
     sum that overflowed is looked at again.

@@ -1,5 +1,5 @@
-"""Blocks as they were at a cut, until they are written: copied before they change, not before; and
-which captured ranges may change before they are written: those whose copies fit (S10).
+"""Copy-on-write snapshots for checkpoints: blocks of a cut are copied only before they change, and
+a range may change before it is written only if its copies fit in memory (S10).
 
     captured --about to change--> copied --taken--> written
              --its turn has come---------taken--> written
@@ -10,16 +10,15 @@ which captured ranges may change before they are written: those whose copies fit
 
 Rules:
     - A range is captured in the stretch in which its cut was answered: between two updates.
-    - What is about to change is handed over at once, whatever waits already. What does not change
-      is handed over when whoever writes asks for more.
-    - What open ranges may still need counts as taken: a range that is open never lacks room.
-    - What was decided before a range is held may still be applied: it is copied without room.
-    - A range that is larger than all the room is open when enough of it has been written.
+    - A block that is about to change is handed over at once, whatever waits already. Other blocks
+      are handed over when the writer asks for more.
+    - Copies that open ranges may still need count as taken: an open range always has space.
+    - Updates decided before a range is held may still be applied: their blocks are copied beyond
+      the quota.
+    - A range larger than the quota is open when enough of it has been written.
 
 Invariants:
     CW-1  Each block of a captured range is handed over once, as it was when the range was captured.
-
-What it deliberately does not do: write, or hold copies (`checkpoint_parts` does).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from ps_server.values.store_copy import SavedBlock
 
 Key = tuple[TableId, RangeId]
 TakeBlock = Callable[[Key, SavedBlock], None]
-"""Gets a block of a range: views that are good for the length of the call."""
+"""Takes a block of a range: views that are valid during the call."""
 
 
 class RangeSnapshots:
-    """What a server has captured for one checkpoint.
+    """Blocks that a server has captured for one checkpoint.
 
     Args:
         take: where blocks go that are about to change.
@@ -48,13 +47,13 @@ class RangeSnapshots:
         self._blocks: dict[Key, dict[int, None]] = {}
 
     def add(self, key: Key, store: ShardStore, blocks: Iterable[int]) -> None:
-        """These blocks are as they shall be written."""
+        """Capture these blocks as they are."""
         captured = dict.fromkeys(blocks)
         if captured:
             self._stores[key], self._blocks[key] = store, captured
 
     def before_change(self, key: Key, blocks: Iterable[int]) -> None:
-        """These blocks, some of which may be captured, are about to change."""
+        """Hand over captured blocks among these, which are about to change."""
         captured = self._blocks.get(key)
         if not captured:
             return
@@ -67,16 +66,14 @@ class RangeSnapshots:
 
     @property
     def has_more(self) -> bool:
-        """Whether any block has not been handed over."""
         return bool(self._blocks)
 
     def has(self, key: Key) -> bool:
-        """Whether any block of a range has not been handed over."""
         return key in self._blocks
 
     def next(self, of: Iterable[Key]) -> tuple[Key, SavedBlock] | None:
-        """A block that has not been handed over: views that are good until anything changes. None
-        if all have.
+        """Hand over a captured block: views that are valid until anything changes. None if none is
+        left.
 
         Args:
             of: the ranges that it may be of; the first that has one.
@@ -92,7 +89,7 @@ class RangeSnapshots:
         return key, saved
 
     def end(self) -> None:
-        """Nobody writes any more."""
+        """Forget all captured blocks."""
         self._take = _nothing
         self._stores.clear()
         self._blocks.clear()
@@ -107,7 +104,7 @@ def _nothing(key: Key, block: SavedBlock) -> None:
 
 
 class CopyQuota:
-    """The room for the copies of one checkpoint.
+    """A memory quota for the copies of one checkpoint.
 
     Args:
         bound_bytes: what copies that wait to be written may take.
@@ -121,46 +118,45 @@ class CopyQuota:
 
     @property
     def held(self) -> Sequence[Key]:
-        """The ranges that must not change, in the order in which they were planned."""
+        """Ranges that must not change, in the order of `plan`."""
         return list(self._held)
 
     @property
     def turns(self) -> Sequence[Key]:
-        """The ranges whose blocks may be copied though nothing changes them, the best first: those
-        that training waits for, one by one where others may need the room.
+        """Ranges whose blocks may be copied although nothing changes them, the best first: those
+        that training waits for, one by one where others may need the space.
         """
         is_free = 2 * self._taken_bytes <= self._bound_bytes or not self._waiting_bytes
         return [*self._held, *self._open] if is_free else list(self._open)
 
     @property
     def waiting_bytes(self) -> int:
-        """What is copied and not written."""
+        """Bytes that are copied and not yet written."""
         return self._waiting_bytes
 
     def plan(self, key: Key, byte_count: int) -> bool:
-        """A range of at most so many bytes is about to be captured; whether it may change then."""
+        """Plan to capture a range of at most so many bytes; True if it may change then."""
         is_open = not self._held and self._fits(byte_count)
         (self._open if is_open else self._held)[key] = byte_count
         return is_open
 
     def captured(self, key: Key, byte_count: int) -> None:
-        """So much of it has to be copied."""
+        """Set the bytes of a captured range that must be copied."""
         of = self._held if key in self._held else self._open
         of[key] = byte_count
 
     def copied(self, key: Key, byte_count: int, *, is_last: bool) -> None:
-        """A block of it was copied."""
         self._waiting_bytes += byte_count
         of = self._held if key in self._held else self._open
         if key in of:
             of[key] = 0 if is_last else max(0, of[key] - byte_count)
 
     def written(self, byte_count: int) -> None:
-        """A copy is not needed any more."""
+        """Free the bytes of a written copy."""
         self._waiting_bytes -= byte_count
 
     def opened(self) -> list[Key]:
-        """The ranges that were held and are open from now on."""
+        """Open the held ranges that fit now."""
         found = []
         for key, byte_count in list(self._held.items()):
             if not self._fits(byte_count):

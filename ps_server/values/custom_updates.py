@@ -1,20 +1,19 @@
-"""Updates that a user wrote: the contract, and one of them run on blocks.
+"""Custom updates: the contract, and an update that runs on blocks.
 
-An update is a function of the values, the state, the gradient and the numbers of some elements. It
-is handed tensors of its own and hands back what they become; nothing of the table is written before
-everything that it handed back has been looked at, for all blocks of the update. So one that raises,
-or gives what it must not, leaves values and state bit for bit as they were.
+An update is a function of the values, state, gradient and hyperparameters of some elements. It gets
+copies and returns new values and state; nothing of the table is written before the results for all
+blocks have been checked. So an update that raises, or returns something wrong, leaves values and
+state bit for bit as they were.
 
-It gives results back, where torch's own kernels work in place, because then "nothing half applied"
-is for this module to see to and not for every author. The tensors that it is handed are copies:
-whoever likes to may work in place on them and give them back.
+An update returns results, where torch's own kernels work in place, so that this module, and not
+every author, ensures that nothing is half applied. It may work in place on its copies.
 
 Rules:
     - Elements of tensors that are absent from an update are not handed over; their state and step
       count stay, as with the other optimizers.
     - Elements of several tensors with equal step counts are handed over as one vector. Its length
-      is a multiple of 64: behind the last element it has zeros, and what becomes of those is
-      dropped. So no element is ever in the tail of a vector, which torch rounds differently.
+      is a multiple of 64: zeros follow the last element, and their results are dropped. So no
+      element is ever in the tail of a vector, which torch rounds differently.
     - Values must come back finite, unless the table allows others. State may hold infinities, but
       no NaN.
 
@@ -22,9 +21,6 @@ Invariants:
     CU-1  All blocks of an update change, or none does.
     CU-2  With an update that treats each element by itself, OPT-1 holds
           (`ps_server.values.update_check` tries that).
-
-What it deliberately does not do: find updates (`ps_server.installed_updates`), reduce
-contributions, or decide what a failure means (`ps_server.ranges.server_machine`).
 """
 
 from __future__ import annotations
@@ -46,15 +42,15 @@ from ps_server.values.contributions import Contribution, element_mask, is_finite
 from ps_server.values.optimizers import BlockState, padded_length
 
 _TEXT_CHARACTERS = 300
-"""What is told of an exception's text."""
+"""Most characters of an exception's text in a message."""
 
 
 class CustomUpdate(Protocol):
-    """What an entry point of the group ``pushpull.updates`` names: an object with these members, or
-    a class that makes one when it is called without arguments.
+    """The contract of an entry point of the group ``pushpull.updates``: an object with these
+    members, or a class that makes one when it is called without arguments.
 
     Attributes:
-        hyperparameters: the names of its numbers, and their defaults; at most 32.
+        hyperparameters: their names and defaults; at most 32.
         slots: the names of its state, one value for each element, and what each starts with.
     """
 
@@ -69,7 +65,8 @@ class CustomUpdate(Protocol):
         numbers: Mapping[str, float],
         step: int,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """What values and state become.
+        """Returns the new values and state. The same arguments give the same bits, always; each
+        element's result depends on that element alone.
 
         The same arguments give the same bits, always; each element's result depends on that element
         alone.
@@ -91,12 +88,12 @@ class CustomUpdate(Protocol):
 
 
 class Broken(Exception):
-    """An update raised, or gave back what it must not: says how, and nothing of where."""
+    """The update raised, or returned something wrong. The message holds no place in the code."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckedUpdate:
-    """An update that has what the contract asks for."""
+    """An update that satisfies the contract."""
 
     name: str
     defaults: Hyperparameters
@@ -111,7 +108,7 @@ class CheckedUpdate:
         numbers: Mapping[str, float],
         step: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """What the update makes of tensors that are its own; shapes and dtypes are looked at.
+        """Call the update on tensors of its own, and check shapes and dtypes of its result.
 
         Raises:
             Broken: it raised, or gave back something else.
@@ -137,7 +134,7 @@ class CheckedUpdate:
 
 
 def checked(name: str, named: object) -> CheckedUpdate:
-    """What an entry point named, as an update.
+    """Check the object of an entry point, and wrap it as an update.
 
     Raises:
         InvalidConfig: it lacks what the contract asks for; says what.
@@ -172,7 +169,7 @@ def _numbers(what: str, made: object, member: str) -> dict[str, float]:
 
 
 def described(failure: BaseException) -> str:
-    """An exception of somebody else's, with the line that raised it."""
+    """A user's exception as text, with the line that raised it."""
     frames = traceback.extract_tb(failure.__traceback__)
     place = ""
     if frames:
@@ -202,7 +199,7 @@ def _check_tensor(what: str, tensor: object, like: tuple[torch.Size, torch.dtype
 
 
 class _Part(NamedTuple):
-    """What became of some elements of a block: those of `mask`, or all of them."""
+    """New values of some elements of a block: those of `mask`, or all of them."""
 
     mask: Tensor | None
     values: Tensor
@@ -210,7 +207,7 @@ class _Part(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """What became of a block."""
+    """New values of a block."""
 
     block: BlockState
     parts: list[_Part]
@@ -239,7 +236,7 @@ class CustomOptimizer:
         parts: Sequence[tuple[BlockState, Contribution]],
         numbers: Mapping[str, float],
     ) -> None:
-        """Update `clock`, on the present tensors of the blocks: on all of them, or none (CU-1).
+        """Run update `clock` on the present tensors of all blocks, or of none (CU-1).
 
         Shapes:
             parts: blocks, each with its reduced gradient, which is only read.
@@ -323,7 +320,7 @@ def _picked(source: Tensor, length: int, mask: Tensor | None) -> Tensor:
 
 
 def _full(state: BlockState, mask: Tensor | None, start: float) -> Tensor:
-    """State that nobody has made yet."""
+    """Initial state."""
     count = padded_length(_count(state.length, mask))
     return torch.full((count,), start, dtype=state.values.dtype)
 

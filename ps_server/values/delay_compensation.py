@@ -1,4 +1,4 @@
-"""Delay compensation: a gradient that was computed at old values, corrected for what has changed.
+"""Delay compensation: corrects a gradient computed at old values for later changes.
 
     g + lambda * g * g * (w - w')          g * g stands for the diagonal of the Hessian
     adaptive: lambda / sqrt(m + eps), where m is the running mean of g * g
@@ -18,14 +18,14 @@ from ps_server.values.contributions import Contribution, element_mask, head, tak
 from ps_server.values.optimizers import BlockState
 
 MEAN_SQUARE = "delay_mean_square"
-"""The optimizer state that the adaptive form adds to a block: of the updates that are in it."""
+"""The optimizer state that the adaptive form adds to a block."""
 
 MEAN_DECAY = 0.95
 EPSILON = 1e-7
 
 
-class KeptValues:
-    """The values that readers were given last, block by block: what their gradients start from."""
+class ReaderValues:
+    """The values that readers were given last, block by block: their gradients start from these."""
 
     def __init__(self, pool: BufferPool) -> None:
         self._pool = pool
@@ -36,11 +36,9 @@ class KeptValues:
 
     @property
     def byte_count(self) -> int:
-        """What they cost."""
         return sum(kept.nbytes for kept in self._kept.values())
 
     def keep(self, reader: Incarnation, block: int, values: Tensor) -> None:
-        """Remember the block's values as they are now."""
         kept = self._kept.get((reader, block))
         if kept is None:
             kept = self._pool.take(values.numel(), values.dtype)
@@ -48,16 +46,14 @@ class KeptValues:
         kept.copy_(values)
 
     def find(self, reader: Incarnation, block: int) -> Tensor | None:
-        """What the reader was given; None if it never was."""
+        """The values that the reader was given; None if it never was."""
         return self._kept.get((reader, block))
 
     def forget(self, reader: Incarnation) -> None:
-        """The reader has gone."""
         for key in [key for key in self._kept if key[0] == reader]:
             self._pool.give_back(self._kept.pop(key))
 
     def clear(self) -> None:
-        """All readers have."""
         for reader in {reader for reader, _ in self._kept}:
             self.forget(reader)
 

@@ -1,10 +1,8 @@
-"""What this machine's arithmetic is, in one line, so that replicas can be checked to agree.
+"""A fingerprint of this machine's arithmetic, in one line, by which replicas check that they agree.
 
 Two servers give the same bits only with the same torch, the same SIMD capability and kernels that
 do the same: the last is tried, not believed. The self-test runs every kernel, exact and fast, on
 fixed inputs and hashes values and optimizer state: a few milliseconds, once in a process.
-
-What it deliberately does not do: say which fingerprint is right; the scheduler compares them.
 """
 
 from __future__ import annotations
@@ -59,14 +57,14 @@ def _with_kernels(spec: OptimizerSpec, kernels: Kernels) -> OptimizerSpec:
 
 def _run(spec: OptimizerSpec, dtype: np.dtype[np.floating], digest: hashlib._Hash) -> None:
     optimizer = Optimizer(spec, BufferPool())
-    numbers = dict(spec.hyperparameters)
+    hyperparameters = dict(spec.hyperparameters)
     state = BlockState(
         values=torch.from_numpy(_inputs(0, dtype)),
         bounds=np.array([0, _ELEMENT_COUNT], dtype=np.int64),
     )
     for step in range(1, _STEP_COUNT + 1):
         gradient = torch.from_numpy(_inputs(step, dtype))
-        optimizer.apply(state, gradient, None, numbers)
+        optimizer.apply(state, gradient, None, hyperparameters)
     for _, tensor in sorted([("values", state.values), *state.slots.items()]):
         digest.update(tensor.numpy().tobytes())
 

@@ -1,13 +1,13 @@
-"""What a decision does to values once it is committed: done by the primary, sent to backups.
+"""Mutations: a committed decision's changes of values, done by the primary and sent to backups.
 
     Put        a sum becomes values
-    Kept       a sum was reduced, and waits for its scale; `Put` follows
-    Dropped    nothing comes of a sum that was kept, or is in the making
-    Assigned   initial values, or an edit's: values, or what it lays beside for optimizer state
+    KeptSum    a sum was reduced, and waits for its scale; `Put` follows
+    Dropped    a kept sum, or an accumulator, is dropped
+    Assigned   initial values, or an edit's: values, or optimizer state that it lays beside
 
-An accumulator is what was summed for an update, detached from the sums in the making, and opaque
-here. On its way to a backup it is a `SentAccumulator`: before it is averaged (after it, where it
-was kept), in the table's own arithmetic. Both ends run the same arithmetic on the same numbers.
+An accumulator holds the sums of an update, is detached from the store, and opaque here. On its way
+to a backup it is a `SentAccumulator`: before it is averaged (after it, where it was kept), in the
+table's own arithmetic. Both ends run the same arithmetic on the same numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Elements(NamedTuple):
 
 
 def fixed_elements(blocks: tuple[Elements, ...]) -> tuple[Elements, ...]:
-    """The same, in memory that does not change."""
+    """A copy in memory of its own."""
     return tuple([each._replace(payload=bytes(each.payload)) for each in blocks])
 
 
@@ -51,20 +51,18 @@ class SentAccumulator(NamedTuple):
     means: tuple[Elements, ...] = ()
 
     def fixed(self) -> SentAccumulator:
-        """The same, in memory that does not change."""
+        """A copy in memory of its own."""
         return self._replace(blocks=fixed_elements(self.blocks), means=fixed_elements(self.means))
 
 
 class Put(NamedTuple):
-    """A sum becomes values. `accumulator` is None where it was `Kept` before: who has that, has
-    it.
-    """
+    """Apply a sum. `accumulator` is None after a `KeptSum`: the server has it."""
 
     record: Record
     accumulator: Any
 
 
-class Kept(NamedTuple):
+class KeptSum(NamedTuple):
     """A sum was reduced, and waits for its scale."""
 
     record: Record
@@ -72,7 +70,7 @@ class Kept(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """Nothing comes of a sum, whether it was kept or not."""
+    """Drop a sum, whether it was kept or not."""
 
     record: Record
 
@@ -84,4 +82,4 @@ class Assigned(NamedTuple):
     parts: tuple[Any, ...]
 
 
-Change = Put | Kept | Dropped | Assigned
+Mutation = Put | KeptSum | Dropped | Assigned

@@ -3,11 +3,11 @@
     exp_avg --laid beside--> exp_avg_sq --laid beside--> step: all in place, at one clock
 
 Rules:
-    - What no update has made yet reads as it would begin.
-    - State is loaded array by array, a clock for each. What comes is laid beside what there is,
-      which goes on; `step`, the last, puts all of it in place. So nobody sees half of it, whatever
-      comes in between, nor does a checkpoint, which has nothing of what is laid beside.
-    - What was laid beside under the name of one edit is never put in place by another.
+    - State that no update has made yet reads as its initial value.
+    - State is loaded array by array, a clock for each. An array is laid beside the present state,
+      which goes on; `step`, the last, puts all arrays in place. So neither a reader nor a
+      checkpoint sees half of a load.
+    - Arrays laid beside under the name of one edit are never put in place by another.
     - `step` is an array too: each element has the steps that its tensor has taken. When it is
       loaded, the first element of each tensor in the block counts. Whatever is written there
       becomes a count: by then it is decided, and is the same on every replica.
@@ -37,11 +37,11 @@ from ps_server.values.contributions import Contribution
 from ps_server.values.optimizers import BlockState, initial_state_value
 
 _BESIDE = "beside/"
-"""What is laid beside has such names; no optimizer of torch has one."""
+"""The prefix of state that is laid beside; no optimizer of torch has one."""
 
 
 def check_array(table: Table, name: str) -> None:
-    """Refuse an array that the table's optimizer does not have.
+    """Check that the table's optimizer has the array.
 
     Raises:
         InvalidKeys: it has none of that name.
@@ -65,12 +65,12 @@ def read_array(state: BlockState, optimizer: OptimizerSpec, name: str) -> bytes:
 
 
 def is_laid_beside(slot: str) -> bool:
-    """Whether a state of that name is none yet."""
+    """True if a state of that name is laid beside."""
     return slot.startswith(_BESIDE)
 
 
 def _array(state: BlockState, optimizer: OptimizerSpec, name: str) -> Tensor:
-    """An array as it is, or as it would begin."""
+    """An array of the block, initial if no update has made it yet."""
     found = state.values if name == VALUES_ARRAY else state.slots.get(name)
     if found is None:
         return torch.full_like(state.values, initial_state_value(optimizer, name))

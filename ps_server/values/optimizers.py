@@ -19,9 +19,6 @@ Invariants:
            cut between servers, on its neighbours or their presence, nor on the number of threads.
     OPT-2  A gradient is only read.
 
-What it deliberately does not do: reduce contributions (`ps_server.values.contributions`), or check
-the numbers (`ps_core.tables.OptimizerSpec.merged` has).
-
 Reference: DESIGN's measurements of torch's fused, foreach and single-tensor kernels; `torch.optim`.
 """
 
@@ -45,21 +42,22 @@ from ps_core.limits import BLOCK_ALIGNMENT_ELEMENTS
 from ps_core.tables import Kernels, OptimizerKind, OptimizerSpec
 from ps_server.values.buffer_pool import BufferPool
 
-Numbers = Mapping[str, float]
+HyperparameterValues = Mapping[str, float]
 """All of an optimizer's hyperparameters by name."""
 
 Mask = npt.NDArray[np.bool_]
-"""One element for each segment of a block: whether it is present."""
+"""A mask over a block's segments: true where one is present."""
 
 Steps = int | npt.NDArray[np.int64]
-"""The steps that the segments of a block have taken: one number while it is the same for all of
-them, else one element for each."""
+"""Steps that the segments of a block have taken: one number if all are equal, else one a segment.
+"""
 
 StepsT = TypeVar("StepsT", int, npt.NDArray[np.int64])
 
 _MAX_RUN_COUNT = 32
-"""Runs of segments, for each step count among them, beyond which the kernel runs on the whole block
-and what it did to the others is undone: a run costs 20 us, and a step count four passes."""
+"""Most runs of segments for each step count. Beyond it the kernel runs on the whole block, and its
+effect on the others is undone: a run costs 20 us, and a step count four passes.
+"""
 
 
 def padded_length(length: int) -> int:
@@ -99,7 +97,7 @@ class BlockState:
 
 
 class Piece(NamedTuple):
-    """What one kernel call works on: equally long cuts of a block and of its gradient."""
+    """Equally long cuts of a block and of its gradient, for one kernel call."""
 
     values: Tensor
     gradient: Tensor
@@ -112,18 +110,18 @@ class Kernel(Protocol):
 
     @property
     def is_cut_sensitive(self) -> bool:
-        """Whether it must run on multiples of 64 elements."""
+        """True if it must run on multiples of 64 elements."""
         ...
 
-    def fills(self, numbers: Numbers, /) -> Mapping[str, float]:
-        """The optimizer state that a step needs, and what each starts with."""
+    def fills(self, hyperparameters: HyperparameterValues, /) -> Mapping[str, float]:
+        """The optimizer state that a step needs, and its initial values."""
         ...
 
-    def steps_after(self, steps: StepsT, numbers: Numbers, /) -> StepsT | int:
-        """The step counts after one more step."""
-        ...
+    def steps_after(
+        self, steps: StepsT, hyperparameters: HyperparameterValues, /
+    ) -> StepsT | int: ...
 
-    def run(self, piece: Piece, numbers: Numbers, /) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues, /) -> None:
         """One step on `piece`, in place."""
         ...
 
@@ -142,7 +140,11 @@ class Optimizer:
         self._kernel = _kernel_of(spec, pool)
 
     def apply(
-        self, state: BlockState, gradient: Tensor, present: Mask | None, numbers: Numbers
+        self,
+        state: BlockState,
+        gradient: Tensor,
+        present: Mask | None,
+        hyperparameters: HyperparameterValues,
     ) -> None:
         """One step on the present tensors of a block.
 
@@ -152,21 +154,27 @@ class Optimizer:
             present: a mask over the segments; None means all.
         """
         kernel = self._kernel
-        for name, fill in kernel.fills(numbers).items():
+        for name, fill in kernel.fills(hyperparameters).items():
             if name not in state.slots:
                 state.slots[name] = torch.full_like(state.values, fill)
         steps = state.steps
         if present is None and isinstance(steps, int):
             end = state.values.numel() if kernel.is_cut_sensitive else state.length
-            kernel.run(_piece(state, gradient, (0, end, steps)), numbers)
-            state.steps = kernel.steps_after(steps, numbers)
+            kernel.run(_piece(state, gradient, (0, end, steps)), hyperparameters)
+            state.steps = kernel.steps_after(steps, hyperparameters)
         else:
-            self._apply_in_part(state, gradient, present, numbers)
-        if "clamp_min" in numbers or "clamp_max" in numbers:
-            _clamp(state, present, numbers.get("clamp_min"), numbers.get("clamp_max"))
+            self._apply_in_part(state, gradient, present, hyperparameters)
+        if "clamp_min" in hyperparameters or "clamp_max" in hyperparameters:
+            _clamp(
+                state, present, hyperparameters.get("clamp_min"), hyperparameters.get("clamp_max")
+            )
 
     def _apply_in_part(
-        self, state: BlockState, gradient: Tensor, present: Mask | None, numbers: Numbers
+        self,
+        state: BlockState,
+        gradient: Tensor,
+        present: Mask | None,
+        hyperparameters: HyperparameterValues,
     ) -> None:
         """One step on segments that are not all present, or have taken different steps."""
         kernel = self._kernel
@@ -177,18 +185,22 @@ class Optimizer:
         runs = _runs(state.bounds, counts)
         if len(runs) > _MAX_RUN_COUNT * len(distinct):
             for count in distinct.tolist():
-                self._run_masked(state, gradient, (counts == count, count), numbers)
+                self._run_masked(state, gradient, (counts == count, count), hyperparameters)
         else:
             for run in runs:
                 if kernel.is_cut_sensitive:
-                    self._run_aligned(state, gradient, run, numbers)
+                    self._run_aligned(state, gradient, run, hyperparameters)
                 else:
-                    kernel.run(_piece(state, gradient, run), numbers)
-        steps[here] = kernel.steps_after(steps[here], numbers)
+                    kernel.run(_piece(state, gradient, run), hyperparameters)
+        steps[here] = kernel.steps_after(steps[here], hyperparameters)
         state.steps = int(steps[0]) if (steps == steps[0]).all() else steps
 
     def _run_masked(
-        self, state: BlockState, gradient: Tensor, part: tuple[Mask, int], numbers: Numbers
+        self,
+        state: BlockState,
+        gradient: Tensor,
+        part: tuple[Mask, int],
+        hyperparameters: HyperparameterValues,
     ) -> None:
         """Run the kernel on the whole block; undo what it did to segments outside the mask."""
         mask, steps = part
@@ -196,12 +208,16 @@ class Optimizer:
         outside[: state.length] = torch.from_numpy(np.repeat(~mask, np.diff(state.bounds)))
         touched = (state.values, *state.slots.values())
         saved = [tensor.clone() for tensor in touched]
-        self._kernel.run(_piece(state, gradient, (0, state.values.numel(), steps)), numbers)
+        self._kernel.run(_piece(state, gradient, (0, state.values.numel(), steps)), hyperparameters)
         for tensor, before in zip(touched, saved, strict=True):
             torch.where(outside, before, tensor, out=tensor)
 
     def _run_aligned(
-        self, state: BlockState, gradient: Tensor, run: tuple[int, int, int], numbers: Numbers
+        self,
+        state: BlockState,
+        gradient: Tensor,
+        run: tuple[int, int, int],
+        hyperparameters: HyperparameterValues,
     ) -> None:
         """Run the kernel on the 64-aligned hull of `run`; undo what it did to the neighbours."""
         begin, end, steps = run
@@ -214,13 +230,13 @@ class Optimizer:
             for tensor in touched
             for first, last in edges
         ]
-        self._kernel.run(_piece(state, gradient, (low, high, steps)), numbers)
+        self._kernel.run(_piece(state, gradient, (low, high, steps)), hyperparameters)
         for neighbour, before in saved:
             neighbour.copy_(before)
 
 
 def initial_state_value(optimizer: OptimizerSpec, name: str) -> float:
-    """What each element of a state begins with."""
+    """The initial value of each element of a state."""
     if optimizer.kind is OptimizerKind.ADAGRAD and name == "sum":
         # The table's number: torch reads it when the optimizer is made, and never again.
         return dict(optimizer.merged(()))["initial_accumulator_value"]
@@ -256,7 +272,7 @@ def _runs(
 
 
 def _scalar() -> Tensor:
-    """Where torch reads a step count from; filling it again costs a third of making it."""
+    """The tensor from which torch reads a step count; refilling it costs a third of making it."""
     return torch.zeros((), dtype=torch.float32)
 
 
@@ -265,40 +281,46 @@ class _Sgd:
     spec: OptimizerSpec
     is_cut_sensitive: bool
 
-    def fills(self, numbers: Numbers) -> Mapping[str, float]:
-        return {"momentum_buffer": 0.0} if numbers["momentum"] != 0 else {}
+    def fills(self, hyperparameters: HyperparameterValues) -> Mapping[str, float]:
+        return {"momentum_buffer": 0.0} if hyperparameters["momentum"] != 0 else {}
 
-    def steps_after(self, steps: StepsT, numbers: Numbers) -> StepsT | int:
-        return 1 if numbers["momentum"] != 0 else steps
+    def steps_after(self, steps: StepsT, hyperparameters: HyperparameterValues) -> StepsT | int:
+        return 1 if hyperparameters["momentum"] != 0 else steps
 
-    def _options(self, numbers: Numbers) -> dict[str, Any]:
+    def _options(self, hyperparameters: HyperparameterValues) -> dict[str, Any]:
         return {
-            "weight_decay": numbers["weight_decay"],
-            "momentum": numbers["momentum"],
-            "lr": numbers["lr"],
-            "dampening": numbers["dampening"],
+            "weight_decay": hyperparameters["weight_decay"],
+            "momentum": hyperparameters["momentum"],
+            "lr": hyperparameters["lr"],
+            "dampening": hyperparameters["dampening"],
             "nesterov": self.spec.nesterov,
             "maximize": self.spec.maximize,
         }
 
 
 class _SgdExact(_Sgd):
-    def run(self, piece: Piece, numbers: Numbers) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         kept = piece.slots.get("momentum_buffer")
         buffers = [kept if piece.steps else None]
-        sgd([piece.values], [piece.gradient], buffers, foreach=False, **self._options(numbers))
+        sgd(
+            [piece.values],
+            [piece.gradient],
+            buffers,
+            foreach=False,
+            **self._options(hyperparameters),
+        )
         if kept is not None and buffers[0] is not None and buffers[0] is not kept:
             kept.copy_(buffers[0])
 
 
 class _SgdFast(_Sgd):
-    def run(self, piece: Piece, numbers: Numbers) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         torch._fused_sgd_(
             [piece.values],
             [piece.gradient],
-            [piece.slots["momentum_buffer"]] if numbers["momentum"] != 0 else [],
+            [piece.slots["momentum_buffer"]] if hyperparameters["momentum"] != 0 else [],
             is_first_step=piece.steps == 0,
-            **self._options(numbers),
+            **self._options(hyperparameters),
         )
 
 
@@ -313,11 +335,11 @@ class _Adam:
     is_cut_sensitive: bool
     step: Tensor = field(default_factory=_scalar)
 
-    def fills(self, _numbers: Numbers) -> Mapping[str, float]:
+    def fills(self, _numbers: HyperparameterValues) -> Mapping[str, float]:
         names = ["exp_avg", "exp_avg_sq"]
         return dict.fromkeys([*names, "max_exp_avg_sq"] if self.spec.amsgrad else names, 0.0)
 
-    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
+    def steps_after(self, steps: StepsT, _numbers: HyperparameterValues) -> StepsT | int:
         return steps + 1
 
     def _tensors(self, piece: Piece, steps: int) -> _AdamTensors:
@@ -325,23 +347,25 @@ class _Adam:
         moments = [piece.slots["exp_avg"]], [piece.slots["exp_avg_sq"]], largest
         return [piece.values], [piece.gradient], *moments, [self.step.fill_(steps)]
 
-    def _options(self, numbers: Numbers) -> dict[str, Any]:
+    def _options(self, hyperparameters: HyperparameterValues) -> dict[str, Any]:
         names = ("lr", "beta1", "beta2", "eps", "weight_decay")
         flags = {"amsgrad": self.spec.amsgrad, "maximize": self.spec.maximize}
-        return {**{name: numbers[name] for name in names}, **flags}
+        return {**{name: hyperparameters[name] for name in names}, **flags}
 
 
 class _AdamExact(_Adam):
-    def run(self, piece: Piece, numbers: Numbers) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         function = adamw if self.spec.kind is OptimizerKind.ADAMW else adam
-        function(*self._tensors(piece, piece.steps), foreach=False, **self._options(numbers))
+        function(
+            *self._tensors(piece, piece.steps), foreach=False, **self._options(hyperparameters)
+        )
 
 
 class _AdamFast(_Adam):
-    def run(self, piece: Piece, numbers: Numbers) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         is_adamw = self.spec.kind is OptimizerKind.ADAMW
         function = torch._fused_adamw_ if is_adamw else torch._fused_adam_
-        function(*self._tensors(piece, piece.steps + 1), **self._options(numbers))
+        function(*self._tensors(piece, piece.steps + 1), **self._options(hyperparameters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,28 +375,33 @@ class _Adagrad:
     initial: float
     step: Tensor = field(default_factory=_scalar)
 
-    def fills(self, _numbers: Numbers) -> Mapping[str, float]:
+    def fills(self, _numbers: HyperparameterValues) -> Mapping[str, float]:
         return {"sum": self.initial}
 
-    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
+    def steps_after(self, steps: StepsT, _numbers: HyperparameterValues) -> StepsT | int:
         return steps + 1
 
-    def _options(self, numbers: Numbers) -> dict[str, Any]:
+    def _options(self, hyperparameters: HyperparameterValues) -> dict[str, Any]:
         names = ("lr", "lr_decay", "eps", "weight_decay")
-        return {**{name: numbers[name] for name in names}, "maximize": self.spec.maximize}
+        return {**{name: hyperparameters[name] for name in names}, "maximize": self.spec.maximize}
 
 
 class _AdagradExact(_Adagrad):
-    def run(self, piece: Piece, numbers: Numbers) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
-        adagrad(*tensors, [self.step.fill_(piece.steps)], foreach=False, **self._options(numbers))
+        adagrad(
+            *tensors,
+            [self.step.fill_(piece.steps)],
+            foreach=False,
+            **self._options(hyperparameters),
+        )
 
 
 class _AdagradFast(_Adagrad):
-    def run(self, piece: Piece, numbers: Numbers) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
         torch._fused_adagrad_(
-            *tensors, [self.step.fill_(piece.steps + 1)], **self._options(numbers)
+            *tensors, [self.step.fill_(piece.steps + 1)], **self._options(hyperparameters)
         )
 
 
@@ -383,61 +412,61 @@ class _Rmsprop:
     is_cut_sensitive: bool = False
     step: Tensor = field(default_factory=_scalar)
 
-    def fills(self, numbers: Numbers) -> Mapping[str, float]:
+    def fills(self, hyperparameters: HyperparameterValues) -> Mapping[str, float]:
         names = ["square_avg"]
         if self.spec.centered:
             names.append("grad_avg")
-        if numbers["momentum"] > 0:
+        if hyperparameters["momentum"] > 0:
             names.append("momentum_buffer")
         return dict.fromkeys(names, 0.0)
 
-    def steps_after(self, steps: StepsT, _numbers: Numbers) -> StepsT | int:
+    def steps_after(self, steps: StepsT, _numbers: HyperparameterValues) -> StepsT | int:
         return steps + 1
 
 
 class _RmspropExact(_Rmsprop):
-    def run(self, piece: Piece, numbers: Numbers) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         slots = piece.slots
         rmsprop(
             [piece.values],
             [piece.gradient],
             [slots["square_avg"]],
             [slots["grad_avg"]] if self.spec.centered else [],
-            [slots["momentum_buffer"]] if numbers["momentum"] > 0 else [],
+            [slots["momentum_buffer"]] if hyperparameters["momentum"] > 0 else [],
             [self.step.fill_(0)],
             foreach=False,
             maximize=self.spec.maximize,
             centered=self.spec.centered,
-            lr=numbers["lr"],
-            alpha=numbers["alpha"],
-            eps=numbers["eps"],
-            weight_decay=numbers["weight_decay"],
-            momentum=numbers["momentum"],
+            lr=hyperparameters["lr"],
+            alpha=hyperparameters["alpha"],
+            eps=hyperparameters["eps"],
+            weight_decay=hyperparameters["weight_decay"],
+            momentum=hyperparameters["momentum"],
         )
 
 
 class _RmspropFast(_Rmsprop):
-    def run(self, piece: Piece, numbers: Numbers) -> None:
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         """Torch's single-tensor arithmetic, operation by operation, into pooled scratch."""
         values, gradient, square = piece.values, piece.gradient, piece.slots["square_avg"]
-        lr, alpha = numbers["lr"], numbers["alpha"]
+        lr, alpha = hyperparameters["lr"], hyperparameters["alpha"]
         # Sizes are powers of two, so that the runs of changing presence do not fill the pool.
         size = 1 << (values.numel() - 1).bit_length()
         buffers = [self.pool.take(size, values.dtype)]
         scratch = buffers[0][: values.numel()]
-        if self.spec.maximize or numbers["weight_decay"] != 0:
+        if self.spec.maximize or hyperparameters["weight_decay"] != 0:
             buffers.append(self.pool.take(size, values.dtype))
             adjusted = buffers[1][: values.numel()]
-            gradient = self._adjusted(piece, numbers["weight_decay"], adjusted)
+            gradient = self._adjusted(piece, hyperparameters["weight_decay"], adjusted)
         square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
         if self.spec.centered:
             average = piece.slots["grad_avg"].lerp_(gradient, 1 - alpha)
             torch.addcmul(square, average, average, value=-1, out=scratch).sqrt_()
         else:
             torch.sqrt(square, out=scratch)
-        scratch.add_(numbers["eps"])
-        if numbers["momentum"] > 0:
-            buffer = piece.slots["momentum_buffer"].mul_(numbers["momentum"])
+        scratch.add_(hyperparameters["eps"])
+        if hyperparameters["momentum"] > 0:
+            buffer = piece.slots["momentum_buffer"].mul_(hyperparameters["momentum"])
             values.add_(buffer.addcdiv_(gradient, scratch), alpha=-lr)
         else:
             values.addcdiv_(gradient, scratch, value=-lr)

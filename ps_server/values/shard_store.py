@@ -1,8 +1,8 @@
-"""One table's blocks in one range: values, optimizer state, sums in the making.
+"""One table's blocks in one range: values, optimizer state, accumulators.
 
-The range machine decides what takes part in which update and in which order; this store does the
-arithmetic that it was told to do, and nothing else. Calls on one store must not overlap; stores are
-independent of each other but for the pool, which is safe to share between threads.
+The range machine decides the contributions of each update and their order; this store only does the
+arithmetic. Calls on one store must not overlap. Stores share nothing but the pool, which is safe
+between threads.
 
 Rules:
     - Values are kept and summed in float32, for float64 tables in float64; workers of float16 and
@@ -15,20 +15,18 @@ Rules:
     - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
       reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0
       is the initial value.
-    - Delay compensation: what a worker was given last is kept, block by block, until it goes. The
-      running mean of the adaptive form is of the steps that were accumulated, in their order; it
-      goes with the sum, and is the block's once the update is: what is summed and comes to nothing
+    - Delay compensation: the values that a worker was given last are kept, block by block, until
+      it goes. The running mean of the adaptive form covers the accumulated steps, in their order.
+      It goes with the accumulator, and becomes the block's with the update: a sum that is dropped
       is in no mean that is copied, saved or sent.
     - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
       to them.
-    - What an edit gives replaces values, or goes to optimizer state (`optimizer_arrays`).
+    - An edit replaces values, or goes to optimizer state (`optimizer_arrays`).
 
 Invariants:
     STO-1  A contribution is accumulated at most once: its memory becomes the accumulator's.
     STO-2  The result depends on the parts, their order and their scales only, not on the block size
            or the other blocks (with OPT-1: DESIGN's G4).
-
-What it deliberately does not do: sequence, wait, decide who contributes, know protobuf.
 """
 
 from __future__ import annotations
@@ -76,29 +74,29 @@ from ps_server.values.store_copy import (
     SavedBlock,
     StoreCopy,
     SumCopy,
+    buffer_for,
     check_block,
     copy_of_block,
     restore_block,
-    room_for,
     saved_block,
     set_steps,
 )
 from ps_server.values.update_arithmetic import Accumulator, KeptSums, UpdateArithmetic
 
 
-class Changes(NamedTuple):
-    """Who is told of blocks before they change and after."""
+class ChangeHooks(NamedTuple):
+    """Hooks that are called with blocks before they change and after."""
 
     begin: Callable[[Sequence[int]], None]
     end: Callable[[Sequence[int]], None]
 
 
 def nobody(blocks: Sequence[int]) -> None:
-    """Of `Changes`: nobody is told."""
+    """A hook that does nothing."""
     del blocks
 
 
-NOBODY_LOOKS = Changes(nobody, nobody)
+NOBODY_LOOKS = ChangeHooks(nobody, nobody)
 
 
 class ShardStore:
@@ -142,7 +140,7 @@ class ShardStore:
         self._versions = dict.fromkeys(self._states, 0)
         self._block_bytes = self._bytes_of(self._states)  # counted on: a store may have thousands
         self.lineage = object()
-        self._kept = delay.KeptValues(self._pool)
+        self._kept = delay.ReaderValues(self._pool)
         self._accumulators: dict[int, Accumulator] = {}
         self._means_ahead: dict[int, Contribution] = {}  # the newest, of sums not applied yet
         self._sums = KeptSums(self._name, self._pool)
@@ -214,18 +212,17 @@ class ShardStore:
         return part
 
     def keep(self, reader: Incarnation, block: int) -> None:
-        """Remember the block's values as `reader` has them now: what its gradients start from."""
+        """Remember the block's values as `reader` has them now: its gradients start from these."""
         self._kept.keep(reader, block, self._state(block).values)
 
     def forget(self, reader: Incarnation) -> None:
-        """The reader has gone."""
         self._kept.forget(reader)
 
     def _compensated(
         self, accumulator: Accumulator, compensation: Compensation, part: Contribution
     ) -> Contribution:
-        """A gradient as it would be at the present values, to first order (DC-ASGD); itself if the
-        reader was never given the block.
+        """The gradient at the present values, to first order (DC-ASGD); unchanged if the reader was
+        never given the block.
         """
         kept = self._kept.find(compensation.reader, part.block)
         if kept is None:
@@ -311,7 +308,7 @@ class ShardStore:
 
         Args, Raises: as `applying`; what was accumulated is still there after an InvalidConfig.
         """
-        self._arithmetic.numbers(hyperparameters)
+        self._arithmetic.merged(hyperparameters)
         accumulator = self.take(clock)
         return self.apply_accumulator(
             clock, accumulator, hyperparameters, contributor_count, update_scale
@@ -336,7 +333,7 @@ class ShardStore:
         hyperparameters: Hyperparameters,
         contributor_count: int,
         update_scale: float = 1.0,
-        changes: Changes = NOBODY_LOOKS,
+        changes: ChangeHooks = NOBODY_LOOKS,
     ) -> Work[tuple[int, ...]]:
         """Apply a sum that was taken, or came from another server, some blocks after others.
 
@@ -356,9 +353,9 @@ class ShardStore:
             UpdateFailed: the custom update failed; values, state and versions are as they were.
         """
         arithmetic = self._arithmetic
-        numbers = arithmetic.numbers(hyperparameters)
+        merged = arithmetic.merged(hyperparameters)
         blocks = tuple(sorted(accumulator.parts))
-        terms = accumulator, numbers, contributor_count, update_scale
+        terms = accumulator, merged, contributor_count, update_scale
         means, accumulator.means = accumulator.means, {}
         if arithmetic.is_aggregate:  # the sums before it change place, whatever its blocks are
             for some in pieces_of(tuple(self._states)):
@@ -380,7 +377,7 @@ class ShardStore:
         return blocks
 
     def is_brief(self, block_count: int) -> bool:
-        """Whether an update of so many blocks is one step: `apply_brief` does it."""
+        """True if an update of so many blocks is one step: `apply_brief` does it."""
         return block_count <= PIECE_COUNT and self._is_by_block
 
     def apply_brief(
@@ -389,13 +386,13 @@ class ShardStore:
         hyperparameters: Hyperparameters,
         contributor_count: int,
         update_scale: float,
-        changes: Changes,
+        changes: ChangeHooks,
     ) -> None:
         """As `applying`, where the update `is_brief`: most are, and steps cost more than these."""
         blocks = tuple(sorted(accumulator.parts))
-        numbers = self._arithmetic.numbers(hyperparameters)
+        merged = self._arithmetic.merged(hyperparameters)
         means, accumulator.means = accumulator.means, {}
-        terms = accumulator, numbers, contributor_count, update_scale
+        terms = accumulator, merged, contributor_count, update_scale
         change = partial(self._arithmetic.apply, self._states, blocks, *terms)
         self._change(blocks, changes, change, means)
         accumulator.is_reduced = True
@@ -403,7 +400,7 @@ class ShardStore:
     def _change(
         self,
         blocks: Sequence[int],
-        changes: Changes,
+        changes: ChangeHooks,
         change: Callable[[], None],
         means: dict[int, Contribution],
     ) -> None:
@@ -425,7 +422,7 @@ class ShardStore:
                 self._block_bytes += (len(state.slots) - slot_count) * state.values.nbytes
 
     def _put_means(self, blocks: Sequence[int], means: dict[int, Contribution]) -> None:
-        """The updates that they are of are in the blocks."""
+        """Put the running means of an applied update in place."""
         for block in blocks:
             mean = means.pop(block, None)
             if mean is None:
@@ -443,19 +440,19 @@ class ShardStore:
             del self._means_ahead[mean.block]
 
     def take(self, clock: int) -> Accumulator:
-        """What was accumulated for `clock`, for `apply_accumulator`: the caller's from now on. What
-        is accumulated for the same clock later is another sum.
+        """Take the accumulator of `clock`, for `apply_accumulator`. Later steps of the same clock
+        go into another one.
         """
         return self._accumulators.pop(clock, None) or Accumulator()
 
     def kept_accumulator(self, clock: int) -> Accumulator:
-        """The sum of `clock` as `reduce` left it, which stays here: to be read, not changed."""
+        """The accumulator of `clock` as `reduce` left it; it stays here, and must not be
+        changed.
+        """
         return self._accumulator(clock)
 
     def put_accumulator(self, clock: int, accumulator: Accumulator) -> None:
-        """The sum of `clock` as another server has it. Replaces what was accumulated for it
-        here.
-        """
+        """Put another server's sum of `clock` in place of the one here."""
         self.drop(clock)
         self._accumulators[clock] = accumulator
 
@@ -464,7 +461,7 @@ class ShardStore:
         return at_once(self.receiving(sent))
 
     def receiving(self, sent: SentAccumulator) -> Work[Accumulator]:
-        """A sum that came from another server, checked. Changes nothing.
+        """Check a sum that came from another server. Changes nothing.
 
         Shapes:
             sent: as `Accumulator.sent` gives it. Payloads are not copied but kept alive by the
@@ -492,7 +489,7 @@ class ShardStore:
         return Accumulator(parts, sent.is_reduced, means)
 
     def drop(self, clock: int) -> None:
-        """Forget the sums of `clock` that are in the making."""
+        """Drop the accumulator of `clock`."""
         accumulator = self._accumulators.pop(clock, None)
         if accumulator is not None:
             for mean in accumulator.means.values():
@@ -504,8 +501,8 @@ class ShardStore:
         return at_once(self.copying())
 
     def copying(self) -> Work[StoreCopy]:
-        """All that is here for good: values, optimizer state, versions, kept sums, sums that wait
-        for their scale. Shares nothing with the store.
+        """Copy the store's lasting state: values, optimizer state, versions, kept sums, sums that
+        wait for their scale. Shares nothing with the store.
         """
         blocks = []
         for block, state in self._states.items():
@@ -518,30 +515,32 @@ class ShardStore:
         return StoreCopy(tuple(blocks), tuple(sums))
 
     def saved(self, block: int) -> SavedBlock:
-        """A block as a checkpoint has it: views of what the next update changes."""
+        """A block for a checkpoint: views that the next update changes."""
         return saved_block(block, self._versions[block], self._state(block))
 
     def load(self, block: int, version: int, steps: Sequence[int]) -> Callable[[str], memoryview]:
-        """Take over a block of a checkpoint; gives where each of its tensors is to be written."""
+        """Load a block of a checkpoint; returns a function that gives the memory of each tensor to
+        write to.
+        """
         state = self._state(block)
         self.lineage = object()
         self._versions[block] = version
         set_steps(state, steps)
 
-        def room(name: str) -> memoryview:
+        def buffer(name: str) -> memoryview:
             before = state.state_bytes
-            found = room_for(name, state)
+            found = buffer_for(name, state)
             self._block_bytes += state.state_bytes - before
             return found
 
-        return room
+        return buffer
 
     def check(self, copy: StoreCopy) -> None:
         """`checking`, at once."""
         at_once(self.checking(copy))
 
     def checking(self, copy: StoreCopy) -> Work[None]:
-        """Refuse a copy of anything else than these blocks. Changes nothing.
+        """Check that the copy is of these blocks. Changes nothing.
 
         Raises:
             InvalidKeys: it is of other blocks, or a sum is.
@@ -563,9 +562,9 @@ class ShardStore:
         """`restoring`, at once."""
         at_once(self.restoring(copy))
 
-    def restoring(self, copy: StoreCopy, changes: Changes = NOBODY_LOOKS) -> Work[None]:
-        """Become what `copy` says, in the memory that the values have: of what was here before,
-        nothing is left. Sums stay in the memory of `copy`.
+    def restoring(self, copy: StoreCopy, changes: ChangeHooks = NOBODY_LOOKS) -> Work[None]:
+        """Restore the store from `copy`, in the memory that the values have; nothing else stays.
+        Sums stay in the memory of `copy`.
 
         Raises:
             As `check`; then nothing has changed.
@@ -592,7 +591,7 @@ class ShardStore:
         )
 
     def abandon(self) -> None:
-        """Nothing more comes of what is in the making, nor of what readers were given."""
+        """Drop all accumulators, and the values kept for readers."""
         for clock in list(self._accumulators):
             self.drop(clock)
         self._means_ahead.clear()
@@ -671,12 +670,10 @@ class ShardStore:
 
     @property
     def table(self) -> Table:
-        """Whose blocks they are."""
         return self._table
 
     @property
     def blocks(self) -> Collection[int]:
-        """Its blocks, ascending."""
         return self._states.keys()
 
     def version(self, block: int) -> int:

@@ -1,4 +1,4 @@
-"""All that a store holds for good, copied for a server that joins its range (SEMANTICS S9).
+"""A copy of a store's lasting state, for a server that joins its range (SEMANTICS S9).
 
 What is volatile is not in it: sums in the making, whose steps their workers send again, and what
 delay compensation remembers for readers.
@@ -22,11 +22,11 @@ from ps_server.values.optimizer_arrays import is_laid_beside
 from ps_server.values.optimizers import BlockState
 
 _MAX_STEP_COUNT = 2**53
-"""What counts as broken: a float64 would lose steps there, and no training gets so far."""
+"""A step count that is broken: a float64 would lose steps there, and no training gets so far."""
 
 
 class BlockCopy(NamedTuple):
-    """A block.
+    """A copy of a block.
 
     Shapes:
         steps: one number if all tensors have taken as many, else one for each.
@@ -42,7 +42,9 @@ class BlockCopy(NamedTuple):
 
 
 class SumCopy(NamedTuple):
-    """A sum: one that waits for its scale, or one that the table reads as (AGGREGATE)."""
+    """A copy of a sum: one that waits for its scale, or one that an AGGREGATE table is pulled
+    as.
+    """
 
     clock: int
     waits: bool
@@ -50,14 +52,14 @@ class SumCopy(NamedTuple):
 
 
 class StoreCopy(NamedTuple):
-    """One table's blocks in one range."""
+    """A copy of one table's blocks in one range."""
 
     blocks: tuple[BlockCopy, ...]
     sums: tuple[SumCopy, ...]
 
 
 def copy_of_block(block: int, version: int, state: BlockState) -> BlockCopy:
-    """The block as it is now; shares nothing with it."""
+    """A copy of the block."""
     steps = state.steps
     return BlockCopy(
         block,
@@ -69,7 +71,7 @@ def copy_of_block(block: int, version: int, state: BlockState) -> BlockCopy:
 
 
 def check_block(what: str, copy: BlockCopy, state: BlockState) -> None:
-    """Refuse a copy of another block than this.
+    """Check that the copy is of this block.
 
     Raises:
         InvalidTensor: a length is wrong, a name comes twice, or steps are no steps.
@@ -90,7 +92,7 @@ def check_block(what: str, copy: BlockCopy, state: BlockState) -> None:
 
 
 def restore_block(copy: BlockCopy, state: BlockState) -> None:
-    """Make the block what the copy says, in its own memory."""
+    """Restore the block from the copy, in its own memory."""
     _overwrite(state.values, copy.values)
     slots = dict(copy.slots)
     state.slots = {
@@ -129,16 +131,16 @@ class SavedBlock(NamedTuple):
         """Bytes of all its tensors."""
         return sum(payload.nbytes for _, payload in self.tensors)
 
-    def copied_to(self, room: memoryview) -> SavedBlock:
-        """The same, sharing nothing with the block.
+    def copied_to(self, buffer: memoryview) -> SavedBlock:
+        """A copy that shares nothing with the block.
 
         Args:
-            room: writable bytes ("B"), `byte_count` of them; the copy's from now on.
+            buffer: writable bytes ("B"), `byte_count` of them; the copy's from now on.
         """
         tensors = []
         begin = 0
         for name, payload in self.tensors:
-            target = room[begin : begin + payload.nbytes]
+            target = buffer[begin : begin + payload.nbytes]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
             tensors.append((name, target))
             begin += payload.nbytes
@@ -146,7 +148,7 @@ class SavedBlock(NamedTuple):
 
 
 VALUES = "values"
-"""The tensor of a block that its values are in; the others are its optimizer's."""
+"""The checkpoint's tensor for a block's values; the others are its optimizer's."""
 
 
 _ESCAPES = (("%", "%25"), ("/", "%2F"))
@@ -154,8 +156,8 @@ _ESCAPED_VALUES = "%76alues"
 
 
 def tensor_of(slot: str) -> str:
-    """What a checkpoint calls a state of the optimizer: its name, so written that whatever a custom
-    update calls its state, it has no slash and is not the values.
+    """The checkpoint's name of an optimizer state: escaped, so that no name of a custom update has
+    a slash or equals that of the values.
     """
     for sign, escape in _ESCAPES:
         slot = slot.replace(sign, escape)
@@ -172,7 +174,7 @@ def slot_of(tensor: str) -> str:
 
 
 def saved_block(block: int, version: int, state: BlockState) -> SavedBlock:
-    """The block as it is now: views of its memory."""
+    """A view of the block for a checkpoint."""
     slots = (
         (tensor_of(slot), tensor)
         for slot, tensor in state.slots.items()
@@ -188,8 +190,8 @@ def saved_block(block: int, version: int, state: BlockState) -> SavedBlock:
     )
 
 
-def room_for(name: str, state: BlockState) -> memoryview:
-    """Where a tensor of the block lies, to be written to; made if it is not there."""
+def buffer_for(name: str, state: BlockState) -> memoryview:
+    """The memory of a tensor of the block, to write to; made if it is missing."""
     if name == VALUES:
         return _elements(state.values, state)
     slot = slot_of(name)
@@ -199,7 +201,7 @@ def room_for(name: str, state: BlockState) -> memoryview:
 
 
 def set_steps(state: BlockState, steps: Sequence[int]) -> None:
-    """So many steps each tensor of the block has taken: as in `BlockCopy`."""
+    """Set the steps that each tensor of the block has taken, as in `BlockCopy`."""
     state.steps = _steps(steps)
 
 

@@ -1,12 +1,10 @@
-"""From what was accumulated to an update: summed, averaged, scaled, and through the optimizer.
+"""The arithmetic of an update: contributions summed, averaged, scaled, and run through the
+optimizer.
 
 Invariants:
     SUM-1  An accumulator is of one update: once it was applied or released it is nobody's.
     STO-3  An update that something was accumulated for has contributors.
     STO-5  A table has a custom update exactly if it names one.
-
-What it deliberately does not do: decide what takes part (`ps_server.ranges.aggregation`), or hold
-blocks (`ps_server.values.shard_store`).
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from ps_server.values.mutations import SentAccumulator
 from ps_server.values.optimizers import BlockState, Optimizer
 
 _KEPT_SUM_COUNT = 2
-"""AGGREGATE: a worker that has sealed clock c may still ask for the sum of c - 1."""
+"""Kept sums of an AGGREGATE table: a worker that has sealed clock c may still ask for c - 1."""
 
 _WITHOUT_ARITHMETIC = (
     OptimizerKind.AGGREGATE,
@@ -44,12 +42,12 @@ _WITHOUT_ARITHMETIC = (
     OptimizerKind.ADD,
     OptimizerKind.CUSTOM,
 )
-"""Optimizers that are no kernels of `ps_server.values.optimizers`."""
+"""Optimizers that are no kernel of `ps_server.values.optimizers`."""
 
 
 @dataclass(slots=True, eq=False)
 class Accumulator:
-    """What was accumulated for one update, block by block.
+    """The accumulator of one update: its sums, block by block.
 
     Attributes:
         parts: the sums.
@@ -63,7 +61,7 @@ class Accumulator:
     means: dict[int, Contribution] = field(default_factory=dict)
 
     def add(self, part: Contribution, pool: BufferPool) -> None:
-        """One worker's part more; it is taken over."""
+        """Add a contribution, which is taken over."""
         sum_before = self.parts.get(part.block)
         self.parts[part.block] = (
             part if sum_before is None else contributions.added(sum_before, part, pool)
@@ -76,7 +74,7 @@ class Accumulator:
             yield
 
     def squaring(self, blocks: Iterable[int], pool: BufferPool) -> Work[tuple[float, ...]]:
-        """Of each of `blocks`, the sum of the squares, in float64; what is absent counts as 0."""
+        """Returns the sum of squares of each of `blocks`, in float64; absent values count as 0."""
         parts, found = self.parts, []
         for block in blocks:
             part = parts.get(block)
@@ -85,14 +83,14 @@ class Accumulator:
         return tuple(found)
 
     def release(self, pool: BufferPool) -> None:
-        """Nothing comes of it."""
+        """Drop the sums."""
         for part in (*self.parts.values(), *self.means.values()):
             contributions.release(part, pool)
         self.parts.clear()
         self.means.clear()
 
     def sent(self) -> SentAccumulator:
-        """The sums as they go to another server, blocks ascending.
+        """The sums for another server, blocks ascending.
 
         Shapes:
             payload: a view of the sum's memory, without padding; what is absent may be anything.
@@ -127,18 +125,16 @@ class KeptSums:
         return sum(part.byte_count for kept in self._sums.values() for part in kept.parts.values())
 
     def keep(self, clock: int, accumulator: Accumulator) -> None:
-        """The sum of `clock` is the newest: the one before it stays, older ones go."""
+        """Keep the sum of `clock` as the newest, and drop those before its predecessor."""
         self._sums[clock] = accumulator
         for old in [kept for kept in self._sums if kept <= clock - _KEPT_SUM_COUNT]:
             self._sums.pop(old).release(self._pool)
 
     @property
     def all(self) -> Mapping[int, Accumulator]:
-        """Those that are kept, by clock."""
         return MappingProxyType(self._sums)
 
     def restore(self, sums: Mapping[int, Accumulator]) -> None:
-        """Keep these instead."""
         for accumulator in self._sums.values():
             accumulator.release(self._pool)
         self._sums = dict(sums)
@@ -197,8 +193,8 @@ class UpdateArithmetic:
         has_kernel = spec.optimizer.kind not in _WITHOUT_ARITHMETIC
         self._optimizer = Optimizer(spec.optimizer, pool) if has_kernel else None
 
-    def numbers(self, hyperparameters: Hyperparameters) -> dict[str, float]:
-        """What the optimizer is run with: these over the table's own.
+    def merged(self, hyperparameters: Hyperparameters) -> dict[str, float]:
+        """The optimizer's hyperparameters: these over the table's own.
 
         Raises:
             InvalidConfig: one that the optimizer does not have or cannot use.
@@ -206,7 +202,7 @@ class UpdateArithmetic:
         return dict(self._table.step_hyperparameters.merged(hyperparameters))
 
     def reducing(self, accumulator: Accumulator, contributor_count: int) -> Work[None]:
-        """Make of the sums what is only to be scaled."""
+        """Reduce the sums, so that only a scale is missing."""
         check(
             contributor_count >= 1 or not accumulator.parts, "STO-3", "a sum without contributors"
         )
@@ -216,7 +212,7 @@ class UpdateArithmetic:
 
     @property
     def is_whole(self) -> bool:
-        """Whether an update is of all its blocks at once, or of none."""
+        """True if an update is of all its blocks at once, or of none."""
         return self._custom is not None
 
     def apply(
@@ -224,7 +220,7 @@ class UpdateArithmetic:
         states: Mapping[int, BlockState],
         blocks: Sequence[int],
         accumulator: Accumulator,
-        numbers: dict[str, float],
+        hyperparameters: dict[str, float],
         contributor_count: int,
         update_scale: float,
     ) -> None:
@@ -237,14 +233,14 @@ class UpdateArithmetic:
                 parts[block] = part
             else:
                 del parts[block]
-                self._apply_block(states[block], part, numbers)
+                self._apply_block(states[block], part, hyperparameters)
 
     def apply_whole(
         self,
         states: Mapping[int, BlockState],
         clock: int,
         accumulator: Accumulator,
-        numbers: dict[str, float],
+        hyperparameters: dict[str, float],
         contributor_count: int,
         update_scale: float,
     ) -> None:
@@ -263,7 +259,7 @@ class UpdateArithmetic:
                 )
             if self._custom is not None:
                 changed = [(states[block], parts[block]) for block in blocks]
-                self._custom.apply(clock, changed, numbers)
+                self._custom.apply(clock, changed, hyperparameters)
         finally:
             accumulator.release(self._pool)
 
@@ -279,7 +275,7 @@ class UpdateArithmetic:
         return contributions.scaled(part, update_scale, self._pool)
 
     def _apply_block(
-        self, state: BlockState, total: Contribution, numbers: dict[str, float]
+        self, state: BlockState, total: Contribution, hyperparameters: dict[str, float]
     ) -> None:
         if self._adds:
             contributions.add_present(total, state.values)
@@ -287,7 +283,7 @@ class UpdateArithmetic:
             contributions.copy_present(total, state.values)
         else:
             total = contributions.padded(total, self._pool)
-            self._optimizer.apply(state, total.values, total.present, numbers)
+            self._optimizer.apply(state, total.values, total.present, hyperparameters)
         contributions.release(total, self._pool)
 
 

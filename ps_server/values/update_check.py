@@ -1,4 +1,4 @@
-"""Tries what a custom update must be: pure, the same every time, and blind to its neighbours.
+"""Checks of a custom update: pure, the same every time, and blind to its neighbours.
 
     from ps_server.values.update_check import check_update
 
@@ -12,8 +12,6 @@ but most breaches show at once on random input.
 
 `self_test` does the same on a fixed input when a server starts, and hashes what comes of it: two
 servers whose updates differ differ there.
-
-What it deliberately does not do: judge whether an update trains anything.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ _DTYPES = (torch.float32, torch.float64)
 
 
 class _Case(NamedTuple):
-    """Some elements before an update."""
-
     values: Tensor
     state: Mapping[str, Tensor]
     gradient: Tensor
@@ -47,7 +43,7 @@ class _Case(NamedTuple):
 
 
 class _Result(NamedTuple):
-    """The same after it, without the padding."""
+    """The elements after the update, without the padding."""
 
     values: Tensor
     state: dict[str, Tensor]
@@ -100,7 +96,7 @@ def check_update(
 
 
 def self_test(update: CheckedUpdate) -> str:
-    """The hash of what the update makes of a fixed input, with its defaults.
+    """The hash of the update's result on a fixed input, with its defaults.
 
     Raises:
         InvalidConfig: it is no update: it raises, remembers, or looks at an element's neighbours.

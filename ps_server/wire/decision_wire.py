@@ -1,13 +1,12 @@
 """Facts, outcomes and decisions, to messages of `pushpull.v1` and back, exactly.
 
-There is one record a block on the hot path, and the facts are in each: what workers and outcomes
-have in common goes as packed lists, what is at its default stays out, and settings, which hardly
-ever change, are translated once.
+The hot path has one record a block, and each has all facts. So workers and outcomes go as packed
+lists, defaults stay out, and settings, which hardly ever change, are translated once.
 
 Rules:
-    - Every message comes from outside: lists that should be equally long and are not, an index of
-      nothing and an unknown number are refused.
-    - A decision that is meant several times in a message is in it once.
+    - Messages come from outside: lists of unequal length, bad indexes and unknown numbers are
+      refused.
+    - A decision that a message names several times is in it once.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from ps_core.ledger import Ending, Outcome
 from ps_runtime.cluster.wire import consistency_from_proto, consistency_to_proto
 from ps_runtime.grpc import errors
 from ps_server.ranges.events import Contributor, Record
-from ps_server.ranges.range_copy import Facts, WorkerFacts
-from ps_server.ranges.range_state import Said
+from ps_server.ranges.range_copy import RangeFacts, WorkerFacts
+from ps_server.ranges.range_state import UpdateScale
 from pushpull.v1 import parameters_pb2, replication_pb2, types_pb2
 
 ItemT = TypeVar("ItemT")
@@ -35,14 +34,14 @@ _OUTCOMES = {
     outcome: parameters_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome
 }
 _PLAIN = {number: Ending(outcome) for outcome, number in _OUTCOMES.items()}
-"""The endings that say nothing more, by number."""
+"""Endings without an error or a value, by number."""
 
 _CACHED_SETTINGS_COUNT = 1024
-"""Settings whose translation is kept: a table has one, for a change two."""
+"""Settings whose translation is cached: a table has one, and two during a change."""
 
 
 class RecordTable:
-    """The decisions of one message, each once; by their identity, which costs less than equality.
+    """The decisions of one message, each once, by identity, which costs less than equality.
 
     Attributes:
         messages: what to put into the message.
@@ -55,7 +54,7 @@ class RecordTable:
         self.messages: list[replication_pb2.DecisionRecord] = []
 
     def index(self, record: Record) -> int:
-        """Where the record is."""
+        """The index of the record."""
         for index, known in enumerate(self._records):
             if known is record:
                 return index
@@ -65,7 +64,7 @@ class RecordTable:
 
 
 def at(items: Sequence[ItemT], index: int, what: str) -> ItemT:
-    """The item of an index that came.
+    """The item at a received index.
 
     Raises:
         InvalidConfig: there is none.
@@ -76,7 +75,7 @@ def at(items: Sequence[ItemT], index: int, what: str) -> ItemT:
 
 
 def check_lengths(what: str, *lists: Sequence[object]) -> None:
-    """Refuse lists that are not equally long.
+    """Check that lists are equally long.
 
     Raises:
         InvalidConfig: they are not.
@@ -90,7 +89,6 @@ def check_lengths(what: str, *lists: Sequence[object]) -> None:
 
 
 def record_to_proto(record: Record) -> replication_pb2.DecisionRecord:
-    """A decision, without its range and table."""
     message = replication_pb2.DecisionRecord(
         number=record.number,
         clock=record.clock,
@@ -112,7 +110,6 @@ def record_to_proto(record: Record) -> replication_pb2.DecisionRecord:
 def record_from_proto(
     message: replication_pb2.DecisionRecord, table_id: TableId, range_id: RangeId
 ) -> Record:
-    """A decision of that table and range."""
     return Record(
         table_id,
         range_id,
@@ -222,7 +219,6 @@ def endings_from_proto(
 
 
 def workers_to_proto(workers: Sequence[WorkerFacts]) -> replication_pb2.WorkersFacts:
-    """The workers of a part."""
     if not workers:
         return replication_pb2.WorkersFacts()
     incarnations, ranks, sealed, done, left, joined, confirmed, final_seals, predecessors = zip(
@@ -246,7 +242,7 @@ def workers_to_proto(workers: Sequence[WorkerFacts]) -> replication_pb2.WorkersF
 def _add_some(
     values: Sequence[int | None], indexes: MutableSequence[int], found: MutableSequence[int]
 ) -> None:
-    """Those that are not None, with their indexes."""
+    """The items that are not None, with their indexes."""
     for index, value in enumerate(values):
         if value is not None:
             indexes.append(index)
@@ -254,7 +250,7 @@ def _add_some(
 
 
 def _some(what: str, count: int, indexes: Sequence[int], values: Sequence[int]) -> list[int | None]:
-    """The opposite.
+    """The inverse of `_add_some`.
 
     Raises:
         InvalidConfig: the lists are not equally long, or an index is beyond `count`.
@@ -294,7 +290,7 @@ def workers_from_proto(message: replication_pb2.WorkersFacts) -> tuple[WorkerFac
     return tuple(map(WorkerFacts._make, zip(*columns, strict=True)))
 
 
-def facts_to_proto(facts: Facts, records: RecordTable) -> replication_pb2.PartFacts:
+def facts_to_proto(facts: RangeFacts, records: RecordTable) -> replication_pb2.PartFacts:
     """A part's own facts."""
     message = replication_pb2.PartFacts(
         clock=facts.clock,
@@ -326,7 +322,7 @@ def facts_to_proto(facts: Facts, records: RecordTable) -> replication_pb2.PartFa
     return message
 
 
-def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Record]) -> Facts:
+def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Record]) -> RangeFacts:
     """A part's own facts.
 
     Raises:
@@ -335,9 +331,9 @@ def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Recor
     """
     said = None
     if message.HasField("said"):
-        said = Said(message.said.clock, message.said.scale, message.said.rank)
+        said = UpdateScale(message.said.clock, message.said.scale, message.said.rank)
     has_unscaled = message.HasField("unscaled")
-    return Facts(
+    return RangeFacts(
         message.clock,
         message.formed_clock,
         message.changed_clock,

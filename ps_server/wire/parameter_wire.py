@@ -2,8 +2,8 @@
 
 A block's payload is a megabyte, and the generated code would copy it into the message and out of it
 again. So the hot messages are read and written around their payload: no copy in, one copy out.
-`ps_core.envelope` takes the payload apart from the rest; what is on the wire is ordinary protobuf
-either way, and a message that is put together unusually goes through the generated parser.
+`ps_core.envelope` takes the payload apart from the rest. The wire has ordinary protobuf either way,
+and a message of unusual form goes through the generated parser.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from ps_server.values.contributions import Contribution
 from pushpull.v1 import parameters_pb2
 
 SMALL_BYTES = 64 * 1024
-"""A message up to it is parsed whole: a copy of its payload costs less than to go around it."""
+"""Most bytes of a message that is parsed whole: a copy of its payload costs less than to go around
+it.
+"""
 
 _BLOCK_IN_REQUEST = parameters_pb2.PushRequest.BLOCK_FIELD_NUMBER
 _PUSHED_PAYLOAD = parameters_pb2.BlockPush.PAYLOAD_FIELD_NUMBER
@@ -82,11 +84,11 @@ Entry = BlockFrame | parameters_pb2.PushRequest | parameters_pb2.PushPullRequest
 """One message of a push stream."""
 
 
-# --- what came
+# --- received messages
 
 
 def kind_of(entry: Entry) -> str | None:
-    """Which entry a message holds, by the name of its field; None for no entry."""
+    """The kind of a message's entry, by the name of its field; None for no entry."""
     if isinstance(entry, BlockFrame):
         return "block"
     kind: str | None = entry.WhichOneof("entry")
@@ -103,7 +105,7 @@ def pulls_of(message: Entry) -> Iterator[parameters_pb2.PullRequest]:
 
 
 def more_follow(entry: Entry, kind: str | None) -> bool:
-    """Whether its sender writes another message at once; `kind` as `kind_of` says."""
+    """True if its sender writes another message at once; `kind` as `kind_of` says."""
     if isinstance(entry, BlockFrame):
         return entry.block.more_follow
     if kind == "batch":
@@ -146,7 +148,7 @@ def entry_reader(
 
 
 def _check_frugal(raw: bytes) -> None:
-    """Refuse to parse what is much beside payloads.
+    """Check that a message has little beside its payloads.
 
     Raises:
         DecodeError: it is.
@@ -172,7 +174,7 @@ def _wasteful(raw: bytes) -> DecodeError:
 
 
 class Decoder(Protocol):
-    """What makes a contribution of a payload."""
+    """Makes contributions of payloads."""
 
     def decode(
         self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
@@ -224,9 +226,7 @@ def _check_kind(number: int) -> None:
 
 
 def _kept(error: PushpullError) -> PushpullError:
-    """An error that a ledger keeps, without the frames that it came through: they hold the payload,
-    or the memory that it lies in.
-    """
+    """An error for a ledger, without the traceback: its frames hold the payload, or its memory."""
     error.__traceback__ = error.__context__ = None
     return error
 
@@ -402,7 +402,7 @@ def _check_batch(batch: parameters_pb2.BlockBatch) -> None:
 
 
 def deadline_s_of(given_ms: int, default_s: float) -> float:
-    """How long a request may wait.
+    """The time that a request may wait.
 
     Args:
         given_ms: what it says; 0 means the default.
@@ -421,7 +421,8 @@ def deadline_s_of(given_ms: int, default_s: float) -> float:
 
 
 def push_response(replies: Iterable[ReplyTo]) -> parameters_pb2.PushResponse:
-    """The answers as one message.
+    """The replies as one message. Each is filled in where it lies in the message; one made by its
+    constructor and copied costs 2 us instead of 0.6 us.
 
     Each is filled in where it lies in the message; made by its constructor and copied it would cost
     2 us instead of 0.6 us.
@@ -450,7 +451,7 @@ def block_answer(value: parameters_pb2.BlockValue, payload: bytes | memoryview) 
 
 
 def shared_answer(values: list[parameters_pb2.SharedValue]) -> bytes:
-    """A serialized PullResponse of values that the caller reads where they lie."""
+    """A serialized PullResponse of values that the caller reads in shared memory."""
     shared = parameters_pb2.SharedValues(values=values)
     return parameters_pb2.PullResponse(shared=shared).SerializeToString()
 
@@ -474,11 +475,11 @@ def with_replies(part: bytes, replies: parameters_pb2.PushResponse) -> bytes:
 
 
 def range_error(range_id: int, error: PushpullError) -> bytes:
-    """The part of an answer that says why a range could not be read."""
+    """The error of a range, as part of an answer."""
     message = parameters_pb2.RangeError(range_id=range_id, error=errors.error_to_proto(error))
     return parameters_pb2.PullResponse(error=message).SerializeToString()
 
 
 def serialized(message: bytes | Message) -> bytes:
-    """A serializer that lets through what is serialized already."""
+    """A serializer for messages that are serialized already."""
     return message if isinstance(message, bytes) else message.SerializeToString()

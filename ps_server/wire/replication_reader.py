@@ -1,8 +1,4 @@
-"""One stream of a primary, read: whole records, beats and snapshots from the messages that come.
-
-What it deliberately does not do: answer, or decide what is taken
-(`ps_server.replication.range_roles` does).
-"""
+"""A reader of one stream of a primary: whole records, beats and snapshots from its messages."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from ps_server.wire.snapshot_wire import SnapshotReader
 from pushpull.v1 import replication_pb2
 
 Came = replication_pb2.ReplicateHeader | LogRecord | Beat | RangeCopy
-"""What a primary says; the first is who it is, and whom it means."""
+"""Messages of a primary; the first says who it is, and whom it means."""
 
 
 class ReplicationReader:
@@ -40,7 +36,7 @@ class ReplicationReader:
         self._snapshot: SnapshotReader | None = None
 
     def read(self, raw: bytes | memoryview) -> Came | None:
-        """The next message; None if what it belongs to is not whole yet.
+        """Take the next message; None while its batch or snapshot is not whole.
 
         Shapes:
             result: payloads are views of the messages that they came in, and keep them alive.

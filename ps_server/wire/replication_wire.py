@@ -1,18 +1,16 @@
-"""What a primary and its backups say to each other, to messages of `pushpull.v1` and back.
+"""Messages between a primary and its backups, to `pushpull.v1` and back.
 
 A record is written around its payloads as `ps_server.wire.parameter_wire` writes blocks: each is
-copied once, into the message, and read where it lies in the message that came. What is on the wire
-is ordinary protobuf.
+copied once, into the message, and read in place from a received message. The wire has ordinary
+protobuf.
 
 Rules:
     - A record has a message to itself, or several that follow each other if it is too long for one.
-    - Whatever comes and is not what it should be is refused with an error of the catalogue.
+    - A wrong message is refused with an error of the catalogue.
 
 Invariants:
     RW-1  A log record and its decisions are of one range and table.
-    RW-2  What is sent of values is `SentAccumulator` and `Elements`.
-
-What it deliberately does not do: know stores; a sum is bytes here.
+    RW-2  Values are sent as `SentAccumulator` and `Elements`.
 """
 
 from __future__ import annotations
@@ -30,14 +28,14 @@ from ps_core.errors import InvalidConfig, InvalidTensor, InvariantViolation
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.work import Work, at_once, pieces_of
 from ps_server.ranges.events import Record
-from ps_server.ranges.range_copy import Delta
+from ps_server.ranges.range_copy import RangeDelta
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord
 from ps_server.values.mutations import (
     Assigned,
-    Change,
     Dropped,
     Elements,
-    Kept,
+    KeptSum,
+    Mutation,
     Put,
     SentAccumulator,
 )
@@ -62,12 +60,14 @@ Pieces = Sequence[bytes | memoryview]
 SERVICE = "pushpull.v1.ReplicationService"
 
 SMALL_BYTES = 64 * 1024
-"""A message up to it is parsed whole: a copy of its payload costs less than to go around it."""
+"""Most bytes of a message that is parsed whole: a copy of its payload costs less than to go around
+it.
+"""
 
 _BATCH = replication_pb2.ReplicateRequest.BATCH_FIELD_NUMBER
 _ELEMENTS = replication_pb2.ReplicateRequest.ELEMENTS_FIELD_NUMBER
 _FRAME_BYTES = 64
-"""The most that keys, lengths and padding take, around a block and around a message."""
+"""Most bytes of keys, lengths and padding, around a block and around a message."""
 
 _HEAD = replication_pb2.ReplicatedBatch.HEAD_FIELD_NUMBER
 _BLOCKS = replication_pb2.ReplicatedBatch.BLOCKS_FIELD_NUMBER
@@ -82,13 +82,13 @@ _DROPPED = replication_pb2.VALUE_CHANGE_KIND_DROPPED
 _ASSIGNED = replication_pb2.VALUE_CHANGE_KIND_ASSIGNED
 
 
-# --- changes of values
+# --- mutations
 
 
 def change_to_proto(
-    change: Change, index: int
+    change: Mutation, index: int
 ) -> tuple[replication_pb2.ValueChange, tuple[Elements, ...]]:
-    """A change of values, whose decision has that index; and its blocks, which go beside it."""
+    """A mutation whose decision has that index; its blocks go beside it."""
     blocks: tuple[Elements, ...] = ()
     means: tuple[Elements, ...] = ()
     match change:
@@ -97,7 +97,7 @@ def change_to_proto(
         case Put(accumulator=SentAccumulator() as accumulator):
             kind, blocks = _PUT_REDUCED if accumulator.is_reduced else _PUT, accumulator.blocks
             means = accumulator.means
-        case Kept(accumulator=SentAccumulator() as accumulator):
+        case KeptSum(accumulator=SentAccumulator() as accumulator):
             kind, blocks = _KEPT, accumulator.blocks
         case Dropped():
             kind = _DROPPED
@@ -113,8 +113,8 @@ def change_to_proto(
 
 def change_from_proto(
     message: replication_pb2.ValueChange, record: Record, blocks: Iterator[Elements]
-) -> Change:
-    """A change of values; its blocks are the next of `blocks`.
+) -> Mutation:
+    """A mutation; its blocks are the next of `blocks`.
 
     Raises:
         InvalidConfig: its kind is unset or unknown, there are fewer blocks, or it has means that
@@ -134,7 +134,7 @@ def change_from_proto(
             f"expected them with {_PUT} and {_PUT_REDUCED} only"
         )
     if kind == _KEPT:
-        return Kept(record, SentAccumulator(own, is_reduced=True))
+        return KeptSum(record, SentAccumulator(own, is_reduced=True))
     if kind == _ASSIGNED:
         return Assigned(record, own)
     if count or kind not in (_PUT_KEPT, _DROPPED):
@@ -209,7 +209,7 @@ def _head(log_record: LogRecord) -> tuple[replication_pb2.BatchHead, list[Elemen
     blocks: list[Elements] = []
     changes = []
     for change in log_record.changes:
-        if not isinstance(change, Change):
+        if not isinstance(change, Mutation):
             raise InvariantViolation("RW-2", f"{type(change).__name__} is no change of values")
         record = change.record
         _check_place(log_record, record)
@@ -254,7 +254,7 @@ def log_record_from_proto(head: replication_pb2.BatchHead, blocks: Sequence[Elem
     range_id, table_id = range_id_from_proto(head.range_id), TableId(head.table_id)
     records = [record_from_proto(each, table_id, range_id) for each in head.records]
     counted = tuple([at(records, index, "a counted decision") for index in head.counted])
-    delta = Delta(
+    delta = RangeDelta(
         facts_from_proto(head.facts, records),
         workers_from_proto(head.workers) if head.HasField("workers") else (),
         tuple(endings_from_proto(head.endings)) if head.HasField("endings") else (),
@@ -334,7 +334,9 @@ def answers_message(answers: Iterable[Ack | Grant]) -> bytes:
 
 
 def greeting_message(session: Session, stream_port: int) -> bytes:
-    """The first response of a stream: who listens, and where it serves the same; 0 for nowhere."""
+    """The first response of a stream: the listener, and the port at which it serves the same; 0 for
+    none.
+    """
     return replication_pb2.ReplicateResponse(
         stream_port=stream_port, node_id=session.node_id, incarnation=session.incarnation
     ).SerializeToString()
@@ -351,7 +353,7 @@ def greeting_from(raw: bytes | memoryview) -> tuple[int, int, int]:
 
 
 def answers_from(raw: bytes | memoryview) -> list[Ack | Grant]:
-    """What a backup answered: acknowledgements, then grants.
+    """A backup's acknowledgements and grants.
 
     Raises:
         InvalidConfig: it is no response.
@@ -368,7 +370,7 @@ def answers_from(raw: bytes | memoryview) -> list[Ack | Grant]:
     return [*acks, *grants]
 
 
-# --- requests that come
+# --- received requests
 
 
 class Request(NamedTuple):

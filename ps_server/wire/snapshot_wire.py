@@ -1,11 +1,11 @@
-"""All of a range, to messages of `pushpull.v1` and back: many small ones, each of bounded size.
+"""A whole range, to messages of `pushpull.v1` and back: many small ones, each of bounded size.
 
     RangeSnapshot, SnapshotTable.., SnapshotLedger.., SnapshotBlock + elements.., SnapshotSum +
     elements.., SnapshotChange + elements.., SnapshotEnd
 
 Rules:
     - Messages of one snapshot are written one by one, so that others may go in between.
-    - A copy is given out when it is whole, and not before.
+    - A copy is returned only when it is whole.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation, TableId
 from ps_core.ledger import Ending, Ledger
 from ps_server.ranges.range_copy import ShardCopy, WorkerCopy, WorkerFacts
 from ps_server.replication.messages import RangeCopy, Snapshot
-from ps_server.values.mutations import Change, Elements, SentAccumulator
+from ps_server.values.mutations import Elements, Mutation, SentAccumulator
 from ps_server.values.store_copy import BlockCopy, StoreCopy, SumCopy
 from ps_server.wire.decision_wire import (
     RecordTable,
@@ -44,7 +44,7 @@ from pushpull.v1 import replication_pb2
 from pushpull.v1.replication_pb2 import ReplicateRequest
 
 _PLAIN_ENDING_BYTES = 16
-"""What an outcome without anything beside it takes at most: its numbers and its kind."""
+"""Most bytes of an outcome without an error: its numbers and its kind."""
 
 
 # --- written
@@ -108,7 +108,7 @@ def _ledger_messages(table_id: TableId, worker: WorkerCopy) -> Iterator[bytes]:
 
 
 def _cut(endings: Iterable[tuple[int, Ending]]) -> Iterator[list[tuple[int, Ending]]]:
-    """Lists of a bounded size; one even if there is nothing."""
+    """Lists of bounded size; one, empty, for an empty list."""
     some: list[tuple[int, Ending]] = []
     size = 0
     for sequence, ending in endings:
@@ -144,7 +144,7 @@ def _store_messages(table_id: TableId, store: StoreCopy) -> Iterator[bytes]:
         yield from map(elements_message, kept.accumulator.blocks)
 
 
-def _change_messages(change: Change) -> Iterator[bytes]:
+def _change_messages(change: Mutation) -> Iterator[bytes]:
     message, blocks = change_to_proto(change, 0)
     held = replication_pb2.SnapshotChange(
         table_id=change.record.table_id, record=record_to_proto(change.record), change=message
@@ -158,7 +158,7 @@ def _change_messages(change: Change) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _LedgerParts:
-    """What came of a worker's ledger."""
+    """Received parts of a worker's ledger."""
 
     facts: WorkerFacts
     low_water: int | None = None
@@ -166,7 +166,7 @@ class _LedgerParts:
     kept: dict[int, Ending] = field(default_factory=dict)
     own_updates: dict[int, int] = field(default_factory=dict)
     copy: WorkerCopy | None = None
-    """What came, once that is all."""
+    """The ledger, once all parts have come."""
 
     def whole(self) -> WorkerCopy:
         if self.copy is not None:
@@ -180,7 +180,7 @@ class _LedgerParts:
 
 @dataclass(slots=True)
 class _TableParts:
-    """What came of a table; `copy` has no workers yet."""
+    """Received parts of a table; `copy` has no workers yet."""
 
     copy: ShardCopy
     workers: dict[Incarnation, _LedgerParts]
@@ -200,13 +200,13 @@ class SnapshotReader:
         self._start = start
         self._tables: dict[TableId, _TableParts] = {}
         self._newest: _LedgerParts | None = None
-        self._held: list[Change] = []
+        self._held: list[Mutation] = []
         self._wanted_count = 0
         self._elements: list[Elements] = []
         self._take: Callable[[tuple[Elements, ...]], None] = _nothing
 
     def read(self, kind: str, message: Any, blocks: tuple[Elements, ...]) -> RangeCopy | None:
-        """The next message; the copy if that was the end.
+        """Take the next message; returns the copy after the last one.
 
         Args:
             kind: the field of the request that is set.
@@ -238,7 +238,7 @@ class SnapshotReader:
         return None
 
     def _expect(self, count: int, take: Callable[[tuple[Elements, ...]], None]) -> None:
-        """So many elements follow."""
+        """Expect so many elements."""
         self._wanted_count, self._take = count, take
         if not count:
             take(())
@@ -352,4 +352,4 @@ class SnapshotReader:
 
 
 def _nothing(_: tuple[Elements, ...]) -> None:
-    """Nobody waits for elements."""
+    """Refuse elements that nothing waits for."""

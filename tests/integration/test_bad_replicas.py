@@ -18,7 +18,7 @@ from ps_core.ledger import Ending, Outcome
 from ps_core.limits import RANGE_COUNT
 from ps_core.tables import Table
 from ps_runtime.cluster.wire import session_to_proto
-from ps_server.ranges.range_copy import Delta, fresh_copy
+from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.replication.messages import LogRecord
 from ps_server.replication.range_roles import PLACED_EPOCH
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
@@ -259,7 +259,7 @@ def _wrong_record(table: Table, assignment: RangeAssignment, number: int) -> lis
     """Of the range's own primary, by all that it says; but of a worker that never was."""
     blocks = table.blocks_by_range(RANGE_COUNT)[assignment.range_id]
     endings = ((Incarnation(1), 1, Ending(Outcome.APPLIED)),)
-    delta = Delta(fresh_copy(table, blocks).facts, (), endings, ())
+    delta = RangeDelta(fresh_copy(table, blocks).facts, (), endings, ())
     epoch = assignment.assignment_epoch
     return log_record_messages(
         LogRecord(assignment.range_id, epoch, epoch, number, table.table_id, delta, ())

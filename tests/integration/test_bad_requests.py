@@ -193,7 +193,7 @@ BAD_READS: dict[str, tuple[Ask, str, tuple[str, ...]]] = {
     "consistent at a clock that has passed": (
         lambda read, _: setattr(read, "consistent", True),
         "ALREADY_PAST",
-        ("is at clock 1; the read asked for 0",),
+        ("is at clock 1; the pull asked for 0",),
     ),
 }
 

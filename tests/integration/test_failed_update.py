@@ -34,7 +34,7 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
 from ps_server.service.node import ParameterNode
-from ps_server.service.push_stream import EntryStream
+from ps_server.service.push_stream import PushStream
 from ps_server.service.range_read import PullTerms, RangeRead
 from ps_server.values.custom_updates import checked
 from pushpull.v1 import parameters_pb2
@@ -130,7 +130,7 @@ class Stage:
         self.view = ClusterView(1, "cluster", self.workers, 1, nodes, ranges, tables)
         self.node.observe(self.view)
         self.node.works.finish()  # a busy machine may have left some of it for later turns
-        self.streams: list[EntryStream] = []
+        self.streams: list[PushStream] = []
         for rank in range(self.workers):
             identity = Session(
                 "cluster", b"t" * 16, NodeId(2 + rank), self.sender(rank).incarnation,

@@ -37,14 +37,14 @@ from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicatedRanges, ReplicationSetting
 from ps_server.peers.peer_links import REPLICATE
 from ps_server.ranges.events import Contributor, Record
-from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
+from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import MAX_DRIFT
 from ps_server.replication.messages import Ack, Beat, LogRecord, RangeCopy, Snapshot
 from ps_server.replication.range_roles import PLACED_EPOCH
 from ps_server.service.node import ParameterNode
 from ps_server.service.replication_service import ReplicationServicer, add_to_server
-from ps_server.values.mutations import Change, Elements, Put, SentAccumulator
+from ps_server.values.mutations import Elements, Mutation, Put, SentAccumulator
 from ps_server.wire.replication_reader import ReplicationReader
 from ps_server.wire.replication_wire import SERVICE, answers_message, greeting_from
 from pushpull.v1 import replication_pb2
@@ -155,9 +155,9 @@ def view(number: int, epoch: int, *, joins: bool = False) -> ClusterView:
     return ClusterView(number, "cluster", 1, 1, (primary,), (assignment,), (MODEL,))
 
 
-def record(number: int, *changes: Change) -> LogRecord:
+def record(number: int, *changes: Mutation) -> LogRecord:
     facts = fresh_copy(MODEL, BLOCKS).facts
-    delta = Delta(facts, (WorkerFacts(WORKER, 0, 0, 0, None, 0, 0),), (), ())
+    delta = RangeDelta(facts, (WorkerFacts(WORKER, 0, 0, 0, None, 0, 0),), (), ())
     return LogRecord(RANGE, PLACED_EPOCH, PLACED_EPOCH, number, TableId(1), delta, changes)
 
 
@@ -242,7 +242,7 @@ class Primary:
     def decide(self, range_id: RangeId) -> None:
         """Something is decided, and lost on its way."""
         facts = fresh_copy(MODEL, BLOCKS).facts
-        delta = Delta(facts, (), (), ())
+        delta = RangeDelta(facts, (), (), ())
         self.ranges.replication.primaries[range_id].log.decide(TableId(1), delta, (), [])
 
     def tick(self) -> None:

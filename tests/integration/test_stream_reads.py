@@ -49,7 +49,7 @@ def test_reads_that_wait_hold_up_no_entry(wire: Wire, bad: RawWorker) -> None:
     assert refused == list(range(limits.MAX_STREAM_READ_COUNT + 1, too_many + 1))
     for number in refused:
         error = ended.pop(number).error.error
-        check_error(error, "OVERLOADED", "256 reads wait on this stream")
+        check_error(error, "OVERLOADED", "256 pulls wait on this stream")
         assert error.retry_after_ms > 0
     assert {pull.block.payload for pull in ended.values()} == {payload(-0.75)}
     assert [reply.outcome for answer in sealed for reply in answer.replies][-1] == (

@@ -12,15 +12,15 @@ from ps_core.errors import CATALOGUE, PushpullError, UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Ending, Ledger, Outcome
 from ps_server.ranges.events import Contributor, Record
-from ps_server.ranges.range_copy import Delta, Facts, ShardCopy, WorkerCopy, WorkerFacts
-from ps_server.ranges.range_state import Said
+from ps_server.ranges.range_copy import RangeDelta, RangeFacts, ShardCopy, WorkerCopy, WorkerFacts
+from ps_server.ranges.range_state import UpdateScale
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, RangeCopy, Snapshot
 from ps_server.values.mutations import (
     Assigned,
-    Change,
     Dropped,
     Elements,
-    Kept,
+    KeptSum,
+    Mutation,
     Put,
     SentAccumulator,
 )
@@ -99,24 +99,24 @@ def records(draw: st.DrawFn, table_id: TableId, range_id: RangeId) -> Record:
 
 
 @st.composite
-def changes(draw: st.DrawFn, record: Record) -> Change:
+def changes(draw: st.DrawFn, record: Record) -> Mutation:
     accumulator, means = draw(TOTALS), draw(MEANS)
-    kinds: list[Callable[[], Change]] = [
+    kinds: list[Callable[[], Mutation]] = [
         lambda: Put(record, None),
         lambda: Put(record, accumulator._replace(means=means)),
-        lambda: Kept(record, accumulator._replace(is_reduced=True)),
+        lambda: KeptSum(record, accumulator._replace(is_reduced=True)),
         lambda: Dropped(record),
         lambda: Assigned(record, accumulator.blocks),
     ]
-    kind: Callable[[], Change] = draw(st.sampled_from(kinds))
+    kind: Callable[[], Mutation] = draw(st.sampled_from(kinds))
     return kind()
 
 
 @st.composite
-def facts(draw: st.DrawFn, known: st.SearchStrategy[Record]) -> Facts:
+def facts(draw: st.DrawFn, known: st.SearchStrategy[Record]) -> RangeFacts:
     squares = st.tuples(SMALL, st.lists(DOUBLES, max_size=3).map(tuple))
     settings = st.tuples(CLOCKS, CONSISTENCIES)
-    return Facts(
+    return RangeFacts(
         draw(COUNTS),
         draw(COUNTS),
         draw(COUNTS),
@@ -126,7 +126,7 @@ def facts(draw: st.DrawFn, known: st.SearchStrategy[Record]) -> Facts:
         draw(st.booleans()),
         draw(st.none() | known),
         draw(st.lists(squares, max_size=2).map(tuple)),
-        draw(st.none() | st.builds(Said, SMALL, DOUBLES, SMALL)),
+        draw(st.none() | st.builds(UpdateScale, SMALL, DOUBLES, SMALL)),
         draw(st.lists(settings, min_size=1, max_size=3).map(tuple)),
         draw(SMALL),
         draw(SMALL),
@@ -145,7 +145,7 @@ def log_records(draw: st.DrawFn) -> LogRecord:
     known = draw(st.lists(records(table_id, range_id), min_size=1, max_size=3))
     some = st.sampled_from(known)
     ended = st.tuples(INCARNATIONS, COUNTS, ENDINGS)
-    delta = Delta(
+    delta = RangeDelta(
         draw(facts(some)),
         draw(st.lists(WORKERS, max_size=4).map(tuple)),
         draw(st.lists(ended, max_size=5).map(tuple)),

@@ -23,9 +23,9 @@ from ps_core.tables import (
 )
 from ps_server.lane.shards import for_backup
 from ps_server.ranges.events import Contributor, Record
-from ps_server.ranges.range_copy import Delta, fresh_copy
+from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.replication.messages import LogRecord
-from ps_server.values.mutations import Change, Kept, Put
+from ps_server.values.mutations import KeptSum, Mutation, Put
 from ps_server.values.shard_store import ShardStore
 from ps_server.wire.replication_reader import ReplicationReader
 from ps_server.wire.replication_wire import log_record_messages
@@ -84,24 +84,24 @@ def record_of(
     )  # fmt: skip
 
 
-def over_the_wire(change: Change, small_bytes: int) -> Change:
+def over_the_wire(change: Mutation, small_bytes: int) -> Mutation:
     """The change as a backup reads it from what its primary wrote."""
     facts = fresh_copy(table([64]), range(1)).facts
     changes = (for_backup(change),)
-    log_record = LogRecord(RANGE, EPOCH, EPOCH, 1, TABLE, Delta(facts, (), (), ()), changes)
+    log_record = LogRecord(RANGE, EPOCH, EPOCH, 1, TABLE, RangeDelta(facts, (), (), ()), changes)
     reader = ReplicationReader(small_bytes)
     reader.read(HEADER)
     (message,) = log_record_messages(log_record)
     found = reader.read(message)
     assert isinstance(found, LogRecord)
-    made: Change = found.changes[0]
+    made: Mutation = found.changes[0]
     return made
 
 
-def told(store: ShardStore, change: Change) -> None:
+def told(store: ShardStore, change: Mutation) -> None:
     """What a backup makes of a change, as `ps_server.lane.shards` does."""
     record = change.record
-    if isinstance(change, Kept):
+    if isinstance(change, KeptSum):
         store.put_accumulator(record.clock, store.received(change.accumulator))
     elif isinstance(change, Put):
         accumulator = change.accumulator

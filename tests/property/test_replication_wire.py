@@ -20,9 +20,9 @@ from ps_core.errors import InvalidConfig, InvalidKeys, InvariantViolation, Pushp
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, Outcome
 from ps_core.tables import Table
-from ps_server.ranges.range_copy import Delta, ShardCopy, WorkerCopy, WorkerFacts, fresh_copy
+from ps_server.ranges.range_copy import RangeDelta, ShardCopy, WorkerCopy, WorkerFacts, fresh_copy
 from ps_server.replication.messages import Beat, LogRecord, RangeCopy, Snapshot
-from ps_server.values.mutations import Elements, Kept, Put, SentAccumulator
+from ps_server.values.mutations import Elements, KeptSum, Put, SentAccumulator
 from ps_server.values.store_copy import BlockCopy, StoreCopy
 from ps_server.values.update_arithmetic import Accumulator
 from ps_server.wire.replication_reader import Came, ReplicationReader
@@ -96,7 +96,7 @@ def test_leases_and_answers_are_the_same_at_the_other_end(beat: Beat, answers: l
 
 def log_record_of(*changes: object) -> LogRecord:
     facts = fresh_copy(MODEL, range(8)).facts
-    return LogRecord(RANGE, EPOCH, EPOCH, 5, TABLE, Delta(facts, (), (), ()), changes)
+    return LogRecord(RANGE, EPOCH, EPOCH, 5, TABLE, RangeDelta(facts, (), (), ()), changes)
 
 
 def test_every_double_arrives_as_it_is() -> None:
@@ -232,7 +232,7 @@ def test_a_snapshot_that_is_given_up_ends_with_the_next() -> None:
 
 def test_what_is_not_what_goes_over_the_wire_is_a_bug() -> None:
     record = record_of(1, range(1), 1)
-    for change in (Put(record, Accumulator()), Kept(record, None), "nothing"):
+    for change in (Put(record, Accumulator()), KeptSum(record, None), "nothing"):
         with pytest.raises(InvariantViolation, match="RW-2"):
             log_record_messages(log_record_of(change))
     with pytest.raises(InvariantViolation, match="RW-1"):

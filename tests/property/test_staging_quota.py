@@ -6,12 +6,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from ps_server.ranges.events import Step
+from ps_server.ranges.events import StepId
 from ps_server.ranges.memory import StagingQuota
 from tests.examples import examples
 
 STEP_BYTES = 40
-STEPS = st.builds(Step, st.integers(1, 3), st.integers(0, 3))
+STEPS = st.builds(StepId, st.integers(1, 3), st.integers(0, 3))
 
 
 class Rooms(RuleBasedStateMachine):
@@ -24,11 +24,11 @@ class Rooms(RuleBasedStateMachine):
         self.staging = StagingQuota(0, 0)
         self.capacity = 2 * STEP_BYTES
         self.staging.resize(0, STEP_BYTES)
-        self.staged: list[tuple[Step, int]] = []
+        self.staged: list[tuple[StepId, int]] = []
         self.summed = 0
-        self.waiting: set[Step] = set()
+        self.waiting: set[StepId] = set()
 
-    def _bytes(self, step: Step) -> int:
+    def _bytes(self, step: StepId) -> int:
         return sum(size for other, size in self.staged if other == step)
 
     @rule(extra=st.integers(0, 60))
@@ -37,7 +37,7 @@ class Rooms(RuleBasedStateMachine):
         self.capacity = max(self.capacity, 2 * STEP_BYTES + extra)
 
     @rule(step=STEPS, size=st.integers(1, 20))
-    def admit(self, step: Step, size: int) -> None:
+    def admit(self, step: StepId, size: int) -> None:
         if self._bytes(step) + size > STEP_BYTES:
             return  # no step is larger than a step
         lowest = min([step, *(other for other, _ in self.staged)])

@@ -15,7 +15,7 @@ from ps_core.keys import Incarnation
 from ps_core.tables import Codec, OptimizerKind, OptimizerSpec
 from ps_core.work import at_once
 from ps_server.ranges.events import Compensation
-from ps_server.values.mutations import Dropped, Elements, Kept, Put, SentAccumulator
+from ps_server.values.mutations import Dropped, Elements, KeptSum, Put, SentAccumulator
 from ps_server.values.shard_store import ShardStore
 from ps_server.values.store_copy import StoreCopy, SumCopy
 from ps_server.values.update_arithmetic import Accumulator
@@ -45,7 +45,7 @@ def test_a_backup_is_bit_equal_to_its_primary(data: st.DataObject) -> None:
         if is_kept:
             scale = data.draw(st.sampled_from([1.0, 0.0, 0.375, 1 / 3]))
             at_once(primary.reducing(clock, count))
-            kept = Kept(record_of(clock, blocks, count), primary.kept_accumulator(clock))
+            kept = KeptSum(record_of(clock, blocks, count), primary.kept_accumulator(clock))
             told(backup, over_the_wire(kept, small_bytes))
         if data.draw(st.integers(0, 4)) == 0:
             primary.drop(clock)

@@ -46,7 +46,7 @@ from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Accumulate, Assign, Forget, Record
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.values.contributions import Contribution, elements
-from ps_server.values.mutations import Assigned, Change, Dropped, Kept, Put, SentAccumulator
+from ps_server.values.mutations import Assigned, Dropped, KeptSum, Mutation, Put, SentAccumulator
 from ps_server.values.store_copy import StoreCopy
 from ps_server.values.update_arithmetic import Accumulator
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Arrived, Grad
@@ -219,14 +219,14 @@ class Numbers:
         """A sum of this server's own becomes values."""
         assert (yield from self.shards.applying(record, accumulator.accumulator)) is None
 
-    def make(self, table: Table, change: Change) -> None:
+    def make(self, table: Table, change: Mutation) -> None:
         """`making`, at once."""
         at_once(self.making(table, change))
 
-    def making(self, table: Table, change: Change) -> Work[None]:
+    def making(self, table: Table, change: Mutation) -> Work[None]:
         """As a backup does what its primary decided."""
         match change:
-            case Put(record, Sum() as accumulator) | Kept(record, Sum() as accumulator):
+            case Put(record, Sum() as accumulator) | KeptSum(record, Sum() as accumulator):
                 change = change._replace(accumulator=accumulator.sent)
             case Assigned(record, parts):
                 found = [self._decoded(table, record.range_id, grad) for _, grad in parts]

@@ -18,7 +18,7 @@ from ps_core.collective import Host, Round, Share, host_of, is_late_joiner, join
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_server.ranges.collectives import Collectives
+from ps_server.ranges.collectives import CollectiveRounds
 from ps_worker.collectives.rounds import Entering, Rounds
 
 SERVERS = (NodeId(1), NodeId(2), NodeId(3))
@@ -38,7 +38,7 @@ class Violation(Exception):
 
 @dataclass(eq=False)
 class Server:
-    machine: Collectives
+    machine: CollectiveRounds
     view: ClusterView
     waiting: list[Message] = field(default_factory=list)
 
@@ -86,7 +86,7 @@ class World:
     def __init__(
         self,
         seed: int,
-        machine: Callable[[NodeId], Collectives] = Collectives,
+        machine: Callable[[NodeId], CollectiveRounds] = CollectiveRounds,
         rounds: type[Rounds] = Rounds,
         *,
         is_lockstep: bool = True,

@@ -23,7 +23,7 @@ from functools import partial
 from ps_core.cluster_view import NodeState, RangeAssignment, Session
 from ps_core.errors import Fenced, PushpullError, Recovering
 from ps_core.keys import NodeId
-from ps_server.replication.departure_machine import Departure, Step
+from ps_server.replication.departure_machine import Departure, DepartureStep
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import RangesLost, Transition
 from tests.sim.calamities import Calamities, Plan
@@ -287,16 +287,16 @@ class Departing(FailoverSimulation):
             return
         silent_s = self.world.now_s - server.heard_s
         step = self.told[server.node_id].answered(error, silent_s)
-        if step is Step.STAYS and error is not None and not error.retry_after_ms:
+        if step is DepartureStep.STAYS and error is not None and not error.retry_after_ms:
             assert silent_s <= LEASE_S, (
                 f"LIVE: {server.node_id} waits for a scheduler of which it has not heard for "
                 f"{silent_s:.1f} s"
             )
         match step:
-            case Step.LEAVES:
+            case DepartureStep.LEAVES:
                 self._end(server, "left when others had all")
                 return
-            case Step.LEAVES_UNHEARD if self.may_lose(server, for_good=True):
+            case DepartureStep.LEAVES_UNHEARD if self.may_lose(server, for_good=True):
                 self._end(server, "left unheard")
                 return
         self.world.counts["stayed for now"] += 1

@@ -86,8 +86,8 @@ DEPARTURE_MUTANTS = (
         "who was told to stop does not wait",
         "S8",
         "ps_server/replication/departure_machine.py",
-        "            self.awaited = error.message\n            return Step.STAYS",
-        "            self.awaited = error.message\n            return Step.LEAVES",
+        "            self.awaited = error.message\n            return DepartureStep.STAYS",
+        "            self.awaited = error.message\n            return DepartureStep.LEAVES",
         _DEPARTURES,
     ),
     Mutant(

@@ -32,7 +32,7 @@ from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import BEATS_A_LEASE, PeerPacing
 from ps_server.replication.peer_queues import PeerQueues
 from ps_server.replication.range_roles import Replication
-from ps_server.values.mutations import Assigned, Change, Kept, Put
+from ps_server.values.mutations import Assigned, KeptSum, Mutation, Put
 from ps_server.values.store_copy import StoreCopy
 from tests.sim.arithmetic import Numbers, Sum
 from tests.sim.grads import Grad
@@ -529,7 +529,7 @@ class ReplicatedServer(SimServer):
     def is_settled(self) -> bool:
         """Whether every backup has all that was decided."""
         logs = [primary.log for primary in self.replication.primaries.values()]
-        return all(log.is_settled for log in logs) and not self.works.is_busy
+        return all(log.is_drained for log in logs) and not self.works.is_busy
 
     # --- between servers
 
@@ -592,7 +592,7 @@ class ReplicatedServer(SimServer):
             case Beat():
                 answer = self.replication.beat(message, self.now_s)
             case Piece((snapshot, values)):
-                self._handle(stream, self._joining(snapshot, values))
+                self._handle(stream, self._catching_up(snapshot, values))
         if answer is not None:
             stream.answer(answer)
 
@@ -642,18 +642,18 @@ class ReplicatedServer(SimServer):
             if isinstance(change, Put):
                 self._count(change.record)
 
-    def _making_change(self, change: Change) -> Work[None]:
+    def _making_change(self, change: Mutation) -> Work[None]:
         """As a backup does what its primary decided."""
         record = change.record
         if isinstance(change, Assigned):
             yield from self._assigning(record, change.parts)
             return
-        kept = () if isinstance(change, Kept) else self._forget_sum(record)
+        kept = () if isinstance(change, KeptSum) else self._forget_sum(record)
         match change:
             case Put(_, accumulator):
                 assert accumulator is None or isinstance(accumulator, Sum)
                 yield from self._landing(record, kept if accumulator is None else accumulator.grads)
-            case Kept(_, accumulator):
+            case KeptSum(_, accumulator):
                 assert isinstance(accumulator, Sum)
                 self.reduced[_key_of(record)] = record
                 self.sums[_key_of(record)] = list(accumulator.grads)
@@ -665,7 +665,7 @@ class ReplicatedServer(SimServer):
         return tuple(self.sums.pop(_key_of(record), ()))
 
     def _giving_snapshots(self) -> Work[None]:
-        for peer, copying in self.output.copies(self.now_s, self._has_room):
+        for peer, copying in self.output.copies(self.now_s, self._has_space):
             snapshot = at_once(copying)
             self.world.counts["snapshots"] += 1
             yield
@@ -685,12 +685,12 @@ class ReplicatedServer(SimServer):
             "numbers": self.numbers.copies(range_id),
         }
 
-    def _has_room(self, peer: NodeId) -> bool:
-        """As `ReplicatedRanges._has_room`."""
+    def _has_space(self, peer: NodeId) -> bool:
+        """As `ReplicatedRanges._has_space`."""
         if peer not in self.links:
             return False
         self.links[peer].begin()
-        return self.queues.has_room(peer)
+        return self.queues.has_space(peer)
 
     def _of_range(self, range_id: RangeId, found: dict[tuple[TableId, int], list]) -> dict:  # type: ignore[type-arg]
         return {
@@ -699,7 +699,7 @@ class ReplicatedServer(SimServer):
             for block in table.blocks_by_range(self._range_count).get(range_id, ())
         }
 
-    def _joining(self, snapshot: Snapshot, values: dict[str, dict]) -> Work[Ack | None]:  # type: ignore[type-arg]
+    def _catching_up(self, snapshot: Snapshot, values: dict[str, dict]) -> Work[Ack | None]:  # type: ignore[type-arg]
         before, came = self.replication.replicas.get(snapshot.range_id), snapshot
         snapshot = self.replication.living(came)
         if snapshot is not came:

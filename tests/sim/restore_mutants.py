@@ -69,8 +69,8 @@ RESTORE_MUTANTS = (
         "a restored range waits for servers that wait for it",
         "S10",
         "ps_server/replication/primary.py",
-        "is_done = self.log.is_settled or self.log.is_short",
-        "is_done = self.log.is_settled",
+        "is_done = self.log.is_drained or self.log.is_short",
+        "is_done = self.log.is_drained",
         _RESTORES,
     ),
     Mutant(

@@ -34,7 +34,7 @@ from ps_server.ranges.events import (
 from ps_server.ranges.schedule import CutId
 from ps_server.ranges.server_machine import PreparedChange, ServerMachine
 from ps_server.replication.output_commit import CommittedEffect
-from ps_server.values.mutations import Assigned, Dropped, Kept, Put
+from ps_server.values.mutations import Assigned, Dropped, KeptSum, Put
 from tests.sim.arithmetic import Numbers, Reading
 from tests.sim.edits import item_of
 from tests.sim.grads import Arrived, Grad
@@ -255,7 +255,7 @@ class SimServer:
                     self._forget_given(effect)
                 case AnswerPull() | RefusePull():
                     self._answer_read(effect)
-                case Kept() | Dropped():
+                case KeptSum() | Dropped():
                     pass
         for reply in replies:
             self._reply(reply)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ps_core.change import ChangeOutcome, ChangeResult
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_server.ranges.range_copy import Facts, facts_of
+from ps_server.ranges.range_copy import RangeFacts, facts_of
 from ps_server.ranges.server_machine import PreparedChange
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Watch:
                 )
 
     @staticmethod
-    def _facts(server: ReplicatedServer, place: Place) -> Facts | None:
+    def _facts(server: ReplicatedServer, place: Place) -> RangeFacts | None:
         """What the server knows of a part, and goes on from if it is made primary."""
         replica = server.replication.replicas.get(place[1])
         if replica is not None:

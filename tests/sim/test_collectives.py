@@ -11,7 +11,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, Node
 from ps_core.collective import Host, Round, Share, joined_after
 from ps_core.keys import Incarnation
-from ps_server.ranges.collectives import Collectives
+from ps_server.ranges.collectives import CollectiveRounds
 from ps_worker.collectives.rounds import Entering, Rounds
 from tests.sim.collective_world import Violation, World
 
@@ -46,7 +46,7 @@ class SilentRounds(Rounds):
         return False
 
 
-class KeepingHost(Collectives):
+class KeepingHost(CollectiveRounds):
     """Goes on, when it is the host again, with what it had before others were."""
 
     def observe(self, view: ClusterView) -> None:
@@ -55,7 +55,7 @@ class KeepingHost(Collectives):
         self._shares, self._heard, self._last = kept
 
 
-class CountingHost(Collectives):
+class CountingHost(CollectiveRounds):
     """Counts a share again that is sent again when its round has ended."""
 
     def answer(self, who: Incarnation, ended_round: int) -> Round | None:
@@ -71,14 +71,14 @@ class CountingHost(Collectives):
         super().enter(who, ended_round, last, None)
 
 
-class DeafHost(Collectives):
+class DeafHost(CollectiveRounds):
     """Does not take over what another host has ended."""
 
     def _adopt(self, last: Round) -> None:
         self._last = Round(last.number, ())
 
 
-class ImpatientHost(Collectives):
+class ImpatientHost(CollectiveRounds):
     """Waits for no newcomer."""
 
     def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
@@ -88,7 +88,7 @@ class ImpatientHost(Collectives):
         return super()._is_missing(view, rank, clock)
 
 
-class HastyHost(Collectives):
+class HastyHost(CollectiveRounds):
     """Does not wait for a newcomer that was in the last round, and may not have been given it."""
 
     def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
@@ -98,7 +98,7 @@ class HastyHost(Collectives):
         return missing
 
 
-class AwaitingHost(Collectives):
+class AwaitingHost(CollectiveRounds):
     """Waits for a newcomer from the moment it has registered."""
 
     def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
@@ -107,7 +107,7 @@ class AwaitingHost(Collectives):
         return node is None or node.incarnation not in self._shares
 
 
-class LoyalHost(Collectives):
+class LoyalHost(CollectiveRounds):
     """Waits for workers that are gone."""
 
     def observe(self, view: ClusterView) -> None:
@@ -128,7 +128,7 @@ class LoyalHost(Collectives):
         AwaitingHost, LoyalHost,
     ],
 )  # fmt: skip
-def test_a_seed_finds_a_deliberate_bug(mutant: type[Collectives | Rounds]) -> None:
+def test_a_seed_finds_a_deliberate_bug(mutant: type[CollectiveRounds | Rounds]) -> None:
     options: dict[str, Any] = {"rounds" if issubclass(mutant, Rounds) else "machine": mutant}
     for seed in range(MUTANT_SEEDS):
         for is_lockstep in (True, False):

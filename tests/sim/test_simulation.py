@@ -237,7 +237,7 @@ class Simulation:
             sentence
             for server in self.cluster.values()
             for part in server.machine.shards.values()
-            for sentence in part.reads.waits(self.world.now_s)
+            for sentence in part.read_gate.waits(self.world.now_s)
         ]
         windows = {w.rank: w.window.open_entries() for w in self.workers}
         return f"{waits} {windows}"

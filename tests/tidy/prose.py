@@ -10,12 +10,11 @@ from tests.tidy.source import Finding, Source
 
 READ = (
     "ps_cli/",
-    "ps_runtime/",
-    "ps_server/update_log/",
-    "ps_worker/",
     "ps_core/",
-    "scheduler/",
+    "ps_runtime/",
+    "ps_server/",
     "ps_worker/",
+    "scheduler/",
     "tests/tidy/prose.py",
 )
 """Beginnings of the paths of files that were read for their words and sentences; in the end all."""

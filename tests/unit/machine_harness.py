@@ -35,7 +35,7 @@ from ps_server.ranges.events import (
     SealEvent,
     SealTerms,
     Sender,
-    Step,
+    StepId,
     WithdrawEvent,
 )
 from ps_server.ranges.range_machine import RangeMachine
@@ -48,16 +48,16 @@ class FreeStaging:
 
     def __init__(self) -> None:
         self.staged_bytes = self.summed_bytes = 0
-        self.closed: set[Step] = set()
+        self.closed: set[StepId] = set()
 
-    def admit(self, step: Step, byte_count: int, effects: list[Effect]) -> bool:  # noqa: ARG002 - the seam's shape
+    def admit(self, step: StepId, byte_count: int, effects: list[Effect]) -> bool:  # noqa: ARG002 - the seam's shape
         """See `range_state.StagingMemory`."""
         if step in self.closed:
             return False
         self.staged_bytes += byte_count
         return True
 
-    def release(self, step: Step, byte_count: int) -> None:  # noqa: ARG002 - the seam's shape
+    def release(self, step: StepId, byte_count: int) -> None:  # noqa: ARG002 - the seam's shape
         """See `range_state.StagingMemory`."""
         self.staged_bytes -= byte_count
 

@@ -14,7 +14,7 @@ from ps_server.replication.range_roles import Replication
 def snapshots_of(
     of: Replication | OutputCommit,
     now_s: float,
-    has_room: Callable[[NodeId], bool] = lambda _: True,
+    has_space: Callable[[NodeId], bool] = lambda _: True,
 ) -> Iterator[tuple[NodeId, Snapshot]]:
-    for node_id, work in of.copies(now_s, has_room):
+    for node_id, work in of.copies(now_s, has_space):
         yield node_id, at_once(work)

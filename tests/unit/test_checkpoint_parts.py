@@ -228,7 +228,7 @@ def test_the_loop_waits_for_no_store_and_steps_without_room_for_copies_do(
         read = PullEvent(
             Place(MODEL, held.state.range_id, AssignmentEpoch(1)), 1, None, 2, False, 9
         )
-        assert "checkpoint 1 and has no room" in held.reads.explain(read, 0.0)
+        assert "checkpoint 1 and has no memory" in held.read_gate.explain(read, 0.0)
         disk.go_on.set()
         report = await server.report()
         assert not report.problem

@@ -9,7 +9,7 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.collective import Round, Share
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
-from ps_server.ranges.collectives import Collectives
+from ps_server.ranges.collectives import CollectiveRounds
 
 HOST = Node(NodeId(1), Incarnation(1), Role.SERVER, 0, "host:1", NodeState.ALIVE)
 
@@ -29,13 +29,13 @@ def share(node: Node, call: str = "barrier", payload: bytes = b"") -> Share:
 FIRST, SECOND = worker(0, 11), worker(1, 12)
 
 
-def host(*workers: Node) -> Collectives:
-    machine = Collectives(HOST.node_id)
+def host(*workers: Node) -> CollectiveRounds:
+    machine = CollectiveRounds(HOST.node_id)
     machine.observe(view_of(*workers))
     return machine
 
 
-def enter(machine: Collectives, node: Node, ended: int = 0, last: Round | None = None) -> None:
+def enter(machine: CollectiveRounds, node: Node, ended: int = 0, last: Round | None = None) -> None:
     machine.enter(node.incarnation, ended, last, share(node))
 
 
@@ -63,7 +63,7 @@ def test_it_says_who_has_not_made_the_call_and_who_is_silent() -> None:
 
 
 def test_it_names_eight_and_counts_the_others() -> None:
-    machine = Collectives(HOST.node_id)
+    machine = CollectiveRounds(HOST.node_id)
     machine.observe(view_of(worker_count=11))
     assert machine.missing().endswith("worker 7, which has not come yet and 3 more")
 
@@ -136,7 +136,7 @@ def test_who_means_another_host_is_told_where_calls_meet() -> None:
     machine.check_host(AssignmentEpoch(0))
     with pytest.raises(StaleAssignment, match="at server 1"):
         machine.check_host(AssignmentEpoch(1))
-    elsewhere = Collectives(NodeId(2))
+    elsewhere = CollectiveRounds(NodeId(2))
     with pytest.raises(StaleAssignment, match="nowhere"):
         elsewhere.check_host(AssignmentEpoch(0))
 

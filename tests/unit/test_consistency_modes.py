@@ -107,7 +107,7 @@ def test_a_read_that_expires_under_ssp_names_the_bound_and_who_is_behind() -> No
 
 def test_a_wait_has_a_cause() -> None:
     bench = _bench("ssp:0")
-    reads = bench.machine.reads
+    reads = bench.machine.read_gate
     bench.pull(0, 1, waiter=1)
     assert reads.cause(1) is WaitCause.OWN_STEP
     Steps(bench).step(0, 1)
@@ -124,13 +124,13 @@ def test_causes_under_bsp(rank: int | None, consistent: bool, cause: WaitCause) 
     bench = _bench("bsp")
     Steps(bench).step(0, 1)
     bench.pull(rank, 1, consistent=consistent)
-    assert bench.machine.reads.cause(1) is cause
+    assert bench.machine.read_gate.cause(1) is cause
 
 
 def test_a_table_without_values_is_a_cause_of_its_own() -> None:
     bench = Bench(make_table(Mode.ASP, from_rank_zero=True))
     bench.pull(1, 0)
-    assert bench.machine.reads.cause(1) is WaitCause.INITIAL_VALUES
+    assert bench.machine.read_gate.cause(1) is WaitCause.INITIAL_VALUES
 
 
 @pytest.mark.parametrize("text", ["bsp", "ssp:1", "asp"])

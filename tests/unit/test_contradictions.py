@@ -8,7 +8,7 @@ from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_server.ranges.events import SealEvent, SealTerms, Step
+from ps_server.ranges.events import SealEvent, SealTerms, StepId
 from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_machine import RangeMachine
 from tests.unit.machine_harness import PLACE, Bench, applied, kinds, make_table, outcomes, problem
@@ -91,7 +91,7 @@ def test_an_error_names_some_of_many_invalid_pushes(bsp: Bench) -> None:
 
 def test_a_given_back_number_that_comes_as_another_thing_ends_once(bsp: Bench) -> None:
     bsp.push(1, 1, 1)
-    bsp.machine.give_back(Step(1, 1), [])
+    bsp.machine.give_back(StepId(1, 1), [])
     bsp.push(1, 1, 2)
     bsp.seal(1, 2, 1, last=True)
     assert outcomes(bsp.effects)[1, 1] is Outcome.WITHDRAWN
@@ -100,7 +100,7 @@ def test_a_given_back_number_that_comes_as_another_thing_ends_once(bsp: Bench) -
 def test_a_last_step_that_was_given_back_may_be_sent_again(bsp: Bench) -> None:
     bsp.push(1, 1, 1)
     bsp.seal(1, 2, 1, last=True)
-    bsp.machine.give_back(Step(1, 1), [])
+    bsp.machine.give_back(StepId(1, 1), [])
     assert kinds(bsp.push(1, 1, 1)) == [ReplyKind.RECEIVED]
     bsp.seal(0, 1, 1)
     assert applied(bsp.effects) == [(1, [(1, 1)])]
@@ -114,4 +114,4 @@ def test_a_converted_payload_of_an_odd_last_block_has_room() -> None:
     table = Table(TableId(1), 0, spec.validated())
     staging = TableStaging(table)
     staging.add(RangeMachine(table, RangeId(0), (0,), 1, staging))
-    assert staging.admit(Step(1, 0), 256, [])
+    assert staging.admit(StepId(1, 0), 256, [])

@@ -35,7 +35,7 @@ from ps_server.ranges.events import (
 )
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull
-from ps_server.service.push_stream import EntryStream
+from ps_server.service.push_stream import PushStream
 from ps_server.service.range_read import PullTerms, RangeRead
 from ps_server.service.works import Works
 from ps_server.wire.parameter_wire import BlockFrame, push_events
@@ -77,7 +77,7 @@ class Stage:
         self.blocks = blocks
         self.worker = Node(NodeId(2), WORKER.incarnation, Role.WORKER, 0, "", NodeState.ALIVE)
         self.node.observe(self.view(1))
-        self.stream: EntryStream = self.node.open_stream(WORKER)
+        self.stream: PushStream = self.node.open_stream(WORKER)
         self.sequence = 0
 
     def works_step_by_step(self) -> None:

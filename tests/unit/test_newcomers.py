@@ -127,7 +127,7 @@ def test_it_neither_pushes_nor_reads_before_it_has_joined() -> None:
     effects = bench.step(2, 1)
     assert all(isinstance(e.error, Recovering) for e in effects)  # type: ignore[union-attr]
     bench.read(2, 0, waiter=5)
-    (said,) = bench.machine.reads.waits(bench.now_s)
+    (said,) = bench.machine.read_gate.waits(bench.now_s)
     assert "worker 2 has not joined the table" in said
     assert bench.join(2, is_new=False) == 1
     (answer,) = [e for e in bench.effects if isinstance(e, AnswerPull)]
@@ -176,7 +176,7 @@ def test_ssp_waits_for_it_from_where_it_begins(text: str) -> None:
     waits = begun + staleness + 1
     assert answers(bench.read(0, waits - 1, waiter=1)) == [1]
     assert answers(bench.read(0, waits, waiter=2)) == []
-    (said,) = bench.machine.reads.waits(bench.now_s)
+    (said,) = bench.machine.read_gate.waits(bench.now_s)
     assert "worker 2 (clock 3" in said
     assert answers(bench.step(2, 4, sequence=1)) == [2]
 

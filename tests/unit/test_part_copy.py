@@ -5,7 +5,7 @@ from __future__ import annotations
 from ps_core.ledger import Outcome
 from ps_core.work import at_once
 from ps_server.ranges.events import Apply, Effect
-from ps_server.ranges.range_copy import Delta, copying, delta_of, facts_of, fresh_copy, restore
+from ps_server.ranges.range_copy import RangeDelta, copying, delta_of, facts_of, fresh_copy, restore
 from tests.unit.machine_harness import Bench, make_table, outcomes
 
 
@@ -102,6 +102,6 @@ def test_a_copy_is_what_the_state_is() -> None:
         assert other.ledger.low_water == worker.ledger.low_water
 
 
-def _delta(at: Bench, effects: list[Effect]) -> Delta:
+def _delta(at: Bench, effects: list[Effect]) -> RangeDelta:
     counted = [effect.record for effect in effects if isinstance(effect, Apply)]
     return delta_of(at.machine.state, effects, counted)

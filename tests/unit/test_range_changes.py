@@ -167,7 +167,7 @@ def test_a_step_that_is_held_says_for_whom() -> None:
     bench.push(0, 1, 1)
     bench.seal(0, 2, 1)
     bench.pull(0, 1, waiter=5)
-    (told,) = bench.machine.reads.waits(bench.now_s)
+    (told,) = bench.machine.read_gate.waits(bench.now_s)
     assert "waits for the scheduler: a change of its consistency after clock 1" in told
     assert kinds(bench.push(0, 3, 2)) == [ReplyKind.RECEIVED]
     bench.table = replace(bench.table, proposed=None)
@@ -244,7 +244,7 @@ def test_a_successors_reads_wait_until_it_has_joined_and_begin_there() -> None:
     bench.die(0)
     bench.successor_reads(0, 0, waiter=5)
     assert answers(bench.effects) == []
-    (told,) = bench.machine.reads.waits(bench.now_s)
+    (told,) = bench.machine.read_gate.waits(bench.now_s)
     assert "worker 0 has not joined the table" in told
     assert bench.join(0) == 3
     (answer,) = [e for e in bench.effects if isinstance(e, AnswerPull)]

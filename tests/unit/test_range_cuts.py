@@ -146,7 +146,7 @@ def test_a_change_that_is_proposed_still_holds_reads() -> None:
     changing.table = replace(changing.table, proposed=TableChange(1, 0, parsed("asp")))
     changing.observe(changing.table)
     assert answers(changing.pull(0, 0, waiter=5)) == []
-    assert changing.machine.reads.cause(5) is WaitCause.CHANGE
+    assert changing.machine.read_gate.cause(5) is WaitCause.CHANGE
 
 
 def test_eager_pushes_are_held_until_the_cut_is_settled() -> None:
@@ -362,8 +362,8 @@ SETTINGS = ("bsp", "ssp:1", "asp")
 def test_reads_wait_until_it_is_loaded(setting: str) -> None:
     range_ = restored(setting)
     assert answers(range_.pull(0, 41, waiter=5) + range_.pull(None, 0, waiter=6)) == []
-    assert range_.machine.reads.cause(5) is WaitCause.INITIAL_VALUES
-    (said,) = set(range_.machine.reads.waits(range_.now_s))
+    assert range_.machine.read_gate.cause(5) is WaitCause.INITIAL_VALUES
+    (said,) = set(range_.machine.read_gate.waits(range_.now_s))
     assert "to load the checkpoint" in said
     effects = range_.machine.loaded(dict.fromkeys(range(4), 17), range_.now_s)
     assert answers(effects) == [5, 6]

@@ -7,7 +7,7 @@ import pytest
 from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending
-from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
+from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
 from ps_server.replication.backup import MAX_DRIFT, Replica
 from ps_server.replication.messages import LogRecord
 from ps_server.replication.replication_log import RangeLog
@@ -20,10 +20,10 @@ TABLE = TableId(1)
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 
 
-def delta(*endings: tuple[Incarnation, int, Ending]) -> Delta:
+def delta(*endings: tuple[Incarnation, int, Ending]) -> RangeDelta:
     table = make_table()
     workers = tuple(WorkerFacts(i, 0, 0, 0, None, 0, 0) for i, _, _ in endings)
-    return Delta(fresh_copy(table, range(4)).facts, workers, endings, ())
+    return RangeDelta(fresh_copy(table, range(4)).facts, workers, endings, ())
 
 
 def log_with(*backups: NodeId) -> RangeLog:
@@ -55,7 +55,7 @@ def test_nothing_is_released_that_a_backup_does_not_have() -> None:
     assert log.release(1.0) == ["a", "read of a"]
     log.acked(THREE, 2)
     assert log.release(1.0) == ["b"]
-    assert log.is_settled
+    assert log.is_drained
 
 
 def test_nothing_is_released_without_the_lease() -> None:

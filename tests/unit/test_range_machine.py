@@ -16,7 +16,7 @@ from ps_core.errors import (
 )
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import OptimizerKind
-from ps_server.ranges.events import Apply, PushEvent, RefusePull, ReplyTo, Step
+from ps_server.ranges.events import Apply, PushEvent, RefusePull, ReplyTo, StepId
 from tests.unit.machine_harness import (
     PLACE,
     Bench,
@@ -128,7 +128,7 @@ def test_an_incarnation_that_is_not_the_ranks_is_refused(
 
 
 def test_a_refusal_for_room_is_no_outcome(bsp: Bench) -> None:
-    bsp.staging.closed.add(Step(1, 0))
+    bsp.staging.closed.add(StepId(1, 0))
     refused = bsp.push(0, 1, 1)
     assert kinds(refused) == [ReplyKind.REFUSED]
     assert problem(refused).retry_after_ms > 0
@@ -140,7 +140,7 @@ def test_a_sealed_step_may_be_given_back_and_counts_again_when_it_returns(bsp: B
     bsp.push(1, 1, 1)
     bsp.seal(1, 2, 1)
     given: list[object] = []
-    bsp.machine.give_back(Step(1, 1), given)  # type: ignore[arg-type]
+    bsp.machine.give_back(StepId(1, 1), given)  # type: ignore[arg-type]
     assert kinds(given) == [ReplyKind.GIVEN_BACK]  # type: ignore[arg-type]
     assert applied(bsp.seal(0, 1, 1)) == []
     lost = bsp.seal(1, 2, 1)
@@ -155,7 +155,7 @@ def test_a_worker_that_left_stays_so_when_an_earlier_step_is_given_back(
     bsp.push(1, 1, 1)
     bsp.seal(1, 2, 1)
     bsp.seal(1, 3, 2, skip=skip, last=True)  # without skip this one has no outcome yet
-    bsp.machine.give_back(Step(1, 1), [])
+    bsp.machine.give_back(StepId(1, 1), [])
     assert kinds(bsp.push(1, 1, 1)) == [ReplyKind.RECEIVED]
     assert isinstance(problem(bsp.push(1, 9, 3)), InvalidConfig)
     for clock in (1, 2, 3):
@@ -389,12 +389,12 @@ def test_an_expired_read_names_who_is_missing(bsp: Bench) -> None:
     bsp.now_s += 7.25
     bsp.pull(0, 2)
     bsp.now_s += 11
-    (refusal,) = bsp.machine.reads.tick(bsp.now_s)
+    (refusal,) = bsp.machine.read_gate.tick(bsp.now_s)
     error = problem([refusal])
     assert isinstance(error, WaitExpired)
     assert "update 2 of table 'model'" in str(error)
     assert "worker 1 (clock 1, last heard 18.2 s ago)" in str(error)
-    assert bsp.machine.reads.tick(bsp.now_s) == []
+    assert bsp.machine.read_gate.tick(bsp.now_s) == []
 
 
 def test_a_consistent_read_is_answered_at_exactly_its_clock(bsp: Bench) -> None:
@@ -456,4 +456,4 @@ def test_when_all_have_left_a_read_says_so(bsp: Bench) -> None:
     for rank in (0, 1):
         bsp.seal(rank, 1, 1, skip=True, last=True)
     bsp.pull(0, 2)
-    assert "all have left" in bsp.machine.reads.waits(bsp.now_s)[0]
+    assert "all have left" in bsp.machine.read_gate.waits(bsp.now_s)[0]

@@ -438,7 +438,7 @@ def test_where_there_is_no_log_that_is_said(tmp_path: Path) -> None:
         with pytest.raises(InvalidUpdateLog, match="has no update log"):
             read_run(path)
     (tmp_path / "00000001.log").write_bytes(b"")
-    with pytest.raises(InvalidUpdateLog, match="nothing is in its segments yet"):
+    with pytest.raises(InvalidUpdateLog, match="its segments are still empty"):
         read_run(tmp_path)
 
 

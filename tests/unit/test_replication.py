@@ -10,7 +10,7 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId,
 from ps_core.ledger import Ending, ReplyKind
 from ps_core.work import at_once
 from ps_server.ranges.events import AnswerPull, Record, RefusePull
-from ps_server.ranges.range_copy import Delta, WorkerFacts, fresh_copy
+from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import MAX_DRIFT, Replica
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, Snapshot
@@ -28,10 +28,10 @@ TABLE = TableId(1)
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 
 
-def delta(*endings: tuple[Incarnation, int, Ending]) -> Delta:
+def delta(*endings: tuple[Incarnation, int, Ending]) -> RangeDelta:
     table = make_table()
     workers = tuple(WorkerFacts(i, 0, 0, 0, None, 0, 0) for i, _, _ in endings)
-    return Delta(fresh_copy(table, range(4)).facts, workers, endings, ())
+    return RangeDelta(fresh_copy(table, range(4)).facts, workers, endings, ())
 
 
 # --- one server's ranges

@@ -9,7 +9,7 @@ from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
-from ps_server.ranges.range_copy import Delta, fresh_copy
+from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.messages import Ack
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
@@ -127,7 +127,7 @@ def test_what_waits_for_more_servers_does_not_keep_values_out() -> None:
     server.ranges.look()
     log = server.replication.primaries[RANGE].log
     facts = fresh_copy(server.tables[0], range(4)).facts
-    log.decide(TableId(1), Delta(facts, (), (), ()), (), ["an answer"])
+    log.decide(TableId(1), RangeDelta(facts, (), (), ()), (), ["an answer"])
     assert log.release(0.0) == []
     server.read(ONE)
     server.read(TWO)

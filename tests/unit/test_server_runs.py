@@ -13,7 +13,7 @@ from ps_core.ledger import ReplyKind
 from ps_core.runs import Run
 from ps_core.tables import Table
 from ps_core.work import at_once
-from ps_server.ranges.collectives import Collectives
+from ps_server.ranges.collectives import CollectiveRounds
 from ps_server.ranges.events import (
     Effect,
     Place,
@@ -134,7 +134,7 @@ def test_a_round_is_of_one_run() -> None:
         *(worker_of("", rank) for rank in range(3)), *(worker_of("a", rank) for rank in range(2))
     )
     for run, count in (("", 3), ("a", 2)):
-        rounds = Collectives(NodeId(1))
+        rounds = CollectiveRounds(NodeId(1))
         rounds.observe(server.view.of_run(run))
         assert len(rounds.missing().split(", which has not made the call")) == count + 1
 

@@ -20,10 +20,10 @@ from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.values.mutations import (
     Assigned,
-    Change,
     Dropped,
     Elements,
-    Kept,
+    KeptSum,
+    Mutation,
     Put,
     SentAccumulator,
 )
@@ -83,10 +83,10 @@ def test_a_backup_makes_what_a_primary_decides(shards: Shards) -> None:
     assert value(shards) == 2.0
     shards.make(Put(record(), SUM))
     assert value(shards) == 1.0
-    shards.make(Kept(record(2), SUM))
+    shards.make(KeptSum(record(2), SUM))
     shards.make(Put(record(2, 0.5), None))
     assert value(shards) == 0.5
-    shards.make(Kept(record(3), SUM))
+    shards.make(KeptSum(record(3), SUM))
     shards.make(Dropped(record(3)))
     assert shards.make(Put(record(3), None)) is None
     assert value(shards) == 0.5
@@ -121,11 +121,11 @@ def test_initial_values_are_told_as_they_are(shards: Shards) -> None:
             Put(record()._replace(range_id=RangeId(9)), SentAccumulator(())),
             "range 9 holds no block",
         ),
-        (Kept(record()._replace(table_id=TableId(9)), SentAccumulator(())), "table 9"),
+        (KeptSum(record()._replace(table_id=TableId(9)), SentAccumulator(())), "table 9"),
     ],
 )
 def test_a_change_of_what_is_not_here_is_refused(
-    shards: Shards, change: Put | Kept, text: str
+    shards: Shards, change: Put | KeptSum, text: str
 ) -> None:
     with pytest.raises(InvalidKeys, match=text):
         shards.make(change)
@@ -134,7 +134,7 @@ def test_a_change_of_what_is_not_here_is_refused(
 
 def test_a_sum_that_was_kept_and_comes_whole_is_kept_no_more(shards: Shards) -> None:
     """A primary that took over does not know which of its backups have it."""
-    shards.make(Kept(record(), SUM))
+    shards.make(KeptSum(record(), SUM))
     shards.make(Put(record(scale=0.5), SUM._replace(is_reduced=True)))
     assert value(shards) == -0.5
     assert shards.stores[TABLE, LEFT].snapshot().sums == ()
@@ -190,12 +190,12 @@ def test_a_block_that_changes_has_another_stamp_and_the_others_have_theirs(lendi
         assert value(lending) == becomes
         assert stamps() == [before[0] + 2, *before[1:]]
     before = stamps()
-    lending.make(Kept(record(2), SUM))
+    lending.make(KeptSum(record(2), SUM))
     lending.make(Dropped(record(2)))
     assert (value(lending), stamps()) == (1.0, before)
 
 
-def snapshot(*held: Change) -> Snapshot:
+def snapshot(*held: Mutation) -> Snapshot:
     epoch = AssignmentEpoch(2)
     copies = {TABLE: fresh_copy(MODEL, (0, 1))}
     return Snapshot(LEFT, epoch, epoch, 7, copies, held)
@@ -210,7 +210,7 @@ def test_a_range_that_is_copied_goes_on_elsewhere(
     other.add(PARTS)
     shards.make(Put(record(), SUM))
     other.make(Put(record(), SUM))
-    shards.make(Kept(record(2), SUM))
+    shards.make(KeptSum(record(2), SUM))
     held = Put(record(2, 0.5), shards.take(record(2)))
     copy = shards.copy(snapshot(held))
     shards.apply(held.record, held.accumulator)

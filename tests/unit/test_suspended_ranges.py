@@ -40,7 +40,7 @@ from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.messages import Beat
 from ps_server.replication.range_roles import Replication
 from ps_server.service.node import ParameterNode
-from ps_server.service.push_stream import EntryStream
+from ps_server.service.push_stream import PushStream
 
 ME, HEIR = NodeId(1), NodeId(7)
 SERVER = Session("cluster", b"t" * 16, ME, Incarnation(10), Role.SERVER)
@@ -125,7 +125,7 @@ def run(scenario: Callable[[Server], Awaitable[None]]) -> None:
     asyncio.run(with_server())
 
 
-def refused(stream: EntryStream) -> list[PushpullError]:
+def refused(stream: PushStream) -> list[PushpullError]:
     """What the worker is told of its entries that wait."""
     return [reply.error for reply in stream._replies.values() if reply.error is not None]
 
@@ -186,7 +186,7 @@ def test_it_takes_and_answers_nothing_meanwhile() -> None:
         assert server.asks() == []
         assert machine.prepared_changes == ()
         server.see(4, ME, HEIR)
-        assert not machine.shards[MODEL, RANGE].reads.waits_for(9)
+        assert not machine.shards[MODEL, RANGE].read_gate.waits_for(9)
 
     run(scenario)
 

@@ -36,7 +36,7 @@ def test_one_answer_that_is_larger_than_all_may_be_is_given_alone() -> None:
     async def whole() -> None:
         unread = UnreadAnswers(lambda: 0.0, MOST, PATIENCE_S)
         await unread.reader().put(MOST + 1)
-        assert not unread.has_room(1)
+        assert not unread.has_space(1)
 
     asyncio.run(whole())
 

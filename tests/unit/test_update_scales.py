@@ -122,7 +122,7 @@ def test_a_lost_answer_is_given_again() -> None:
 def test_reads_wait_for_it_and_say_for_whom() -> None:
     at = summed()
     assert answers(at.pull(0, 1)) == []
-    (sentence,) = at.machine.reads.waits(at.now_s)
+    (sentence,) = at.machine.read_gate.waits(at.now_s)
     assert "update 1 of table 'model' (range 0) waits for the scale that clips it" in sentence
     assert "worker 0 (clock 1" in sentence
     assert "worker 1 (clock 1" in sentence

@@ -23,7 +23,7 @@ from ps_server.ranges.events import (
     SealEvent,
     SealTerms,
     Sender,
-    Step,
+    StepId,
 )
 from ps_server.ranges.server_machine import ServerMachine
 from tests.unit.machine_harness import (
@@ -172,7 +172,7 @@ def test_a_sealed_step_that_is_given_back_for_room_will_not_come_again() -> None
     bsp.seal(2, 4, 2)
     declare_gone(bsp)
     found: list[Effect] = []
-    bsp.machine.give_back(Step(2, 2), found)
+    bsp.machine.give_back(StepId(2, 2), found)
     bsp.staging.staged_bytes -= 256  # as the room does before it says so
     assert outcomes(found) == {(2, 3): Outcome.WITHDRAWN, (2, 4): Outcome.WITHDRAWN}
     for clock in (1, 2):
@@ -191,7 +191,7 @@ def test_one_that_left_and_crashed_before_it_sent_again_what_was_given_back(
     bsp.seal(2, 3, 2, skip=True, last=True)
     if is_gone_first:
         declare_gone(bsp)
-    bsp.machine.give_back(Step(1, 2), [])
+    bsp.machine.give_back(StepId(1, 2), [])
     if not is_gone_first:
         declare_gone(bsp)
     for clock in (1, 2):

@@ -16,12 +16,12 @@ from ps_runtime.cluster import wire
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Contributor, Record
-from ps_server.ranges.range_copy import Delta, ShardCopy, WorkerFacts, fresh_copy
+from ps_server.ranges.range_copy import RangeDelta, ShardCopy, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.update_log.format import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log.reader import FORMAT_VERSION
-from ps_server.values.mutations import Assigned, Change, Elements, Kept, Put, SentAccumulator
+from ps_server.values.mutations import Assigned, Elements, KeptSum, Mutation, Put, SentAccumulator
 from ps_server.wire.replication_wire import log_record_messages
 from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import replication_pb2, update_log_pb2
@@ -47,7 +47,7 @@ class Owner:
     term: int = 2
     number: int = 0
     shards: Shards = field(default_factory=lambda: Shards(SharedLanes(), {}))
-    held: tuple[Change, ...] = ()
+    held: tuple[Mutation, ...] = ()
 
     def __post_init__(self) -> None:
         self.shards.add([ShardAdded(self.of, self.range_id, BLOCKS[self.range_id])])
@@ -83,7 +83,7 @@ class Owner:
     def kept(self, clock: int, ranks: Sequence[int], value: float) -> LogRecord:
         """A sum that waits for its scale."""
         record = self._record(clock, ranks)
-        return self._decide(Kept(record, self._total(value)), record, is_counted=False)
+        return self._decide(KeptSum(record, self._total(value)), record, is_counted=False)
 
     def scaled(self, clock: int, ranks: Sequence[int], scale: float) -> LogRecord:
         """The update that was kept, times a scale that rank 0 says."""
@@ -129,7 +129,7 @@ class Owner:
         )
 
     def _decide(
-        self, change: Change, record: Record, staleness: int = 0, *, is_counted: bool = True
+        self, change: Mutation, record: Record, staleness: int = 0, *, is_counted: bool = True
     ) -> LogRecord:
         is_bsp = self.of.spec.mode is Mode.BSP
         formed = record.clock if is_bsp and is_counted else self.copy.facts.clock
@@ -150,7 +150,7 @@ class Owner:
             for c in parts
         )
         self.number += 1
-        delta = Delta(facts, workers, endings, (record,) if is_counted else ())
+        delta = RangeDelta(facts, workers, endings, (record,) if is_counted else ())
         log_record = LogRecord(
             self.range_id, AssignmentEpoch(self.term), AssignmentEpoch(self.term),
             self.number, self.of.table_id, delta, (change,),
