@@ -12,7 +12,7 @@ import {
 } from '../src/layout.js';
 
 const vectors = JSON.parse(
-  readFileSync(new URL('../../../docs/protocol_vectors.json', import.meta.url), 'utf8'),
+  readFileSync(new URL('../../../docs/reference/protocol_vectors.json', import.meta.url), 'utf8'),
 );
 const number = (value) => (value === 'inf' ? Infinity : value);
 
