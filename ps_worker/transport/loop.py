@@ -7,6 +7,7 @@ a daemon thread, stopped when the interpreter exits, after the clients have clos
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import queue
 import threading
@@ -147,6 +148,9 @@ def background() -> BackgroundLoop:
     with _lock:
         if _background is None:
             tune_allocator()
+            # Garbage of this process is never collected in a forked child: gRPC's destructors would
+            # wait there for threads that only this process has.
+            os.register_at_fork(after_in_child=gc.freeze)
             _background = BackgroundLoop()
         elif _background.pid != os.getpid():
             raise InvalidConfig(
