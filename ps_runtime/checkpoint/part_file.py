@@ -1,7 +1,7 @@
 """A part of a checkpoint as a file: its header is read and checked before the rest.
 
 A part is a safetensors file: eight bytes of little-endian length, a JSON header of that length,
-data. docs/guides/CHECKPOINTS.md describes its metadata.
+data. docs/reference/CHECKPOINT_FORMAT.md describes its metadata.
 
 Rules:
     - Nothing is trusted: each number is checked before memory is taken for it.

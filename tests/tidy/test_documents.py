@@ -175,6 +175,22 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not dead
 
 
+def prose(path: Path) -> Iterator[tuple[int, str]]:
+    """The numbered lines of a page that an author wraps: neither tables nor code."""
+    is_code = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        is_fence = line.lstrip().startswith("```")
+        is_code ^= is_fence
+        if not (is_code or is_fence or line.lstrip().startswith("|")):
+            yield number, line
+
+
+@pytest.mark.parametrize("path", list(pages()), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_lines_of_prose_end_before_column_120(path: Path) -> None:
+    """A diff of a page shows what was said anew, not a paragraph of 400 columns."""
+    assert not [f"{path}:{number}" for number, line in prose(path) if len(line) > 120]
+
+
 @cache
 def modules() -> dict[str, bool]:
     """Every module of ours by its dotted name, and whether it is a folder of others."""
