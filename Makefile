@@ -48,11 +48,11 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Train a CNN on handwritten digits: 1 scheduler, 2 servers, 2 workers, test accuracy >= 97 %
 	$(BIN)/pushpull train examples/digits_cnn.py --workers 2 --servers 2
 
-test: $(READY) ## Run every test that needs pip packages only, on up to four cores
-	$(BIN)/python -m pytest $(PARALLEL) $(FAST_TESTS)
+test: $(READY) ## Run the quick tests, which need pip packages only: three minutes on two cores
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(FAST_TESTS)
 
-check: lint ## All that CI runs: lint, test, the simulator's seeds, demo, system tests
-	$(MAKE) test FAST_TESTS='$(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py'
+check: lint ## All that CI runs: lint, every test, the simulator's seeds, demo, system tests
+	$(BIN)/python -m pytest $(PARALLEL) $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
 	$(MAKE) sim SEEDS=40
 	$(MAKE) demo
 	$(MAKE) system-deps

@@ -22,6 +22,8 @@ import ps_worker as ps
 from tests.integration.command_line import run_here
 from tests.integration.lane_cluster import until
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 TABLE = "model/0/float32"
 COMPUTE = ("20ms", "3ms", "3ms")

@@ -18,7 +18,7 @@ from ps_runtime.checkpoint.store import resolve
 from tests.integration.command_line import run_here
 from tests.integration.resumed_training import DEADLINE_S, Recipe, together, train
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
 
 class Model(nn.Module):

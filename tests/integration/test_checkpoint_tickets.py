@@ -22,6 +22,8 @@ from ps_worker.client.connection import GRACE_S
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.integration.resumed_training import DEADLINE_S, Position, together
 
+pytestmark = pytest.mark.slow
+
 COUNT = 500
 
 

@@ -85,6 +85,7 @@ def counts_of(root: Path | str) -> tuple[dict[int, np.ndarray[Any, Any]], Any]:
     return blocks, table
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:3"])
 def test_the_cut_of_a_table_that_is_trained(tmp_path: Path, consistency: str) -> None:
     check_cut(tmp_path, consistency)
@@ -133,6 +134,7 @@ def check_cut(tmp_path: Path, consistency: str) -> None:
             assert {values[0] for values in blocks.values()} == {-2 * table.clock}
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_more_workers(tmp_path: Path) -> None:
     check_other_workers(tmp_path, "ssp:2", 3)
 
@@ -170,6 +172,7 @@ def check_other_workers(tmp_path: Path, consistency: str, workers: int) -> None:
     assert np.array_equal(end, at_cut - 4 * workers)
 
 
+@pytest.mark.slow
 def test_where_it_cannot_be_written_training_goes_on(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     with (
@@ -214,6 +217,7 @@ def root(three_checkpoints: Path, tmp_path: Path) -> Path:
     return shutil.copytree(three_checkpoints, tmp_path / "checkpoints")
 
 
+@pytest.mark.slow
 def test_a_bad_one_is_passed_over_for_the_newest_good_one(root: Path) -> None:
     _, good, bad = sorted(path for path in root.iterdir() if path.is_dir())
     (part,) = bad.glob("server-*")
@@ -241,6 +245,7 @@ def test_values_that_are_damaged_are_never_trained_on(root: Path) -> None:
         client.close(leave=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_the_last_checkpoint_has_what_workers_had_that_have_left(
     tmp_path: Path, consistency: str

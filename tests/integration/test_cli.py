@@ -77,6 +77,7 @@ def test_digits_train_from_another_folder_and_nothing_is_left(tmp_path: Path) ->
     assert_all_gone(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["server", "worker"])  # a scheduler goes on from its journal
 def test_a_killed_role_ends_the_run_with_its_name(
     kind: str, tmp_path: Path, script: Callable[[str], str]
@@ -93,6 +94,7 @@ def test_a_killed_role_ends_the_run_with_its_name(
     assert_all_gone([pid for pids in roles.values() for pid in pids])
 
 
+@pytest.mark.slow
 def test_a_workers_exception_is_shown_and_ends_the_run(
     tmp_path: Path, script: Callable[[str], str]
 ) -> None:
@@ -104,6 +106,7 @@ def test_a_workers_exception_is_shown_and_ends_the_run(
     assert re.search(r"pushpull: worker \d ended with exit code 1", tool.text)
 
 
+@pytest.mark.slow
 def test_on_a_terminal_there_is_a_live_table_and_ctrl_c_ends_all(
     tmp_path: Path, script: Callable[[str], str]
 ) -> None:
@@ -121,6 +124,7 @@ def test_on_a_terminal_there_is_a_live_table_and_ctrl_c_ends_all(
     assert_all_gone([pid for pids in roles.values() for pid in pids])
 
 
+@pytest.mark.slow
 def test_status_of_a_running_cluster_for_programs_and_people(
     tmp_path: Path, script: Callable[[str], str]
 ) -> None:
@@ -158,6 +162,7 @@ def test_status_of_a_running_cluster_for_programs_and_people(
     assert "\x1b" not in shown.stdout
 
 
+@pytest.mark.slow
 def test_up_prints_an_address_and_ends_on_request(tmp_path: Path) -> None:
     with Tool("up", "--servers", "1", "--quiet", cwd=tmp_path, is_warm=True) as tool:
         address = tool.wait_for(r"cluster is up: scheduler at (\S+:\d+), 1 server").group(1)

@@ -12,7 +12,7 @@ from ps_runtime.launch.cluster_shape import CheckpointPlan, ClusterShape
 from ps_runtime.launch.launcher import Launcher, start_scheduler, start_servers
 from tests.integration.command_line import START_DEADLINE_S, Tool, run_warm
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 NEVER = {"PUSHPULL_WORKER_TIMEOUT_S": "0"}
 """A worker that is silent is not declared gone for that, however long."""

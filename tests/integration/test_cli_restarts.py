@@ -20,7 +20,7 @@ from tests.integration.command_line import (
 )
 from tests.integration.lane_cluster import until
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 GOES_ON = r"server \d \(\S+\) was killed by SIGKILL; its ranges go on at their backups\n"
 NEVER = {"PUSHPULL_WORKER_TIMEOUT_S": "0"}

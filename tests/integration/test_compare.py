@@ -14,7 +14,7 @@ from tests.integration.command_line import Tool, run, run_here, run_warm
 
 END_DEADLINE_S = 20.0
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
 TRAINING = """
 import sys

@@ -24,6 +24,8 @@ from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, RoleCommand, start_scheduler
 from tests.integration.counted_server import SOCKET, RunFiles
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 ROUNDS, MORE_ROUNDS = 12, 120
 """On a machine with much else to do a round may last so long that a timer is due in each."""

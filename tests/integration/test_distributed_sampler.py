@@ -21,7 +21,7 @@ from ps_runtime.checkpoint.store import resolve
 from tests.integration.lane_cluster import lane_cluster
 from tests.integration.replicated_cluster import DEADLINE_S, together
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 ResultT = TypeVar("ResultT")
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.integration.command_line import ROOT, run_warm
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -113,6 +113,7 @@ def bsp_table(client: ps.Client, name: str) -> ps.TableHandle:
     return client.create_table(name, SIZE, optimizer=optimizer, block_elements=BLOCK)
 
 
+@pytest.mark.slow
 def test_bsp_parameters_are_those_of_an_undisturbed_run(scene: Scene) -> None:
     cluster = scene.cluster
     dying = cluster.have(3)[1]
@@ -138,6 +139,7 @@ def _nothing(step: int) -> None:
 # --- SIGSTOP
 
 
+@pytest.mark.slow
 def test_a_server_paused_for_longer_than_the_lease_comes_back_as_a_backup(scene: Scene) -> None:
     cluster = scene.cluster
     paused, other = cluster.have(2)
@@ -173,6 +175,7 @@ def test_a_read_at_a_paused_server_is_answered_by_another_one(scene: Scene) -> N
 # --- the dead are replaced
 
 
+@pytest.mark.slow
 def test_a_new_server_is_brought_up_to_date_and_stands_in_for_an_older_one(scene: Scene) -> None:
     cluster = scene.cluster
     first, second = cluster.have(2)

@@ -19,7 +19,7 @@ from tests.integration.replicated_cluster import (
     replicated_cluster,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 COUNTED = Counted(world=1)
 SHORT_S = 1.5

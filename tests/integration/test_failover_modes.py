@@ -26,7 +26,7 @@ from tests.integration.replicated_cluster import (
 )
 from tests.integration.warm_processes import warm_context
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 WORKERS = 2
 BLOCK_COUNT = 12

@@ -16,7 +16,7 @@ from tests.integration.page_folder import ENDED_WITHIN_S, PageFolder
 from tests.integration.warm_roles import Forker
 from tests.tidy.source import ROOT
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.slow]
 
 EXAMPLES = {
     "lightning_digits.py": ("--epochs", r"(\d+) steps, test accuracy (\d+\.\d)%"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import numpy.typing as npt
 import torch
 
@@ -72,6 +73,7 @@ def _train(workers: list[ps.Client], run: int) -> list[Floats]:
     return values
 
 
+@pytest.mark.slow
 def test_bsp_is_the_same_bits_every_time_whatever_the_order_of_arrival() -> None:
     """G4, over two servers."""
     with ps.local_cluster(servers=2, workers=WORKERS) as cluster:

@@ -11,7 +11,7 @@ from tests.integration.page_folder import ENDED_WITHIN_S, PageFolder, difference
 
 ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 
 def test_the_reader_the_worker_and_the_checkpoint_agree_in_the_end(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from pushpull.errors import InvalidConfig
 from pushpull.types import LocalCluster
 from tests.integration.command_line import environment
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 SCRIPT = """

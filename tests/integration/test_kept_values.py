@@ -24,7 +24,7 @@ from ps_core.errors import ForeignCluster
 from tests.integration.lane_cluster import until
 from tests.joining import SECRET
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 SIZE = 4 * 64
 STEPS = 3

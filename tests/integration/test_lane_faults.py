@@ -28,6 +28,8 @@ from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, un
 from tests.integration.raw_lane import RawLane
 from tests.integration.warm_processes import warm_context
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 SHORT_S = 0.5
 LANES = ("shm", "grpc")

@@ -21,6 +21,8 @@ from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, s
 from tests.integration.lane_cluster import until
 from tests.integration.resumed_training import Position
 
+pytestmark = pytest.mark.slow
+
 END_DEADLINE_S = 60.0
 WORKERS, SERVERS, COUNT = 2, 2, 500
 _LARGE_COUNT = 1 << 23

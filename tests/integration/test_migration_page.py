@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.integration.page_folder import PageFolder
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -96,6 +96,7 @@ class Running:
         return [run.result(DEADLINE_S) for run in self._runs]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:1", "asp"])
 def test_a_third_worker_joins_two_that_train(cluster: LaneCluster, consistency: str) -> None:
@@ -134,6 +135,7 @@ def test_a_third_worker_joins_two_that_train(cluster: LaneCluster, consistency: 
         _close(clients)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("count", [1, 2])
 def test_models_stay_equal_when_workers_join_under_bsp_with_a_schedule(
@@ -186,6 +188,7 @@ class Loads:
         self.optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["server", "add"])
 def test_what_a_newcomer_has_loaded_is_refused_at_it_alone(cluster: LaneCluster, kind: str) -> None:
@@ -268,6 +271,7 @@ def step_beyond(address: str, lane: str, consistency: str, pipe: Connection) -> 
         os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("lane", ["shm", "grpc"])
 def test_one_that_is_killed_holds_nobody_up_for_long(cluster: LaneCluster, lane: str) -> None:

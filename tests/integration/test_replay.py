@@ -33,7 +33,7 @@ from tests.integration.logged_run import (
     logged_run,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from tests.integration.state_jobs import STEPS
 from tests.integration.training_models import differing
 from tests.integration.worker_pool import Pool, Workers
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 2
 SERVERS = 2
 """Of the cluster in which is saved."""

@@ -14,6 +14,8 @@ from torch import nn
 import ps_worker as ps
 from tests.integration.resumed_training import DEADLINE_S, all_state, together
 
+pytestmark = pytest.mark.slow
+
 BORN, SAVED, END = 3, 5, 8
 _one_at_a_time = threading.Lock()
 

@@ -17,6 +17,8 @@ from ps_runtime.launch.cluster_shape import CheckpointPlan
 from tests.integration.lane_cluster import Served
 from tests.integration.replicated_cluster import DEADLINE_S, ReplicatedCluster, replicated_cluster
 
+pytestmark = pytest.mark.slow
+
 ELEMENTS = 64 * 512
 
 

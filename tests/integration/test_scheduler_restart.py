@@ -24,7 +24,7 @@ from tests.integration.replicated_cluster import (
     replicated_cluster,
 )
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 WORKERS = 2
 COUNTED = Counted(WORKERS, block_count=24)

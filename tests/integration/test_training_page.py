@@ -10,6 +10,8 @@ import torch
 
 from tests.integration.command_line import ROOT, run_warm
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs/guides/TRAINING.md").read_text(encoding="utf-8")
 
 

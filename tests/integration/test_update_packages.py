@@ -26,6 +26,8 @@ from tests.integration.command_line import run_warm
 from tests.tidy.source import ROOT
 from tests.unit.package_folder import install
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs/guides/CUSTOM_UPDATES.md").read_text(encoding="utf-8")
 END_DEADLINE_S = 60.0
 

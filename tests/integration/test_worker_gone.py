@@ -29,6 +29,8 @@ from ps_runtime.launch.launcher import RoleProcess
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.integration.warm_processes import warm_context
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 VICTIM = 2
 STEPS = 30
