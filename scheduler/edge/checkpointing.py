@@ -245,7 +245,7 @@ class Checkpointing:
         reason = request.reason[:200] or "asked for"
         number = covered_by = request.covered_by
         while True:
-            number, covered_by = map(self._cluster.checkpoint_again, (number, covered_by))
+            number, covered_by = map(self._cluster.checkpoints.newest_of, (number, covered_by))
             if number == covered_by and not self._may_come(number):
                 number = covered_by = 0
             if not number:
@@ -253,8 +253,8 @@ class Checkpointing:
                 pending = self._carry_out(self._cluster.begin_checkpoint(reason, clock.now_s()))
                 number, said = pending.number, pending.reason
             else:
-                said = self._cluster.checkpoint_reason(clock.now_s())
-            problem = self._cluster.checkpoint_problem(number) if number else None
+                said = self._cluster.checkpoints.reason(clock.now_s())
+            problem = self._cluster.checkpoints.problem_of(number) if number else None
             if problem:
                 raise InvalidCheckpoint(f"checkpoint {number} was not made: {problem}")
             if problem is not None and number in self._made:
@@ -271,7 +271,7 @@ class Checkpointing:
         """
         while self._cluster.view.checkpoint is not None:
             if clock.now_s() >= deadline_s:
-                raise WaitExpired(self._cluster.checkpoint_reason(clock.now_s()))
+                raise WaitExpired(self._cluster.checkpoints.reason(clock.now_s()))
             await asyncio.sleep(_POLL_S)
 
     def _check_knows_of_cuts(self, request: scheduler_pb2.CreateCheckpointRequest) -> None:

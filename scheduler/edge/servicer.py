@@ -172,7 +172,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def until_workers_are_done(self) -> None:
         """Wait until all workers have left."""
-        while not self._cluster.workers_are_done:
+        while not self._cluster.members.workers_are_done:
             await self._changed.wait()
 
     def finish(self) -> None:
@@ -477,7 +477,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             response.nodes.add(
                 node=wire.node_to_proto(node),
                 progress=said.progress,
-                last_heard_ms=round(self._cluster.quiet_s(node.node_id, now_s) * 1000),
+                last_heard_ms=round(self._cluster.members.quiet_s(node.node_id, now_s) * 1000),
                 view_number=said.view_number,
             )
         return _fitted(response)
@@ -566,7 +566,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         while True:
             changed = self._changed
             found: Outcome = (
-                self._cluster.change(wanted.table_name, number, clock.now_s(), session.run)
+                self._cluster.changes.outcome(wanted.table_name, number, clock.now_s(), session.run)
                 if number
                 else self._carry_out(self._cluster.set_consistency(session, wanted, clock.now_s()))
             )
@@ -669,7 +669,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             try:
                 if not is_sign_of_life:
-                    self._cluster.check_heard(clock.now_s())
+                    self._cluster.members.check_heard(clock.now_s())
                 yield
             except InvalidJournal:
                 raise

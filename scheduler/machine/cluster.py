@@ -7,6 +7,7 @@ and `checkpoints`.
 Rules:
     - Every event is a method: it takes the event and `now_s`, changes the state or raises, and
       returns a `Decision`. A method that raises has changed nothing.
+    - A method with a `session` raises as `Cluster.caller`.
     - Each event changes the view number at most once, and only if the view changed.
     - A replacement worker, or a late joiner, joins each table by a change of its own, while it is a
       member.
@@ -37,14 +38,7 @@ from ps_core.runs import Run
 from ps_core.tables import Table, TableSpec
 from scheduler.machine import admission, update_offers, view_size
 from scheduler.machine.adaptation import CourseRecord
-from scheduler.machine.admission import LAUNCH_ID_BYTES
-from scheduler.machine.changes import (
-    ChangeRequest,
-    Outcome,
-    PendingProposal,
-    TableChanges,
-    check_workers,
-)
+from scheduler.machine.changes import ChangeRequest, PendingProposal, TableChanges, check_workers
 from scheduler.machine.checkpoint_state import WorkerClocks
 from scheduler.machine.checkpoints import CheckpointAttempts
 from scheduler.machine.configurations import Configurations
@@ -95,12 +89,12 @@ class Parked:
     reason: str
 
 
-Creation = Created | Parked
-"""Result of a table request."""
-
-
 class Cluster:
-    """The machine. Not thread-safe: one owner calls it, one event at a time."""
+    """The machine. Not thread-safe: one owner calls it, one event at a time.
+
+    Attributes:
+        members, changes, checkpoints: for questions; events are methods of the cluster.
+    """
 
     def __init__(
         self, settings: ClusterSettings, now_s: float, state: ClusterState | None = None
@@ -108,12 +102,12 @@ class Cluster:
         """A cluster without nodes, or with the state of a journal (`resumed`)."""
         self.settings = settings
         self._state = ClusterState.empty(settings) if state is None else state
-        self._members = Membership(settings, self._state, now_s)
-        describe = self._members.describe
-        self._changes = TableChanges(self._state, describe, self._free_view_bytes)
+        self.members = Membership(settings, self._state, now_s)
+        describe = self.members.describe
+        self.changes = TableChanges(self._state, describe, self._free_view_bytes)
         self._configurations = Configurations(self._state, settings.replica_count)
         self._departures = Departures(settings, self._state, self._configurations)
-        self._checkpoints = CheckpointAttempts(settings, self._state, self._changes, describe)
+        self.checkpoints = CheckpointAttempts(settings, self._state, self.changes, describe)
         ownership = Ownership(self._state, settings, describe, self._configurations)
         self._tables = TableCatalogue(settings, self._state, ownership)
         self._view: ClusterView | None = None
@@ -125,18 +119,17 @@ class Cluster:
         checkpoint without its manifest by what is in its directory.
         """
         cluster = cls(journaled.settings, now_s, journaled.state)
-        cluster._members.resume(journaled.returning_s, now_s)
-        transitions = cluster._checkpoints.give_up(STARTED_AGAIN)
-        transitions += cluster._changes.resume(STARTED_AGAIN)
+        cluster.members.resume(journaled.returning_s, now_s)
+        transitions = cluster.checkpoints.give_up(STARTED_AGAIN)
+        transitions += cluster.changes.resume(STARTED_AGAIN)
         return Decision(cluster, cluster._changed(*transitions))
 
     def journaled(self, now_s: float) -> JournaledCluster:
         """The journaled state, by reference: it changes with the cluster."""
-        return JournaledCluster(self.settings, self._state, self._members.returning_s(now_s))
+        return JournaledCluster(self.settings, self._state, self.members.returning_s(now_s))
 
     @property
     def view(self) -> ClusterView:
-        """The cluster's view now."""
         state = self._state
         if self._view is None or self._view.view_number != state.view_number:
             self._view = ClusterView(
@@ -148,7 +141,7 @@ class Cluster:
                 ranges=tuple(state.ranges),
                 tables=tuple(state.tables.values()),
                 finished=state.finished,
-                checkpoint=self._checkpoints.under_way,
+                checkpoint=self.checkpoints.under_way,
                 restored_from="" if self.settings.restored is None else self.settings.restored.url,
                 runs=tuple(state.runs.values()),
                 next_table_id=state.next_table_id,
@@ -172,16 +165,11 @@ class Cluster:
             replaced_timelines=self.settings.replaced_timelines | {self.settings.timeline},
         )
 
-    @property
-    def workers_are_done(self) -> bool:
-        """True if all workers have registered, and none is left."""
-        return self._members.workers_are_done
-
     def finish(self) -> Decision[None]:
         """Finish the cluster: nobody joins any more, and servers stop. No effect while a worker is
         a member.
         """
-        return Decision(None, self._changed(*self._members.finish()))
+        return Decision(None, self._changed(*self.members.finish()))
 
     @property
     def servers_have_left(self) -> bool:
@@ -195,10 +183,6 @@ class Cluster:
             for n in self._state.nodes_of(Role.SERVER)
         )
 
-    def quiet_s(self, node_id: NodeId, now_s: float) -> float:
-        """Seconds since a member was last heard; 0 for one that left."""
-        return self._members.quiet_s(node_id, now_s)
-
     def register(self, request: Registration, now_s: float) -> Decision[Session]:
         """Make the caller a node, or repeat the answer that it got before. An operator becomes no
         node: its session shows only its role.
@@ -209,70 +193,58 @@ class Cluster:
             Overloaded: the cluster is full.
             Recovering: another node has the rank or address, may be dead, and the caller waits.
         """
-        known = self._members.registered(request)
+        known = self.members.registered(request)
         if request.role is Role.OPERATOR:
-            return Decision(self._members.session(replace(OPERATOR, run=request.run)))
+            return Decision(self.members.session(replace(OPERATOR, run=request.run)))
         if known is not None:
-            heard = self._members.hear(known, now_s)
-            return Decision(self._members.session(known), self._changed(*heard))
-        node = self._members.candidate(request, now_s)
+            heard = self.members.hear(known, now_s)
+            return Decision(self.members.session(known), self._changed(*heard))
+        node = self.members.candidate(request, now_s)
         run = admission.run_of(request, self._state, self.settings)
         is_late = node.role is Role.WORKER and (
             node.rank >= run.worker_count or node.rank in self._state.workers_by_rank(run.name)
         )
         needed_bytes = view_size.node_bytes(node)
         needed_bytes += view_size.run_bytes(run) if run.name not in self._state.runs else 0
-        needed_bytes += self._changes.join_bytes(run.name, node.rank) if is_late else 0
+        needed_bytes += self.changes.join_bytes(run.name, node.rank) if is_late else 0
         free_bytes = self._free_view_bytes()
         if needed_bytes > free_bytes:
             raise Overloaded(
                 f"the cluster's view may grow by {free_bytes} bytes to "
                 f"{view_size.MAX_VIEW_BYTES}; the node needs {needed_bytes}"
             )
-        transitions = self._members.add(node, request, now_s)
+        transitions = self.members.add(node, request, now_s)
         transitions += self._given_back(node, request)
         if node.role is Role.SERVER:  # its first view says where it starts catching up
-            transitions += self._members.succeeded(node)
+            transitions += self.members.succeeded(node)
             transitions += self._configured()
         if is_late:
-            self._changes.join(run.name, Join(node.rank, node.incarnation))
-            transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
-        return Decision(self._members.session(node), self._changed(*transitions))
+            self.changes.join(run.name, Join(node.rank, node.incarnation))
+            transitions += self.changes.propose_joins(self.settings.lease_s, now_s)
+        return Decision(self.members.session(node), self._changed(*transitions))
 
     def _given_back(self, node: Node, request: Registration) -> list[Transition]:
-        """Ranges adopted from the update log of a registering server; their former primary is
-        dead.
-        """
+        """Adopt ranges from a registering server's update log; their former primary is dead."""
         claim = request.update_log
         if claim is None:
             return []
         transitions: list[Transition] = []
         if claim.timeline == self.settings.timeline:
             transitions += self._configurations.give_back(node, claim)
-        transitions += self._members.replaced(node, request)
+        transitions += self.members.replaced(node, request)
         return self._failed_over(transitions)
-
-    def check_heard(self, now_s: float) -> None:
-        """Refuse a call before the servers have reported the views that they act on (JR-4).
-
-        Raises:
-            Recovering: the scheduler restarted less than a lease ago.
-        """
-        self._members.check_heard(now_s)
 
     def heartbeat(self, session: Session, now_s: float, view_number: int = 0) -> Decision[int]:
         """Note that the caller lives and acts on a view; reply with the newest view's number.
 
         Raises:
-            Fenced: the caller is no member, or of another cluster.
-            Unauthenticated: its token is wrong.
             InvalidJournal: this scheduler resumed from an older copy of the journal.
         """
         node = self.caller(session, "Heartbeat")
-        self._members.check_view(node, view_number)
+        self.members.check_view(node, view_number)
         if node.role is Role.SERVER:
             self._departures.heard(node.node_id, view_number)
-        transitions = self._changed(*self._members.hear(node, now_s))
+        transitions = self._changed(*self.members.hear(node, now_s))
         return Decision(self._state.view_number, transitions)
 
     def deregister(
@@ -292,12 +264,8 @@ class Cluster:
             now_s: the time.
             loss_is_wanted: a person stopped the server, and knows what is lost with it.
             unfinished: a worker ends before its work does: it is gone, and may be replaced.
-
-        Raises:
-            Fenced: the caller is of another cluster.
-            Unauthenticated: its token is wrong.
         """
-        transitions = self._members.deregister(session, reason, now_s, unfinished=unfinished)
+        transitions = self.members.deregister(session, reason, now_s, unfinished=unfinished)
         if transitions and session.role is Role.SERVER:
             transitions += self._configured()
         if loss_is_wanted:
@@ -310,21 +278,12 @@ class Cluster:
     def refusal_to_leave(self, session: Session, now_s: float) -> Decision[Recovering | None]:
         """The refusal of a server's leave, or None: it has the only copy of a range that another
         server can take, or the other holders may be dead (`Departures`).
-
-        Raises:
-            PushpullError: as `held_alone`.
         """
         refused, transitions = self._departures.refusal(self._stopping(session), now_s)
         return Decision(refused, self._changed(*transitions))
 
     def held_alone(self, session: Session) -> tuple[RangeId, ...]:
-        """Ranges that would be lost if this server left now; none in a finished cluster.
-
-        Raises:
-            NotPermitted: the caller is no server.
-            Fenced: the caller is no member, or of another cluster.
-            Unauthenticated: its token is wrong.
-        """
+        """Ranges that would be lost if this server left now; none in a finished cluster."""
         return self._departures.held_alone(self._stopping(session))
 
     def _stopping(self, session: Session) -> NodeId:
@@ -338,12 +297,6 @@ class Cluster:
     def process_ended(self, session: Session, launch_id: bytes) -> Decision[int]:
         """An operator reports that the process that it launched with this id has ended. The reply
         is the number of nodes that ended with it.
-
-        Raises:
-            NotPermitted: the caller is no operator.
-            InvalidConfig: the id is no launch_id.
-            Fenced: the caller is of another cluster.
-            Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "DeregisterNode")
         if node.role is not Role.OPERATOR:
@@ -351,15 +304,16 @@ class Cluster:
                 f"the end of another process is an operator's right to report; the role is "
                 f"{node.role.value}"
             )
-        if len(launch_id) != LAUNCH_ID_BYTES:
-            raise InvalidConfig(f"launch_id has {len(launch_id)} bytes; expected {LAUNCH_ID_BYTES}")
-        ended = self._members.process_ended(launch_id)
+        expected = admission.LAUNCH_ID_BYTES
+        if len(launch_id) != expected:
+            raise InvalidConfig(f"launch_id has {len(launch_id)} bytes; expected {expected}")
+        ended = self.members.process_ended(launch_id)
         count = sum(isinstance(each, NodeLeft | WorkerGone) for each in ended)
         return Decision(count, self._changed(*ended))
 
     def check_runs_are_over(self) -> None:
         """Raise InvalidConfig while a named run is trained: a restart would end its tables, too."""
-        names = [name for name in self._state.runs if not self._members.is_over(name)]
+        names = [name for name in self._state.runs if not self.members.is_over(name)]
         if names:
             raise InvalidConfig(
                 f"a restore restarts the whole cluster, and run '{names[0]}' "
@@ -368,41 +322,27 @@ class Cluster:
             )
 
     def end_run(self, session: Session, name: str) -> Decision[int]:
-        """End a run; the reply is the number of its workers that were members.
-
-        Raises:
-            InvalidConfig: no run has that name.
-            NotPermitted: the caller is no operator.
-            Fenced: the caller is of another cluster.
-            Unauthenticated: its token is wrong.
-        """
+        """End a run; the reply is the number of its workers that were members."""
         self.caller(session, "EndRun")
         if self._run(name).has_ended:
             return Decision(0)
-        ended = self._members.end_run(name)
+        ended = self.members.end_run(name)
         return Decision(sum(isinstance(each, NodeLeft) for each in ended), self._changed(*ended))
 
     def remove_run(self, session: Session, name: str) -> Decision[RunRemoved]:
-        """Remove a run that is over, with its tables.
-
-        Raises:
-            InvalidConfig: no run has that name, or it is not over.
-            NotPermitted: the caller is no operator.
-            Fenced: the caller is of another cluster.
-            Unauthenticated: its token is wrong.
-        """
+        """Remove a run that is over, with its tables."""
         self.caller(session, "RemoveRun")
         run = self._run(name)
         if run.is_removed:
             return Decision(RunRemoved(run, 0, 0))
-        if not self._members.is_over(name):
+        if not self.members.is_over(name):
             raise InvalidConfig(
                 f"run '{name}' is not over: wait for its workers, or end it first (pushpull runs "
                 f"end {name})"
             )
         tables = self._state.tables_of(name)
         byte_count = sum(self._tables.remove(table) for table in tables)
-        left = self._members.remove_run(name)
+        left = self.members.remove_run(name)
         removed = RunRemoved(self._state.runs[name], len(tables), byte_count)
         return Decision(removed, self._changed(*left, removed))
 
@@ -420,31 +360,31 @@ class Cluster:
             NotPermitted: the caller's role may not call it (`ps_core.rights`).
             Fenced: the caller is no member, or of another cluster.
             Unauthenticated: its token is wrong.
+            InvalidJournal: it registered after this scheduler's journal was written.
         """
-        node = self._members.member(session)
+        node = self.members.member(session)
         rights.check(method, node.role)
         return node
 
-    def create_table(self, session: Session, spec: TableSpec, now_s: float) -> Decision[Creation]:
+    def create_table(
+        self, session: Session, spec: TableSpec, now_s: float
+    ) -> Decision[Created | Parked]:
         """Create a table, find the identical one, or park the creation until there are servers.
 
         Raises:
             InvalidConfig: a field of the spec is wrong.
             TableExists: a table of that name differs; the message names the first field.
-            NotPermitted: the caller is no worker.
-            Fenced: the caller is no member.
-            Unauthenticated: its token is wrong.
         """
         self.caller(session, "CreateTable")
         spec = update_offers.completed(
-            spec.validated(), self._state, lambda server: self._members.describe(server, now_s)
+            spec.validated(), self._state, lambda server: self.members.describe(server, now_s)
         )
         existing = self._tables.find(spec, session.run)
         if existing is not None:
             return Decision(Created(existing, self._state.view_number))
         self._tables.check_replicable(spec)
         view = self.view.of_run(session.run)
-        joins = self._changes.joined_before(session.run, view.worker_count)
+        joins = self.changes.joined_before(session.run, view.worker_count)
         check_workers(spec.name, spec.consistency, view.world_size)
         made, created = self._tables.create(spec, session.run, joins, now_s)
         transitions = self._changed(*created)
@@ -460,20 +400,17 @@ class Cluster:
         Raises:
             TableNotFound: the table does not exist.
             InvalidConfig: the table cannot have that consistency.
-            NotPermitted: the caller is no worker and no operator.
-            Fenced: the caller is no member.
-            Unauthenticated: its token is wrong.
         """
         self.caller(session, "SetConsistency")
         world_size = self.view.of_run(session.run).world_size
-        found, transitions = self._changes.request(
+        found, transitions = self.changes.request(
             replace(request, run=session.run), world_size, now_s
         )
         return Decision(found, self._changed(*transitions))
 
     def move_bound(self, request: ChangeRequest, now_s: float) -> Decision[None]:
         """Begin to move an adaptive bound, unless the table has a proposal."""
-        return Decision(None, self._changed(*self._changes.move(request, now_s)))
+        return Decision(None, self._changed(*self.changes.move(request, now_s)))
 
     @property
     def courses(self) -> Mapping[TableId, CourseRecord]:
@@ -487,10 +424,6 @@ class Cluster:
         self._state.courses = courses
         return True
 
-    def change(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:
-        """Result of a change that was proposed for a table."""
-        return self._changes.outcome(table_name, number, now_s, run)
-
     def prepare_change(
         self,
         session: Session,
@@ -503,24 +436,21 @@ class Cluster:
         one, which the table's first range took or gave up.
 
         Raises:
-            NotPermitted: the caller is no server.
             TableNotFound, InvalidConfig: the table does not exist, or the clock is too low.
-            Fenced: the caller is no member.
-            Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "PromiseChange")
         if outcome is None:
-            transitions = self._changes.prepare(node.node_id, table_id, number, clock)
+            transitions = self.changes.prepare(node.node_id, table_id, number, clock)
         else:
-            transitions = self._changes.end_decided(table_id, number, outcome)
-        transitions += self._checkpoints.look()
+            transitions = self.changes.end_decided(table_id, number, outcome)
+        transitions += self.checkpoints.look()
         return Decision(None, self._changed(*transitions))
 
     # --- checkpoints
 
     def begin_checkpoint(self, reason: str, now_s: float) -> Decision[PendingProposal]:
         """Begin a checkpoint, or find the proposed one; see `CheckpointAttempts.begin`."""
-        pending, transitions = self._checkpoints.begin(reason, now_s)
+        pending, transitions = self.checkpoints.begin(reason, now_s)
         return Decision(pending, self._changed(*transitions))
 
     def join_checkpoint(
@@ -528,13 +458,11 @@ class Cluster:
     ) -> Decision[bool]:
         """A worker names its clocks; see `CheckpointAttempts.join`. The reply is True if another
         worker's script waits for the checkpoint.
-
-        Raises: as `stay_for_checkpoint`.
         """
         node = self.caller(session, "JoinCheckpoint")
         place = WorkerClocks(node.rank, dict(clocks), has_state)
-        is_awaited = self._checkpoints.is_awaited(node, number)
-        return Decision(is_awaited, self._changed(*self._checkpoints.join(node, number, place)))
+        is_awaited = self.checkpoints.is_awaited(node, number)
+        return Decision(is_awaited, self._changed(*self.checkpoints.join(node, number, place)))
 
     def stay_for_checkpoint(
         self,
@@ -546,48 +474,23 @@ class Cluster:
     ) -> Decision[bool]:
         """A worker's script waits; see `CheckpointAttempts.stay`. The reply is True if the worker
         must take another step first; see `CheckpointAttempts.must_step`.
-
-        Raises:
-            NotPermitted: the caller is no worker.
-            Fenced: the caller is no member.
-            Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "JoinCheckpoint")
-        must_step = self._checkpoints.must_step(node, number, clocks, reached)
-        changed = self._checkpoints.stay(node, number, clocks, now_s)
+        must_step = self.checkpoints.must_step(node, number, clocks, reached)
+        changed = self.checkpoints.stay(node, number, clocks, now_s)
         return Decision(must_step, self._changed(*changed))
 
     def report_part(self, session: Session, number: int, part: PartReport) -> Decision[None]:
-        """A node has written its part; see `CheckpointAttempts.report`.
-
-        Raises:
-            NotPermitted: the caller is no server and no worker.
-            InvalidConfig: the checkpoint has no part of it.
-            Fenced: the caller is no member.
-            Unauthenticated: its token is wrong.
-        """
+        """A node has written its part; see `CheckpointAttempts.report`."""
         node = self.caller(session, "ReportCheckpointPart")
-        return Decision(None, self._changed(*self._checkpoints.report(node, number, part)))
+        return Decision(None, self._changed(*self.checkpoints.report(node, number, part)))
 
     def end_checkpoint(self, number: int, problem: str) -> Decision[None]:
         """The manifest is written; or it could not be, for `problem`."""
-        return Decision(None, self._changed(*self._checkpoints.done(number, problem)))
+        return Decision(None, self._changed(*self.checkpoints.done(number, problem)))
 
     def give_up_checkpoint(self, reason: str) -> Decision[None]:
-        """See `CheckpointAttempts.give_up`."""
-        return Decision(None, self._changed(*self._checkpoints.give_up(reason)))
-
-    def checkpoint_problem(self, number: int) -> str | None:
-        """See `CheckpointAttempts.problem_of`."""
-        return self._checkpoints.problem_of(number)
-
-    def checkpoint_again(self, number: int) -> int:
-        """See `CheckpointAttempts.newest_of`."""
-        return self._checkpoints.newest_of(number)
-
-    def checkpoint_reason(self, now_s: float) -> str:
-        """See `CheckpointAttempts.reason`."""
-        return self._checkpoints.reason(now_s)
+        return Decision(None, self._changed(*self.checkpoints.give_up(reason)))
 
     def set_backups(
         self, session: Session, backup_requests: Sequence[BackupRequest]
@@ -596,10 +499,7 @@ class Cluster:
         The reply is the ranges whose requests are void.
 
         Raises:
-            NotPermitted: the caller is no server.
             InvalidKeys, InvalidConfig: a request is wrong in itself.
-            Fenced: the caller is no member.
-            Unauthenticated: its token is wrong.
         """
         node = self.caller(session, "SetBackups")
         refused, transitions = self._configurations.set_backups(node.node_id, backup_requests)
@@ -609,10 +509,10 @@ class Cluster:
         """Act on the time: silent and gone nodes, and deadlines. To be called at least every half
         lease.
         """
-        transitions = self._checkpoints.expire(now_s)
-        transitions += self._changes.expire(now_s)
-        transitions += self._changes.propose_joins(self.settings.lease_s, now_s)
-        transitions += self._members.look(now_s)
+        transitions = self.checkpoints.expire(now_s)
+        transitions += self.changes.expire(now_s)
+        transitions += self.changes.propose_joins(self.settings.lease_s, now_s)
+        transitions += self.members.look(now_s)
         transitions += self._configured()
         return Decision(None, self._changed(*transitions))
 
@@ -624,18 +524,18 @@ class Cluster:
         """The transitions, and those that follow from other primaries."""
         for transition in list(transitions):
             if isinstance(transition, RangesFailedOver):
-                transitions += self._changes.failed_over(transition.range_ids)
+                transitions += self.changes.failed_over(transition.range_ids)
         return transitions
 
     def _changed(self, *transitions: Transition) -> tuple[Transition, ...]:
         further: list[Transition] = []
         for transition in transitions:
             if isinstance(transition, NodeLeft | WorkerGone):
-                self._changes.ended(transition.node)
+                self.changes.ended(transition.node)
                 self._departures.ended(transition.node.node_id)
-                further += self._checkpoints.ended(transition.node)
+                further += self.checkpoints.ended(transition.node)
             elif isinstance(transition, RangesFailedOver):
-                further += self._checkpoints.moved()
+                further += self.checkpoints.moved()
         if transitions:
             self._state.view_number += 1
         return (*transitions, *further)

@@ -273,7 +273,7 @@ class Checkpointer:
             if made is not scheduler:
                 return
             try:
-                place = self.sessions[worker], made.checkpoint_again(number), clocks
+                place = self.sessions[worker], made.checkpoints.newest_of(number), clocks
                 joined = made.join_checkpoint(*place, has_state=False)
                 self.simulation._publish(joined.transitions)
                 decision = made.stay_for_checkpoint(*place, reached, now_s)
@@ -291,7 +291,7 @@ class Checkpointer:
 
         def is_over() -> bool:
             made = self.simulation.scheduler
-            again = made.checkpoint_again(number) if made is scheduler else 0
+            again = made.checkpoints.newest_of(number) if made is scheduler else 0
             return bool(told) or self._number != again or self.world.now_s >= until_s
 
         until_s = self.world.now_s + WAITS_S  # whoever is away then: its wait has expired

@@ -138,7 +138,7 @@ RUN_SEPARATION_MUTANTS = (
         "a cluster is restored while runs that have a name train",
         "S19",
         "scheduler/machine/cluster.py",
-        "        names = [name for name in self._state.runs if not self._members.is_over(name)]\n",
+        "        names = [name for name in self._state.runs if not self.members.is_over(name)]\n",
         "        names = [name for name in self._state.runs if name is None]\n",
         _RESTORES,
     ),

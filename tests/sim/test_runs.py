@@ -333,7 +333,7 @@ class RunSimulation(ReplacementSimulation):
 
     def _remove(self, name: str) -> None:
         """An operator has no use for a run that is over, at once or later."""
-        is_over = name in self._over or self.scheduler._members.is_over(name)
+        is_over = name in self._over or self.scheduler.members.is_over(name)
         if name in self.scheduler._state.runs and is_over and self._removals.random() < 0.5:
             operator = Registration(b"operator".ljust(16), Role.OPERATOR)
             session = self.scheduler.register(operator, 0.0).reply

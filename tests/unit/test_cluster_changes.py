@@ -62,7 +62,7 @@ class Changing(Harness):
             self.transitions += decision.transitions
 
     def outcome(self, number: int) -> Outcome:
-        return self.cluster.change("model", number, self.now_s)
+        return self.cluster.changes.outcome("model", number, self.now_s)
 
     def settle(self, number: int, clock: int) -> None:
         for server in (0, 1):
@@ -381,6 +381,6 @@ def test_a_proposal_ends_when_a_range_has_another_primary_who_promised_nothing_f
     assert isinstance(pending, PendingProposal)
     cluster.cluster.prepare_change(servers[0], MODEL, pending.number, 0)
     cluster.pass_time(4.0, servers[0], worker)  # before all had promised
-    withdrawn = cluster.cluster.change("model", pending.number, cluster.now_s)
+    withdrawn = cluster.cluster.changes.outcome("model", pending.number, cluster.now_s)
     assert isinstance(withdrawn, Withdrawn)
     assert "was lost" in withdrawn.reason

@@ -134,20 +134,20 @@ class Saving(Harness):
             assert word in failed.reason
         assert self.checkpoint is None
         assert all(table.proposed is None and table.cut is None for table in self.tables)
-        assert self.cluster.checkpoint_problem(7) == failed.reason
+        assert self.cluster.checkpoints.problem_of(7) == failed.reason
 
 
 def test_all_tables_are_cut_at_once_after_the_highest_clock_that_anyone_named() -> None:
     """CP-1, over servers and workers."""
     cluster = Saving()
-    assert cluster.begin() == PendingProposal(cluster.cluster.checkpoint_reason(cluster.now_s), 7)
+    assert cluster.begin() == PendingProposal(cluster.cluster.checkpoints.reason(cluster.now_s), 7)
     assert [t.proposed.checkpoint for t in cluster.tables if t.proposed] == [7, 7]
     assert cluster.checkpoint == Checkpoint(7, f"{PLACE}/00000007-c-1")
     cluster.promise(0, 5, 9)
     cluster.promise(1, 6, 3)
     cluster.answer(0, 4, 3)
     assert not cluster.happened(CheckpointCut)
-    assert "the clocks of worker node 4" in cluster.cluster.checkpoint_reason(cluster.now_s)
+    assert "the clocks of worker node 4" in cluster.cluster.checkpoints.reason(cluster.now_s)
     cluster.answer(1, 8, 2)
     assert cluster.happened(CheckpointCut) == [CheckpointCut(7, {"model": 8, "other": 9})]
     assert [table.cut for table in cluster.tables] == [TableCut(7, 8), TableCut(7, 9)]
@@ -161,7 +161,7 @@ def test_no_table_is_cut_before_every_server_has_promised_every_table() -> None:
     cluster.answer(1, 5, 4)
     cluster.promise(0, 5, 4)
     cluster.promise(1, 5)
-    assert "until all servers are prepared" in cluster.cluster.checkpoint_reason(cluster.now_s)
+    assert "until all servers are prepared" in cluster.cluster.checkpoints.reason(cluster.now_s)
     assert all(table.cut is None for table in cluster.tables)
     cluster.promise(1, 5, 4)
     assert cluster.checkpoint is not None
@@ -337,20 +337,20 @@ def test_one_is_complete_when_its_manifest_is_and_only_then() -> None:
     for server in (0, 1):
         cluster.report(cluster.servers[server], cluster.written(server))
         cluster.report(cluster.servers[server], cluster.written(server))  # again: late, or lost
-        reason = cluster.cluster.checkpoint_reason(cluster.now_s)
+        reason = cluster.cluster.checkpoints.reason(cluster.now_s)
         assert "waits for the files of" in reason
     for worker in (0, 1):
         assert not cluster.happened(CheckpointWritten)
         cluster.report(cluster.workers[worker], PartReport(f"worker-{worker}", 9, "cd"))
     assert len(cluster.happened(CheckpointWritten)) == 1
-    assert "waits for its manifest" in cluster.cluster.checkpoint_reason(cluster.now_s)
-    assert cluster.cluster.checkpoint_problem(7) is None
+    assert "waits for its manifest" in cluster.cluster.checkpoints.reason(cluster.now_s)
+    assert cluster.cluster.checkpoints.problem_of(7) is None
     cluster.note(cluster.cluster.end_checkpoint(6, ""))
     assert cluster.checkpoint is not None
     cluster.note(cluster.cluster.end_checkpoint(7, ""))
     assert cluster.happened(CheckpointMade) == [CheckpointMade(7, f"{PLACE}/00000007-c-1")]
-    assert cluster.cluster.checkpoint_problem(7) == ""
-    assert cluster.cluster.checkpoint_reason(cluster.now_s) == ""
+    assert cluster.cluster.checkpoints.problem_of(7) == ""
+    assert cluster.cluster.checkpoints.reason(cluster.now_s) == ""
     assert cluster.begin().number == 8
 
 
@@ -435,8 +435,8 @@ def test_where_all_wait_before_the_step_of_a_cut_it_is_begun_again() -> None:
     assert cluster.checkpoint is not None
     assert (cluster.checkpoint.number, cluster.checkpoint.is_cut) == (8, False)
     assert all(table.cut is None for table in cluster.tables)
-    assert cluster.cluster.checkpoint_again(7) == 8
-    assert cluster.cluster.checkpoint_problem(7) is None
+    assert cluster.cluster.checkpoints.newest_of(7) == 8
+    assert cluster.cluster.checkpoints.problem_of(7) is None
     for worker in (0, 1):
         cluster.answer(worker, 4, 4, number=8)
     for server in (0, 1):

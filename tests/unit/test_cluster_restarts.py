@@ -187,7 +187,7 @@ def test_a_checkpoint_without_its_parts_has_failed_and_holds_nobody() -> None:
         view = cluster.cluster.view
         assert view.checkpoint is None
         assert all(table.proposed is None and table.cut is None for table in view.tables)
-        assert "restarted" in (cluster.cluster.checkpoint_problem(7) or "")
+        assert "restarted" in (cluster.cluster.checkpoints.problem_of(7) or "")
         assert cluster.begin().number == 8
 
 
@@ -228,13 +228,13 @@ def test_nobody_is_silent_for_what_the_scheduler_before_did_not_hear() -> None:
 
 def test_nobody_is_told_anything_before_the_servers_have_said_which_views_they_act_on() -> None:
     cluster, servers, workers = formed(replica_count=2)
-    cluster.cluster.check_heard(cluster.now_s)
+    cluster.cluster.members.check_heard(cluster.now_s)
     cluster.start_again()
     cluster.beat(*workers, servers[0])
     with pytest.raises(Recovering, match=r"which view server node 2 at h2:70 .* acts on"):
-        cluster.cluster.check_heard(cluster.now_s)
+        cluster.cluster.members.check_heard(cluster.now_s)
     cluster.beat(servers[1])
-    cluster.cluster.check_heard(cluster.now_s)
+    cluster.cluster.members.check_heard(cluster.now_s)
 
 
 def test_a_server_that_is_not_heard_is_waited_for_as_long_as_a_lease() -> None:
@@ -242,8 +242,8 @@ def test_a_server_that_is_not_heard_is_waited_for_as_long_as_a_lease() -> None:
     cluster.start_again()
     cluster.pass_time(LEASE_S, *workers, servers[0])
     with pytest.raises(Recovering):
-        cluster.cluster.check_heard(cluster.now_s)
-    cluster.cluster.check_heard(cluster.now_s + 0.1)
+        cluster.cluster.members.check_heard(cluster.now_s)
+    cluster.cluster.members.check_heard(cluster.now_s + 0.1)
 
 
 def test_a_server_that_was_silent_is_not_waited_for() -> None:
@@ -251,7 +251,7 @@ def test_a_server_that_was_silent_is_not_waited_for() -> None:
     cluster.pass_time(LEASE_S + 1, *workers, servers[0])
     cluster.start_again()
     cluster.beat(servers[0])
-    cluster.cluster.check_heard(cluster.now_s)
+    cluster.cluster.members.check_heard(cluster.now_s)
 
 
 def test_a_server_that_acts_on_a_newer_view_says_that_the_journal_is_an_older_copy() -> None:

@@ -237,8 +237,8 @@ def test_a_checkpoint_asks_and_cuts_the_run_without_a_name_alone() -> None:
     assert proposed["a"] is None
     assert proposed[""] is not None
     assert cluster.cluster.view.of_run("a").checkpoint is None
-    assert "rank 0," in cluster.cluster.checkpoint_reason(cluster.now_s)
-    assert "run 'a'" not in cluster.cluster.checkpoint_reason(cluster.now_s)
+    assert "rank 0," in cluster.cluster.checkpoints.reason(cluster.now_s)
+    assert "run 'a'" not in cluster.cluster.checkpoints.reason(cluster.now_s)
 
 
 def test_a_scheduler_that_is_started_again_has_the_runs() -> None:
