@@ -47,6 +47,9 @@ _TOLD = {
 }
 """Cluster settings that nodes were told, and the flag of each."""
 
+_UNTOLD = ("worker_timeout_s", "adaptation_interval_s", "checkpoint_full_every")
+"""Cluster settings that may change with each start, and have the names of their flags."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStart:
@@ -117,19 +120,11 @@ def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
 
 
 def _given(settings: SchedulerConfig, checkpoint_url: str) -> dict[str, Any]:
-    """Cluster settings that every start gives, by field."""
-    return {
-        "worker_count": settings.workers,
-        "server_count": settings.servers,
-        "max_workers": settings.max_workers,
+    """Cluster settings that every start gives, by field, but for `range_count`."""
+    given = _TOLD | dict(zip(_UNTOLD, _UNTOLD, strict=True))
+    del given["range_count"]
+    return {field: getattr(settings, flag) for field, flag in given.items()} | {
         "stop_when_done": settings.stop_when_done and not settings.checkpoint_url,
-        "heartbeat_interval_s": settings.heartbeat_interval_s,
-        "lease_s": settings.lease_s,
-        "worker_timeout_s": settings.worker_timeout_s,
-        "adaptation_interval_s": settings.adaptation_interval_s,
-        "replica_count": settings.replicas,
-        "min_in_sync": settings.min_in_sync,
-        "checkpoint_full_every": settings.checkpoint_full_every,
         "checkpoint_url": checkpoint_url,
     }
 

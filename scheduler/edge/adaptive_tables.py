@@ -21,13 +21,7 @@ workers back meanwhile; a withdrawn move is decided again one interval later."""
 
 
 class AdaptiveTables:
-    """Requests moves of adaptive bounds.
-
-    Args:
-        interval_s: shortest time between two moves of a bound.
-        metrics: the scheduler's.
-        records: courses that an earlier scheduler wrote to the journal.
-    """
+    """Requests moves of adaptive bounds; `records` are the courses of an earlier scheduler."""
 
     def __init__(
         self, interval_s: float, metrics: SchedulerMetrics, records: Mapping[TableId, CourseRecord]

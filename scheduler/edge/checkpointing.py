@@ -103,13 +103,8 @@ class CompleteCheckpoint:
 
 
 class Checkpointing:
-    """The checkpoints of one cluster. Belongs to the scheduler's event loop.
-
-    Args:
-        cluster: the machine.
-        policy: the rules of automatic checkpoints.
-        carry_out: logs and publishes a decision of the machine.
-        metrics: the scheduler's.
+    """The checkpoints of one cluster. Belongs to the scheduler's event loop; `carry_out` logs and
+    publishes a decision of the machine.
     """
 
     def __init__(

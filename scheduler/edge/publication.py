@@ -43,40 +43,27 @@ class Journal:
 
     async def write(self, delta: JournalDelta) -> None:
         """As `StateStore.write`, without blocking the loop."""
-
-        def write() -> None:
-            self._store.write(delta.encoded(), delta.removed)
-
-        await asyncio.get_running_loop().run_in_executor(self._thread, write)
+        await self._run(lambda: self._store.write(delta.encoded(), delta.removed))
 
     async def forget(self) -> None:
-        """Delete all records after the end of the cluster: the next scheduler begins another.
-
-        Blocking, Raises: as `StateStore.write`.
-        """
-
-        def forget() -> None:
-            self._store.write({}, list(self._store.read()))
-
-        await asyncio.get_running_loop().run_in_executor(self._thread, forget)
+        """Delete all records after the end of the cluster: the next scheduler begins another."""
+        await self._run(lambda: self._store.write({}, list(self._store.read())))
 
     async def close(self) -> None:
         """Close the store after the running write."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._store.close)
+        await self._run(self._store.close)
         self._thread.shutdown()
 
+    async def _run(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-def _nothing() -> None:
-    """The default of `on_problem`."""
+
+def nothing() -> None:
+    """The default of a callback."""
 
 
 class Publication:
-    """Publishes decisions in order.
-
-    Args:
-        cluster: returns the cluster that is served.
-        publish: called with durable decisions.
-        journal: None to publish at once.
+    """Publishes decisions in order; without a journal at once.
 
     Attributes:
         problem: the reason why the journal cannot be written now, or None.
@@ -95,7 +82,7 @@ class Publication:
         self._task: asyncio.Task[None] | None = None
         self.problem: PushpullError | None = None
         self.failed = asyncio.Event()
-        self.on_problem: Callable[[], None] = _nothing
+        self.on_problem: Callable[[], None] = nothing
 
     def decided(self, transitions: tuple[Transition, ...], *, is_news: bool = True) -> None:
         """The cluster's state has changed; `is_news` if the view did."""
@@ -109,9 +96,7 @@ class Publication:
             self._task = asyncio.get_running_loop().create_task(self._write_all(self._journal))
 
     def cluster_replaced(self) -> None:
-        """A restore replaces the cluster: decisions of the old one that are not durable are
-        void.
-        """
+        """A restore replaces the cluster: its decisions that are not durable are void."""
         self._buffer.cluster_replaced()
 
     async def flushed(self) -> None:

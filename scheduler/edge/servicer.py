@@ -295,8 +295,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.WatchClusterRequest, context: Context
     ) -> AsyncIterator[scheduler_pb2.WatchClusterResponse]:
         """Stream the view and its changes, until the caller has left or the scheduler stops."""
-        async with self._answering():
-            session = self._caller(request.session, "WatchCluster")
+        async with self._answering(request.session, "WatchCluster") as session:
         cluster, sent_number = self._served, 0
         while True:
             changed = self._changed
@@ -339,8 +338,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.PromiseChangeRequest, context: Context
     ) -> scheduler_pb2.PromiseChangeResponse:
         """Note that a server is prepared for a change, or the outcome of one."""
-        async with self._answering():
-            session = self._caller(request.session, "PromiseChange")
+        async with self._answering(request.session, "PromiseChange") as session:
             self._carry_out(
                 self._cluster.prepare_change(
                     session,
@@ -357,8 +355,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.SetBackupsRequest, context: Context
     ) -> scheduler_pb2.SetBackupsResponse:
         """Set the backups of ranges that the caller serves."""
-        async with self._answering():
-            session = self._caller(request.session, "SetBackups")
+        async with self._answering(request.session, "SetBackups") as session:
             backup_requests = [
                 wire.backup_request_from_proto(backup_request)
                 for backup_request in request.requests
@@ -425,8 +422,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.JoinCheckpointRequest, context: Context
     ) -> scheduler_pb2.JoinCheckpointResponse:
         """Note the clocks at which a worker can write its state."""
-        async with self._answering():
-            session = self._caller(request.session, "JoinCheckpoint")
+        async with self._answering(request.session, "JoinCheckpoint") as session:
             clocks = {TableId(table.table_id): table.clock for table in request.tables}
             place = session, request.number, clocks
             is_awaited = self._carry_out(self._cluster.join_checkpoint(*place, request.has_state))
@@ -443,8 +439,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: scheduler_pb2.ReportCheckpointPartRequest, context: Context
     ) -> scheduler_pb2.ReportCheckpointPartResponse:
         """Note that a part of a checkpoint is written, or failed."""
-        async with self._answering():
-            session = self._caller(request.session, "ReportCheckpointPart")
+        async with self._answering(request.session, "ReportCheckpointPart") as session:
             part = part_from_proto(request)
             self.checkpointing.reported(request.number)
             self._carry_out(self._cluster.report_part(session, request.number, part))
@@ -506,8 +501,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def EndRun(
         self, request: scheduler_pb2.EndRunRequest, context: Context
     ) -> scheduler_pb2.EndRunResponse:
-        async with self._answering():
-            session = self._caller(request.session, "EndRun")
+        async with self._answering(request.session, "EndRun") as session:
             ended_count = self._carry_out(self._cluster.end_run(session, request.run))
         return scheduler_pb2.EndRunResponse(ended_count=ended_count)
 
@@ -515,8 +509,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def RemoveRun(
         self, request: scheduler_pb2.RemoveRunRequest, context: Context
     ) -> scheduler_pb2.RemoveRunResponse:
-        async with self._answering():
-            session = self._caller(request.session, "RemoveRun")
+        async with self._answering(request.session, "RemoveRun") as session:
             had = self._carry_out(self._cluster.remove_run(session, request.run))
         return scheduler_pb2.RemoveRunResponse(
             table_count=had.table_count, byte_count=had.byte_count

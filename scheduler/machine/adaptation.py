@@ -234,11 +234,8 @@ _NO_RECORDS: Mapping[TableId, CourseRecord] = MappingProxyType({})
 
 
 class Adaptation:
-    """The tables of a cluster with an adaptive bound.
-
-    Args:
-        interval_s: shortest period.
-        records: the rule's state in the journal.
+    """The tables of a cluster with an adaptive bound; `records` is the rule's state in the
+    journal.
     """
 
     def __init__(

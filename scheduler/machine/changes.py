@@ -84,13 +84,7 @@ Outcome = TableChange | PendingProposal | Withdrawn
 
 
 class TableChanges:
-    """The changes of a cluster's tables.
-
-    Args:
-        state: the cluster's, changed in place.
-        describe: says who a node is and when it was last heard.
-        free_bytes: returns the bytes by which the view may grow.
-    """
+    """The changes of a cluster's tables."""
 
     def __init__(
         self,
@@ -170,10 +164,9 @@ class TableChanges:
 
     def join(self, run: str, join: Join) -> None:
         """Make a worker due to join every table of its run, in place of any other of its rank."""
-        state = self._state
-        for table_id in self._uncounted_tables(run, join.rank):
-            state.view_bytes += view_size.JOIN_BYTES
-            state.counted_joins.add((table_id, join.rank))
+        state, uncounted = self._state, self._uncounted_tables(run, join.rank)
+        state.view_bytes += view_size.JOIN_BYTES * len(uncounted)
+        state.counted_joins |= {(table_id, join.rank) for table_id in uncounted}
         for table in state.tables_of(run):
             due = state.joins_due.setdefault(table.table_id, [])
             due[:] = [*(other for other in due if other.rank != join.rank), join]
@@ -185,25 +178,23 @@ class TableChanges:
 
     def joined_before(self, run: str, worker_count: int) -> tuple[Join, ...]:
         """Joins of replacement workers and late joiners, for a table that is created now."""
-        first: dict[int, Node] = {}
-        for node in self._state.workers_of(run):
-            first.setdefault(node.rank, node)
-        newest = self._state.workers_by_rank(run)
+        joining = self._state.late_or_replacing(run, worker_count)
         return tuple(
-            Join(rank, node.incarnation)
-            for rank, node in sorted(newest.items())
-            if (node.state.is_member if rank >= worker_count else node is not first[rank])
+            Join(node.rank, node.incarnation)
+            for node in sorted(joining, key=lambda node: node.rank)
+            if node.rank < worker_count or node.state.is_member
         )
 
     def resume(self, reason: str) -> list[Transition]:
         """Withdraw the undecided proposals of a journal, which does not have the hold points. Their
         requesters ask again; joins are proposed again.
         """
-        return [
-            self._withdraw(table, reason)
-            for table in list(self._state.tables.values())
-            if table.proposed is not None and not table.proposed.is_decided  # CH-2
-        ]
+        return [self._withdraw(table, reason) for table, _ in self._undecided()]
+
+    def _undecided(self) -> list[tuple[Table, TableChange]]:
+        """Tables with a proposal that may be withdrawn (CH-2), and the proposal."""
+        proposed = [(table, table.proposed) for table in self._state.tables.values()]
+        return [(table, change) for table, change in proposed if change and not change.is_decided]
 
     def propose_joins(self, patience_s: float, now_s: float) -> list[Transition]:
         """Propose one due join for each table without a proposal."""
@@ -247,20 +238,21 @@ class TableChanges:
         """Tables whose cut for a checkpoint is proposed, with the highest hold point of each; None
         until all servers are prepared.
         """
-        return {
-            table.table_id: self._held_clock(table)
-            for table in self._state.tables.values()
-            if table.proposed is not None and table.proposed.checkpoint == checkpoint
-        }
+        return {t.table_id: self._held_clock(t.table_id) for t in self._cut_for(checkpoint)}
 
-    def _held_clock(self, table: Table) -> int | None:
-        proposal = self._state.proposals[table.table_id]
+    def _cut_for(self, checkpoint: int) -> list[Table]:
+        """Tables whose cut for a checkpoint is proposed."""
+        tables = self._state.tables.values()
+        return [t for t in tables if t.proposed is not None and t.proposed.checkpoint == checkpoint]
+
+    def _held_clock(self, table_id: TableId) -> int | None:
+        proposal = self._state.proposals[table_id]
         return None if proposal.missing else max(proposal.clocks.values(), default=0)
 
     def commit_cut(self, table_id: TableId, cut: TableCut) -> Table:
         """Commit the proposed cut of a table, and return the table."""
-        table = next(t for t in self._state.tables.values() if t.table_id == table_id)
         del self._state.proposals[table_id]
+        table = next(t for t in self._state.tables.values() if t.table_id == table_id)
         return self._put(replace(table, proposed=None, cut=cut))
 
     def withdraw_cuts(self, checkpoint: int, reason: str) -> list[Transition]:
@@ -270,9 +262,7 @@ class TableChanges:
         for table in list(self._state.tables.values()):
             if table.cut is not None and table.cut.checkpoint == checkpoint:
                 self._put(replace(table, cut=None))
-        ids = self.held_for(checkpoint).keys()
-        tables = [t for t in self._state.tables.values() if t.table_id in ids]
-        return [self._withdraw(table, reason) for table in tables]
+        return [self._withdraw(table, reason) for table in self._cut_for(checkpoint)]
 
     def _propose(
         self,
@@ -319,10 +309,10 @@ class TableChanges:
             TableNotFound: the table does not exist.
             InvalidConfig: `clock` is before the proposed one.
         """
-        table = next((t for t in self._state.tables.values() if t.table_id == table_id), None)
-        if table is None and table_id < self._state.next_table_id:
-            return []  # it was removed, and the server has not heard of that
+        table = self._state.table(table_id)
         if table is None:
+            if table_id < self._state.next_table_id:
+                return []  # it was removed, and the server has not heard of that
             raise TableNotFound(f"there is no table {table_id}")
         change, proposal = table.proposed, self._state.proposals.get(table_id)
         if change is None or proposal is None or change.number != number or change.is_decided:
@@ -344,7 +334,7 @@ class TableChanges:
         self, table_id: TableId, number: int, outcome: ChangeOutcome
     ) -> list[Transition]:
         """The table's first range has taken a decided change, or has given it up."""
-        table = next((t for t in self._state.tables.values() if t.table_id == table_id), None)
+        table = self._state.table(table_id)
         change = None if table is None else table.proposed
         if table is None or change is None or change.number != number:
             return []
@@ -364,25 +354,19 @@ class TableChanges:
 
     def expire(self, now_s: float) -> list[Transition]:
         """Withdraw undecided proposals at their deadlines."""
-        withdrawn: list[Transition] = []
-        for table in list(self._state.tables.values()):
-            proposal, change = self._state.proposals.get(table.table_id), table.proposed
-            if proposal is None or change is None or now_s < proposal.deadline_s:
-                continue
-            if change.is_decided:  # CH-2
-                continue
-            withdrawn.append(self._withdraw(table, self._reason(table, change, now_s)))
-        return withdrawn
+        return [
+            self._withdraw(table, self._reason(table, change, now_s))
+            for table, change in self._undecided()
+            if now_s >= self._state.proposals[table.table_id].deadline_s
+        ]
 
     def failed_over(self, range_ids: Iterable[RangeId]) -> list[Transition]:
         """Withdraw undecided proposals of these ranges: their new primaries are not prepared."""
         moved = set(range_ids)
         return [
             self._withdraw(table, "a server that had to prepare it was lost; ask again")
-            for table in list(self._state.tables.values())
-            if table.table_id in self._state.proposals
-            and not (table.proposed is not None and table.proposed.is_decided)  # CH-2
-            and moved & table.blocks_by_range(len(self._state.ranges)).keys()
+            for table, _ in self._undecided()
+            if moved & table.blocks_by_range(len(self._state.ranges)).keys()
         ]
 
     def _withdraw(self, table: Table, reason: str) -> Transition:
@@ -422,17 +406,12 @@ def joins_due_of(state: ClusterState, table: Table, worker_count: int) -> list[J
     """Joins that a table waits for: of members that are replacement workers or late joiners, and
     have not joined it.
     """
-    first: dict[int, Node] = {}
-    for node in state.workers_of(table.run):
-        first.setdefault(node.rank, node)
     joined = {join.incarnation for join in table.joins}
-    newest = sorted(state.workers_by_rank(table.run).values(), key=lambda node: node.node_id)
+    joining = state.late_or_replacing(table.run, worker_count)
     return [
         Join(node.rank, node.incarnation)
-        for node in newest
-        if (node.rank >= worker_count or node is not first[node.rank])
-        and node.state.is_member
-        and node.incarnation not in joined
+        for node in sorted(joining, key=lambda node: node.node_id)
+        if node.state.is_member and node.incarnation not in joined
     ]
 
 

@@ -33,6 +33,7 @@ The edge (`scheduler.edge.checkpointing`) decides when a checkpoint is due, and 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -70,14 +71,7 @@ CHECKPOINTS_FEATURE = "checkpoints"
 
 
 class CheckpointAttempts:
-    """The checkpoints of a cluster.
-
-    Args:
-        settings: the cluster's.
-        state: the cluster's, changed in place.
-        changes: its tables' changes.
-        describe: says who a node is and when it was last heard.
-    """
+    """The checkpoints of a cluster."""
 
     def __init__(
         self,
@@ -131,17 +125,19 @@ class CheckpointAttempts:
     def _obstacle(self) -> str:
         """Message if no checkpoint can be proposed now; else empty."""
         tables = self._state.tables_of(UNNAMED)
-        busy = next((table for table in tables if table.proposed is not None), None)
-        if busy is not None:
-            return f"a change of table '{busy.spec.name}' has not ended"
-        if not tables:
-            return "the cluster has no table yet"
-        return self._changes.cuts_refusal()
+        for busy in tables:
+            if busy.proposed is not None:
+                return f"a change of table '{busy.spec.name}' has not ended"
+        return self._changes.cuts_refusal() if tables else "the cluster has no table yet"
+
+    def _running(self, number: int) -> Attempt | None:
+        attempt = self._state.checkpoint
+        return None if attempt is None or attempt.number != number else attempt
 
     def join(self, node: Node, number: int, place: WorkerClocks) -> list[Transition]:
         """A worker goes no further than these clocks until the cut."""
-        attempt = self._state.checkpoint
-        if attempt is None or attempt.number != number or attempt.is_cut or node.run != UNNAMED:
+        attempt = self._running(number)
+        if attempt is None or attempt.is_cut or node.run != UNNAMED:
             return []
         attempt.awaited.discard(node.node_id)
         attempt.workers[node.node_id] = place
@@ -151,9 +147,8 @@ class CheckpointAttempts:
         self, node: Node, number: int, clocks: Mapping[TableId, int], now_s: float
     ) -> list[Transition]:
         """A worker's script waits for the checkpoint, and takes no step meanwhile."""
-        attempt = self._state.checkpoint
-        is_its = attempt is not None and attempt.number == number and node.run == UNNAMED
-        if attempt is None or not is_its or attempt.is_written:
+        attempt = self._running(number)
+        if attempt is None or node.run != UNNAMED or attempt.is_written:
             return []
         attempt.staying[node.node_id] = dict(clocks)
         if not attempt.is_cut or not self._is_out_of_reach(attempt) or self._obstacle():
@@ -167,10 +162,8 @@ class CheckpointAttempts:
 
     def is_awaited(self, node: Node, number: int) -> bool:
         """True if the script of another worker waits for the checkpoint."""
-        attempt = self._state.checkpoint
-        if attempt is None or attempt.number != number:
-            return False
-        return any(each != node.node_id for each in attempt.staying)
+        attempt = self._running(number)
+        return attempt is not None and any(each != node.node_id for each in attempt.staying)
 
     def _is_out_of_reach(self, attempt: Attempt) -> bool:
         """True if every worker waits, before the step of a cut."""
@@ -190,16 +183,11 @@ class CheckpointAttempts:
         clocks: Mapping[TableId, int],
         reached: Mapping[NodeId, Mapping[TableId, int]],
     ) -> bool:
-        """True if another worker has taken the step of a cut, and this one has not.
-
-        Args:
-            node: this worker.
-            number: the checkpoint's.
-            clocks: this worker's clocks.
-            reached: clocks in the last heartbeat of each worker.
+        """True if another worker has taken the step of a cut, and this one, with these `clocks`,
+        has not. `reached` has the clocks in the last heartbeat of each worker.
         """
-        attempt = self._state.checkpoint
-        if attempt is None or attempt.number != number:
+        attempt = self._running(number)
+        if attempt is None:
             return False
         others = [
             each
@@ -221,10 +209,10 @@ class CheckpointAttempts:
             InvalidConfig: the worker was not asked, or a file name is no plain one.
         """
         _check_names(part)
-        attempt = self._state.checkpoint
+        attempt = self._running(number)
         if number == LEAVING and node.role is Role.WORKER and node.run == UNNAMED:
             self._state.left_parts[node.rank] = LeftPart(node.node_id, part)
-        if attempt is None or attempt.number != number or attempt.is_written:
+        if attempt is None or attempt.is_written:
             return []
         if part.problem and node.role is Role.SERVER:  # reported once, before the cut or after
             return self._fail(attempt, f"server {node.node_id}: {part.problem}")
@@ -241,25 +229,19 @@ class CheckpointAttempts:
         attempt = self._state.checkpoint
         if attempt is None or node.role is not Role.WORKER:
             return []
-        if node.node_id in attempt.awaited:
+        has_named = node.node_id in attempt.workers and node.node_id not in attempt.parts
+        if node.node_id in attempt.awaited or has_named:
             attempt.awaited.discard(node.node_id)
             attempt.lose(node, node.ended_words)
-        elif node.node_id in attempt.workers and node.node_id not in attempt.parts:
-            attempt.lose(node, node.ended_words)
         return self.look()
-
-    def moved(self) -> list[Transition]:
-        """Ranges have other primaries: the blocks of the old ones cannot be written."""
-        return self.give_up("a server was lost while it was made")
 
     def expire(self, now_s: float) -> list[Transition]:
         """Fail the checkpoint at its deadline."""
         attempt = self._state.checkpoint
-        if attempt is None or now_s < (
-            attempt.written_by_s if attempt.is_cut else attempt.cut_by_s
-        ):
+        if attempt is None:
             return []
-        return self.give_up(self._reason(attempt, now_s))
+        deadline_s = attempt.written_by_s if attempt.is_cut else attempt.cut_by_s
+        return self.give_up(self._reason(attempt, now_s)) if now_s >= deadline_s else []
 
     def give_up(self, reason: str) -> list[Transition]:
         """Fail the running checkpoint, unless only its manifest is missing."""
@@ -270,8 +252,8 @@ class CheckpointAttempts:
 
     def done(self, number: int, problem: str) -> list[Transition]:
         """The manifest is written, or could not be."""
-        attempt = self._state.checkpoint
-        if attempt is None or attempt.number != number:
+        attempt = self._running(number)
+        if attempt is None:
             return []
         if problem:
             self._state.checkpoint_base = 0
@@ -358,8 +340,7 @@ class CheckpointAttempts:
         for table_id, clock in held.items():
             named = (place.clocks.get(table_id, 0) for place in attempt.workers.values())
             cut = TableCut(attempt.number, max(clock or 0, *named, 0))
-            table = self._changes.commit_cut(table_id, cut)
-            attempt.cuts[table_id] = table
+            attempt.cuts[table_id] = self._changes.commit_cut(table_id, cut)
         attempt.is_cut = True
         attempt.servers = frozenset(
             primary
@@ -388,12 +369,12 @@ class CheckpointAttempts:
 
     def _uncovered(self, attempt: Attempt) -> str:
         """Message on a table with missing blocks (CP-2); empty if there is none."""
-        counts: dict[TableId, int] = {}
+        counts: Counter[TableId] = Counter()
         for node_id in attempt.servers:
             for table_id, written in attempt.parts[node_id].tables.items():
-                counts[table_id] = counts.get(table_id, 0) + written.block_count
+                counts[table_id] += written.block_count
         for table in attempt.cuts.values():
-            found = counts.get(table.table_id, 0)
+            found = counts[table.table_id]
             if found != table.block_count:
                 return f"{found} of {table.block_count} blocks of '{table.spec.name}' were written"
         return ""

@@ -213,7 +213,7 @@ class Cluster:
                 f"the cluster's view may grow by {free_bytes} bytes to "
                 f"{view_size.MAX_VIEW_BYTES}; the node needs {needed_bytes}"
             )
-        transitions = self.members.add(node, request, now_s)
+        transitions = self.members.add(node, run, request, now_s)
         transitions += self._given_back(node, request)
         if node.role is Role.SERVER:  # its first view says where it starts catching up
             transitions += self.members.succeeded(node)
@@ -535,7 +535,8 @@ class Cluster:
                 self._departures.ended(transition.node.node_id)
                 further += self.checkpoints.ended(transition.node)
             elif isinstance(transition, RangesFailedOver):
-                further += self.checkpoints.moved()
+                # The blocks of the old primaries cannot be written.
+                further += self.checkpoints.give_up("a server was lost while it was made")
         if transitions:
             self._state.view_number += 1
         return (*transitions, *further)

@@ -53,12 +53,7 @@ from scheduler.machine.state import (
 
 
 class Configurations:
-    """The configurations of all ranges.
-
-    Args:
-        state: the cluster's.
-        replica_count: servers that hold each range, the primary included.
-    """
+    """The configurations of all ranges."""
 
     def __init__(self, state: ClusterState, replica_count: int) -> None:
         self._state = state

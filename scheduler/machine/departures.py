@@ -35,19 +35,12 @@ class _Round(NamedTuple):
 
 
 class Departures:
-    """Servers that are stopping, and the holders that have shown a sign of life.
-
-    Args:
-        settings: the cluster's.
-        state: the cluster's, read only.
-        configurations: the holders of each range.
+    """Servers that are stopping, and the holders that have shown a sign of life. The state is only
+    read.
     """
 
     def __init__(
-        self,
-        settings: ClusterSettings,
-        state: ClusterState,
-        configurations: Configurations,
+        self, settings: ClusterSettings, state: ClusterState, configurations: Configurations
     ) -> None:
         self._settings = settings
         self._state = state

@@ -43,11 +43,7 @@ class KeptValues:
 
 
 class KeptElsewhere:
-    """The reports to one cluster.
-
-    Args:
-        lease_s: the cluster's lease.
-    """
+    """The reports to one cluster."""
 
     def __init__(self, lease_s: float) -> None:
         self._kept_s = KEPT_LEASES * lease_s

@@ -40,7 +40,7 @@ from ps_core.errors import (
 )
 from ps_core.failure_detector import FailureDetector
 from ps_core.keys import Incarnation, NodeId
-from ps_core.runs import words
+from ps_core.runs import Run, words
 from scheduler.machine import admission, view_size
 from scheduler.machine.state import (
     ClusterFinished,
@@ -82,13 +82,7 @@ KEPT_COUNT = 100
 
 
 class Membership:
-    """The nodes of a cluster, and when each was last heard.
-
-    Args:
-        settings: the cluster's.
-        state: the cluster's, changed in place.
-        now_s: the time of its start.
-    """
+    """The nodes of a cluster, and when each was last heard."""
 
     def __init__(self, settings: ClusterSettings, state: ClusterState, now_s: float) -> None:
         self._settings = settings
@@ -110,10 +104,8 @@ class Membership:
                 self._unheard.add(node.node_id)
 
     def check_heard(self, now_s: float) -> None:
-        """Refuse a call before the servers have reported the views that they act on.
-
-        Raises:
-            Recovering: the scheduler restarted less than a lease ago.
+        """Raise Recovering for a call before the servers have reported the views that they act on
+        (JR-4).
         """
         if self._resumed_s is None or now_s - self._resumed_s > self._settings.lease_s:
             return
@@ -127,19 +119,15 @@ class Membership:
                 )
 
     def check_view(self, node: Node, view_number: int) -> None:
-        """Compare the journal with the view that a node acts on. Only servers are believed, because
-        other nodes may be clients in any language.
-
-        Raises:
-            InvalidJournal: the journal is older.
+        """Raise InvalidJournal if a node acts on a view that the journal does not have yet. Only
+        servers are believed, because other nodes may be clients in any language.
         """
-        ours = self._state.view_number
-        if self._resumed_s is None or node.role is not Role.SERVER or view_number <= ours:
-            return
-        raise InvalidJournal(
-            f"the journal has view {ours}, and server node {node.node_id} acts on view "
-            f"{view_number}: {_OLDER_COPY}"
-        )
+        ours, is_believed = self._state.view_number, node.role is Role.SERVER
+        if self._resumed_s is not None and is_believed and view_number > ours:
+            raise InvalidJournal(
+                f"the journal has view {ours}, and server node {node.node_id} acts on view "
+                f"{view_number}: {_OLDER_COPY}"
+            )
 
     def returning_s(self, now_s: float) -> dict[NodeId, float]:
         """Workers that ended unfinished, with the seconds left for a replacement of each."""
@@ -178,13 +166,7 @@ class Membership:
         return replace(session, token=session.signed(self._settings.token_key))
 
     def member(self, session: Session) -> Node:
-        """The caller's node.
-
-        Raises:
-            Fenced: the caller is no member, or of another cluster.
-            Unauthenticated: its token is wrong.
-            InvalidJournal: it registered after this journal was written.
-        """
+        """The caller's node, if the session is genuine and it is a member."""
         self._check_genuine(session)
         if session.role is Role.OPERATOR:
             return OPERATOR
@@ -254,11 +236,8 @@ class Membership:
     # --- who comes
 
     def registered(self, request: Registration) -> Node | None:
-        """The node of a repeated registration, or None.
-
-        Raises:
-            InvalidConfig: the request is wrong in itself, or another had its registration_id.
-            Fenced: the request names another cluster, or its node has left.
+        """The node of a repeated registration, or None; refuses a request that is wrong in itself,
+        or that a node which has left made before.
         """
         admission.check_request(request, self._settings)
         known = self._state.node_of_registration.get(request.registration_id)
@@ -269,13 +248,7 @@ class Membership:
         return member.node
 
     def candidate(self, request: Registration, now_s: float) -> Node:
-        """The node of a new registration, not added yet.
-
-        Raises:
-            InvalidConfig: the request contradicts the cluster, or that is finished.
-            Overloaded: the cluster is full.
-            Recovering: another node has the rank or address, may be dead, and the caller waits.
-        """
+        """The node of a new registration, not added yet; `scheduler.machine.admission` refuses."""
         state = self._state
         heard = admission.Heard(
             describe=lambda node: self.describe(node, now_s),
@@ -301,8 +274,8 @@ class Membership:
             run=request.run,
         )
 
-    def add(self, node: Node, request: Registration, now_s: float) -> list[Transition]:
-        """Add the candidate; a worker that had its identity is gone."""
+    def add(self, node: Node, run: Run, request: Registration, now_s: float) -> list[Transition]:
+        """Add the candidate, and the run that it begins; a worker that had its identity is gone."""
         state, predecessor = self._state, self._state.predecessor_of(request)
         state.next_node_id += 1
         state.next_incarnation = Incarnation(node.incarnation + 1)
@@ -312,24 +285,18 @@ class Membership:
         self._detector.heard(node.node_id, now_s)
         alive = [n for n in state.nodes_of(Role.SERVER) if n.state is NodeState.ALIVE]
         state.has_formed |= len(alive) >= self._settings.server_count
-        came = [*self._begin_run(node, request), NodeRegistered(node)]
+        came: list[Transition] = [NodeRegistered(node)]
+        if node.role is Role.WORKER and node.run and node.run not in state.runs:
+            state.runs[run.name] = run
+            state.view_bytes += view_size.run_bytes(run)
+            came = [RunBegun(run), *came]
         if predecessor is None or not predecessor.state.is_member:
             return came
         return self._declare_gone(predecessor, 0.0) + came
 
-    def _begin_run(self, node: Node, request: Registration) -> list[Transition]:
-        """The first worker with a run's name begins the run."""
-        if node.role is not Role.WORKER or not node.run or node.run in self._state.runs:
-            return []
-        run = admission.run_of(request, self._state, self._settings)
-        self._state.runs[run.name] = run
-        self._state.view_bytes += view_size.run_bytes(run)
-        return [RunBegun(run)]
-
     def end_run(self, name: str) -> list[Transition]:
         """End a run: its workers leave, and no other joins."""
-        run = replace(self._state.runs[name], has_ended=True)
-        self._state.runs[name] = run
+        run = self._state.runs[name] = replace(self._state.runs[name], has_ended=True)
         transitions: list[Transition] = [RunEnded(run)]
         for node in self._state.workers_of(name):
             self._may_return.pop(node.node_id, None)
@@ -385,10 +352,6 @@ class Membership:
     ) -> list[Transition]:
         """End the caller's membership; no effect on a caller that has left. An `unfinished` worker
         is gone: it may be replaced within the worker timeout, and the work is not done before.
-
-        Raises:
-            Fenced: the caller is of another cluster.
-            Unauthenticated: its token is wrong.
         """
         self._check_genuine(session)
         member = self._state.members.get(session.node_id)
@@ -405,8 +368,7 @@ class Membership:
         transitions: list[Transition] = []
         for member in list(self._state.members.values()):
             node = member.node
-            is_its = bool(launch_id) and member.registration.launch_id == launch_id
-            if not is_its or not node.state.is_member:
+            if member.registration.launch_id != launch_id or not node.state.is_member:
                 continue
             if node.role is Role.WORKER:
                 transitions += self._declare_gone(node, 0.0)
@@ -439,12 +401,12 @@ class Membership:
 
     def _unneeded(self) -> list[Node]:
         """Silent nodes that nothing waits for."""
-        readers, servers = self._state.nodes_of(Role.READER), self._state.nodes_of(Role.SERVER)
-        if self._settings.replica_count == 1:
-            servers = []  # a silent server has the only copy of its ranges
-        found = [node for node in (*readers, *servers) if node.state is NodeState.SILENT]
-        holders = self._state.holders if found else frozenset()
-        return [node for node in found if node.node_id not in holders]
+        nodes = self._state.nodes_of(Role.READER)
+        if self._settings.replica_count > 1:  # else a silent server has the only copy of its ranges
+            nodes += self._state.nodes_of(Role.SERVER)
+        silent = [node for node in nodes if node.state is NodeState.SILENT]
+        holders = self._state.holders if silent else frozenset()
+        return [node for node in silent if node.node_id not in holders]
 
     def _move(self, node: Node, state: NodeState) -> Node:
         members = self._state.members

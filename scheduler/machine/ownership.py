@@ -23,14 +23,7 @@ from scheduler.machine.state import ClusterSettings, ClusterState, RangesPlaced,
 
 
 class Ownership:
-    """The map of ranges to primaries.
-
-    Args:
-        state: the cluster's, changed in place.
-        settings: the cluster's.
-        describe: says who a node is and when it was last heard.
-        configurations: places the backups.
-    """
+    """The map of ranges to primaries."""
 
     def __init__(
         self,

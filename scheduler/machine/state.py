@@ -68,7 +68,8 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """Settings of a cluster, fixed when it is formed. The caller draws the random ones.
+    """Settings of a cluster, fixed when it is formed; `scheduler.config` describes those that a
+    person gives. The caller draws the random ones.
 
     Attributes:
         cluster_id: identity; random, not empty.
@@ -76,27 +77,9 @@ class ClusterSettings:
         token_key: key of session tokens; random, secret, at least 16 bytes.
         first_incarnation: incarnation of the first node; later ones count up. At least 1, and
             random, so that two clusters do not give the same ones.
-        worker_count: workers that must be there to open clock 1 of a BSP table; at least 1.
-        server_count: servers that a table waits for; at least 1.
-        max_workers: most workers at a time, late joiners included; at least `worker_count`.
-            0: `worker_count`.
-        stop_when_done: the cluster is finished when all workers have left.
-        range_count: key ranges; fixed for the life of the cluster.
-        heartbeat_interval_s: interval of a node's heartbeats; at most half of `lease_s`.
-        lease_s: silence after which a node counts as silent.
-        worker_timeout_s: silence after which a worker is declared gone; above `lease_s`.
-            0: never, the others wait for it.
-        adaptation_interval_s: shortest time between two moves of an adaptive bound; above 0.
-        replica_count: servers that hold each range, the primary included, where there are as
-            many; 1 to `server_count`.
-        min_in_sync: in-sync replicas, the primary included, below which a range takes no pushes;
-            1 to `replica_count`.
+        max_workers: at least `worker_count`, late joiners included. 0: `worker_count`.
         features: capabilities that nodes compare with what they need.
-        checkpoint_url: directory of checkpoints, at most `limits.MAX_CHECKPOINT_URL_BYTES`.
-            Empty: no checkpoints.
         checkpoint_count: largest number of a checkpoint that exists already.
-        checkpoint_full_every: one of so many checkpoints in a row is full, the others have only
-            changes; 1: all are full.
         restored: the checkpoint to start from, or None.
         first_node_id: id of the first node; later ones count up.
         replaced_timelines: timelines that a restore of this cluster replaced; their nodes drop
@@ -136,56 +119,33 @@ class ClusterSettings:
             len(self.token_key) >= MIN_TOKEN_KEY_BYTES,
             f"token_key has {len(self.token_key)} bytes; expected at least {MIN_TOKEN_KEY_BYTES}",
         )
-        _require(
-            self.first_incarnation >= 1,
-            f"first_incarnation is {self.first_incarnation}; expected at least 1",
-        )
-        for name, count in (("workers", self.worker_count), ("servers", self.server_count)):
-            _require(
-                1 <= count <= limits.MAX_NODE_COUNT // 2,
-                f"{name} is {count}; expected 1 to {limits.MAX_NODE_COUNT // 2}",
-            )
-        _require(
-            1 <= self.replica_count <= self.server_count,
-            f"replicas is {self.replica_count}; expected 1 to the number of servers, "
-            f"{self.server_count}",
-        )
-        _require(
-            1 <= self.min_in_sync <= self.replica_count,
-            f"min_in_sync is {self.min_in_sync}; expected 1 to the number of replicas, "
-            f"{self.replica_count}",
-        )
-        _require(
-            self.max_workers == 0
-            or self.worker_count <= self.max_workers <= limits.MAX_NODE_COUNT // 2,
-            f"max_workers is {self.max_workers}; expected {self.worker_count}, the number of "
-            f"workers, to {limits.MAX_NODE_COUNT // 2}, or 0 for none beyond these",
-        )
-        _require(
-            0 < self.heartbeat_interval_s <= self.lease_s / 2,
-            f"heartbeat interval is {self.heartbeat_interval_s} s; expected above 0 and at most "
-            f"half of the lease of {self.lease_s} s",
-        )
-        _require(
-            self.worker_timeout_s == 0 or self.lease_s < self.worker_timeout_s < math.inf,
-            f"worker timeout is {self.worker_timeout_s} s; expected above the lease of "
-            f"{self.lease_s} s, or 0 for never",
-        )
-        _require(
-            0 < self.adaptation_interval_s < math.inf,
-            f"adaptation interval is {self.adaptation_interval_s} s; expected above 0",
-        )
-        _require(
-            self.checkpoint_full_every >= 1,
-            f"checkpoint_full_every is {self.checkpoint_full_every}; expected at least 1",
-        )
-        _require(
-            1 <= self.range_count <= limits.MAX_RANGE_COUNT,
-            f"ranges is {self.range_count}; expected 1 to {limits.MAX_RANGE_COUNT}, or 0 for as "
-            "many as suit the servers",
-        )
-        urls = (self.checkpoint_url, self.restored.url if self.restored else "")
-        for url in urls:
+        half, workers, servers = limits.MAX_NODE_COUNT // 2, self.worker_count, self.server_count
+        replicas, in_sync, most = self.replica_count, self.min_in_sync, self.max_workers
+        lease_s, beat_s, timeout_s = self.lease_s, self.heartbeat_interval_s, self.worker_timeout_s
+        interval_s, incarnation = self.adaptation_interval_s, self.first_incarnation
+        ranges, most_ranges = self.range_count, limits.MAX_RANGE_COUNT
+        full_every = self.checkpoint_full_every
+        for holds, name, value, expected in (
+            (incarnation >= 1, "first_incarnation", incarnation, "at least 1"),
+            (1 <= workers <= half, "workers", workers, f"1 to {half}"),
+            (1 <= servers <= half, "servers", servers, f"1 to {half}"),
+            (1 <= replicas <= servers, "replicas", replicas,
+             f"1 to the number of servers, {servers}"),
+            (1 <= in_sync <= replicas, "min_in_sync", in_sync,
+             f"1 to the number of replicas, {replicas}"),
+            (most == 0 or workers <= most <= half, "max_workers", most,
+             f"{workers}, the number of workers, to {half}, or 0 for none beyond these"),
+            (0 < beat_s <= lease_s / 2, "heartbeat interval", f"{beat_s} s",
+             f"above 0 and at most half of the lease of {lease_s} s"),
+            (timeout_s == 0 or lease_s < timeout_s < math.inf, "worker timeout", f"{timeout_s} s",
+             f"above the lease of {lease_s} s, or 0 for never"),
+            (0 < interval_s < math.inf, "adaptation interval", f"{interval_s} s", "above 0"),
+            (full_every >= 1, "checkpoint_full_every", full_every, "at least 1"),
+            (1 <= ranges <= most_ranges, "ranges", ranges,
+             f"1 to {most_ranges}, or 0 for as many as suit the servers"),
+        ):  # fmt: skip
+            _require(holds, f"{name} is {value}; expected {expected}")
+        for url in (self.checkpoint_url, self.restored.url if self.restored else ""):
             _require(
                 len(url.encode()) <= limits.MAX_CHECKPOINT_URL_BYTES,
                 f"the checkpoint URL '{url[:80]}...' has {len(url.encode())} bytes; expected at "
@@ -341,6 +301,12 @@ class ClusterState:
         """Newest worker of each rank of a run."""
         return {node.rank: node for node in self.workers_of(run)}  # in order of their ids
 
+    def late_or_replacing(self, run: str, worker_count: int) -> list[Node]:
+        """The newest worker of each rank of a run, where it did not begin with the run."""
+        first = {node.rank: node for node in reversed(self.workers_of(run))}
+        newest = self.workers_by_rank(run).items()
+        return [n for rank, n in newest if rank >= worker_count or n is not first[rank]]
+
     def workers_of(self, run: str) -> list[Node]:
         """Workers of a run, by id."""
         return [node for node in self.nodes_of(Role.WORKER) if node.run == run]
@@ -361,6 +327,9 @@ class ClusterState:
     def tables_of(self, run: str) -> list[Table]:
         return [table for table in self.tables.values() if table.run == run]
 
+    def table(self, table_id: TableId) -> Table | None:
+        return next((table for table in self.tables.values() if table.table_id == table_id), None)
+
     def worker_count_of(self, run: str, settings: ClusterSettings) -> int:
         """Workers that must be there to open clock 1 of a run's tables."""
         return self.runs[run].worker_count if run in self.runs else settings.worker_count
@@ -372,12 +341,8 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class JournaledCluster:
-    """The journaled part of a cluster.
-
-    Attributes:
-        settings: the cluster's.
-        state: the cluster's.
-        returning_s: workers that ended unfinished, and the seconds left for a replacement of each.
+    """The journaled part of a cluster. `returning_s` has the workers that ended unfinished, and the
+    seconds left for a replacement of each.
     """
 
     settings: ClusterSettings

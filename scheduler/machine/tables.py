@@ -43,13 +43,7 @@ from scheduler.machine.state import (
 
 
 class TableCatalogue:
-    """The tables of a cluster.
-
-    Args:
-        settings: the cluster's.
-        state: the cluster's, changed in place.
-        ownership: places the blocks of a new table.
-    """
+    """The tables of a cluster."""
 
     def __init__(
         self, settings: ClusterSettings, state: ClusterState, ownership: Ownership

@@ -48,18 +48,15 @@ class DecisionBuffer:
     def __init__(self) -> None:
         self._differences = Differences()
         self._deciding: DecisionBatch | None = None
-        self._writing: DecisionBatch | None = None
-        self._view: ClusterView | None = None
+        self._writing: tuple[DecisionBatch, ClusterView] | None = None
         self._count = 0
 
     @property
     def newest(self) -> int:
         """Number of the newest batch that is not durable; 0 if all are."""
-        batch = self._deciding or self._writing
-        return 0 if batch is None else batch.number
+        return 0 if self._deciding is None and self._writing is None else self._count
 
     def decided(self, transitions: tuple[Transition, ...], *, is_news: bool) -> None:
-        """Add a decision to the next batch."""
         if self._deciding is None:
             self._count += 1
             self._deciding = DecisionBatch(self._count)
@@ -74,23 +71,16 @@ class DecisionBuffer:
     def take(
         self, journaled: Callable[[], JournaledCluster], view: ClusterView
     ) -> JournalDelta | None:
-        """The next write; None if nothing changed, or a write is running.
-
-        Args:
-            journaled: returns the state to write.
-            view: the cluster's view now.
-        """
+        """The next write; None if nothing changed, or a write is running."""
         if self._deciding is None or self._writing is not None:
             return None
-        self._writing, self._deciding = self._deciding, None
-        self._view = view
+        self._writing, self._deciding = (self._deciding, view), None
         return self._differences.since(journaled())
 
     def written(self) -> DurableBatch:
         """End the running write; its decisions may be published."""
-        batch, self._writing = self._writing, None
-        view, self._view = self._view, None
-        check(batch is not None and view is not None, "JR-2", "nothing was being written")
-        assert batch is not None  # noqa: S101 - checked
-        assert view is not None  # noqa: S101 - checked
+        writing, self._writing = self._writing, None
+        check(writing is not None, "JR-2", "nothing was being written")
+        assert writing is not None  # noqa: S101 - checked
+        batch, view = writing
         return DurableBatch(batch.number, view, tuple(batch.transitions), batch.is_news)

@@ -78,8 +78,9 @@ JOURNAL_MUTANTS = (
         "what is decided is withdrawn when the scheduler starts",
         "S18",
         "scheduler/machine/changes.py",
-        "if table.proposed is not None and not table.proposed.is_decided  # CH-2",
-        "if table.proposed is not None  # CH-2",
+        "return [self._withdraw(table, reason) for table, _ in self._undecided()]",
+        "tables = [t for t in self._state.tables.values() if t.proposed]\n"
+        "        return [self._withdraw(table, reason) for table in tables]",
         _STARTS,
     ),
     Mutant(

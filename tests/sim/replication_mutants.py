@@ -47,16 +47,18 @@ REPLICATION_MUTANTS = (
         "a deadline withdraws what is decided",
         "S6",
         "scheduler/machine/changes.py",
-        "            if change.is_decided:  # CH-2",
-        "            if False:",
+        "            for table, change in self._undecided()\n",
+        "            for table, change in [(t, t.proposed) for t in self._state.tables.values()]\n"
+        "            if change\n",
         _AWAY,
     ),
     Mutant(
         "a failover withdraws what is decided",
         "S6",
         "scheduler/machine/changes.py",
-        "            and not (table.proposed is not None and table.proposed.is_decided)  # CH-2",
-        "",
+        "            for table, _ in self._undecided()\n            if",
+        "            for table in list(self._state.tables.values())\n"
+        "            if table.proposed and",
         _AWAY,
     ),
     Mutant(

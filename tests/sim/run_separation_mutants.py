@@ -98,8 +98,8 @@ RUN_SEPARATION_MUTANTS = (
         "a change is withdrawn when a server dies that has nothing of it",
         "S19",
         _CHANGES,
-        "            and moved & table.blocks_by_range(len(self._state.ranges)).keys()\n",
-        "            and moved\n",
+        "            if moved & table.blocks_by_range(len(self._state.ranges)).keys()\n",
+        "            if moved\n",
         _RUNS,
     ),
     Mutant(
