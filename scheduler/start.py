@@ -100,12 +100,7 @@ def started(settings: SchedulerConfig) -> SchedulerStart:
 
 
 def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:
-    """Settings of a new cluster. Its identities and its key are drawn here, and nowhere else.
-
-    Raises:
-        InvalidConfig: a setting is out of its bounds.
-        InvalidCheckpoint: as `started`.
-    """
+    """Settings of a new cluster. Its identities and its key are drawn here, and nowhere else."""
     checkpoint_url, newest = checkpoints_under(settings.checkpoint_url)
     return ClusterSettings(
         checkpoint_count=newest,
@@ -130,12 +125,7 @@ def _given(settings: SchedulerConfig, checkpoint_url: str) -> dict[str, Any]:
 
 
 def _with_settings(journaled: JournaledCluster, settings: SchedulerConfig) -> JournaledCluster:
-    """The journaled cluster with the settings of this start.
-
-    Raises:
-        InvalidJournal: it is another cluster, or has other settings.
-        InvalidConfig, InvalidCheckpoint: as `started`.
-    """
+    """The journaled cluster with the settings of this start, if these may differ."""
     was = journaled.settings
     if settings.cluster_id not in (None, was.cluster_id):
         raise InvalidJournal(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,7 +63,7 @@ from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Transition
 
 _REMEMBERED_COUNT = 100
-"""Complete checkpoints whose addresses are remembered for their requesters."""
+"""Complete checkpoints that are remembered for their requesters."""
 
 _GIVEN_UP_COUNT = 16
 """Failed checkpoints whose directories are removed once more."""
@@ -80,13 +80,7 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """When checkpoints are made, and how many are kept.
-
-    Attributes:
-        every_s: interval in seconds; 0: not by time.
-        every_clocks: one when a worker passes a multiple of this clock; 0: not by clocks.
-        keep: number of complete checkpoints to keep; 0: all.
-    """
+    """When checkpoints are made, and how many are kept; `scheduler.config` describes each."""
 
     every_s: float = 0.0
     every_clocks: int = 0
@@ -166,7 +160,7 @@ class Checkpointing:
         return f"{url}/{left_directory_name(settings.cluster_id)}" if url else ""
 
     def reported(self, number: int) -> None:
-        self._has_left_parts = self._has_left_parts or number == LEAVING
+        self._has_left_parts |= number == LEAVING
 
     # --- when one is due
 
@@ -189,14 +183,14 @@ class Checkpointing:
         if self._last_s is None:  # training begins
             self._last_s = now_s
             self._last_clock = self._clock_before()
-        reached = self.clock
-        reason = ""
-        every = policy.every_clocks
+        reached, every = self.clock, policy.every_clocks
+        # Not by time while the clock stays, if workers have reported one.
+        has_moved = reached != self._last_clock or not self._clocks
         if every and reached // every > self._last_clock // every:
-            reason = f"every {policy.every_clocks} clocks"
-        elif policy.every_s and now_s >= self._last_s + policy.every_s and self._has_moved(reached):
+            reason = f"every {every} clocks"
+        elif policy.every_s and now_s >= self._last_s + policy.every_s and has_moved:
             reason = f"every {policy.every_s:g} s"
-        if not reason:
+        else:
             return
         pending = self._carry_out(self._cluster.begin_checkpoint(reason, now_s))
         if pending.number:
@@ -210,21 +204,13 @@ class Checkpointing:
         clocks = [*(table.clock for table in tables), *(cut.after_clock for cut in cuts if cut)]
         return max(clocks, default=0)
 
-    def _has_moved(self, clock: int) -> bool:
-        """True if the clock has moved since the last checkpoint, or no worker has reported one."""
-        return clock != self._last_clock or not self._clocks
-
     # --- one that somebody asked for
 
     async def create(
         self, request: scheduler_pb2.CreateCheckpointRequest, deadline_s: float
     ) -> CompleteCheckpoint:
         """Make a checkpoint, or take the running one if it covers the request, and wait until it
-        is complete.
-
-        Args:
-            request: the request; `covered_by` names a checkpoint that would do.
-            deadline_s: a moment of the clock.
+        is complete, at most until this moment of the clock.
 
         Raises:
             StaleAssignment: a checkpoint was cut that the caller does not know, and that may do.
@@ -244,7 +230,11 @@ class Checkpointing:
             if number == covered_by and not self._may_come(number):
                 number = covered_by = 0
             if not number:
-                self._check_knows_of_cuts(request)
+                if 0 < request.view_number < self._cut_in_view:
+                    raise StaleAssignment(
+                        f"a checkpoint was cut in view {self._cut_in_view}; the caller's newest "
+                        f"view was {request.view_number}"
+                    )
                 pending = self._carry_out(self._cluster.begin_checkpoint(reason, clock.now_s()))
                 number, said = pending.number, pending.reason
             else:
@@ -259,22 +249,11 @@ class Checkpointing:
             await asyncio.sleep(min(_POLL_S, max(deadline_s - clock.now_s(), 0.0)))
 
     async def until_none_is_under_way(self, deadline_s: float) -> None:
-        """Wait until no checkpoint is running.
-
-        Raises:
-            WaitExpired: at `deadline_s`, a moment of the clock; the message says why it still runs.
-        """
+        """Wait until no checkpoint is running; WaitExpired at `deadline_s` says why one is."""
         while self._cluster.view.checkpoint is not None:
             if clock.now_s() >= deadline_s:
                 raise WaitExpired(self._cluster.checkpoints.reason(clock.now_s()))
             await asyncio.sleep(_POLL_S)
-
-    def _check_knows_of_cuts(self, request: scheduler_pb2.CreateCheckpointRequest) -> None:
-        if 0 < request.view_number < self._cut_in_view:
-            raise StaleAssignment(
-                f"a checkpoint was cut in view {self._cut_in_view}; the caller's newest view was "
-                f"{request.view_number}"
-            )
 
     def _may_come(self, number: int) -> bool:
         """True if the checkpoint is complete or running."""
@@ -284,9 +263,7 @@ class Checkpointing:
     # --- what becomes of it
 
     def resume(self) -> None:
-        """End the checkpoint that a resumed cluster had written: it is complete if its directory
-        has a manifest.
-        """
+        """End a resumed cluster's written checkpoint: complete if its directory has a manifest."""
         under_way = self._cluster.view.checkpoint
         if under_way is not None:
             self._start(self._end_written(under_way))
@@ -320,18 +297,22 @@ class Checkpointing:
         problem = ""
         cluster = self._cluster
         try:
-            manifest = manifest_of(
-                cluster.settings, attempt, cluster.view.of_run(UNNAMED).world_size
-            )
+            world_size = cluster.view.of_run(UNNAMED).world_size
+            manifest = manifest_of(cluster.settings, attempt, world_size)
             manifest, directory = await asyncio.to_thread(
-                lambda: _completed(attempt, manifest, self.left_url)
+                _completed, attempt, manifest, self.left_url
             )
             made = CompleteCheckpoint(attempt.number, directory.url, manifest.byte_count)
             newest = list(self._made.items())[-_REMEMBERED_COUNT:]
             self._made = {**dict(newest), attempt.number: made}
             self._last_clock = max((table.clock for table in manifest.tables), default=0)
             self._last_s, self._not_before_s = now_s, 0.0
-            self._count(manifest, directory.url)
+            complete_s = clock.now_s()
+            self._complete_count += 1
+            self._newest = made.url, complete_s
+            self._metrics.checkpoints.labels(result="complete").inc()
+            self._metrics.checkpoint_bytes.set(manifest.byte_count)
+            self._metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
             logs.info(
                 "checkpoint_complete",
                 url=directory.url,
@@ -348,24 +329,14 @@ class Checkpointing:
         if not problem and self._policy.keep:
             await self._prune()
 
-    def _count(self, manifest: Manifest, url: str) -> None:
-        complete_s = clock.now_s()
-        self._complete_count += 1
-        self._newest = url, complete_s
-        self._metrics.checkpoints.labels(result="complete").inc()
-        self._metrics.checkpoint_bytes.set(manifest.byte_count)
-        self._metrics.checkpoint_age_seconds.set_function(lambda: clock.now_s() - complete_s)
-
     async def _prune(self) -> None:
         url, keep = self._cluster.settings.checkpoint_url, self._policy.keep
+        run = {self._cluster.settings.timeline, *lineage_of(self._cluster.settings)}
         try:
-            run = {self._cluster.settings.timeline, *lineage_of(self._cluster.settings)}
-            removed = await asyncio.to_thread(lambda: CheckpointStore(url).prune(keep, run))
+            for name in await asyncio.to_thread(lambda: CheckpointStore(url).prune(keep, run)):
+                logs.info("checkpoint_removed", name=name)
         except PushpullError as error:
             logs.warning("checkpoints_not_pruned", url=url, reason=error.message)
-            return
-        for name in removed:
-            logs.info("checkpoint_removed", name=name)
 
     async def _remove_given_up(self) -> None:
         for url in tuple(self._given_up):
@@ -397,33 +368,28 @@ class Checkpointing:
 def _completed(
     attempt: Attempt, manifest: Manifest, left_url: str
 ) -> tuple[Manifest, CheckpointDirectory]:
-    """Complete a checkpoint, with copies of the state of workers that have left.
-
-    Blocking, Raises: as `write_manifest`.
-    """
+    """Complete a checkpoint, with copies of the state of workers that have left. Blocking."""
     source = CheckpointDirectory(locate(left_url))
     copies = WorkerCopies(CheckpointDirectory(locate(attempt.url)), manifest)
     workers = list(manifest.workers)
     for rank, part in attempt.left.items():
         clock = max((written.clock for written in part.tables.values()), default=0)
         left = SavedWorker(rank, clock, part.file, part.byte_count, part.header_sha256)
-        try:
-            workers.append(
-                replace(SavedWorker(rank, clock), problem=part.problem)
-                if part.problem
-                else copies.copy_from(source, left)
-            )
-        except PushpullError as error:
-            logs.warning("checkpoint_state_lost", number=attempt.number, reason=error.message)
-            workers.append(SavedWorker(rank, clock, problem=error.message))
+        problem = part.problem
+        if not problem:
+            try:
+                workers.append(copies.copy_from(source, left))
+                continue
+            except PushpullError as error:
+                logs.warning("checkpoint_state_lost", number=attempt.number, reason=error.message)
+                problem = error.message
+        workers.append(SavedWorker(rank, clock, problem=problem))
     manifest = replace(manifest, workers=tuple(sorted(workers, key=lambda each: each.rank)))
     return manifest, write_manifest(attempt.url, manifest)
 
 
 def write_manifest(url: str, manifest: Manifest) -> CheckpointDirectory:
-    """Complete a checkpoint whose parts are all written.
-
-    Blocking: until it is durable.
+    """Complete a checkpoint whose parts are all written. Blocking: until it is durable.
 
     Raises:
         InvalidCheckpoint: it cannot be written, or a checkpoint that it refers to is gone.
@@ -494,18 +460,11 @@ def _saved_table(table: Table, torn: set[TableId]) -> SavedTable:
     )
 
 
-def part_from_proto(request: scheduler_pb2.ReportCheckpointPartRequest) -> PartReport:
-    tables: Mapping[TableId, ReportedTable] = {
+def part_from_proto(said: scheduler_pb2.ReportCheckpointPartRequest) -> PartReport:
+    tables = {
         TableId(table.table_id): ReportedTable(table.block_count, table.clock, table.is_torn)
-        for table in request.tables
+        for table in said.tables
     }
-    return PartReport(
-        request.file,
-        request.byte_count,
-        request.header_sha256.hex(),
-        tables,
-        request.problem,
-        request.referred_block_count,
-        request.referred_byte_count,
-        tuple(request.bases),
-    )
+    file = said.file, said.byte_count, said.header_sha256.hex()
+    referred = said.referred_block_count, said.referred_byte_count
+    return PartReport(*file, tables, said.problem, *referred, tuple(said.bases))

@@ -176,9 +176,7 @@ class Publication:
         self.failed.set()
 
     async def close(self, *, has_ended: bool) -> None:
-        """Cancel the running write, whose decisions were never published, and close the journal;
-        delete its records if the cluster `has_ended`.
-        """
+        """Cancel the running write, whose decisions were never published, and close the journal."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -23,11 +23,7 @@ from scheduler.machine.state import Registration, ServerMemory, UpdateLogClaim
 
 
 def session_of(message: types_pb2.SessionIdentity) -> Session:
-    """The session in a request, unchecked.
-
-    Raises:
-        Unauthenticated: the request has none.
-    """
+    """The session in a request, unchecked; Unauthenticated if it has none."""
     if not message.session_token:
         raise Unauthenticated(rights.NO_SESSION)
     return wire.session_from_proto(message)
@@ -72,11 +68,7 @@ def _offer(message: scheduler_pb2.CustomUpdate) -> UpdateOffer:
 async def table_request_of(
     request: scheduler_pb2.CreateTableRequest | bytes,
 ) -> scheduler_pb2.CreateTableRequest:
-    """The request; a long one is parsed on a thread.
-
-    Raises:
-        InvalidConfig: it cannot be parsed, or has too many tensors.
-    """
+    """The request; a long one is parsed on a thread. InvalidConfig if that fails."""
     if not isinstance(request, bytes):
         return request
     raw = request  # bytes for mypy, in the function below too

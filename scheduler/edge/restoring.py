@@ -17,13 +17,7 @@ _NAMED_COUNT = 3
 
 def checkpoints_under(url: str) -> tuple[str, int]:
     """The absolute address of the checkpoint directory, and the largest number in it. A probe file
-    is written and removed, so that a read-only directory fails now and not hours later.
-
-    Blocking: lists the directory, and writes.
-
-    Raises:
-        InvalidConfig: the protocol is unknown, or its package is not installed.
-        InvalidCheckpoint: the directory cannot be listed, or not written.
+    is written and removed, so that a read-only directory fails now and not hours later. Blocking.
     """
     if not url:
         return "", 0
@@ -34,14 +28,8 @@ def checkpoints_under(url: str) -> tuple[str, int]:
 
 def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
     """The checkpoint that `resume` names; with `AUTO` the newest under `checkpoint_url`. None for
-    an empty start. Checkpoints of other runs there stay, and are logged.
-
-    Blocking: reads manifests and headers.
-
-    Raises:
-        InvalidConfig: AUTO without a checkpoint URL; or as `restored_from`.
-        InvalidCheckpoint: as `restored_from`. AUTO starts empty only where no checkpoint was ever
-            complete.
+    an empty start: AUTO starts empty only where no checkpoint was ever complete. Checkpoints of
+    other runs there stay, and are logged. Blocking.
     """
     if resume == AUTO and not checkpoint_url:
         raise InvalidConfig("resume is 'auto' without a checkpoint_url; expected both")
@@ -60,9 +48,7 @@ def restored_at_start(resume: str, checkpoint_url: str) -> Restored | None:
 
 
 def restored_from(url: str) -> Restored:
-    """The newest valid checkpoint at a URL; newer invalid ones are skipped, and logged.
-
-    Blocking: reads manifests and headers.
+    """The newest valid checkpoint at a URL; newer invalid ones are skipped, and logged. Blocking.
 
     Raises:
         InvalidConfig: the protocol is unknown, or its package is not installed.

@@ -38,10 +38,11 @@ from ps_runtime.grpc.requests import RequestReader
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics
 from ps_runtime.system import clock
-from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from pushpull.v1 import scheduler_pb2 as pb
+from pushpull.v1 import scheduler_pb2_grpc, types_pb2
 from scheduler.edge.adaptive_tables import AdaptiveTables
 from scheduler.edge.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
-from scheduler.edge.publication import Journal, Publication
+from scheduler.edge.publication import Journal, Publication, nothing
 from scheduler.edge.requests import (
     registration_of,
     session_of,
@@ -56,7 +57,7 @@ from scheduler.machine.cluster import Cluster, Created, Decision
 from scheduler.machine.kept_values import KeptElsewhere, KeptValues
 from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Restored, Transition
 
-SERVICE_NAME = scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].full_name
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["SchedulerService"].full_name
 
 MAX_PROGRESS_BYTES = 256 * 1024
 """Bound of a node's progress; a worker's clocks on `limits.MAX_TABLE_COUNT` tables fit."""
@@ -74,7 +75,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Serves one cluster. Made and used on one event loop.
+    """Serves one cluster. Made and used on one event loop. Calls `on_health_change` when
+    `degraded_words` may have changed.
 
     Args:
         begun: the machine, and the transitions of its start.
@@ -83,9 +85,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         policy: the rules of automatic checkpoints.
         roots: places that a restore may read.
         journal: None if nothing outlives this process.
-
-    Attributes:
-        on_health_change: called when `degraded_words` may have changed.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._policy = policy
         self._changed = asyncio.Event()
         self._is_closed = False
-        self.on_health_change: Callable[[], None] = _nothing
+        self.on_health_change: Callable[[], None] = nothing
         self._publication = Publication(lambda: self._cluster, self._publish, journal)
         self._publication.on_problem = lambda: self.on_health_change()
         self._begin(begun)
@@ -113,7 +112,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         cluster = self._cluster = begun.reply
         self._challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self.checkpointing = Checkpointing(cluster, self._policy, self._carry_out, self._metrics)
-        self._last_said: dict[NodeId, scheduler_pb2.HeartbeatRequest] = {}
+        self._last_said: dict[NodeId, pb.HeartbeatRequest] = {}
         self._kept = KeptElsewhere(cluster.settings.lease_s)
         interval_s = cluster.settings.adaptation_interval_s
         self._adaptive = AdaptiveTables(interval_s, self._metrics, cluster.courses)
@@ -121,11 +120,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.checkpointing.resume()
 
     async def flushed(self) -> None:
-        """Wait until all earlier decisions are durable and published.
-
-        Raises:
-            PushpullError: the journal cannot be written.
-        """
+        """Wait until all earlier decisions are durable and published; raise why they cannot be."""
         await self._publication.flushed()
 
     async def until_journal_failed(self) -> None:
@@ -167,25 +162,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def until_finished(self) -> None:
         """Wait until all workers have left, if the cluster ends then; else for ever."""
-        while not self._view.finished:
-            await self._changed.wait()
+        await self._until(lambda: self._view.finished)
 
     async def until_workers_are_done(self) -> None:
         """Wait until all workers have left."""
-        while not self._cluster.members.workers_are_done:
-            await self._changed.wait()
+        await self._until(lambda: self._cluster.members.workers_are_done)
 
     def finish(self) -> None:
         """End the cluster, unless a worker has joined meanwhile."""
         self._carry_out(self._cluster.finish())
 
-    async def until_servers_have_left(self, deadline_s: float) -> bool:
-        """Wait at most `deadline_s` until no server is left; False if one is."""
+    async def until_servers_have_left(self, within_s: float) -> bool:
+        """Wait at most so long until no server is left; False if one is."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(deadline_s):
-                while not self._cluster.servers_have_left:
-                    await self._changed.wait()
+            async with asyncio.timeout(within_s):
+                await self._until(lambda: self._cluster.servers_have_left)
         return self._cluster.servers_have_left
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            await self._changed.wait()
 
     def close(self) -> None:
         """End the view streams after their newest view, and parked creations with Draining."""
@@ -193,31 +189,27 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._wake()
 
     async def close_journal(self, *, has_ended: bool) -> None:
-        """Close the journal for the next scheduler; delete its records if the cluster has ended.
-
-        Blocking: until the running write ends.
-        """
+        """Close the journal for the next scheduler; delete its records if the cluster has ended."""
         await self._publication.close(has_ended=has_ended)
 
     @translated
     async def GetJoinChallenge(
-        self, request: scheduler_pb2.GetJoinChallengeRequest, context: Context
-    ) -> scheduler_pb2.GetJoinChallengeResponse:
+        self, request: pb.GetJoinChallengeRequest, context: Context
+    ) -> pb.GetJoinChallengeResponse:
         """Return the challenge that a registration's proof of the join secret covers."""
-        return scheduler_pb2.GetJoinChallengeResponse(challenge=self._challenge)
+        return pb.GetJoinChallengeResponse(challenge=self._challenge)
 
     @translated
     async def RegisterNode(
-        self, request: scheduler_pb2.RegisterNodeRequest, context: Context
-    ) -> scheduler_pb2.RegisterNodeResponse:
+        self, request: pb.RegisterNodeRequest, context: Context
+    ) -> pb.RegisterNodeResponse:
         """Make the caller a node, if it knows the join secret."""
-        async with self._answering():
+        async with self._answered():
             joiner(request).check(request.join_proof, self._secret, self._challenge)
-            session = self._carry_out(
-                self._cluster.register(registration_of(request), clock.now_s())
-            )
+            registered = self._cluster.register(registration_of(request), clock.now_s())
+            session = self._carry_out(registered)
         settings = self._cluster.settings
-        return scheduler_pb2.RegisterNodeResponse(
+        return pb.RegisterNodeResponse(
             session=wire.session_to_proto(session),
             worker_count=self._cluster.view.worker_count_of(session.run),
             heartbeat_interval_ms=round(settings.heartbeat_interval_s * 1000),
@@ -233,11 +225,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @translated
     async def Heartbeat(
-        self, request: scheduler_pb2.HeartbeatRequest, context: Context
-    ) -> scheduler_pb2.HeartbeatResponse:
+        self, request: pb.HeartbeatRequest, context: Context
+    ) -> pb.HeartbeatResponse:
         """Note that the caller lives, and keep its progress."""
-        async with self._answering(is_sign_of_life=True):
-            session = self._caller(request.session, "Heartbeat")
+        async with self._answering(request.session, "Heartbeat") as session:
             size_bytes = request.progress.ByteSize()
             if size_bytes > MAX_PROGRESS_BYTES:
                 raise InvalidConfig(
@@ -251,31 +242,31 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self.checkpointing.heard(session.node_id, request.progress)
             self._last_said[session.node_id] = request
         self._metrics.heartbeats.labels(role=session.role.value).inc()
-        return scheduler_pb2.HeartbeatResponse(view_number=number)
+        return pb.HeartbeatResponse(view_number=number)
 
     @translated
     async def DeregisterNode(
-        self, request: scheduler_pb2.DeregisterNodeRequest, context: Context
-    ) -> scheduler_pb2.DeregisterNodeResponse:
+        self, request: pb.DeregisterNodeRequest, context: Context
+    ) -> pb.DeregisterNodeResponse:
         """End the caller's membership; or an operator reports that a process has ended."""
         ended_count = 0
-        async with self._answering():
+        async with self._answered():
             session = session_of(request.session)
-            reason = request.reason or "no reason given"
             if request.launch_id:
-                ended_count = self._carry_out(
-                    self._cluster.process_ended(session, request.launch_id)
-                )
+                ended = self._cluster.process_ended(session, request.launch_id)
+                ended_count = self._carry_out(ended)
             else:
                 if request.only_if_kept:
                     await self._check_copies(session, context)
-                wanted, unfinished = request.loss_is_wanted, request.unfinished
-                self._carry_out(
-                    self._cluster.deregister(
-                        session, reason, clock.now_s(), loss_is_wanted=wanted, unfinished=unfinished
-                    )
+                left = self._cluster.deregister(
+                    session,
+                    request.reason or "no reason given",
+                    clock.now_s(),
+                    loss_is_wanted=request.loss_is_wanted,
+                    unfinished=request.unfinished,
                 )
-        return scheduler_pb2.DeregisterNodeResponse(ended_count=ended_count)
+                self._carry_out(left)
+        return pb.DeregisterNodeResponse(ended_count=ended_count)
 
     async def _check_copies(self, session: Session, context: Context) -> None:
         """Refuse a server that has the only copy of values which another server could take; where
@@ -286,16 +277,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise refused
         if not self._cluster.held_alone(session) or not self._cluster.settings.checkpoint_url:
             return
-        deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
-        wanted = scheduler_pb2.CreateCheckpointRequest(reason=f"server {session.node_id} leaves")
-        await self.checkpointing.create(wanted, deadline_s)
+        wanted = pb.CreateCheckpointRequest(reason=f"server {session.node_id} leaves")
+        await self.checkpointing.create(wanted, _deadline_s(context))
 
     @translated
     async def WatchCluster(
-        self, request: scheduler_pb2.WatchClusterRequest, context: Context
-    ) -> AsyncIterator[scheduler_pb2.WatchClusterResponse]:
+        self, request: pb.WatchClusterRequest, context: Context
+    ) -> AsyncIterator[pb.WatchClusterResponse]:
         """Stream the view and its changes, until the caller has left or the scheduler stops."""
         async with self._answering(request.session, "WatchCluster") as session:
+            pass
         cluster, sent_number = self._served, 0
         while True:
             changed = self._changed
@@ -303,7 +294,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._served.caller(session, "WatchCluster")  # fails: it is no member there
             if self._view.view_number > sent_number:
                 sent_number = self._view.view_number
-                yield scheduler_pb2.WatchClusterResponse(view=self._view_for(session))
+                yield pb.WatchClusterResponse(view=self._view_for(session))
                 continue  # the view may have changed while this one was written
             if self._is_closed or not self._has(session):
                 return
@@ -311,81 +302,69 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @translated
     async def CreateTable(
-        self, request: scheduler_pb2.CreateTableRequest | bytes, context: Context
-    ) -> scheduler_pb2.CreateTableResponse:
+        self, request: pb.CreateTableRequest | bytes, context: Context
+    ) -> pb.CreateTableResponse:
         """Create a table or find the identical one; park until there are servers for it."""
-        waits_s = _answer_within_s(context.time_remaining())
-        async with self._answering():
-            created = await self._created(await table_request_of(request), clock.now_s() + waits_s)
-        return scheduler_pb2.CreateTableResponse(
+        deadline_s = _deadline_s(context)
+        async with self._answered():
+            created = await self._created(await table_request_of(request), deadline_s)
+        return pb.CreateTableResponse(
             table=wire.table_to_proto(created.table), view_number=created.view_number
         )
 
     @translated
     async def SetConsistency(
-        self, request: scheduler_pb2.SetConsistencyRequest, context: Context
-    ) -> scheduler_pb2.SetConsistencyResponse:
+        self, request: pb.SetConsistencyRequest, context: Context
+    ) -> pb.SetConsistencyResponse:
         """Change a table's consistency; park until all servers are prepared."""
-        waits_s = _answer_within_s(context.time_remaining())
-        async with self._answering():
-            change = await self._committed(request, clock.now_s() + waits_s)
-        return scheduler_pb2.SetConsistencyResponse(
+        deadline_s = _deadline_s(context)
+        async with self._answering(request.session, "SetConsistency") as session:
+            change = await self._committed(session, request, deadline_s)
+        return pb.SetConsistencyResponse(
             change=wire.change_to_proto(change), view_number=self._view.view_number
         )
 
     @translated
     async def PromiseChange(
-        self, request: scheduler_pb2.PromiseChangeRequest, context: Context
-    ) -> scheduler_pb2.PromiseChangeResponse:
+        self, request: pb.PromiseChangeRequest, context: Context
+    ) -> pb.PromiseChangeResponse:
         """Note that a server is prepared for a change, or the outcome of one."""
         async with self._answering(request.session, "PromiseChange") as session:
-            self._carry_out(
-                self._cluster.prepare_change(
-                    session,
-                    TableId(request.table_id),
-                    request.number,
-                    request.clock,
-                    wire.change_outcome_from_proto(request.outcome),
-                )
-            )
-        return scheduler_pb2.PromiseChangeResponse()
+            outcome = wire.change_outcome_from_proto(request.outcome)
+            prepared = TableId(request.table_id), request.number, request.clock, outcome
+            self._carry_out(self._cluster.prepare_change(session, *prepared))
+        return pb.PromiseChangeResponse()
 
     @translated
     async def SetBackups(
-        self, request: scheduler_pb2.SetBackupsRequest, context: Context
-    ) -> scheduler_pb2.SetBackupsResponse:
+        self, request: pb.SetBackupsRequest, context: Context
+    ) -> pb.SetBackupsResponse:
         """Set the backups of ranges that the caller serves."""
         async with self._answering(request.session, "SetBackups") as session:
-            backup_requests = [
-                wire.backup_request_from_proto(backup_request)
-                for backup_request in request.requests
-            ]
-            refused = self._carry_out(self._cluster.set_backups(session, backup_requests))
-        return scheduler_pb2.SetBackupsResponse(
-            refused_range_ids=refused, view_number=self._view.view_number
-        )
+            wanted = [wire.backup_request_from_proto(each) for each in request.requests]
+            refused = self._carry_out(self._cluster.set_backups(session, wanted))
+        return pb.SetBackupsResponse(refused_range_ids=refused, view_number=self._view.view_number)
 
     @translated
     async def CreateCheckpoint(
-        self, request: scheduler_pb2.CreateCheckpointRequest, context: Context
-    ) -> scheduler_pb2.CreateCheckpointResponse:
+        self, request: pb.CreateCheckpointRequest, context: Context
+    ) -> pb.CreateCheckpointResponse:
         """Make a checkpoint; park until it is complete."""
-        deadline_s = clock.now_s() + _answer_within_s(context.time_remaining())
-        async with self._answering():
-            _check_unnamed(self._caller(request.session, "CreateCheckpoint"), "a checkpoint")
+        deadline_s = _deadline_s(context)
+        async with self._answering(request.session, "CreateCheckpoint") as session:
+            _check_unnamed(session, "a checkpoint")
             made = await self.checkpointing.create(request, deadline_s)
-        return scheduler_pb2.CreateCheckpointResponse(
+        return pb.CreateCheckpointResponse(
             number=made.number, url=made.url, byte_count=made.byte_count
         )
 
     @translated
     async def RestoreCheckpoint(
-        self, request: scheduler_pb2.RestoreCheckpointRequest, context: Context
-    ) -> scheduler_pb2.RestoreCheckpointResponse:
+        self, request: pb.RestoreCheckpointRequest, context: Context
+    ) -> pb.RestoreCheckpointResponse:
         """Restart from a checkpoint, or empty: a new cluster takes the place of this one."""
-        async with self._answering():
+        async with self._answering(request.session, "RestoreCheckpoint") as session:
             cluster = self._cluster
-            session = self._caller(request.session, "RestoreCheckpoint")
             if request.empty and session.role is not Role.OPERATOR:
                 raise NotPermitted(
                     f"to restart empty is an operator's right; the caller's role is "
@@ -407,10 +386,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._begin(Decision(Cluster(settings, clock.now_s())))
         if restored is None:
             logs.warning("cluster_begun_anew", clock_before=clock_before)
-            return scheduler_pb2.RestoreCheckpointResponse()
+            return pb.RestoreCheckpointResponse()
         reached = max((table.clock for table in restored.tables.values()), default=0)
         logs.warning("cluster_restored", url=restored.url, clock=reached, clock_before=clock_before)
-        return scheduler_pb2.RestoreCheckpointResponse(url=restored.url, clock=reached)
+        return pb.RestoreCheckpointResponse(url=restored.url, clock=reached)
 
     def _restored_from(self, url: str) -> Restored:
         if url:
@@ -419,8 +398,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @translated
     async def JoinCheckpoint(
-        self, request: scheduler_pb2.JoinCheckpointRequest, context: Context
-    ) -> scheduler_pb2.JoinCheckpointResponse:
+        self, request: pb.JoinCheckpointRequest, context: Context
+    ) -> pb.JoinCheckpointResponse:
         """Note the clocks at which a worker can write its state."""
         async with self._answering(request.session, "JoinCheckpoint") as session:
             clocks = {TableId(table.table_id): table.clock for table in request.tables}
@@ -428,33 +407,32 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             is_awaited = self._carry_out(self._cluster.join_checkpoint(*place, request.has_state))
             must_step = False
             if request.stays:
-                reached, now_s = self.checkpointing.reached, clock.now_s()
-                must_step = self._carry_out(
-                    self._cluster.stay_for_checkpoint(*place, reached, now_s)
-                )
-        return scheduler_pb2.JoinCheckpointResponse(must_step=must_step, is_awaited=is_awaited)
+                reached = self.checkpointing.reached
+                stayed = self._cluster.stay_for_checkpoint(*place, reached, clock.now_s())
+                must_step = self._carry_out(stayed)
+        return pb.JoinCheckpointResponse(must_step=must_step, is_awaited=is_awaited)
 
     @translated
     async def ReportCheckpointPart(
-        self, request: scheduler_pb2.ReportCheckpointPartRequest, context: Context
-    ) -> scheduler_pb2.ReportCheckpointPartResponse:
+        self, request: pb.ReportCheckpointPartRequest, context: Context
+    ) -> pb.ReportCheckpointPartResponse:
         """Note that a part of a checkpoint is written, or failed."""
         async with self._answering(request.session, "ReportCheckpointPart") as session:
             part = part_from_proto(request)
             self.checkpointing.reported(request.number)
             self._carry_out(self._cluster.report_part(session, request.number, part))
             self._publication.decided((), is_news=False)
-        return scheduler_pb2.ReportCheckpointPartResponse()
+        return pb.ReportCheckpointPartResponse()
 
     @translated
     async def GetClusterStatus(
-        self, request: scheduler_pb2.GetClusterStatusRequest, context: Context
-    ) -> scheduler_pb2.GetClusterStatusResponse:
+        self, request: pb.GetClusterStatusRequest, context: Context
+    ) -> pb.GetClusterStatusResponse:
         """Return the view, the progress of each node, and the checkpoint history."""
-        async with self._answering():
-            self._caller(request.session, "GetClusterStatus")
+        async with self._answering(request.session, "GetClusterStatus"):
+            pass
         now_s = clock.now_s()
-        response = scheduler_pb2.GetClusterStatusResponse(
+        response = pb.GetClusterStatusResponse(
             view=self._view_message,
             replica_count=self._cluster.settings.replica_count,
             min_in_sync=self._cluster.settings.min_in_sync,
@@ -468,7 +446,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 last_heard_ms=round((now_s - heard_s) * 1000),
             )
         for node in self._view.nodes:
-            said = self._last_said.get(node.node_id, scheduler_pb2.HeartbeatRequest())
+            said = self._last_said.get(node.node_id, pb.HeartbeatRequest())
             response.nodes.add(
                 node=wire.node_to_proto(node),
                 progress=said.progress,
@@ -479,11 +457,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @translated
     async def ReportKeptValues(
-        self, request: scheduler_pb2.ReportKeptValuesRequest, context: Context
-    ) -> scheduler_pb2.ReportKeptValuesResponse:
+        self, request: pb.ReportKeptValuesRequest, context: Context
+    ) -> pb.ReportKeptValuesResponse:
         """Note that a server still has the values of an earlier cluster."""
-        async with self._answering():
-            self._caller(request.session, "ReportKeptValues")
+        async with self._answering(request.session, "ReportKeptValues"):
             said = request.kept_values
             kept = KeptValues(said.address, said.cluster_id, said.file)
             is_news = self._kept.said(kept, clock.now_s())
@@ -495,38 +472,34 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 file=kept.file or "none",
             )
         lease_ms = round(self._cluster.settings.lease_s * 1000)
-        return scheduler_pb2.ReportKeptValuesResponse(again_ms=lease_ms)
+        return pb.ReportKeptValuesResponse(again_ms=lease_ms)
 
     @translated
-    async def EndRun(
-        self, request: scheduler_pb2.EndRunRequest, context: Context
-    ) -> scheduler_pb2.EndRunResponse:
+    async def EndRun(self, request: pb.EndRunRequest, context: Context) -> pb.EndRunResponse:
         async with self._answering(request.session, "EndRun") as session:
             ended_count = self._carry_out(self._cluster.end_run(session, request.run))
-        return scheduler_pb2.EndRunResponse(ended_count=ended_count)
+        return pb.EndRunResponse(ended_count=ended_count)
 
     @translated
     async def RemoveRun(
-        self, request: scheduler_pb2.RemoveRunRequest, context: Context
-    ) -> scheduler_pb2.RemoveRunResponse:
+        self, request: pb.RemoveRunRequest, context: Context
+    ) -> pb.RemoveRunResponse:
         async with self._answering(request.session, "RemoveRun") as session:
             had = self._carry_out(self._cluster.remove_run(session, request.run))
-        return scheduler_pb2.RemoveRunResponse(
-            table_count=had.table_count, byte_count=had.byte_count
-        )
+        return pb.RemoveRunResponse(table_count=had.table_count, byte_count=had.byte_count)
 
-    async def _created(
-        self, request: scheduler_pb2.CreateTableRequest, deadline_s: float
-    ) -> Created:
+    async def _created(self, request: pb.CreateTableRequest, deadline_s: float) -> Created:
         """The created table, by `deadline_s` of the clock at the latest."""
         session = self._caller(request.session, "CreateTable")
         spec = await spec_of(request.spec, self._cluster.view.of_run(session.run).tables)
-        is_told = False
+        is_told = is_late = False
         while True:
             changed = self._changed
             outcome = self._carry_out(self._cluster.create_table(session, spec, clock.now_s()))
             if isinstance(outcome, Created):
                 return outcome
+            if is_late:
+                raise WaitExpired(outcome.reason)
             if self._is_closed:
                 raise Draining(f"{_STOPPING}; {outcome.reason}")
             if not is_told:
@@ -538,17 +511,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 async with asyncio.timeout(deadline_s - clock.now_s()):
                     await changed.wait()
             except TimeoutError:
-                # The second answer says when the missing servers were last heard.
-                last = self._carry_out(self._cluster.create_table(session, spec, clock.now_s()))
-                if isinstance(last, Created):
-                    return last
-                raise WaitExpired(last.reason) from None
+                is_late = True  # the last answer says when the missing servers were last heard
 
     async def _committed(
-        self, request: scheduler_pb2.SetConsistencyRequest, deadline_s: float
+        self, session: Session, request: pb.SetConsistencyRequest, deadline_s: float
     ) -> TableChange:
         """The requested change, once committed; it is withdrawn after `deadline_s`."""
-        session = self._caller(request.session, "SetConsistency")
         wanted = ChangeRequest(
             request.table_name,
             wire.consistency_from_proto(request.consistency),
@@ -580,11 +548,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._carry_out(self._cluster.tick(clock.now_s()))
 
     def _caller(self, message: types_pb2.SessionIdentity, method: str) -> Session:
-        """Parse the caller's session, and check first of all that it may call `method`.
-
-        Raises:
-            NotPermitted, Fenced, Unauthenticated: as `Cluster.caller`.
-        """
+        """Parse the caller's session, and check first of all that it may call `method`."""
         session = session_of(message)
         self._cluster.caller(session, method)
         return session
@@ -618,11 +582,10 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """The newest view of the caller's run; a server sees all runs."""
         if session.role is Role.SERVER or self._view.of_run(session.run) is self._view:
             return self._view_message
-        found = self._run_messages.get(session.run)
-        if found is None:
-            found = wire.view_to_proto(self._view.of_run(session.run))
-            self._run_messages[session.run] = found
-        return found
+        if session.run not in self._run_messages:
+            view = self._view.of_run(session.run)
+            self._run_messages[session.run] = wire.view_to_proto(view)
+        return self._run_messages[session.run]
 
     def _has(self, session: Session) -> bool:
         """True while the published view has the caller as a member."""
@@ -654,7 +617,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._metrics.tables.set(len(view.tables))
 
     @contextlib.asynccontextmanager
-    async def _answering(self, *, is_sign_of_life: bool = False) -> AsyncIterator[None]:
+    async def _answering(
+        self, message: types_pb2.SessionIdentity, method: str
+    ) -> AsyncIterator[Session]:
+        """Answer a caller that has this session, and the right to call `method`."""
+        async with self._answered(is_sign_of_life=method == "Heartbeat"):
+            yield self._caller(message, method)
+
+    @contextlib.asynccontextmanager
+    async def _answered(self, *, is_sign_of_life: bool = False) -> AsyncIterator[None]:
         """Answer or refuse a call after everything decided so far is durable. A scheduler that has
         just resumed from a journal answers only signs of life until it has heard the servers. A
         journal that turns out to be an older copy ends the scheduler, not the caller.
@@ -679,10 +650,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise
 
 
-def _nothing() -> None:
-    """The default of `on_health_change`."""
-
-
 def _check_unnamed(session: Session, what: str) -> None:
     """Raise InvalidConfig if the caller belongs to a named run."""
     if session.run:
@@ -692,20 +659,20 @@ def _check_unnamed(session: Session, what: str) -> None:
         )
 
 
-def _answer_within_s(remaining_s: float | None) -> float:
-    """Seconds that a call may wait so that its answer still arrives in time."""
+def _deadline_s(context: Context) -> float:
+    """Moment of the clock until which a call may wait so that its answer still arrives in time."""
+    remaining_s = context.time_remaining()
     if remaining_s is None:
-        return DEFAULT_CREATE_DEADLINE_S
+        return clock.now_s() + DEFAULT_CREATE_DEADLINE_S
     waits_s = remaining_s - min(_MAX_ANSWER_MARGIN_S, remaining_s / 4)
-    return min(max(0.0, waits_s), limits.MAX_DEADLINE_S)
+    return clock.now_s() + min(max(0.0, waits_s), limits.MAX_DEADLINE_S)
 
 
 def _fitted(
-    response: scheduler_pb2.GetClusterStatusResponse,
-) -> scheduler_pb2.GetClusterStatusResponse:
-    """Cut the response to what is read in it, and to the message size that any client accepts.
-
-    Inline values are always removed; then, as needed, the tensor layouts and the nodes' clocks.
+    response: pb.GetClusterStatusResponse,
+) -> pb.GetClusterStatusResponse:
+    """Cut the response to the message size that any client accepts: inline values always, then, as
+    needed, the tensor layouts and the nodes' clocks.
     """
     for table in response.view.tables:
         if table.spec.initializer.WhichOneof("kind") == "inline":
@@ -727,17 +694,14 @@ _MOST_BYTES = limits.MAX_ENTRY_BYTES + limits.MESSAGE_OVERHEAD_BYTES
 def handlers_of(servicer: SchedulerServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     """The service's methods by short name; a request over its bound is not parsed."""
     handlers = {}
-    for method in scheduler_pb2.DESCRIPTOR.services_by_name["SchedulerService"].methods:
-        is_stream = method.server_streaming
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if is_stream
-            else grpc.unary_unary_rpc_method_handler
-        )
-        read: Any = RequestReader(getattr(scheduler_pb2, method.input_type.name), _MOST_BYTES)
+    for method in pb.DESCRIPTOR.services_by_name["SchedulerService"].methods:
+        make = grpc.unary_unary_rpc_method_handler
+        if method.server_streaming:
+            make = grpc.unary_stream_rpc_method_handler
+        read: Any = RequestReader(getattr(pb, method.input_type.name), _MOST_BYTES)
         if method.name == "CreateTable":
             read = table_request_reader
-        write = getattr(scheduler_pb2, method.output_type.name).SerializeToString
+        write = getattr(pb, method.output_type.name).SerializeToString
         handlers[method.name] = make(getattr(servicer, method.name), read, write)
     return handlers
 

@@ -34,10 +34,6 @@ _FOR_NOW = frozenset({
 class SqliteStore:
     """The store in a directory, which is created if missing.
 
-    Args:
-        directory: the directory of the file.
-        lock_wait_s: wait for the lock, in seconds.
-
     Raises:
         InvalidJournal: the file is no journal, is damaged, or cannot be opened.
         Recovering: another scheduler has the file open.

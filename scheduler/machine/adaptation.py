@@ -46,7 +46,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 from ps_core.cluster_view import ClusterView, NodeState, Role
 from ps_core.consistency import Consistency
@@ -67,19 +66,6 @@ LOSS_RISE = 0.05
 LOSS_ERRORS = 3.0
 LEAST_LOSS_COUNT = 8
 """Fewest losses of a period whose mean counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """Measurements of a period.
-
-    Attributes:
-        wait_share: the share of its time that at least half of the workers waited.
-        losses: the workers'.
-    """
-
-    wait_share: float
-    losses: LossTotals = NO_LOSSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,14 +92,16 @@ class Course:
     calm_count: int = 0
     losses: LossTotals = NO_LOSSES
 
-    def step(self, setting: Consistency, seen: Seen) -> Verdict:
-        """End a period under `setting`."""
+    def step(
+        self, setting: Consistency, wait_share: float, losses: LossTotals = NO_LOSSES
+    ) -> Verdict:
+        """End a period under `setting`, in which half of the workers or more waited this share."""
         s = setting.staleness
-        reason = self._risen(seen.losses)
+        reason = self._risen(losses)
         if reason:
             verdict = self._braked(setting, reason)
         else:
-            verdict = self._by_waits(setting, seen.wait_share)
+            verdict = self._by_waits(setting, wait_share)
             self.held_count = max(0, self.held_count - 1)
             self.calm_count += 1
         check(
@@ -181,13 +169,8 @@ class Course:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A node's report; counters count from the node's start.
-
-    Attributes:
-        at_s: its arrival.
-        clocks: a worker's, by table.
-        waits_s: a server's: seconds for which each worker's reads of a table were parked.
-        losses: a worker's.
+    """A node's report, which came at `at_s`; counters count from the node's start. A worker has
+    `clocks` and `losses`, a server the seconds for which each worker's reads of a table waited.
     """
 
     at_s: float
@@ -208,12 +191,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class CourseRecord:
-    """The rule's state of a table at the end of a period, for the journal.
-
-    Attributes:
-        setting: the table's limits, as requested.
-        course: never changed.
-    """
+    """The rule's state of a table at the end of a period; `setting` has the limits as requested."""
 
     setting: Consistency
     course: Course
@@ -230,19 +208,14 @@ class _WatchedTable:
     first_reports: dict[NodeId, Report] = field(default_factory=dict)
 
 
-_NO_RECORDS: Mapping[TableId, CourseRecord] = MappingProxyType({})
-
-
 class Adaptation:
-    """The tables of a cluster with an adaptive bound; `records` is the rule's state in the
-    journal.
-    """
+    """The tables of a cluster with an adaptive bound; `records` come from the journal."""
 
     def __init__(
-        self, interval_s: float, records: Mapping[TableId, CourseRecord] = _NO_RECORDS
+        self, interval_s: float, records: Mapping[TableId, CourseRecord] | None = None
     ) -> None:
         self._interval_s = interval_s
-        self._records = records
+        self._records = records or {}
         self._watched: dict[TableId, _WatchedTable] = {}
         self._reports: dict[NodeId, Report] = {}
         self._members: dict[NodeId, Role] = {}
@@ -255,9 +228,7 @@ class Adaptation:
 
     @property
     def courses(self) -> dict[TableId, CourseRecord]:
-        """The rule's state for the journal, without tables in their first period. Before the first
-        view it is the journal's.
-        """
+        """The rule's state for the journal, without tables in their first period."""
         watched = {table_id: each.record for table_id, each in self._watched.items()}
         return {
             **self._records,
@@ -274,26 +245,21 @@ class Adaptation:
         found = {t.table_id: t for t in view.tables if t.consistency.moves}
         for table_id in self._watched.keys() - found.keys():
             del self._watched[table_id]
-        if not found:
-            self._records = _NO_RECORDS
-            self._reports.clear()
-            return
         for table_id, table in found.items():
             watched = self._watched.get(table_id)
-            if (
-                watched is None
-                or watched.table.consistency.as_requested != table.consistency.as_requested
-            ):
+            setting = table.consistency.as_requested
+            if watched is None or watched.table.consistency.as_requested != setting:
                 self._watched[table_id] = self._begun(table)
             elif (watched.table.change, watched.table.proposed) != (table.change, table.proposed):
                 watched.table, watched.begun_s = table, None
-        self._records = _NO_RECORDS
-        alive = [n for n in view.nodes if n.state is NodeState.ALIVE and n.role is not Role.READER]
-        self._members = {node.node_id: node.role for node in alive}
+        self._records = {}
+        if not found:
+            self._reports.clear()
+            return
+        nodes = [node for node in view.nodes if node.role is not Role.READER]
+        self._members = {n.node_id: n.role for n in nodes if n.state is NodeState.ALIVE}
         # A worker that waits for a silent node says nothing about the bound.
-        self._is_whole = not any(
-            node.state is NodeState.SILENT and node.role is not Role.READER for node in view.nodes
-        )
+        self._is_whole = not any(node.state is NodeState.SILENT for node in nodes)
         for node_id in self._reports.keys() - self._members.keys():
             del self._reports[node_id]
 
@@ -345,7 +311,7 @@ class Adaptation:
             self._reports[worker].losses.since(watched.first_reports[worker].losses)
             for worker in workers
         )
-        verdict = watched.course.step(setting, Seen(shares[len(shares) // 2], losses))
+        verdict = watched.course.step(setting, shares[len(shares) // 2], losses)
         watched.record = CourseRecord(setting.as_requested, replace(watched.course))
         self._begin(watched, now_s)
         if verdict.staleness == setting.staleness:
@@ -365,15 +331,15 @@ class Adaptation:
         self, watched: _WatchedTable, workers: Iterable[NodeId], servers: Iterable[NodeId]
     ) -> bool:
         """True if every server was heard over the period, and every worker took enough steps."""
-        table = watched.table
+        table, first, last = watched.table, watched.first_reports, self._reports
         needed = LEAST_CLOCK_COUNT + table.consistency.staleness
-        for worker in workers:
-            before = watched.first_reports[worker].clocks[table.table_id]
-            if self._reports[worker].clocks.get(table.table_id, 0) - before < needed:
-                return False
-        return all(
-            self._reports[server].at_s - watched.first_reports[server].at_s >= self._interval_s / 2
-            for server in servers
+        took_steps = all(
+            last[worker].clocks.get(table.table_id, 0) - first[worker].clocks[table.table_id]
+            >= needed
+            for worker in workers
+        )
+        return took_steps and all(
+            last[server].at_s - first[server].at_s >= self._interval_s / 2 for server in servers
         )
 
     def _wait_share(

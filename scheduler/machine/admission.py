@@ -41,13 +41,7 @@ Describe = Callable[[Node], str]
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Heartbeats of the other nodes, at one moment.
-
-    Attributes:
-        describe: says who a node is and when it was last heard.
-        quiet_s: seconds since a member was last heard.
-        interval_s: interval of heartbeats.
-    """
+    """Heartbeats of the other nodes, at one moment; `interval_s` is between two of a node."""
 
     describe: Describe
     quiet_s: Callable[[NodeId], float]
@@ -61,12 +55,7 @@ class Heard:
 
 
 def check_request(request: Registration, settings: ClusterSettings) -> None:
-    """Check the request in itself.
-
-    Raises:
-        Fenced: it names another cluster.
-        InvalidConfig: a field is wrong.
-    """
+    """Check the request in itself."""
     if len(request.registration_id) != REGISTRATION_ID_BYTES:
         raise InvalidConfig(
             f"registration_id has {len(request.registration_id)} bytes; expected "
@@ -169,12 +158,7 @@ def _check_fingerprint(fingerprint: str) -> None:
 
 
 def check_repeated(request: Registration, first: Registration, node: Node) -> None:
-    """Refuse a registration_id that is repeated with other values, or after its node left.
-
-    Raises:
-        Fenced: the node has left.
-        InvalidConfig: another request had the id.
-    """
+    """Refuse a registration_id that is repeated with other values, or after its node left."""
     for name in (
         "role", "run", "address", "requested_rank", "kernel_fingerprint", "custom_updates",
         "update_log", "identity",
@@ -195,14 +179,7 @@ def check_repeated(request: Registration, first: Registration, node: Node) -> No
 
 
 def check_place(request: Registration, state: ClusterState, heard: Heard) -> None:
-    """Check the request against the cluster and its servers.
-
-    Raises:
-        Overloaded: the cluster has as many nodes as it can have.
-        Recovering: the server at its address may be dead, and the caller waits.
-        InvalidConfig: the cluster is finished; or a server has other kernels or custom updates than
-            the others, or the address of one.
-    """
+    """Check the request against the cluster and its servers."""
     if state.finished:
         raise InvalidConfig(
             f"the cluster is finished: all workers have left, and it ends with its work "
@@ -293,11 +270,6 @@ def choose_rank(
     It is the requested rank, or the rank of a worker of the same identity that has not left. Else,
     of the ranks below the run's worker count, it is the lowest never given, then the lowest of a
     gone worker; then the lowest free one of the late joiners'.
-
-    Raises:
-        InvalidConfig: the rank does not exist, is taken, or was that of a worker that has left; a
-            late joiner cannot know the values of a table; the job has another number of workers.
-        Recovering: the worker with the rank may be dead, and the caller waits.
     """
     run = run_of(request, state, cluster)
     settings = cluster.of_run(run)
@@ -355,8 +327,8 @@ def choose_rank(
 def _check_world_size(
     request: Registration, settings: ClusterSettings, holders: Iterable[Node]
 ) -> None:
-    """Refuse a worker whose job has fewer workers than the run, because they would wait for workers
-    that nobody starts, or more. Once some have gone or left, another number may be right.
+    """Refuse a job with fewer workers than the run, which would wait for workers that nobody
+    starts, or more. Once some have gone or left, another number may be right.
     """
     count = request.world_size
     if not count or settings.worker_count <= count <= settings.rank_count:

@@ -99,13 +99,7 @@ class TableChanges:
     def request(
         self, wanted: ChangeRequest, worker_count: int, now_s: float
     ) -> tuple[TableChange | PendingProposal, list[Transition]]:
-        """Propose a change, or find it proposed or made.
-
-        Raises:
-            TableNotFound: the table does not exist.
-            InvalidConfig: its optimizer, or the number of workers, does not allow the change.
-            Overloaded: the view has no space for the proposal.
-        """
+        """Propose a change, or find it proposed or made."""
         table = self._table(wanted.run, wanted.table_name)
         if not 0 <= wanted.after_clock <= MAX_AFTER_CLOCK:
             raise InvalidConfig(
@@ -133,8 +127,8 @@ class TableChanges:
         return self._propose(table, wanted, now_s)
 
     def move(self, wanted: ChangeRequest, now_s: float) -> list[Transition]:
-        """Propose to move an adaptive bound. Nothing happens if it is there already, if the table
-        has other limits by now, another proposal or no space in the view.
+        """Propose to move an adaptive bound, if it is not there yet, and the table has these
+        limits, no other proposal, and space in the view.
         """
         table = self._table(wanted.run, wanted.table_name)
         has_bounds = table.consistency.as_requested == wanted.consistency.as_requested
@@ -186,9 +180,7 @@ class TableChanges:
         )
 
     def resume(self, reason: str) -> list[Transition]:
-        """Withdraw the undecided proposals of a journal, which does not have the hold points. Their
-        requesters ask again; joins are proposed again.
-        """
+        """Withdraw the undecided proposals of a journal, which does not have the hold points."""
         return [self._withdraw(table, reason) for table, _ in self._undecided()]
 
     def _undecided(self) -> list[tuple[Table, TableChange]]:
@@ -235,9 +227,7 @@ class TableChanges:
         return self._propose(table, wanted, now_s, checkpoint=checkpoint)[1]
 
     def held_for(self, checkpoint: int) -> dict[TableId, int | None]:
-        """Tables whose cut for a checkpoint is proposed, with the highest hold point of each; None
-        until all servers are prepared.
-        """
+        """The highest hold point of each table of a checkpoint; None if one is missing."""
         return {t.table_id: self._held_clock(t.table_id) for t in self._cut_for(checkpoint)}
 
     def _cut_for(self, checkpoint: int) -> list[Table]:
@@ -256,9 +246,7 @@ class TableChanges:
         return self._put(replace(table, proposed=None, cut=cut))
 
     def withdraw_cuts(self, checkpoint: int, reason: str) -> list[Transition]:
-        """Withdraw the cuts of a failed checkpoint, committed or not: servers hold nothing back for
-        it.
-        """
+        """Withdraw the cuts of a checkpoint, committed or not: servers hold nothing back for it."""
         for table in list(self._state.tables.values()):
             if table.cut is not None and table.cut.checkpoint == checkpoint:
                 self._put(replace(table, cut=None))
@@ -288,11 +276,7 @@ class TableChanges:
         )
 
     def outcome(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:
-        """Result of a proposal.
-
-        Raises:
-            TableNotFound: the table does not exist.
-        """
+        """Result of a proposal."""
         table = self._table(run, table_name)
         if table.proposed is not None and table.proposed.number == number:
             return PendingProposal(self._reason(table, table.proposed, now_s), number)
@@ -303,12 +287,7 @@ class TableChanges:
     def prepare(
         self, node_id: NodeId, table_id: TableId, number: int, clock: int
     ) -> list[Transition]:
-        """A server is prepared: it holds back every clock of the table after `clock`.
-
-        Raises:
-            TableNotFound: the table does not exist.
-            InvalidConfig: `clock` is before the proposed one.
-        """
+        """A server is prepared: it holds back every clock of the table after `clock`."""
         table = self._state.table(table_id)
         if table is None:
             if table_id < self._state.next_table_id:
@@ -403,9 +382,7 @@ class TableChanges:
 
 
 def joins_due_of(state: ClusterState, table: Table, worker_count: int) -> list[Join]:
-    """Joins that a table waits for: of members that are replacement workers or late joiners, and
-    have not joined it.
-    """
+    """Joins that a table waits for, of members that have not joined it."""
     joined = {join.incarnation for join in table.joins}
     joining = state.late_or_replacing(table.run, worker_count)
     return [

@@ -33,18 +33,10 @@ class Attempt:
     """A running checkpoint.
 
     Attributes:
-        number: counts the cluster's checkpoints.
-        url: directory of its files.
-        reason: for the manifest.
         base: checkpoint that it may refer to; 0 for a full one.
-        cut_by_s: deadline of the cut.
-        written_by_s: deadline of the parts.
-        tables: tables that are cut.
-        awaited: workers that have not named their clocks.
-        workers: workers that have.
+        awaited: workers that have not named their clocks; `workers` have.
         cuts: tables as of their cuts; empty before.
         servers: servers with a shard of these tables.
-        parts: reported parts, by node.
         staying: workers whose scripts wait for it, and their clocks.
         left: parts of workers that have left, by rank, valid at this cut.
     """
@@ -103,9 +95,7 @@ class CheckpointMade:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointBegunAgain:
-    """A checkpoint was cut after a step that no worker takes; `again` replaces it. Its files in
-    `url` count for nothing.
-    """
+    """A checkpoint that was cut after a step that no worker takes was replaced by `again`."""
 
     number: int
     url: str

@@ -204,9 +204,6 @@ class CheckpointAttempts:
     def report(self, node: Node, number: int, part: PartReport) -> list[Transition]:
         """A node has written its part, or cannot. The part with number `LEAVING` counts once its
         worker has left.
-
-        Raises:
-            InvalidConfig: the worker was not asked, or a file name is no plain one.
         """
         _check_names(part)
         attempt = self._running(number)
@@ -411,9 +408,7 @@ def _answers(state: ClusterState, node: Node) -> bool:
 
 
 def _check_names(part: PartReport) -> None:
-    """Raise InvalidConfig for a name with which the scheduler would open a file outside its
-    checkpoints.
-    """
+    """Refuse a name with which the scheduler would open a file outside its checkpoints."""
     if part.file and not is_file_name(part.file):
         raise InvalidConfig(f"file is {part.file[:200]!r}; expected the plain name of a file")
     for base in part.bases:

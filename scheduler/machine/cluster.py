@@ -1,8 +1,8 @@
 """The scheduler's machine: every event that reaches a cluster, and its effects on the state.
 
-A machine of its own decides about each part of the state: `membership`, `tables`, `ownership`
-(primaries of ranges), `configurations` (backups and failover), `changes` (of tables under training)
-and `checkpoints`.
+A machine of its own decides about each part of the state: `membership`, `tables` (and the primaries
+of their ranges), `configurations` (backups and failover), `changes` (of tables under training) and
+`checkpoints`.
 
 Rules:
     - Every event is a method: it takes the event and `now_s`, changes the state or raises, and
@@ -44,7 +44,6 @@ from scheduler.machine.checkpoints import CheckpointAttempts
 from scheduler.machine.configurations import Configurations
 from scheduler.machine.departures import Departures
 from scheduler.machine.membership import OPERATOR, Membership
-from scheduler.machine.ownership import Ownership
 from scheduler.machine.state import (
     ClusterSettings,
     ClusterState,
@@ -108,8 +107,7 @@ class Cluster:
         self._configurations = Configurations(self._state, settings.replica_count)
         self._departures = Departures(settings, self._state, self._configurations)
         self.checkpoints = CheckpointAttempts(settings, self._state, self.changes, describe)
-        ownership = Ownership(self._state, settings, describe, self._configurations)
-        self._tables = TableCatalogue(settings, self._state, ownership)
+        self._tables = TableCatalogue(settings, self._state, describe, self._configurations)
         self._view: ClusterView | None = None
 
     @classmethod
@@ -166,9 +164,7 @@ class Cluster:
         )
 
     def finish(self) -> Decision[None]:
-        """Finish the cluster: nobody joins any more, and servers stop. No effect while a worker is
-        a member.
-        """
+        """Finish the cluster, whose servers stop; no effect while a worker is a member."""
         return Decision(None, self._changed(*self.members.finish()))
 
     @property
@@ -256,14 +252,9 @@ class Cluster:
         loss_is_wanted: bool = False,
         unfinished: bool = False,
     ) -> Decision[None]:
-        """End the caller's membership; no effect on a caller that has left.
-
-        Args:
-            session: the caller's.
-            reason: for the log.
-            now_s: the time.
-            loss_is_wanted: a person stopped the server, and knows what is lost with it.
-            unfinished: a worker ends before its work does: it is gone, and may be replaced.
+        """End the caller's membership; no effect on a caller that has left. `loss_is_wanted` if a
+        person stopped the server, and knows what is lost with it. A worker that ends `unfinished`
+        is gone, and may be replaced.
         """
         transitions = self.members.deregister(session, reason, now_s, unfinished=unfinished)
         if transitions and session.role is Role.SERVER:
@@ -276,9 +267,7 @@ class Cluster:
         return Decision(None, self._changed(*transitions))
 
     def refusal_to_leave(self, session: Session, now_s: float) -> Decision[Recovering | None]:
-        """The refusal of a server's leave, or None: it has the only copy of a range that another
-        server can take, or the other holders may be dead (`Departures`).
-        """
+        """The refusal of a server's leave, or None; see `Departures.refusal`."""
         refused, transitions = self._departures.refusal(self._stopping(session), now_s)
         return Decision(refused, self._changed(*transitions))
 
@@ -295,9 +284,7 @@ class Cluster:
         return node.node_id
 
     def process_ended(self, session: Session, launch_id: bytes) -> Decision[int]:
-        """An operator reports that the process that it launched with this id has ended. The reply
-        is the number of nodes that ended with it.
-        """
+        """A process that an operator launched has ended; the reply counts its nodes."""
         node = self.caller(session, "DeregisterNode")
         if node.role is not Role.OPERATOR:
             raise NotPermitted(
@@ -369,12 +356,7 @@ class Cluster:
     def create_table(
         self, session: Session, spec: TableSpec, now_s: float
     ) -> Decision[Created | Parked]:
-        """Create a table, find the identical one, or park the creation until there are servers.
-
-        Raises:
-            InvalidConfig: a field of the spec is wrong.
-            TableExists: a table of that name differs; the message names the first field.
-        """
+        """Create a table, find the identical one, or park the creation until there are servers."""
         self.caller(session, "CreateTable")
         spec = update_offers.completed(
             spec.validated(), self._state, lambda server: self.members.describe(server, now_s)
@@ -395,12 +377,7 @@ class Cluster:
     def set_consistency(
         self, session: Session, request: ChangeRequest, now_s: float
     ) -> Decision[TableChange | PendingProposal]:
-        """Begin to change a table's consistency, or find the change made or running.
-
-        Raises:
-            TableNotFound: the table does not exist.
-            InvalidConfig: the table cannot have that consistency.
-        """
+        """Begin to change a table's consistency, or find the change made or running."""
         self.caller(session, "SetConsistency")
         world_size = self.view.of_run(session.run).world_size
         found, transitions = self.changes.request(
@@ -434,9 +411,6 @@ class Cluster:
     ) -> Decision[None]:
         """A server is prepared for a change after `clock`; or reports the `outcome` of a decided
         one, which the table's first range took or gave up.
-
-        Raises:
-            TableNotFound, InvalidConfig: the table does not exist, or the clock is too low.
         """
         node = self.caller(session, "PromiseChange")
         if outcome is None:
@@ -497,18 +471,13 @@ class Cluster:
     ) -> Decision[tuple[RangeId, ...]]:
         """A primary requests backups of its ranges, or reports ranges whose values it is missing.
         The reply is the ranges whose requests are void.
-
-        Raises:
-            InvalidKeys, InvalidConfig: a request is wrong in itself.
         """
         node = self.caller(session, "SetBackups")
         refused, transitions = self._configurations.set_backups(node.node_id, backup_requests)
         return Decision(refused, self._changed(*self._failed_over(transitions)))
 
     def tick(self, now_s: float) -> Decision[None]:
-        """Act on the time: silent and gone nodes, and deadlines. To be called at least every half
-        lease.
-        """
+        """Act on the time: silent and gone nodes, and deadlines; at least every half lease."""
         transitions = self.checkpoints.expire(now_s)
         transitions += self.changes.expire(now_s)
         transitions += self.changes.propose_joins(self.settings.lease_s, now_s)

@@ -71,9 +71,7 @@ class Configurations:
 
     def look(self) -> list[Transition]:
         """Promote backups of silent primaries, let servers catch up where backups are too few, and
-        note lost ranges.
-
-        To be called when a server fell silent, was heard again, registered or left.
+        note lost ranges: after a server fell silent, was heard again, registered or left.
         """
         if self._state.finished:
             return []
@@ -142,10 +140,6 @@ class Configurations:
     ) -> tuple[tuple[RangeId, ...], list[Transition]]:
         """A primary requests backups of its ranges, or another primary of ranges whose values it is
         missing. Returns the ranges whose requests are void, and the transitions of the others.
-
-        Raises:
-            InvalidKeys: a range does not exist, or comes twice.
-            InvalidConfig: a backup was never a node, is no server, or is the caller.
         """
         self._check(primary, backup_requests)
         refused: list[RangeId] = []
@@ -182,9 +176,7 @@ class Configurations:
         return tuple(w.range_id for w in backup_requests if w.range_id in refused), transitions
 
     def _passed_on(self, primary: NodeId, range_ids: Sequence[RangeId]) -> list[Transition]:
-        """The primary is missing the values of these: try other live backups. A range without one
-        is lost, which is noted once.
-        """
+        """Try other live backups where the primary is missing the values; the rest is lost."""
         servers = _Servers(self._state)
         servers.living.discard(primary)
         servers.members.discard(primary)  # it is not asked again
@@ -205,9 +197,7 @@ class Configurations:
         ]
 
     def _may_come_back(self, node_id: NodeId) -> bool:
-        """True if a server's values may still exist: it is a member, perhaps silent, or kept an
-        update log, with which another may register.
-        """
+        """True if a server's values may still exist: it may live, or another may bring its log."""
         member = self._state.members[node_id]
         return member.node.state.is_member or member.registration.update_log is not None
 

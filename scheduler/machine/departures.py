@@ -35,9 +35,7 @@ class _Round(NamedTuple):
 
 
 class Departures:
-    """Servers that are stopping, and the holders that have shown a sign of life. The state is only
-    read.
-    """
+    """Servers that are stopping, and the holders that have shown a sign of life."""
 
     def __init__(
         self, settings: ClusterSettings, state: ClusterState, configurations: Configurations
@@ -49,9 +47,7 @@ class Departures:
         self._acts_on: dict[NodeId, int] = {}
 
     def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:
-        """Ranges that would be lost if the server left now and the doubted ones were dead; none in
-        a finished cluster.
-        """
+        """Ranges that would be lost if the server left now and the doubted ones were dead."""
         finished = self._state.finished
         return () if finished else self._configurations.held_alone(node_id, doubted)
 
@@ -59,9 +55,7 @@ class Departures:
         self._acts_on[node_id] = max(view_number, self._acts_on.get(node_id, 0))
 
     def refusal(self, node_id: NodeId, now_s: float) -> tuple[Recovering | None, list[Transition]]:
-        """The refusal of a server's leave, or None; and the transition for a view that asks others
-        for a sign of life.
-        """
+        """The refusal of a leave, or None; and the transition that asks for signs of life."""
         if self._settings.replica_count == 1:
             return None, []
         living = self._configurations.living - {node_id}

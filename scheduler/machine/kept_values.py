@@ -50,12 +50,7 @@ class KeptElsewhere:
         self._said: dict[str, tuple[KeptValues, float]] = {}
 
     def said(self, values: KeptValues, now_s: float) -> bool:
-        """Note a report; False if it is a repeat.
-
-        Raises:
-            InvalidConfig: a field is wrong.
-            Overloaded: `MAX_COUNT` servers have reported.
-        """
+        """Note a report; False if it is a repeat."""
         values.check()
         known = dict(self.at(now_s))
         if values.address not in self._said and len(known) >= MAX_COUNT:

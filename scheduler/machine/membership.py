@@ -104,9 +104,7 @@ class Membership:
                 self._unheard.add(node.node_id)
 
     def check_heard(self, now_s: float) -> None:
-        """Raise Recovering for a call before the servers have reported the views that they act on
-        (JR-4).
-        """
+        """Refuse a call before the servers have reported the views that they act on (JR-4)."""
         if self._resumed_s is None or now_s - self._resumed_s > self._settings.lease_s:
             return
         for node in self._state.nodes_of(Role.SERVER):
@@ -236,9 +234,7 @@ class Membership:
     # --- who comes
 
     def registered(self, request: Registration) -> Node | None:
-        """The node of a repeated registration, or None; refuses a request that is wrong in itself,
-        or that a node which has left made before.
-        """
+        """The node of a repeated registration, or None."""
         admission.check_request(request, self._settings)
         known = self._state.node_of_registration.get(request.registration_id)
         if known is None:

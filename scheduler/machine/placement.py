@@ -53,10 +53,8 @@ def _ranges_by_ordinal(range_count: int) -> list[RangeId]:
 
 
 def _blocks_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
-    """Blocks of a table by range, in the order of ranges, without empty ones.
-
-    The loop is the standard library's, because a table may have a million blocks and the scheduler
-    has one thread.
+    """Blocks of a table by range, in the order of ranges, without empty ones. The loop is the
+    standard library's, because a table may have a million blocks and the scheduler one thread.
     """
     ranges = _ranges_by_ordinal(range_count)
     rounds, rest = divmod(table.block_count, len(ranges))
@@ -92,13 +90,7 @@ def place(
     range_bytes: Mapping[RangeId, int],
     servers: Iterable[NodeId],
 ) -> dict[RangeId, NodeId]:
-    """Servers for the ranges that hold bytes and have none, by range.
-
-    Args:
-        primaries: ranges that are placed; these stay.
-        range_bytes: bytes by range, the new blocks included.
-        servers: candidates; at least one unless every range is placed.
-    """
+    """Servers for the ranges that hold bytes and are not in `primaries`, by range."""
     held_bytes = dict.fromkeys(sorted(servers), 0)
     held_count = dict.fromkeys(held_bytes, 0)
     for range_id, node_id in primaries.items():

@@ -44,9 +44,7 @@ class Needed(NamedTuple):
 
 
 def state_tensor_count(optimizer: OptimizerSpec) -> int:
-    """Tensors of optimizer state, each as large as the values; 0 for a custom update, whose state
-    is not known here.
-    """
+    """Tensors of optimizer state, each as large as the values; 0 for a custom update: not known."""
     hyperparameters = dict(optimizer.hyperparameters)
     kind = optimizer.kind
     if kind is OptimizerKind.SGD:
@@ -77,15 +75,8 @@ def needed_by_range(table: Table, range_count: int) -> dict[RangeId, Needed]:
 
 
 def check_fits(state: ClusterState, name: str, needed: Mapping[RangeId, Needed]) -> None:
-    """Refuse a table that does not fit beside the others where its ranges are placed.
-
-    Args:
-        state: the ranges of the table are placed, and not in `range_memory_bytes` yet.
-        name: the table's.
-        needed: its memory.
-
-    Raises:
-        InvalidConfig: a server, or several that share their memory, have less left.
+    """Refuse a table that does not fit beside the others where its ranges are placed. What it needs
+    is not in `range_memory_bytes` yet.
     """
     has_bytes: dict[str, int] = {}
     pools: dict[int, str] = {}

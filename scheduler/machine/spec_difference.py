@@ -18,10 +18,8 @@ _SHOWN_CHARACTERS = 120
 
 
 def first_difference(exists: TableSpec, came: TableSpec) -> str | None:
-    """The first field that differs, as "field is x; got y", or None. Both are `validated`.
-
-    Tensors come first between models: the first layer that differs says more than "element_count is
-    9; got 12".
+    """The first field that differs, as "field is x; got y", or None. Both are `validated`. Tensors
+    come first between models: a layer says more than "element_count is 9; got 12".
     """
     if exists == came:
         return None

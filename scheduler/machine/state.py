@@ -51,13 +51,8 @@ class RestoredTable:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """The checkpoint that a cluster starts from.
-
-    Attributes:
-        url: the directory.
-        tables: by name; empty for an import.
-        imported: values of an import, for the tables that will be created.
-        lineage: its timeline, and those that it continues.
+    """The checkpoint that a cluster starts from: `tables` by name, or else an import's values for
+    the tables that will be created. `lineage` has its timeline, and those that it continues.
     """
 
     url: str
@@ -241,11 +236,9 @@ class Proposal:
 @dataclass(slots=True)
 class ClusterState:
     """Membership, tables and ownership. Dictionaries are in order of creation; `tables` are by run
-    and name, and `runs` are those with a name.
-
-    `range_bytes` has the parameter bytes of each range that is not empty, `range_memory_bytes` the
-    memory that each of its holders may need, and `view_bytes` the size of the nodes and tables in a
-    view. They are running sums, so that an event costs only what it adds.
+    and name, and `runs` are those with a name. `range_bytes` (of parameters), `range_memory_bytes`
+    (that each holder may need) and `view_bytes` (of nodes and tables) are running sums, so that an
+    event costs only what it adds.
     """
 
     next_incarnation: Incarnation
@@ -414,9 +407,7 @@ class RangesFailedOver:
 
 @dataclass(frozen=True, slots=True)
 class RangesLost:
-    """No server that is there, or may come back, has the values of these ranges. `is_wanted` if a
-    person stopped their primary.
-    """
+    """No server has these values, or may bring them; `is_wanted` if a person stopped it."""
 
     primary: Node
     range_ids: tuple[RangeId, ...]
@@ -425,9 +416,7 @@ class RangesLost:
 
 @dataclass(frozen=True, slots=True)
 class BackupsSet:
-    """A primary got the backups that it requested for these ranges; `left_out` and `let_in` count
-    the ranges of each server that lost or gained this.
-    """
+    """A primary got the backups that it requested; `left_out` and `let_in` count ranges."""
 
     primary: NodeId
     range_ids: tuple[RangeId, ...]
@@ -437,9 +426,7 @@ class BackupsSet:
 
 @dataclass(frozen=True, slots=True)
 class JoinersNamed:
-    """Ranges have too few backups: the ranges for which each server starts catching up, and those
-    for which it no longer does.
-    """
+    """Servers that start catching up as backups, and those that no longer do, with their ranges."""
 
     named: Counts
     dropped: Counts
@@ -447,9 +434,7 @@ class JoinersNamed:
 
 @dataclass(frozen=True, slots=True)
 class DepartureAsked:
-    """A server is stopping, and others hold its ranges. It leaves once they have acted on the view
-    that follows, which shows that they are alive.
-    """
+    """A server is stopping: the other holders must act on the view that follows."""
 
     node: Node
 

@@ -1,25 +1,31 @@
 """The tables of a cluster, and the needs of a new one: a free name, space in the view, servers.
 
 Rules:
+    - A range gets its primary when the first table puts a block into it, and stays there while it
+      holds blocks, except for failover (`scheduler.machine.configurations`).
+    - Only servers that are alive get ranges, and only when `server_count` are: an early table must
+      not lie on the few servers that came first. With replicas it is enough that as many were alive
+      once, so a dead server delays nobody.
     - Creation is idempotent by specification: the identical table is found, another of its name is
       refused.
     - A table is created whole, with a server for each of its blocks, or waits.
     - A removed table's ranges stay on their servers, and its id and ordinals are never given again.
 
-Invariants: CL-1 for tables and ordinals, and CL-5 of `scheduler.machine.cluster`.
+Invariants: CL-1 for tables and ordinals, CL-2, CL-3 and CL-5 of `scheduler.machine.cluster`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from ps_core import limits
 from ps_core.change import Join, TableChange
-from ps_core.cluster_view import Role
+from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import Consistency, Mode
-from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists
-from ps_core.keys import RangeId, TableId
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists, check
+from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.manifest import Imported
 from ps_core.tables import (
     Initializer,
@@ -31,11 +37,12 @@ from ps_core.tables import (
     TableSpec,
 )
 from scheduler.machine import placement, server_memory, view_size
-from scheduler.machine.ownership import Ownership
+from scheduler.machine.configurations import Configurations
 from scheduler.machine.spec_difference import first_difference
 from scheduler.machine.state import (
     ClusterSettings,
     ClusterState,
+    RangesPlaced,
     RestoredTable,
     TableCreated,
     Transition,
@@ -46,18 +53,19 @@ class TableCatalogue:
     """The tables of a cluster."""
 
     def __init__(
-        self, settings: ClusterSettings, state: ClusterState, ownership: Ownership
+        self,
+        settings: ClusterSettings,
+        state: ClusterState,
+        describe: Callable[[Node, float], str],
+        configurations: Configurations,
     ) -> None:
         self._settings = settings
         self._state = state
-        self._ownership = ownership
+        self._describe = describe
+        self._configurations = configurations
 
     def find(self, spec: TableSpec, run: str) -> Table | None:
-        """The identical table of a run, or None.
-
-        Raises:
-            TableExists: a table of that name differs; the message names the first field.
-        """
+        """The identical table of a run, or None; TableExists names the first field that differs."""
         existing = self._state.tables.get((run, spec.name))
         if existing is None:
             return None
@@ -89,17 +97,7 @@ class TableCatalogue:
     def create(
         self, spec: TableSpec, run: str, joins: tuple[Join, ...], now_s: float
     ) -> tuple[Table | str, list[Transition]]:
-        """Create a table, or return the reason to wait.
-
-        Args:
-            spec: validated; no table of the run has its name.
-            run: the table's.
-            joins: joins of replacement workers and late joiners.
-            now_s: the time.
-
-        Raises:
-            InvalidConfig: the view has no space for it, or its servers have too little memory.
-        """
+        """Create a table from a validated spec with a free name, or return the reason to wait."""
         # A cluster is restored from a checkpoint of the run without a name.
         state, restored = self._state, None if run else self._restored(spec)
         table_id = TableId(state.next_table_id or len(state.tables) + 1)
@@ -112,7 +110,7 @@ class TableCatalogue:
         self._check_view_space(spec, needed_bytes)
         self._check_reach(table)
         added_bytes = placement.bytes_by_range(table, len(state.ranges))
-        reason = self._ownership.missing_servers(added_bytes, now_s)
+        reason = self._missing_servers(added_bytes, now_s)
         if reason:
             return f"table '{spec.name}' waits for {reason}", []
         placed = self._placed(table, added_bytes)
@@ -127,9 +125,7 @@ class TableCatalogue:
         return table, [TableCreated(table), *placed]
 
     def remove(self, table: Table) -> int:
-        """Remove a table with its proposal and due joins; its ranges stay where they are. Returns
-        its memory on all servers together, in bytes.
-        """
+        """Remove a table; its ranges stay. Returns its bytes on all servers together."""
         state, table_id, range_count = self._state, table.table_id, len(self._state.ranges)
         joins = {each for each in state.counted_joins if each[0] == table_id}
         state.next_table_id = state.next_table_id or len(state.tables) + 1  # CL-1
@@ -149,12 +145,64 @@ class TableCatalogue:
             held_bytes += needed.total * len(state.ranges[range_id].holders)
         return held_bytes
 
+    def _missing_servers(self, range_ids: Iterable[RangeId], now_s: float) -> str:
+        """Servers that new blocks in these ranges have to wait for, in words; empty if none."""
+        servers = self._state.nodes_of(Role.SERVER)
+        alive = [n for n in servers if n.state is NodeState.ALIVE]
+        silent = [n for n in servers if n.state is NodeState.SILENT]
+        expected = self._settings.server_count
+        least = 1 if self._settings.replica_count > 1 and self._state.has_formed else expected
+        if len(alive) < least:
+            more = least - len(alive)
+            tail = "".join(f"; {self._describe(node, now_s)}" for node in silent)
+            return (
+                f"{more} more server{'s' if more > 1 else ''} ({len(alive)} of {expected} "
+                f"registered{tail})"
+            )
+        alive_ids = {node.node_id for node in alive}
+        lost = Counter(
+            primary
+            for range_id in range_ids
+            if (primary := self._state.ranges[range_id].primary) is not None
+            and primary not in alive_ids
+        )
+        return " and ".join(
+            f"{self._describe(self._state.members[node_id].node, now_s)}, which has {count} of its "
+            f"ranges"
+            for node_id, count in sorted(lost.items())
+        )
+
+    def _hold(self, added_bytes: Mapping[RangeId, int]) -> list[Transition]:
+        """Count new blocks in their ranges, and place the ranges without a primary."""
+        state = self._state
+        for range_id, size_bytes in added_bytes.items():
+            state.range_bytes[range_id] = state.range_bytes.get(range_id, 0) + size_bytes
+        ranges = state.ranges
+        if all(ranges[range_id].primary is not None for range_id in added_bytes):
+            return []
+        primaries = {r.range_id: r.primary for r in ranges if r.primary is not None}
+        servers = [n.node_id for n in state.nodes_of(Role.SERVER) if n.state is NodeState.ALIVE]
+        placed = placement.place(primaries, state.range_bytes, servers)
+        for range_id, node_id in placed.items():
+            old = ranges[range_id]
+            check(old.primary is None, "CL-3", f"range {range_id} holds blocks and would move")
+            assignment_epoch = AssignmentEpoch(old.assignment_epoch + 1)
+            ranges[range_id] = replace(
+                old,
+                primary=node_id,
+                assignment_epoch=assignment_epoch,
+                term=assignment_epoch,
+                initial_holders=(node_id,),
+            )
+        self._configurations.place_backups(placed)
+        return [RangesPlaced(tuple(sorted(Counter(placed.values()).items())))]
+
     def _placed(self, table: Table, added_bytes: Mapping[RangeId, int]) -> list[Transition]:
         """Place the ranges of a table; changes nothing if they do not fit into memory."""
         state = self._state
         needed = server_memory.needed_by_range(table, len(state.ranges))
         before = list(state.ranges), dict(state.range_bytes)
-        placed = self._ownership.hold(added_bytes)
+        placed = self._hold(added_bytes)
         try:
             server_memory.check_fits(state, table.spec.name, needed)
         except InvalidConfig:
@@ -168,9 +216,6 @@ class TableCatalogue:
     def _restored(self, spec: TableSpec) -> RestoredTable | None:
         """The table of that name in the checkpoint that the cluster starts from; from an import,
         any table with its tensors.
-
-        Raises:
-            InvalidCheckpoint: the table there, or one of its tensors, differs.
         """
         checkpoint = self._settings.restored
         if checkpoint is not None and checkpoint.imported is not None:
@@ -228,11 +273,7 @@ class TableCatalogue:
 
 
 def _begun(imported: Imported, spec: TableSpec) -> RestoredTable | None:
-    """A table that starts from an import; None if the import is for other tables.
-
-    Raises:
-        InvalidCheckpoint: a tensor is missing, or differs.
-    """
+    """A table that starts from an import; None if the import is for other tables."""
     if not imported.is_for(spec.name):
         return None
     imported.places(spec)

@@ -66,9 +66,6 @@ def check_agreement(request: Registration, state: ClusterState, describe: Descri
 def completed(spec: TableSpec, state: ClusterState, describe: Describe) -> TableSpec:
     """The spec with all hyperparameters of its custom update; unchanged without one, or before any
     server has registered.
-
-    Raises:
-        InvalidConfig: a server lacks the update, or the update lacks a hyperparameter.
     """
     optimizer = spec.optimizer
     if optimizer.kind is not OptimizerKind.CUSTOM:

@@ -35,11 +35,7 @@ def to_json(annotation: Any, value: Any) -> Any:
 
 
 def from_json(annotation: Any, read: Any) -> Any:
-    """The value that `to_json` wrote as `read`.
-
-    Raises:
-        ValueError: a value is of another type, or a field is unknown.
-    """
+    """The value that `to_json` wrote as `read`; ValueError for another type or unknown field."""
     return _reader(annotation)(read)
 
 

@@ -174,11 +174,7 @@ def _decoded(key: str, record: bytes) -> Any:
 
 
 def read(records: Mapping[str, bytes]) -> JournaledCluster | None:
-    """Parse the records of a journal; None if it is new.
-
-    Raises:
-        InvalidJournal: a record is damaged or missing, or of another format.
-    """
+    """Parse the records of a journal; None if it is new. Refuses damaged and missing records."""
     if not records:
         return None
     if "format" not in records:

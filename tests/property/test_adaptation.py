@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ps_core.consistency import Consistency, moving
 from ps_core.losses import NO_LOSSES, LossTotals
-from scheduler.machine.adaptation import LONG_WAIT, MAX_PATIENCE_COUNT, SHORT_WAIT, Course, Seen
+from scheduler.machine.adaptation import LONG_WAIT, MAX_PATIENCE_COUNT, SHORT_WAIT, Course
 
 SHARES = st.floats(0.0, 1.0)
 SETTINGS = st.tuples(st.integers(0, 50), st.integers(1, 200)).map(
@@ -31,7 +31,7 @@ def go(
     """Where the bound is after each period, if at a bound of s workers wait `waited(s)`."""
     course, path = course or Course(), []
     for _ in range(periods):
-        s = course.step(setting, Seen(waited(setting.staleness))).staleness
+        s = course.step(setting, waited(setting.staleness)).staleness
         setting = replace(setting, staleness=s)
         path.append(s)
     return path
@@ -54,7 +54,7 @@ def test_it_never_leaves_its_bounds_and_every_move_has_a_reason(
     for share, loss, is_finite in periods:
         losses = NO_LOSSES if loss is None else steady(loss)
         losses = replace(losses, non_finite_count=0 if is_finite else 1)
-        verdict = course.step(setting, Seen(share, losses))
+        verdict = course.step(setting, share, losses)
         assert setting.least <= verdict.staleness <= setting.most
         assert (verdict.staleness == setting.staleness) or verdict.reason
         if verdict.staleness > setting.staleness:

@@ -22,7 +22,6 @@ from scheduler.machine.adaptation import (
     Course,
     Move,
     Report,
-    Seen,
 )
 from tests.unit.machine_harness import make_table
 
@@ -44,7 +43,7 @@ class Table1:
         self.reason = ""
 
     def period(self, share: float, of: LossTotals = NO_LOSSES) -> int:
-        verdict = self.course.step(self.setting, Seen(share, of))
+        verdict = self.course.step(self.setting, share, of)
         self.reason = verdict.reason
         self.setting = replace(self.setting, staleness=verdict.staleness)
         return verdict.staleness
