@@ -42,13 +42,7 @@ UNDER_WAY_WITHIN_S = 30.0
 
 
 async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes) -> None:
-    """Serve the cluster until a stop signal comes or the cluster is finished.
-
-    Raises:
-        InvalidConfig: an address cannot be bound, or the ready file not written.
-        InvalidJournal: the journal is damaged, or another scheduler has claimed it.
-        Recovering: the journal cannot be written.
-    """
+    """Serve the cluster until a stop signal comes or the cluster is finished."""
     cluster = start.begun.reply.settings
     # Before anything else: a signal that comes early must end the process as cleanly as a late one.
     stop = asyncio.create_task(wait_for_stop_signal())
@@ -83,7 +77,11 @@ async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes)
         stop.cancel()
         await servicer.close_journal(has_ended=False)
         raise
-    servicer.on_health_change = partial(_set_degraded, node, servicer)
+
+    def show_health() -> None:
+        node.degraded = servicer.degraded_words
+
+    servicer.on_health_change = show_health
     ticking = asyncio.create_task(_watch(servicer))
     try:
         node.set_serving(True)
@@ -110,10 +108,6 @@ async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes)
         await node.stop(settings.drain_grace_s)
         ticking.cancel()
         await servicer.close_journal(has_ended=servicer.has_finished)
-
-
-def _set_degraded(node: NodeServer, servicer: SchedulerServicer) -> None:
-    node.degraded = servicer.degraded_words
 
 
 async def _watch(servicer: SchedulerServicer) -> None:
@@ -167,8 +161,6 @@ async def _all_done(settings: SchedulerConfig, servicer: SchedulerServicer) -> N
 async def _make_last(settings: SchedulerConfig, servicer: SchedulerServicer, reason: str) -> None:
     """Make a last checkpoint while servers are there, or log why there is none. Where
     `checkpoint_last_s` is 0, wait for a running checkpoint that somebody requested.
-
-    Blocking: at most `checkpoint_last_s`, or `UNDER_WAY_WITHIN_S` where that is 0.
     """
     if not settings.checkpoint_url or not servicer.has_tables:
         return

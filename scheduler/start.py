@@ -60,16 +60,8 @@ class SchedulerStart:
 
 
 def started(settings: SchedulerConfig) -> SchedulerStart:
-    """Resume the cluster in the journal; begin a new one if there is none.
-
-    Blocking: reads the journal and checkpoints.
-
-    Raises:
-        InvalidConfig: a setting is out of its bounds.
-        InvalidCheckpoint: the checkpoint to start from is invalid, or the checkpoint directory
-            cannot be read.
-        InvalidJournal: the journal is damaged, or of another cluster.
-        Recovering: another scheduler has the journal, or its disk takes no write.
+    """Resume the cluster in the journal; begin a new one if there is none. Blocking: reads the
+    journal and checkpoints, which it may refuse.
     """
     if settings.journal is None:
         return SchedulerStart(Decision(Cluster(cluster_settings(settings), clock.now_s())))

@@ -1,7 +1,4 @@
-"""The edge of tables with an adaptive bound: reports of nodes in, change requests out.
-
-Reports are ignored while no table has an adaptive bound.
-"""
+"""The edge of tables with an adaptive bound: reports of nodes in, change requests out."""
 
 from __future__ import annotations
 

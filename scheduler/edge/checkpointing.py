@@ -1,13 +1,11 @@
 """The edge of checkpoints: starts them on schedule, writes manifests, removes old directories.
 
 Rules:
-    - A thread creates and removes files, so the event loop waits for no disk.
     - The directory of a failed checkpoint is removed, and again when the next one is complete,
       because a node that had not heard may have written into it. Whatever remains has no manifest
       and is ignored.
     - The manifest of an incremental checkpoint is written only while every checkpoint that it
       refers to has its own, so removing checkpoints by hand leaves no chain without its first.
-    - A scheduled checkpoint that fails is retried after `_RETRY_S`.
 
 `scheduler.machine.checkpoints` decides who takes part; nodes write their own parts.
 """
@@ -87,15 +85,6 @@ class CheckpointPolicy:
     keep: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class CompleteCheckpoint:
-    """A complete checkpoint."""
-
-    number: int
-    url: str
-    byte_count: int
-
-
 class Checkpointing:
     """The checkpoints of one cluster. Belongs to the scheduler's event loop; `carry_out` logs and
     publishes a decision of the machine.
@@ -118,7 +107,7 @@ class Checkpointing:
         self._carry_out = carry_out
         self._clocks: dict[NodeId, int] = {}
         self.reached: dict[NodeId, dict[TableId, int]] = {}
-        self._made: dict[int, CompleteCheckpoint] = {}
+        self._made: dict[int, scheduler_pb2.CreateCheckpointResponse] = {}
         self._last_s: float | None = None
         self._last_clock = 0
         self._not_before_s = 0.0
@@ -208,7 +197,7 @@ class Checkpointing:
 
     async def create(
         self, request: scheduler_pb2.CreateCheckpointRequest, deadline_s: float
-    ) -> CompleteCheckpoint:
+    ) -> scheduler_pb2.CreateCheckpointResponse:
         """Make a checkpoint, or take the running one if it covers the request, and wait until it
         is complete, at most until this moment of the clock.
 
@@ -227,7 +216,9 @@ class Checkpointing:
         number = covered_by = request.covered_by
         while True:
             number, covered_by = map(self._cluster.checkpoints.newest_of, (number, covered_by))
-            if number == covered_by and not self._may_come(number):
+            under_way = self._cluster.view.checkpoint
+            may_come = number in self._made or (under_way and under_way.number == number)
+            if number == covered_by and not may_come:
                 number = covered_by = 0
             if not number:
                 if 0 < request.view_number < self._cut_in_view:
@@ -254,11 +245,6 @@ class Checkpointing:
             if clock.now_s() >= deadline_s:
                 raise WaitExpired(self._cluster.checkpoints.reason(clock.now_s()))
             await asyncio.sleep(_POLL_S)
-
-    def _may_come(self, number: int) -> bool:
-        """True if the checkpoint is complete or running."""
-        under_way = self._cluster.view.checkpoint
-        return number in self._made or (under_way is not None and under_way.number == number)
 
     # --- what becomes of it
 
@@ -302,7 +288,9 @@ class Checkpointing:
             manifest, directory = await asyncio.to_thread(
                 _completed, attempt, manifest, self.left_url
             )
-            made = CompleteCheckpoint(attempt.number, directory.url, manifest.byte_count)
+            made = scheduler_pb2.CreateCheckpointResponse(
+                number=attempt.number, url=directory.url, byte_count=manifest.byte_count
+            )
             newest = list(self._made.items())[-_REMEMBERED_COUNT:]
             self._made = {**dict(newest), attempt.number: made}
             self._last_clock = max((table.clock for table in manifest.tables), default=0)

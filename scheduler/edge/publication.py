@@ -7,8 +7,6 @@ Rules:
     - A store that takes no write for now is retried without limit: nothing is published meanwhile,
       and calls are refused with the reason. A store that another scheduler has claimed, or a
       damaged one, ends the scheduler (`failed`).
-
-Belongs to the scheduler's event loop.
 """
 
 from __future__ import annotations
@@ -100,12 +98,7 @@ class Publication:
         self._buffer.cluster_replaced()
 
     async def flushed(self) -> None:
-        """Wait until all earlier decisions are durable and published.
-
-        Raises:
-            Recovering: the store takes no write for now.
-            InvalidJournal: the store will never take one.
-        """
+        """Wait until all earlier decisions are durable and published, or raise `problem`."""
         newest = self._buffer.newest
         if not newest:
             return

@@ -115,10 +115,7 @@ async def spec_of(message: types_pb2.TableSpec, known: Sequence[Table]) -> Table
     return await asyncio.to_thread(read)
 
 
-_PARSED_BYTES = limits.MESSAGE_OVERHEAD_BYTES
-"""Size up to which the event loop parses a request itself."""
-
-
 def table_request_reader(raw: bytes) -> scheduler_pb2.CreateTableRequest | bytes:
     """The parsed request; the bytes of a long one, for `table_request_of`."""
-    return raw if len(raw) > _PARSED_BYTES else scheduler_pb2.CreateTableRequest.FromString(raw)
+    is_long = len(raw) > limits.MESSAGE_OVERHEAD_BYTES
+    return raw if is_long else scheduler_pb2.CreateTableRequest.FromString(raw)

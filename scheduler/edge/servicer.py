@@ -153,7 +153,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     @property
     def has_finished(self) -> bool:
-        """True if the work is done, and that is published."""
         return self._view.finished
 
     @property
@@ -196,14 +195,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def GetJoinChallenge(
         self, request: pb.GetJoinChallengeRequest, context: Context
     ) -> pb.GetJoinChallengeResponse:
-        """Return the challenge that a registration's proof of the join secret covers."""
         return pb.GetJoinChallengeResponse(challenge=self._challenge)
 
     @translated
     async def RegisterNode(
         self, request: pb.RegisterNodeRequest, context: Context
     ) -> pb.RegisterNodeResponse:
-        """Make the caller a node, if it knows the join secret."""
         async with self._answered():
             joiner(request).check(request.join_proof, self._secret, self._challenge)
             registered = self._cluster.register(registration_of(request), clock.now_s())
@@ -227,7 +224,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Heartbeat(
         self, request: pb.HeartbeatRequest, context: Context
     ) -> pb.HeartbeatResponse:
-        """Note that the caller lives, and keep its progress."""
         async with self._answering(request.session, "Heartbeat") as session:
             size_bytes = request.progress.ByteSize()
             if size_bytes > MAX_PROGRESS_BYTES:
@@ -339,7 +335,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def SetBackups(
         self, request: pb.SetBackupsRequest, context: Context
     ) -> pb.SetBackupsResponse:
-        """Set the backups of ranges that the caller serves."""
         async with self._answering(request.session, "SetBackups") as session:
             wanted = [wire.backup_request_from_proto(each) for each in request.requests]
             refused = self._carry_out(self._cluster.set_backups(session, wanted))
@@ -353,10 +348,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         deadline_s = _deadline_s(context)
         async with self._answering(request.session, "CreateCheckpoint") as session:
             _check_unnamed(session, "a checkpoint")
-            made = await self.checkpointing.create(request, deadline_s)
-        return pb.CreateCheckpointResponse(
-            number=made.number, url=made.url, byte_count=made.byte_count
-        )
+            return await self.checkpointing.create(request, deadline_s)
 
     @translated
     async def RestoreCheckpoint(
@@ -400,7 +392,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def JoinCheckpoint(
         self, request: pb.JoinCheckpointRequest, context: Context
     ) -> pb.JoinCheckpointResponse:
-        """Note the clocks at which a worker can write its state."""
         async with self._answering(request.session, "JoinCheckpoint") as session:
             clocks = {TableId(table.table_id): table.clock for table in request.tables}
             place = session, request.number, clocks
@@ -416,7 +407,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ReportCheckpointPart(
         self, request: pb.ReportCheckpointPartRequest, context: Context
     ) -> pb.ReportCheckpointPartResponse:
-        """Note that a part of a checkpoint is written, or failed."""
         async with self._answering(request.session, "ReportCheckpointPart") as session:
             part = part_from_proto(request)
             self.checkpointing.reported(request.number)
@@ -459,7 +449,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def ReportKeptValues(
         self, request: pb.ReportKeptValuesRequest, context: Context
     ) -> pb.ReportKeptValuesResponse:
-        """Note that a server still has the values of an earlier cluster."""
         async with self._answering(request.session, "ReportKeptValues"):
             said = request.kept_values
             kept = KeptValues(said.address, said.cluster_id, said.file)

@@ -1,10 +1,7 @@
 """The `StateStore` in one SQLite file on a local disk: `DIR/scheduler.db`, and its WAL.
 
-Rules:
-    - Every commit is synced (WAL, synchronous=FULL).
-    - The file is locked while it is open (locking_mode=EXCLUSIVE); the lock of a dead process is
-      free. That takes a file system with locks, and no shared memory.
-    - Another program's database is refused before anything is written to it.
+The file is locked while it is open (locking_mode=EXCLUSIVE); the lock of a dead process is free.
+That takes a file system with locks, and no shared memory.
 """
 
 from __future__ import annotations

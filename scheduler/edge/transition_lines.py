@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ps_core.change import TableChange
-from ps_core.cluster_view import Node, NodeState
+from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.tables import Table
 from ps_runtime.observe import logs
 from scheduler.machine.checkpoint_state import (
@@ -72,8 +72,13 @@ def log_transition(transition: Transition) -> None:
         case RangesLost(primary, range_ids, is_wanted):
             say = logs.info if is_wanted else logs.error
             say("ranges_lost", ranges=len(range_ids), **_named(primary))
-        case BackupsSet():
-            _log_backups(transition)
+        case BackupsSet(primary_id, range_ids, left_out, let_in):
+            for node_id, count in left_out:
+                logs.warning("backup_left_out", node_id=node_id, primary=primary_id, ranges=count)
+            for node_id, count in let_in:
+                logs.info("backup_let_in", node_id=node_id, primary=primary_id, ranges=count)
+            if not left_out and not let_in:
+                logs.info("backups_confirmed", primary=primary_id, ranges=len(range_ids))
         case JoinersNamed(named, dropped):
             for node_id, count in named:
                 logs.info("backup_joins", node_id=node_id, ranges=count)
@@ -111,39 +116,24 @@ def log_transition(transition: Transition) -> None:
             logs.info("cluster_finished", reason="all workers have left or are gone")
 
 
-def _log_backups(transition: BackupsSet) -> None:
-    primary = transition.primary
-    for node_id, count in transition.left_out:
-        logs.warning("backup_left_out", node_id=node_id, primary=primary, ranges=count)
-    for node_id, count in transition.let_in:
-        logs.info("backup_let_in", node_id=node_id, primary=primary, ranges=count)
-    if not transition.left_out and not transition.let_in:
-        logs.info("backups_confirmed", primary=primary, ranges=len(transition.range_ids))
-
-
 def _shares(counts: Counts) -> str:
     return ",".join(f"{node_id}:{count}" for node_id, count in counts)
 
 
 def _change(table: Table, change: TableChange) -> dict[str, object]:
-    fields: dict[str, object] = {"table": table.title, "number": change.number}
-    fields["after_clock"] = change.after_clock
+    what: dict[str, object] = {"consistency": str(change.consistency)}
     if change.checkpoint:
-        return fields | {"checkpoint": change.checkpoint}
-    if change.join is not None:
-        fields |= {"joins": f"worker {change.join.rank}", "incarnation": change.join.incarnation}
-    else:
-        fields["consistency"] = str(change.consistency)
-    return fields
+        what = {"checkpoint": change.checkpoint}
+    elif change.join is not None:
+        what = {"joins": f"worker {change.join.rank}", "incarnation": change.join.incarnation}
+    return {
+        "table": table.title, "number": change.number, "after_clock": change.after_clock, **what,
+    }  # fmt: skip
 
 
 def _named(node: Node) -> dict[str, object]:
     """Fields that identify a node; rank, run and address only where it has one."""
-    fields: dict[str, object] = {"role": node.role.value, "node_id": node.node_id}
-    if node.role.value == "worker":
-        fields["rank"] = node.rank
-    if node.run:
-        fields["run"] = node.run
-    if node.address:
-        fields["address"] = node.address
-    return fields
+    rank = node.rank if node.role is Role.WORKER else None
+    extra = {"rank": rank, "run": node.run or None, "address": node.address or None}
+    known = {name: value for name, value in extra.items() if value is not None}
+    return {"role": node.role.value, "node_id": node.node_id, **known}

@@ -33,8 +33,8 @@ one, because a bound that no worker reaches costs nothing. A wait of 10 % is one
 look into; 2 % is below what reads cost in any case. With three standard errors, a constant loss
 counts as a rise once in 700 periods.
 
-A scheduler that resumes from its journal has the rule's state of each table; the running period
-begins again, because counters of nodes are compared with reports to the same scheduler.
+After a restart the running period begins again, because counters of nodes are compared with reports
+to the same scheduler.
 
 Invariants:
     AD-1  The bound never leaves the table's limits.

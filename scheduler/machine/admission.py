@@ -1,9 +1,8 @@
 """Checks of a registration, and the message of every refusal.
 
 Rules:
-    - A refusal changes nothing, and names the value that came, the expected one and, where a rank
-      or address is taken, its holder.
-    - Checks of the request alone come before checks against the cluster.
+    - A refusal names the value that came, the expected one and, where a rank or address is taken,
+      its holder. Checks of the request alone come before checks against the cluster.
     - A restarted process asks for the rank or address of its former node before the scheduler can
       know that this one is dead. A caller that says that it waits is told to ask again, until the
       other node is heard, or the wait is so long that a living node would have been heard.
@@ -35,15 +34,12 @@ MAX_FEATURE_BYTES = 64
 _LISTED_COUNT = 8
 _WILDCARDS = frozenset({"", "0.0.0.0", "::", "[::]", "*"})  # noqa: S104 - they are refused
 
-Describe = Callable[[Node], str]
-"""Says who a node is and when it was last heard."""
-
 
 @dataclass(frozen=True, slots=True)
 class Heard:
     """Heartbeats of the other nodes, at one moment; `interval_s` is between two of a node."""
 
-    describe: Describe
+    describe: update_offers.Describe
     quiet_s: Callable[[NodeId], float]
     interval_s: float
 
@@ -77,12 +73,22 @@ def check_request(request: Registration, settings: ClusterSettings) -> None:
             f"cluster, and its nodes must be restarted too, with its cluster_id "
             f"(PUSHPULL_CLUSTER_ID), or none"
         )
-    _check_features(request.features)
+    longest = max((len(name.encode()) for name in request.features), default=0)
+    if len(request.features) > MAX_FEATURE_COUNT or longest > MAX_FEATURE_BYTES:
+        raise InvalidConfig(
+            f"features has {len(request.features)} names of up to {longest} bytes; expected at "
+            f"most {MAX_FEATURE_COUNT} of up to {MAX_FEATURE_BYTES}"
+        )
     update_offers.check_offers(request)
     _check_update_log(request, settings)
     if request.role is Role.SERVER:
         _check_address(request.address)
-        _check_fingerprint(request.kernel_fingerprint)
+        size_bytes = len(request.kernel_fingerprint.encode())
+        if not 1 <= size_bytes <= MAX_FINGERPRINT_BYTES:
+            raise InvalidConfig(
+                f"a server's kernel_fingerprint has {size_bytes} bytes; expected 1 to "
+                f"{MAX_FINGERPRINT_BYTES}"
+            )
     runs.check_name(request.run)
     if request.run and request.role is Role.SERVER:
         raise InvalidConfig(f"run is '{request.run}'; a server is of no run, and serves all")
@@ -116,15 +122,6 @@ def _check_update_log(request: Registration, settings: ClusterSettings) -> None:
         )
 
 
-def _check_features(features: tuple[str, ...]) -> None:
-    longest = max((len(name.encode()) for name in features), default=0)
-    if len(features) > MAX_FEATURE_COUNT or longest > MAX_FEATURE_BYTES:
-        raise InvalidConfig(
-            f"features has {len(features)} names of up to {longest} bytes; expected at most "
-            f"{MAX_FEATURE_COUNT} of up to {MAX_FEATURE_BYTES}"
-        )
-
-
 def _check_address(address: str) -> None:
     host, colon, port = address.rpartition(":")
     shown = address[:MAX_ADDRESS_BYTES]
@@ -145,15 +142,6 @@ def _check_address(address: str) -> None:
         raise InvalidConfig(
             f"a server's address is '{shown}': nobody can reach a server there; set --advertise to "
             f"the 'host:port' that others reach it at"
-        )
-
-
-def _check_fingerprint(fingerprint: str) -> None:
-    size_bytes = len(fingerprint.encode())
-    if not 1 <= size_bytes <= MAX_FINGERPRINT_BYTES:
-        raise InvalidConfig(
-            f"a server's kernel_fingerprint has {size_bytes} bytes; expected 1 to "
-            f"{MAX_FINGERPRINT_BYTES}"
         )
 
 
@@ -189,21 +177,18 @@ def check_place(request: Registration, state: ClusterState, heard: Heard) -> Non
         raise Overloaded(
             f"the cluster has {len(state.members)} nodes; it can have {limits.MAX_NODE_COUNT}"
         )
-    if request.role is Role.SERVER:
-        _check_loggable(request, state)
-        _check_servers(request, state, heard)
-        update_offers.check_agreement(request, state, heard.describe)
-
-
-def _check_loggable(request: Registration, state: ClusterState) -> None:
-    """Refuse an update log beside custom updates, which may fail after they are logged."""
+    if request.role is not Role.SERVER:
+        return
     for table in state.tables.values() if request.update_log is not None else ():
+        # Custom updates may fail after they are logged.
         if table.spec.optimizer.kind is OptimizerKind.CUSTOM:
             raise InvalidConfig(
                 f"the server keeps an update log, and table '{table.spec.name}' has the custom "
                 f"update '{table.spec.optimizer.custom_update}', which is not logged; expected a "
                 "server without --update-log"
             )
+    _check_servers(request, state, heard)
+    update_offers.check_agreement(request, state, heard.describe)
 
 
 def _check_servers(request: Registration, state: ClusterState, heard: Heard) -> None:
@@ -235,9 +220,8 @@ def _ask_again(reason: str, heard: Heard) -> Recovering:
 
 def run_of(request: Registration, state: ClusterState, settings: ClusterSettings) -> Run:
     """The worker's run; a new one has the size of its job, if that is known."""
-    begun = Run(request.run, request.world_size or settings.worker_count)
-    known = state.runs.get(request.run)
-    return known or (begun if request.run else Run("", settings.worker_count))
+    size = request.world_size if request.run else 0
+    return state.runs.get(request.run) or Run(request.run, size or settings.worker_count)
 
 
 def check_run(request: Registration, state: ClusterState) -> None:
@@ -246,11 +230,13 @@ def check_run(request: Registration, state: ClusterState) -> None:
     if request.role is Role.WORKER and run is not None and run.has_ended:
         ended = "removed" if run.is_removed else "ended"
         raise InvalidConfig(over_words(run.name, f"an operator {ended} it"))
-    if request.role is Role.READER and run is not None and run.is_removed:
+    if request.role is not Role.READER:
+        return
+    if run is not None and run.is_removed:
         raise InvalidConfig(
             f"run '{run.name}' was removed by an operator: it has no tables to read"
         )
-    if request.role is Role.READER and request.run and run is None:
+    if request.run and run is None:
         known = ", ".join(f"'{name}'" for name in list(state.runs)[:_LISTED_COUNT]) or "none"
         raise InvalidConfig(
             f"there is no run '{request.run}' to read; the runs of the cluster: {known}"
@@ -311,9 +297,9 @@ def choose_rank(
         _check_may_come_late(state.tables_of(run.name))
     if holder is None or holder.state is NodeState.GONE:
         return rank
-    if is_further and not holder.state.is_member:
-        return rank
     if not holder.state.is_member:
+        if is_further:
+            return rank
         raise InvalidConfig(
             f"rank {rank} was {describe(holder)}; the rank of a worker that has left is not given "
             "again, only that of a gone one. A new run needs a name of its own (--run, "
@@ -334,9 +320,12 @@ def _check_world_size(
     if not count or settings.worker_count <= count <= settings.rank_count:
         return
     if all(holder.state.is_member for holder in holders):
+        remedy = "give the run of this job another name"
+        if not request.run:
+            remedy = f"start its scheduler with --workers {count}"
         raise InvalidConfig(
             f"the job has {count} workers (world_size); {_sizes(settings, request.run)}: "
-            f"{_size_remedy(request.run, count)}, or as many workers as it waits for"
+            f"{remedy}, or as many workers as it waits for"
         )
 
 
@@ -367,22 +356,15 @@ def _check_may_come_late(tables: Iterable[Table]) -> None:
             )
 
 
-def _size_remedy(run: str, count: int) -> str:
-    other = "give the run of this job another name"
-    return other if run else f"start its scheduler with --workers {count}"
-
-
 def _sizes(settings: ClusterSettings, run: str) -> str:
-    more = ""
-    if settings.rank_count > settings.worker_count:
-        more = f" and takes up to {settings.rank_count}"
-    if run:
-        return f"run '{run}' was begun for {settings.worker_count} workers{more}"
-    return f"the cluster was started for {settings.worker_count} workers{more}"
+    most, count = settings.rank_count, settings.worker_count
+    more = f" and takes up to {most}" if most > count else ""
+    whole = f"run '{run}' was begun" if run else "the cluster was started"
+    return f"{whole} for {count} workers{more}"
 
 
 def _all_taken(
-    run: Run, settings: ClusterSettings, holders: dict[int, Node], describe: Describe
+    run: Run, settings: ClusterSettings, holders: dict[int, Node], describe: update_offers.Describe
 ) -> str:
     listed = [
         f"rank {rank} by {describe(holders[rank])}" for rank in sorted(holders)[:_LISTED_COUNT]

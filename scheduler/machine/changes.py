@@ -276,7 +276,6 @@ class TableChanges:
         )
 
     def outcome(self, table_name: str, number: int, now_s: float, run: str = "") -> Outcome:
-        """Result of a proposal."""
         table = self._table(run, table_name)
         if table.proposed is not None and table.proposed.number == number:
             return PendingProposal(self._reason(table, table.proposed, now_s), number)

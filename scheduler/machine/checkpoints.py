@@ -10,11 +10,9 @@
     proposed | cut --too late, a range has another primary, a server cannot write--> failed
 
 Rules:
-    - A checkpoint has the tables and workers of the run without a name.
     - One checkpoint runs at a time. A request gets it while it is proposed, the next one later.
     - The first of `checkpoint_full_every` complete checkpoints in a row is full. The others refer
-      to the newest complete one that this cluster wrote. After a manifest that could not be
-      written, the next is full.
+      to the newest complete one that this cluster wrote.
     - A worker that is gone, or reports that it lost its state, is lost in the manifest; the others
       have their state there.
     - A worker that has left takes no more steps, so the state that it wrote when it left is valid

@@ -181,13 +181,7 @@ class Cluster:
 
     def register(self, request: Registration, now_s: float) -> Decision[Session]:
         """Make the caller a node, or repeat the answer that it got before. An operator becomes no
-        node: its session shows only its role.
-
-        Raises:
-            InvalidConfig: the request is wrong or contradicts the cluster, or that is finished.
-            Fenced: the request names another cluster, or its node has left.
-            Overloaded: the cluster is full.
-            Recovering: another node has the rank or address, may be dead, and the caller waits.
+        node: its session shows only its role. `scheduler.machine.admission` refuses.
         """
         known = self.members.registered(request)
         if request.role is Role.OPERATOR:
@@ -231,11 +225,7 @@ class Cluster:
         return self._failed_over(transitions)
 
     def heartbeat(self, session: Session, now_s: float, view_number: int = 0) -> Decision[int]:
-        """Note that the caller lives and acts on a view; reply with the newest view's number.
-
-        Raises:
-            InvalidJournal: this scheduler resumed from an older copy of the journal.
-        """
+        """Note that the caller lives and acts on a view; reply with the newest view's number."""
         node = self.caller(session, "Heartbeat")
         self.members.check_view(node, view_number)
         if node.role is Role.SERVER:

@@ -9,8 +9,7 @@ Rules:
       heartbeat of an older view, however late, may be the last one of a dead server, which the
       scheduler notices only a lease later.
     - The signs of life of all holders come within `_ROUND_BEATS` heartbeats, or another view asks
-      for them again.
-    - Without replicas no other server can take a range, so a server may leave at once.
+      for them again. Without replicas no other server can take a range, so a server leaves at once.
 """
 
 from __future__ import annotations
@@ -64,7 +63,10 @@ class Departures:
             self._rounds.pop(node_id, None)
             return self._refusal(node_id, f"has the only copy of {len(alone)} ranges: it waits for "
                                  f"{self._joiners(alone, living)}"), []  # fmt: skip
-        asked = self._round(node_id, now_s)
+        asked = self._rounds.get(node_id)
+        limit_s = _ROUND_BEATS * self._settings.heartbeat_interval_s
+        if asked is None or now_s - asked.since_s > limit_s:
+            asked = _Round(self._state.view_number + 1, now_s)
         doubted = [n for n in living if self._acts_on.get(n, 0) < asked.view_number]
         relied_on = self.held_alone(node_id, doubted)
         if not relied_on:
@@ -82,14 +84,6 @@ class Departures:
     def ended(self, node_id: NodeId) -> None:
         self._rounds.pop(node_id, None)
         self._acts_on.pop(node_id, None)
-
-    def _round(self, node_id: NodeId, now_s: float) -> _Round:
-        """The running round of signs of life, or one that starts with the next view."""
-        asked = self._rounds.get(node_id)
-        limit_s = _ROUND_BEATS * self._settings.heartbeat_interval_s
-        if asked is None or now_s - asked.since_s > limit_s:
-            asked = _Round(self._state.view_number + 1, now_s)
-        return asked
 
     def _joiners(self, alone: tuple[RangeId, ...], living: AbstractSet[NodeId]) -> str:
         joining = {n for range_id in alone for n in self._state.ranges[range_id].catching_up}

@@ -3,10 +3,8 @@
 A server that has values, and hears that the scheduler has another cluster, is no node of that
 cluster and keeps its values (SEMANTICS S10). It reports so, because only its own log would tell.
 
-Rules:
-    - Reports are only shown: no decision depends on them, because whoever has the join secret can
-      send them.
-    - A report is dropped after `KEPT_LEASES` leases without a repeat. At most `MAX_COUNT` are kept.
+Reports are only shown: no decision depends on them, because whoever has the join secret can send
+them.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ class KeptValues:
     file: str
 
     def check(self) -> None:
-        """Raise InvalidConfig, with the name of the field."""
         if not self.address or not self.cluster_id:
             raise InvalidConfig("kept values without an address or a cluster_id; expected both")
         for name, most in _MAX_BYTES.items():

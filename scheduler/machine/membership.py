@@ -7,20 +7,17 @@ Rules:
     - A worker's rank is given once, and neither silence nor leaving frees it. But a gone worker may
       be replaced, and late joiners may come, up to max_workers, whose ranks are free again when
       they have left.
-    - A worker that is silent for longer than its timeout is declared gone, for good: its
-      incarnation is fenced. Time in which the scheduler itself was paused does not count. A worker
-      is gone at once if its launcher, which alone knows the launch_id, reports the end of its
-      process, or if another registers with its identity and takes its rank.
+    - A worker that is silent for longer than its timeout is declared gone, for good. Time in which
+      the scheduler itself was paused does not count. A worker is gone at once if its launcher,
+      which alone knows the launch_id, reports the end of its process, or if another registers with
+      its identity and takes its rank.
     - A scheduler that resumes from its journal has heard no node: each member has a lease from then
       on, a silent one its whole silence again, and until it is heard it may be dead.
     - The servers know whether the journal is the newest (JR-4): until each alive one is heard, or a
       lease has passed, no call is answered. The journal is an older copy if a server acts on a
       newer view, or if a session has a genuine token for a node id that was not given yet.
-    - A reader that is silent for long has left, because nothing waits for it. So has a server
-      without ranges, where ranges have replicas.
 
-Invariants: CL-1 for nodes, CL-4 and CL-6 of `scheduler.machine.cluster`, the last of them by the
-checks of `scheduler.machine.admission`.
+Invariants: CL-1 for nodes, CL-4 and CL-6 (by `admission`) of `scheduler.machine.cluster`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ Rules:
       server with the fewest ranges, then to the lowest node id. (Longest processing time first: at
       most 4/3 of the best possible maximum, Graham 1969; here ranges of one table differ by about a
       block, so it is far closer.)
-    - The same arguments give the same placement, whatever the order of the mappings.
 
 Invariants:
     PL-1  Every range that holds bytes has exactly one server, one of `servers` or its former one.

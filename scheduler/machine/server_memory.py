@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ps_core import limits
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig
-from ps_core.keys import RangeId
+from ps_core.keys import NodeId, RangeId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table
 from scheduler.machine import placement
 from scheduler.machine.state import ClusterState
@@ -39,23 +39,18 @@ class Needed(NamedTuple):
     def total(self) -> int:
         return sum(self)
 
-    def plus(self, other: Needed) -> Needed:
-        return Needed(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
-
 
 def state_tensor_count(optimizer: OptimizerSpec) -> int:
     """Tensors of optimizer state, each as large as the values; 0 for a custom update: not known."""
-    hyperparameters = dict(optimizer.hyperparameters)
-    kind = optimizer.kind
-    if kind is OptimizerKind.SGD:
-        return int(bool(hyperparameters.get("momentum")))
-    if kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW):
-        return 2 + int(optimizer.amsgrad)
-    if kind is OptimizerKind.RMSPROP:
-        return 1 + int(optimizer.centered) + int(bool(hyperparameters.get("momentum")))
-    if kind is OptimizerKind.AGGREGATE:  # the sums of the last two clocks
-        return 2
-    return int(kind is OptimizerKind.ADAGRAD)
+    has_momentum = bool(dict(optimizer.hyperparameters).get("momentum"))
+    return {
+        OptimizerKind.SGD: int(has_momentum),
+        OptimizerKind.ADAM: 2 + optimizer.amsgrad,
+        OptimizerKind.ADAMW: 2 + optimizer.amsgrad,
+        OptimizerKind.RMSPROP: 1 + optimizer.centered + has_momentum,
+        OptimizerKind.ADAGRAD: 1,
+        OptimizerKind.AGGREGATE: 2,  # the sums of the last two clocks
+    }.get(optimizer.kind, 0)
 
 
 def needed_by_range(table: Table, range_count: int) -> dict[RangeId, Needed]:
@@ -79,7 +74,7 @@ def check_fits(state: ClusterState, name: str, needed: Mapping[RangeId, Needed])
     is not in `range_memory_bytes` yet.
     """
     has_bytes: dict[str, int] = {}
-    pools: dict[int, str] = {}
+    pools: dict[NodeId, str] = {}
     for node in state.nodes_of(Role.SERVER):
         memory = state.members[node.node_id].registration.memory
         if node.state.is_member and memory.byte_count:
@@ -89,24 +84,19 @@ def check_fits(state: ClusterState, name: str, needed: Mapping[RangeId, Needed])
     taken: Counter[str] = Counter()
     wanted: dict[str, Needed] = {}
     for each in state.ranges:
-        for holder in {each.primary, *each.backups, *each.catching_up}:
-            found = None if holder is None else pools.get(holder)
-            if found is not None:
-                taken[found] += state.range_memory_bytes.get(each.range_id, 0)
-                more = needed.get(each.range_id, Needed())
-                wanted[found] = wanted.get(found, Needed()).plus(more)
+        for holder in set(each.holders) & pools.keys():
+            pool = pools[holder]
+            taken[pool] += state.range_memory_bytes.get(each.range_id, 0)
+            sums = zip(wanted.get(pool, Needed()), needed.get(each.range_id, Needed()), strict=True)
+            wanted[pool] = Needed(*map(sum, sums))
     for pool, more in wanted.items():
         if more.total > has_bytes[pool] - taken[pool] and more.total:
             members = sorted(node_id for node_id, of in pools.items() if of == pool)
-            raise InvalidConfig(_refusal(name, members, more, (taken[pool], has_bytes[pool])))
-
-
-def _refusal(name: str, members: list[int], more: Needed, has: tuple[int, int]) -> str:
-    taken, total = has
-    who = f"server node{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
-    return (
-        f"table '{name}' needs {more.total} bytes of memory on {who} (values {more.values}, "
-        f"optimizer state {more.state}, staging memory {more.gate}, blocks {more.blocks}), "
-        f"where tables may take {total} and {taken} of these are taken: expected a smaller table, "
-        "larger blocks, more servers, fewer replicas, or servers that may take more (memory_mb)"
-    )
+            who = f"server node{'s' * (len(members) > 1)} {', '.join(map(str, members))}"
+            raise InvalidConfig(
+                f"table '{name}' needs {more.total} bytes of memory on {who} (values "
+                f"{more.values}, optimizer state {more.state}, staging memory {more.gate}, blocks "
+                f"{more.blocks}), where tables may take {has_bytes[pool]} and {taken[pool]} of "
+                "these are taken: expected a smaller table, larger blocks, more servers, fewer "
+                "replicas, or servers that may take more (memory_mb)"
+            )

@@ -1,9 +1,5 @@
-"""The first difference of two table specifications, in words.
-
-Rules:
-    - Equal specifications have no difference; NaN equals NaN.
-    - The words are short at any size: a long tuple is narrowed to its first difference, bytes to a
-      position.
+"""The first difference of two table specifications, in words, short at any size: a long tuple is
+narrowed to its first difference, bytes to a position. NaN equals NaN.
 """
 
 from __future__ import annotations
@@ -46,33 +42,19 @@ def _differs(path: str, exists: object, came: object) -> str | None:
         )
         return next((part for part in parts if part is not None), None)
     if isinstance(exists, tuple) and isinstance(came, tuple):
-        return _tuples_differ(path, exists, came)
-    if isinstance(exists, bytes) and isinstance(came, bytes):
-        return _bytes_differ(path, exists, came)
-    return f"{path} is {_shown(exists)}; got {_shown(came)}"
-
-
-def _tuples_differ(path: str, exists: tuple[object, ...], came: tuple[object, ...]) -> str | None:
-    if all(isinstance(value, int | float | str) for value in (*exists, *came)):
-        if len(exists) == len(came) and all(
-            _differs("", a, b) is None for a, b in zip(exists, came, strict=True)
-        ):
+        pairs = enumerate(zip(exists, came, strict=False))
+        found = (_differs(f"{path}[{index}]", *pair) for index, pair in pairs)
+        part = next((part for part in found if part is not None), None)
+        if part is None and len(exists) == len(came):
             return None
-        return f"{path} is {_shown(exists)}; got {_shown(came)}"
-    for index, (one, other) in enumerate(zip(exists, came, strict=False)):
-        part = _differs(f"{path}[{index}]", one, other)
-        if part is not None:
-            return part
-    if len(exists) == len(came):
-        return None
-    return f"{path} has {len(exists)} entries; got {len(came)}"
-
-
-def _bytes_differ(path: str, exists: bytes, came: bytes) -> str:
-    if len(exists) != len(came):
-        return f"{path} has {len(exists)} bytes; got {len(came)}"
-    first = next(i for i, (a, b) in enumerate(zip(exists, came, strict=True)) if a != b)
-    return f"{path} has byte {exists[first]:#04x} at {first}; got {came[first]:#04x}"
+        if not all(isinstance(value, int | float | str) for value in (*exists, *came)):
+            return part or f"{path} has {len(exists)} entries; got {len(came)}"
+    elif isinstance(exists, bytes) and isinstance(came, bytes):
+        if len(exists) != len(came):
+            return f"{path} has {len(exists)} bytes; got {len(came)}"
+        first = next(i for i, (a, b) in enumerate(zip(exists, came, strict=True)) if a != b)
+        return f"{path} has byte {exists[first]:#04x} at {first}; got {came[first]:#04x}"
+    return f"{path} is {_shown(exists)}; got {_shown(came)}"
 
 
 def _shown(value: object) -> str:

@@ -6,8 +6,6 @@ Rules:
     - Only servers that are alive get ranges, and only when `server_count` are: an early table must
       not lie on the few servers that came first. With replicas it is enough that as many were alive
       once, so a dead server delays nobody.
-    - Creation is idempotent by specification: the identical table is found, another of its name is
-      refused.
     - A table is created whole, with a server for each of its blocks, or waits.
     - A removed table's ranges stay on their servers, and its id and ordinals are never given again.
 
@@ -26,7 +24,6 @@ from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists, check
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_core.manifest import Imported
 from ps_core.tables import (
     Initializer,
     InitializerKind,
@@ -218,10 +215,16 @@ class TableCatalogue:
         any table with its tensors.
         """
         checkpoint = self._settings.restored
-        if checkpoint is not None and checkpoint.imported is not None:
-            return _begun(checkpoint.imported, spec)
-        found = None if checkpoint is None else checkpoint.tables.get(spec.name)
-        if checkpoint is None or found is None:
+        if checkpoint is None:
+            return None
+        imported = checkpoint.imported
+        if imported is not None:
+            if not imported.is_for(spec.name):
+                return None
+            imported.places(spec)  # raises InvalidCheckpoint if a tensor is missing, or differs
+            return RestoredTable(spec, spec.consistency, clock=0)
+        found = checkpoint.tables.get(spec.name)
+        if found is None:
             return None
         difference = first_difference(comparable(found.spec), comparable(spec))
         if difference is not None:
@@ -270,14 +273,6 @@ class TableCatalogue:
                 f"elements, {count} of them in range {range_id} of {len(self._state.ranges)}; "
                 f"expected at most {limits.MAX_RANGE_BLOCK_COUNT} in a range: take larger blocks"
             )
-
-
-def _begun(imported: Imported, spec: TableSpec) -> RestoredTable | None:
-    """A table that starts from an import; None if the import is for other tables."""
-    if not imported.is_for(spec.name):
-        return None
-    imported.places(spec)
-    return RestoredTable(spec, spec.consistency, clock=0)
 
 
 def comparable(spec: TableSpec) -> TableSpec:

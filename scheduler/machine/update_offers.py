@@ -1,11 +1,8 @@
 """Custom updates that servers offer: all agree, and tables use no others.
 
-Rules:
-    - Two servers with an update of one name have the same hyperparameters, defaults and
-      fingerprint. Otherwise the bits of a table would depend on the placement of its blocks.
-    - A table with a custom update needs it on every registered server, whichever gets its blocks;
-      a server that registers later must have the updates of all tables.
-    - Servers that have left do not count.
+Two servers with an update of one name have the same hyperparameters, defaults and fingerprint.
+Otherwise the bits of a table would depend on the placement of its blocks. A table's update is on
+every server that has not left, whichever gets its blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Upper bounds of the size of a cluster view as a message.
 
-Rules:
-    - Every node gets the whole view, clients in other languages included. A view over gRPC's
-      default limit would reach no node and stop the cluster, so additions are checked here first.
+Every node gets the whole view, clients in other languages included. A view over gRPC's default
+limit would reach no node and stop the cluster, so additions are checked here first.
 
 Invariants:
     VS-1  The bounds are never below the serialized size (tested against the real messages).

@@ -2,11 +2,9 @@
 
     decided --next write takes it--> writing --written--> published
 
-Rules:
-    - One write runs at a time. It has every decision made before it was taken; later ones go with
-      the next write.
-    - A write is published with the view of the moment at which it was taken.
-    - A restore replaces the cluster: decisions of the old cluster that no write has taken are void.
+One write runs at a time. It has every decision made before it was taken, and is published with the
+view of that moment; later ones go with the next write. A restore replaces the cluster: decisions of
+the old cluster that no write has taken are void.
 
 Invariants:
     JR-2  Published decisions are durable, and are published in the order in which they were made.

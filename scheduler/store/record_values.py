@@ -31,12 +31,12 @@ Reader = Callable[[Any], Any]
 
 def to_json(annotation: Any, value: Any) -> Any:
     """The value as `json` writes it."""
-    return _writer(annotation)(value)
+    return _codec(annotation)[0](value)
 
 
 def from_json(annotation: Any, read: Any) -> Any:
     """The value that `to_json` wrote as `read`; ValueError for another type or unknown field."""
-    return _reader(annotation)(read)
+    return _codec(annotation)[1](read)
 
 
 def _kind(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -63,74 +63,56 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def _is_record(kind: Any) -> bool:
-    return dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
-
-
 @cache
-def _writer(annotation: Any) -> Writer:
+def _codec(annotation: Any) -> tuple[Writer, Reader]:
+    """The functions that write and read the values of a type."""
     kind, arguments = _kind(annotation)
     if kind is Imported:
-        return _imported_to_json
-    if kind in (int, float, str, bool, type(None)):
-        return _as_it_is
-    if kind is bytes:
-        return bytes.hex
-    if isinstance(kind, type) and issubclass(kind, Enum):
-        return lambda value: value.value
-    if kind in (types.UnionType, typing.Union):
-        inner = _writer(_one_of(arguments))
-        return lambda value: None if value is None else inner(value)
-    if kind is tuple and arguments[-1] is not Ellipsis:
-        each = [_writer(argument) for argument in arguments]
-        return lambda value: [write(item) for write, item in zip(each, value, strict=True)]
-    if kind in (tuple, list):
-        item = _writer(arguments[0])
-        return lambda value: [item(each) for each in value]
-    if kind in (set, frozenset):
-        member = _writer(arguments[0])
-        return lambda value: sorted(member(each) for each in value)
-    if isinstance(kind, type) and issubclass(kind, Mapping):
-        key, item = map(_writer, arguments)
-        return lambda value: [[key(name), item(each)] for name, each in value.items()]
-    return _record_writer(kind)
-
-
-def _record_writer(kind: Any) -> Writer:
-    if not _is_record(kind):
-        raise TypeError(f"{kind!r} is of no type that a journal keeps")
-    fields = [(name, _writer(hint)) for name, (hint, _) in _fields(kind).items()]
-    return lambda value: {name: write(getattr(value, name)) for name, write in fields}
-
-
-@cache
-def _reader(annotation: Any) -> Reader:
-    kind, arguments = _kind(annotation)
-    if kind is Imported:
-        return _imported_from_json
+        return _imported_to_json, lambda came: Imported.of(
+            came["url"], from_json(list[TableSpec], came["specs"])
+        )
     if kind is float:
-        return lambda read: float(_checked(read, int, float))
+        return _as_it_is, lambda came: float(_checked(came, int, float))
     if kind in (int, str, bool, type(None)):
-        return lambda read: _checked(read, kind)
+        return _as_it_is, lambda came: _checked(came, kind)
     if kind is bytes:
-        return lambda read: bytes.fromhex(_checked(read, str))
+        return bytes.hex, lambda came: bytes.fromhex(_checked(came, str))
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return kind
+        return lambda value: value.value, kind
     if kind in (types.UnionType, typing.Union):
-        inner = _reader(_one_of(arguments))
-        return lambda read: None if read is None else inner(read)
+        write, read = _codec(_one_of(arguments))
+        return (
+            lambda value: None if value is None else write(value),
+            lambda came: None if came is None else read(came),
+        )
     if kind is tuple and arguments[-1] is not Ellipsis:
-        each = [_reader(argument) for argument in arguments]
-        return lambda read: tuple(
-            reads(item) for reads, item in zip(each, _checked(read, list), strict=True)
+        writers, readers = zip(*map(_codec, arguments), strict=True)
+        return (
+            lambda value: [write(item) for write, item in zip(writers, value, strict=True)],
+            lambda came: tuple(
+                read(item) for read, item in zip(readers, _checked(came, list), strict=True)
+            ),
         )
     if kind in (tuple, list, set, frozenset):
-        item = _reader(arguments[0])
-        return lambda read: kind(map(item, _checked(read, list)))
+        write, read = _codec(arguments[0])
+        in_order = sorted if issubclass(kind, set | frozenset) else list
+        return (
+            lambda value: in_order(map(write, value)),
+            lambda came: kind(map(read, _checked(came, list))),
+        )
     if isinstance(kind, type) and issubclass(kind, Mapping):
-        key, item = map(_reader, arguments)
-        return lambda read: {key(name): item(each) for name, each in _checked(read, list)}
-    return lambda read: _record_from_json(kind, read)
+        (write_key, read_key), (write, read) = map(_codec, arguments)
+        return (
+            lambda value: [[write_key(key), write(each)] for key, each in value.items()],
+            lambda came: {read_key(key): read(each) for key, each in _checked(came, list)},
+        )
+    if not dataclasses.is_dataclass(kind) and not hasattr(kind, "_fields"):
+        raise TypeError(f"{kind!r} is of no type that a journal keeps")
+    fields = [(name, _codec(hint)[0]) for name, (hint, _) in _fields(kind).items()]
+    return (
+        lambda value: {name: write(getattr(value, name)) for name, write in fields},
+        lambda came: _record_from_json(kind, came),
+    )
 
 
 def _record_from_json(kind: Any, read: Any) -> Any:
@@ -141,7 +123,7 @@ def _record_from_json(kind: Any, read: Any) -> Any:
     missing = [name for name, (_, has) in fields.items() if not has and name not in read]
     if missing:
         raise ValueError(f"{kind.__name__} lacks its field '{missing[0]}'")
-    return kind(**{name: _reader(fields[name][0])(value) for name, value in read.items()})
+    return kind(**{name: _codec(fields[name][0])[1](value) for name, value in read.items()})
 
 
 def _one_of(arguments: tuple[Any, ...]) -> Any:
@@ -166,7 +148,3 @@ def _imported_to_json(imported: Imported) -> Any:
     """Tables of an import, each once: every tensor names its table."""
     specs = {id(spec): spec for spec, _ in imported.tensors.values()}
     return {"url": imported.url, "specs": to_json(list[TableSpec], list(specs.values()))}
-
-
-def _imported_from_json(read: Any) -> Imported:
-    return Imported.of(read["url"], from_json(list[TableSpec], read["specs"]))

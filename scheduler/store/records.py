@@ -14,8 +14,7 @@ Rules:
     - A record is written when its value is another object than the one last written, so a value
       with a record of its own is immutable. `cluster` is written each time.
     - A moment of this machine's clock is written as the seconds left until then.
-    - A record has a checksum. A record that fails it, is missing or is unknown makes the whole
-      journal invalid.
+    - A record that fails its checksum, is missing or unknown makes the whole journal invalid.
 
 Invariants:
     JR-1  A journal reads back as it was written, but for the state that ends with a scheduler.
@@ -55,6 +54,9 @@ _DERIVED = frozenset({
     "node_of_registration", "range_bytes", "range_memory_bytes", "proposals", "withdrawals",
     "joins_due", "counted_joins", "view_bytes", "checkpoint",
 })  # fmt: skip
+_ATTEMPT = ("number", "url", "reason", "base", "is_cut", "is_written")
+"""The fields of a checkpoint attempt that a restarted scheduler needs to end it."""
+
 _CRC_DIGITS = 8
 
 
@@ -64,18 +66,6 @@ class TableRecord:
 
     table: Table
     change_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptRecord:
-    """The fields of a checkpoint attempt that a restarted scheduler needs to end it."""
-
-    number: int
-    url: str
-    reason: str
-    base: int
-    is_cut: bool
-    is_written: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +125,7 @@ def _cluster_json(journaled: JournaledCluster) -> dict[str, Any]:
     found = {name: to_json(hint, getattr(state, name)) for name, hint in _scalar_fields().items()}
     attempt = state.checkpoint
     if attempt is not None:
-        names = [each.name for each in dataclasses.fields(AttemptRecord)]
-        found["attempt"] = {name: getattr(attempt, name) for name in names}
+        found["attempt"] = {name: getattr(attempt, name) for name in _ATTEMPT}
     found["returning_s"] = to_json(Mapping[NodeId, float], journaled.returning_s)
     return found
 
@@ -204,8 +193,10 @@ def _read(records: Mapping[str, bytes]) -> JournaledCluster:
     scalars = {name: from_json(hints[name], value) for name, value in cluster.items()}
     scalars["ranges"] = []
     state = ClusterState(**scalars)
-    if attempt is not None:
-        state.checkpoint = _attempt(from_json(AttemptRecord, attempt))
+    if attempt is not None:  # no deadline counts any more
+        kinds = typing.get_type_hints(Attempt)
+        fields = {name: from_json(kinds[name], value) for name, value in attempt.items()}
+        state.checkpoint = Attempt(**fields, cut_by_s=0.0, written_by_s=0.0)
     for node_id, body in _numbered(bodies, "member"):
         member = from_json(Member, body)
         state.members[NodeId(node_id)] = member
@@ -227,12 +218,6 @@ def _numbered(bodies: Mapping[str, Any], kind: str) -> list[tuple[int, Any]]:
         for key, body in bodies.items()
         if key.startswith(prefix)
     )
-
-
-def _attempt(record: AttemptRecord) -> Attempt:
-    attempt = Attempt(record.number, record.url, record.reason, record.base, 0.0, 0.0)
-    attempt.is_cut, attempt.is_written = record.is_cut, record.is_written
-    return attempt
 
 
 def _read_ranges(bodies: Mapping[str, Any], settings: ClusterSettings, state: ClusterState) -> None:

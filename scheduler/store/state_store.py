@@ -6,7 +6,9 @@ Rules:
     - One scheduler at a time owns a store. `claim` raises the term to a number that no claim had
       before; a store that another scheduler has claimed since refuses every `write`.
     - Before it is claimed, a store is only read: a foreign or damaged one stays as it is.
-    - Calls may block, and come from one thread at a time, any thread.
+    - Calls block, and come from one thread at a time, any thread.
+    - Every call raises InvalidJournal for a damaged store, and Recovering for a disk that cannot be
+      read, or takes no write now, for instance because it is full: a retry may succeed.
 """
 
 from __future__ import annotations
@@ -23,37 +25,15 @@ class StateStore(Protocol):
         """Path or address, for messages."""
 
     def read(self) -> dict[str, bytes]:
-        """All records by key; empty in a new store.
-
-        Blocking: reads the disk.
-
-        Raises:
-            InvalidJournal: it is damaged.
-            Recovering: the disk cannot be read now.
-        """
+        """All records by key; empty in a new store."""
 
     def claim(self) -> int:
-        """Raise the term; every other scheduler that has the store open can write no more.
-
-        Returns:
-            The term: the number of claims so far.
-
-        Blocking: until it is durable.
-
-        Raises:
-            InvalidJournal: it is damaged.
-            Recovering: the disk takes no write now, for instance because it is full.
+        """Raise the term to the number of claims so far, and return it; every other scheduler that
+        has the store open can write no more.
         """
 
     def write(self, records: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
-        """Put records and remove others, atomically.
-
-        Blocking: until they are durable.
-
-        Raises:
-            InvalidJournal: it is damaged, or another scheduler has claimed it; nothing was written.
-            Recovering: the disk takes no write now; nothing was written, and a retry may be.
-        """
+        """Put records and remove others; after an error nothing was written."""
 
     def close(self) -> None:
         """Unlock it. Idempotent."""
