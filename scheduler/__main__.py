@@ -34,8 +34,7 @@ from scheduler.edge.restoring import AUTO
 from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
 from scheduler.start import SchedulerStart, started
 
-SERVERS_LEAVE_WITHIN_S = 5.0
-"""Wait of a finished cluster for its servers to leave."""
+SERVERS_LEAVE_WITHIN_S = 5.0  # wait of a finished cluster for its servers to leave
 
 UNDER_WAY_WITHIN_S = 30.0
 """Wait at the end for a checkpoint that somebody requested, where no last one is made."""

@@ -60,20 +60,11 @@ from scheduler.machine.checkpoints import LEAVING, UNNAMED
 from scheduler.machine.cluster import STARTED_AGAIN, Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Transition
 
-_REMEMBERED_COUNT = 100
-"""Complete checkpoints that are remembered for their requesters."""
-
-_GIVEN_UP_COUNT = 16
-"""Failed checkpoints whose directories are removed once more."""
-
-_MAX_REASON_CHARACTERS = 2_000
-"""Length of a failure's reason in status answers."""
-
-_RETRY_S = 10.0
-"""Wait after a scheduled checkpoint has failed, in seconds."""
-
-_POLL_S = 0.02
-"""Interval of the check for the end of a checkpoint, in seconds."""
+_REMEMBERED_COUNT = 100  # complete checkpoints that are remembered for their requesters
+_GIVEN_UP_COUNT = 16  # failed checkpoints whose directories are removed once more
+_MAX_REASON_CHARACTERS = 2_000  # length of a failure's reason in status answers
+_RETRY_S = 10.0  # wait after a scheduled checkpoint has failed, in seconds
+_POLL_S = 0.02  # interval of the check for the end of a checkpoint, in seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from ps_runtime.observe import logs
 from scheduler.machine.state import Restored, RestoredTable
 
-AUTO = "auto"
-"""The value of `resume` for the newest checkpoint, or an empty start if there is none."""
+AUTO = "auto"  # the value of `resume` for the newest checkpoint, or an empty start if there is none
 
 _NAMED_COUNT = 3
 

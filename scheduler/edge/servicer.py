@@ -274,7 +274,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if not self._cluster.held_alone(session) or not self._cluster.settings.checkpoint_url:
             return
         wanted = pb.CreateCheckpointRequest(reason=f"server {session.node_id} leaves")
-        await self.checkpointing.create(wanted, _deadline_s(context))
+        await self.checkpointing.create(wanted, _deadline_s(context.time_remaining()))
 
     @translated
     async def WatchCluster(
@@ -301,7 +301,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: pb.CreateTableRequest | bytes, context: Context
     ) -> pb.CreateTableResponse:
         """Create a table or find the identical one; park until there are servers for it."""
-        deadline_s = _deadline_s(context)
+        deadline_s = _deadline_s(context.time_remaining())
         async with self._answered():
             created = await self._created(await table_request_of(request), deadline_s)
         return pb.CreateTableResponse(
@@ -313,7 +313,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: pb.SetConsistencyRequest, context: Context
     ) -> pb.SetConsistencyResponse:
         """Change a table's consistency; park until all servers are prepared."""
-        deadline_s = _deadline_s(context)
+        deadline_s = _deadline_s(context.time_remaining())
         async with self._answering(request.session, "SetConsistency") as session:
             change = await self._committed(session, request, deadline_s)
         return pb.SetConsistencyResponse(
@@ -345,7 +345,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request: pb.CreateCheckpointRequest, context: Context
     ) -> pb.CreateCheckpointResponse:
         """Make a checkpoint; park until it is complete."""
-        deadline_s = _deadline_s(context)
+        deadline_s = _deadline_s(context.time_remaining())
         async with self._answering(request.session, "CreateCheckpoint") as session:
             _check_unnamed(session, "a checkpoint")
             return await self.checkpointing.create(request, deadline_s)
@@ -648,9 +648,8 @@ def _check_unnamed(session: Session, what: str) -> None:
         )
 
 
-def _deadline_s(context: Context) -> float:
+def _deadline_s(remaining_s: float | None) -> float:
     """Moment of the clock until which a call may wait so that its answer still arrives in time."""
-    remaining_s = context.time_remaining()
     if remaining_s is None:
         return clock.now_s() + DEFAULT_CREATE_DEADLINE_S
     waits_s = remaining_s - min(_MAX_ANSWER_MARGIN_S, remaining_s / 4)
@@ -676,8 +675,7 @@ def _fitted(
     return response
 
 
-_MOST_BYTES = limits.MAX_ENTRY_BYTES + limits.MESSAGE_OVERHEAD_BYTES
-"""Bound of all other requests."""
+_MOST_BYTES = limits.MAX_ENTRY_BYTES + limits.MESSAGE_OVERHEAD_BYTES  # bound of all other requests
 
 
 def handlers_of(servicer: SchedulerServicer) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:

@@ -18,8 +18,7 @@ FILE_NAME = "scheduler.db"
 
 _APPLICATION_ID = 0x70757368
 _LAYOUT = 1
-_LOCK_WAIT_S = 2.0
-"""A scheduler that was killed may take a moment to end."""
+_LOCK_WAIT_S = 2.0  # a scheduler that was killed may take a moment to end
 _RETRY_MS = 1_000
 _FOR_NOW = frozenset({
     sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_CANTOPEN,

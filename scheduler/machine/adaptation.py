@@ -64,8 +64,7 @@ MAX_HOLD_COUNT = 64
 FORGOTTEN_COUNT = 2 * MAX_HOLD_COUNT
 LOSS_RISE = 0.05
 LOSS_ERRORS = 3.0
-LEAST_LOSS_COUNT = 8
-"""Fewest losses of a period whose mean counts."""
+LEAST_LOSS_COUNT = 8  # fewest losses of a period whose mean counts
 
 
 @dataclass(frozen=True, slots=True)

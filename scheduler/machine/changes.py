@@ -79,8 +79,7 @@ class Withdrawn:
     reason: str
 
 
-Outcome = TableChange | PendingProposal | Withdrawn
-"""Result of a request."""
+Outcome = TableChange | PendingProposal | Withdrawn  # result of a request
 
 
 class TableChanges:

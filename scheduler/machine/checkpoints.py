@@ -55,17 +55,10 @@ from scheduler.machine.checkpoint_state import (
 )
 from scheduler.machine.state import ClusterSettings, ClusterState, Transition
 
-_REMEMBERED_COUNT = 100
-"""Ended checkpoints whose results are remembered."""
-
-LEAVING = 0
-"""The number of no checkpoint: the part of a worker that leaves."""
-
-UNNAMED = ""
-"""The run that checkpoints cover."""
-
-CHECKPOINTS_FEATURE = "checkpoints"
-"""Feature of a worker that answers views with a checkpoint."""
+_REMEMBERED_COUNT = 100  # ended checkpoints whose results are remembered
+LEAVING = 0  # the number of no checkpoint: the part of a worker that leaves
+UNNAMED = ""  # the run that checkpoints cover
+CHECKPOINTS_FEATURE = "checkpoints"  # feature of a worker that answers views with a checkpoint
 
 
 class CheckpointAttempts:

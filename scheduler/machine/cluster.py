@@ -61,8 +61,7 @@ from scheduler.machine.tables import TableCatalogue
 
 ReplyT = TypeVar("ReplyT")
 
-STARTED_AGAIN = "the scheduler was restarted; ask again"
-"""Reason of whatever a restart withdrew."""
+STARTED_AGAIN = "the scheduler was restarted; ask again"  # reason of whatever a restart withdrew
 
 
 @dataclass(frozen=True, slots=True)

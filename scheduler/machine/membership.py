@@ -59,11 +59,8 @@ GIVEN_UP_LEASES = 20
 """Leases of silence after which an unneeded node has left, because evaluators that come and go, and
 restarted servers, must not fill the view."""
 
-REGISTER_AGAIN_MS = 100
-"""Wait before a node of an earlier timeline registers again."""
-
-ASK_AGAIN_MS = 50
-"""Wait while the scheduler hears the servers, which takes a heartbeat."""
+REGISTER_AGAIN_MS = 100  # wait before a node of an earlier timeline registers again
+ASK_AGAIN_MS = 50  # wait while the scheduler hears the servers, which takes a heartbeat
 
 _OLDER_COPY = (
     "it is an older copy. Put the newest one in its place, and restart the scheduler; the nodes go "
@@ -74,8 +71,7 @@ _OLDER_COPY = (
 OPERATOR = Node(NodeId(0), Incarnation(0), Role.OPERATOR, 0, "", NodeState.ALIVE)
 """The node of every operator: it is in no view, sends no heartbeats, and never leaves."""
 
-KEPT_COUNT = 100
-"""Readers, and servers, that have left and stay in the view."""
+KEPT_COUNT = 100  # readers, and servers, that have left and stay in the view
 
 
 class Membership:

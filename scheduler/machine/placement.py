@@ -25,8 +25,7 @@ from ps_core.errors import check
 from ps_core.keys import NodeId, RangeId, slot_of_ordinal
 from ps_core.tables import Table
 
-_RANGES_A_SERVER = 16
-"""One more or less is 6 % of a server's share."""
+_RANGES_A_SERVER = 16  # one more or less is 6 % of a server's share
 
 
 def range_count_for(server_count: int) -> int:

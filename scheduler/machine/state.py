@@ -33,8 +33,7 @@ from scheduler.machine.checkpoint_state import (
     LeftPart,
 )
 
-Counts = tuple[tuple[NodeId, int], ...]
-"""Range counts by node id."""
+Counts = tuple[tuple[NodeId, int], ...]  # range counts by node id
 
 TIMELINE_BYTES = 16
 MIN_TOKEN_KEY_BYTES = 16

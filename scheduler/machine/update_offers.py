@@ -19,8 +19,7 @@ from scheduler.machine.state import ClusterState, Registration
 
 _LISTED_COUNT = 8
 
-Describe = Callable[[Node], str]
-"""Says who a node is and when it was last heard."""
+Describe = Callable[[Node], str]  # says who a node is and when it was last heard
 
 
 def check_offers(request: Registration) -> None:

@@ -17,14 +17,9 @@ from scheduler.machine.state import ClusterSettings, ClusterState
 
 MAX_VIEW_BYTES = limits.FOREIGN_MAX_MESSAGE_BYTES
 
-_FIELD_BYTES = 11
-"""A tag, and the widest varint."""
-
-_LENGTH_BYTES = 6
-"""A tag, and the length of a field."""
-
-_NODE_ID_BYTES = 5
-"""The widest varint of 32 bits."""
+_FIELD_BYTES = 11  # a tag, and the widest varint
+_LENGTH_BYTES = 6  # a tag, and the length of a field
+_NODE_ID_BYTES = 5  # the widest varint of 32 bits
 
 _NAMED_NUMBER_BYTES = 3 * _LENGTH_BYTES + 8
 """A hyperparameter without its name; the value is a double."""
@@ -35,8 +30,7 @@ CHANGE_BYTES = 2 * (40 + 26 + 6)
 CUT_BYTES = 2 * _LENGTH_BYTES + 3 * _FIELD_BYTES
 """The last cut of a table, and the clock at which it was restored."""
 
-JOIN_BYTES = 32
-"""One join of a replacement worker or late joiner, in one table."""
+JOIN_BYTES = 32  # one join of a replacement worker or late joiner, in one table
 
 _LAYOUT_BYTES = TupleCache[int]()
 

@@ -46,8 +46,7 @@ from scheduler.machine.state import (
 )
 from scheduler.store.record_values import from_json, to_json
 
-FORMAT = 1
-"""Raised when older code would misread the records."""
+FORMAT = 1  # raised when older code would misread the records
 
 _KEYED = frozenset({"members", "tables", "ranges", "left_parts", "change_counts", "courses"})
 _DERIVED = frozenset({
