@@ -121,6 +121,5 @@ class SchedulerConfig:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of `pushpull scheduler`."""
     description = "Runs a cluster's scheduler: membership, tables and placement."
     return argument_parser(SchedulerConfig, description, "pushpull scheduler")

@@ -45,7 +45,6 @@ class AdaptiveTables:
         return self._adaptation.courses
 
     def requests(self, now_s: float) -> list[ChangeRequest]:
-        """Changes that move bounds now."""
         return [
             ChangeRequest(
                 move.table_name, move.consistency, 0, now_s + DEADLINE_S, move.reason, move.run

@@ -145,7 +145,6 @@ class Checkpointing:
     # --- when one is due
 
     def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress) -> None:
-        """Note a worker's clocks."""
         clocks = {TableId(table.table_id): table.clock for table in said.tables}
         clock = max(clocks.values(), default=0)
         if clock:
@@ -153,7 +152,6 @@ class Checkpointing:
             self.reached[node_id] = clocks
 
     def look(self, now_s: float) -> None:
-        """Begin a checkpoint if one is due."""
         policy, url = self._policy, self._cluster.settings.checkpoint_url
         if not url or not (policy.every_s or policy.every_clocks) or now_s < self._not_before_s:
             return
@@ -255,7 +253,6 @@ class Checkpointing:
         self._carry_out(self._cluster.end_checkpoint(written.number, problem))
 
     def published(self, transition: Transition, now_s: float) -> None:
-        """A transition was published."""
         if isinstance(transition, CheckpointCut):
             self._cut_in_view = self._cluster.view.view_number
         elif isinstance(transition, CheckpointWritten):

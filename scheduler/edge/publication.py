@@ -48,7 +48,6 @@ class Journal:
         await self._run(lambda: self._store.write({}, list(self._store.read())))
 
     async def close(self) -> None:
-        """Close the store after the running write."""
         await self._run(self._store.close)
         self._thread.shutdown()
 
@@ -146,7 +145,6 @@ class Publication:
                 return
 
     def _wake_waiting(self, number: int) -> None:
-        """Wake the callers that wait for batches up to `number`."""
         waiting, self._waiting = self._waiting, []
         for awaited, told in waiting:
             if awaited > number:

@@ -164,7 +164,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         await self._until(lambda: self._view.finished)
 
     async def until_workers_are_done(self) -> None:
-        """Wait until all workers have left."""
         await self._until(lambda: self._cluster.members.workers_are_done)
 
     def finish(self) -> None:
@@ -640,7 +639,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 def _check_unnamed(session: Session, what: str) -> None:
-    """Raise InvalidConfig if the caller belongs to a named run."""
     if session.run:
         raise InvalidConfig(
             f"{what} belongs to the run without a name, and the caller is of run '{session.run}'; "
@@ -656,9 +654,7 @@ def _deadline_s(remaining_s: float | None) -> float:
     return clock.now_s() + min(max(0.0, waits_s), limits.MAX_DEADLINE_S)
 
 
-def _fitted(
-    response: pb.GetClusterStatusResponse,
-) -> pb.GetClusterStatusResponse:
+def _fitted(response: pb.GetClusterStatusResponse) -> pb.GetClusterStatusResponse:
     """Cut the response to the message size that any client accepts: inline values always, then, as
     needed, the tensor layouts and the nodes' clocks.
     """

@@ -40,7 +40,6 @@ from scheduler.machine.state import (
 
 
 def log_transition(transition: Transition) -> None:
-    """Log a transition at the level that suits a person."""
     match transition:
         case NodeRegistered(node):
             logs.info("node_registered", incarnation=node.incarnation, **_named(node))
@@ -72,13 +71,8 @@ def log_transition(transition: Transition) -> None:
         case RangesLost(primary, range_ids, is_wanted):
             say = logs.info if is_wanted else logs.error
             say("ranges_lost", ranges=len(range_ids), **_named(primary))
-        case BackupsSet(primary_id, range_ids, left_out, let_in):
-            for node_id, count in left_out:
-                logs.warning("backup_left_out", node_id=node_id, primary=primary_id, ranges=count)
-            for node_id, count in let_in:
-                logs.info("backup_let_in", node_id=node_id, primary=primary_id, ranges=count)
-            if not left_out and not let_in:
-                logs.info("backups_confirmed", primary=primary_id, ranges=len(range_ids))
+        case BackupsSet():
+            _log_backups(transition)
         case JoinersNamed(named, dropped):
             for node_id, count in named:
                 logs.info("backup_joins", node_id=node_id, ranges=count)
@@ -114,6 +108,16 @@ def log_transition(transition: Transition) -> None:
             logs.info("run_removed", run=run.name, tables=table_count, bytes=byte_count)
         case ClusterFinished():
             logs.info("cluster_finished", reason="all workers have left or are gone")
+
+
+def _log_backups(transition: BackupsSet) -> None:
+    primary = transition.primary
+    for node_id, count in transition.left_out:
+        logs.warning("backup_left_out", node_id=node_id, primary=primary, ranges=count)
+    for node_id, count in transition.let_in:
+        logs.info("backup_let_in", node_id=node_id, primary=primary, ranges=count)
+    if not transition.left_out and not transition.let_in:
+        logs.info("backups_confirmed", primary=primary, ranges=len(transition.range_ids))
 
 
 def _shares(counts: Counts) -> str:

@@ -222,7 +222,6 @@ class Adaptation:
 
     @property
     def tables(self) -> Iterable[Table]:
-        """Tables with an adaptive bound."""
         return [watched.table for watched in self._watched.values()]
 
     @property
@@ -236,7 +235,6 @@ class Adaptation:
 
     @property
     def is_idle(self) -> bool:
-        """True if no table has an adaptive bound."""
         return not self._watched
 
     def observe(self, view: ClusterView) -> None:
@@ -270,12 +268,10 @@ class Adaptation:
         return _WatchedTable(table, replace(record.course), record)
 
     def heard(self, node_id: NodeId, report: Report) -> None:
-        """Note a node's report."""
         if node_id in self._members and self._watched:
             self._reports[node_id] = report
 
     def look(self, now_s: float) -> list[Move]:
-        """Moves of the periods that end now."""
         moves = []
         for watched in self._watched.values():
             if watched.table.proposed is not None or not self._is_whole:

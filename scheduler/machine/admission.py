@@ -244,7 +244,6 @@ def check_run(request: Registration, state: ClusterState) -> None:
 
 
 def over_words(run: str, why: str) -> str:
-    """Message to a worker of a run that is over."""
     return f"run '{run}' is over: {why}; give the new run another name (--run, PUSHPULL_RUN)"
 
 

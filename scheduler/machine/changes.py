@@ -221,7 +221,6 @@ class TableChanges:
     def propose_cut(
         self, table: Table, checkpoint: int, deadline_s: float, now_s: float
     ) -> list[Transition]:
-        """Propose a checkpoint's cut of a table without a proposal."""
         wanted = ChangeRequest(table.spec.name, table.consistency, 0, deadline_s, run=table.run)
         return self._propose(table, wanted, now_s, checkpoint=checkpoint)[1]
 
@@ -230,7 +229,6 @@ class TableChanges:
         return {t.table_id: self._held_clock(t.table_id) for t in self._cut_for(checkpoint)}
 
     def _cut_for(self, checkpoint: int) -> list[Table]:
-        """Tables whose cut for a checkpoint is proposed."""
         tables = self._state.tables.values()
         return [t for t in tables if t.proposed is not None and t.proposed.checkpoint == checkpoint]
 
@@ -239,7 +237,6 @@ class TableChanges:
         return None if proposal.missing else max(proposal.clocks.values(), default=0)
 
     def commit_cut(self, table_id: TableId, cut: TableCut) -> Table:
-        """Commit the proposed cut of a table, and return the table."""
         del self._state.proposals[table_id]
         table = next(t for t in self._state.tables.values() if t.table_id == table_id)
         return self._put(replace(table, proposed=None, cut=cut))
@@ -330,7 +327,6 @@ class TableChanges:
         return [ChangeCommitted(self._put(table), committed)]
 
     def expire(self, now_s: float) -> list[Transition]:
-        """Withdraw undecided proposals at their deadlines."""
         return [
             self._withdraw(table, self._reason(table, change, now_s))
             for table, change in self._undecided()
@@ -391,7 +387,6 @@ def joins_due_of(state: ClusterState, table: Table, worker_count: int) -> list[J
 
 
 def check_workers(table_name: str, consistency: Consistency, worker_count: int) -> None:
-    """Raise InvalidConfig unless there are more workers than backup workers."""
     if consistency.backup_workers >= worker_count:
         raise InvalidConfig(
             f"table '{table_name}' has {consistency.backup_workers} backup workers of "

@@ -78,7 +78,6 @@ class CheckpointAttempts:
 
     @property
     def under_way(self) -> Checkpoint | None:
-        """The running checkpoint, for the view."""
         attempt = self._state.checkpoint
         if attempt is None:
             return None
@@ -224,7 +223,6 @@ class CheckpointAttempts:
         return self.look()
 
     def expire(self, now_s: float) -> list[Transition]:
-        """Fail the checkpoint at its deadline."""
         attempt = self._state.checkpoint
         if attempt is None:
             return []
@@ -393,7 +391,6 @@ def _is_before(part: PartReport, cuts: Mapping[TableId, Table]) -> bool:
 
 
 def _answers(state: ClusterState, node: Node) -> bool:
-    """True if the worker can be asked for its clocks."""
     features = state.members[node.node_id].registration.features
     return node.state is NodeState.ALIVE and CHECKPOINTS_FEATURE in features
 

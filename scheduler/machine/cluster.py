@@ -306,7 +306,6 @@ class Cluster:
         return Decision(sum(isinstance(each, NodeLeft) for each in ended), self._changed(*ended))
 
     def remove_run(self, session: Session, name: str) -> Decision[RunRemoved]:
-        """Remove a run that is over, with its tables."""
         self.caller(session, "RemoveRun")
         run = self._run(name)
         if run.is_removed:
@@ -444,7 +443,6 @@ class Cluster:
         return Decision(must_step, self._changed(*changed))
 
     def report_part(self, session: Session, number: int, part: PartReport) -> Decision[None]:
-        """A node has written its part; see `CheckpointAttempts.report`."""
         node = self.caller(session, "ReportCheckpointPart")
         return Decision(None, self._changed(*self.checkpoints.report(node, number, part)))
 

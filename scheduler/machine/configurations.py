@@ -111,7 +111,6 @@ class Configurations:
 
     @property
     def living(self) -> set[NodeId]:
-        """Servers that are alive."""
         return _Servers(self._state).living
 
     def held_alone(self, node_id: NodeId, doubted: Collection[NodeId] = ()) -> tuple[RangeId, ...]:

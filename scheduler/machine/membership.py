@@ -227,7 +227,6 @@ class Membership:
     # --- who comes
 
     def registered(self, request: Registration) -> Node | None:
-        """The node of a repeated registration, or None."""
         admission.check_request(request, self._settings)
         known = self._state.node_of_registration.get(request.registration_id)
         if known is None:
@@ -303,7 +302,6 @@ class Membership:
         return transitions
 
     def hear(self, node: Node, now_s: float) -> list[Transition]:
-        """Note a member's sign of life."""
         if node is OPERATOR:
             return []
         self._unheard.discard(node.node_id)
@@ -454,7 +452,6 @@ class Membership:
         )
 
     def finish(self) -> list[Transition]:
-        """Finish the cluster if its work is done."""
         if self._state.finished or not self.workers_are_done:
             return []
         self._state.finished = True

@@ -37,7 +37,6 @@ def range_count_for(server_count: int) -> int:
 
 
 def fullest_range(table: Table, range_count: int) -> tuple[RangeId, int]:
-    """The range with most blocks of a table, and their number."""
     counts = _blocks_by_range(table, range_count)
     fullest = min(counts, key=lambda range_id: (-counts[range_id], range_id))
     return fullest, counts[fullest]

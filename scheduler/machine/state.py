@@ -152,7 +152,6 @@ class ClusterSettings:
         return self.max_workers or self.worker_count
 
     def of_run(self, run: Run) -> ClusterSettings:
-        """Settings for the workers of a run."""
         if not run.name:
             return self
         most = max(self.max_workers, run.worker_count)
@@ -228,7 +227,6 @@ class Proposal:
 
     @property
     def missing(self) -> set[NodeId]:
-        """Servers that are not prepared."""
         return set(self.servers - self.clocks.keys())
 
 
@@ -272,7 +270,6 @@ class ClusterState:
 
     @classmethod
     def empty(cls, settings: ClusterSettings) -> ClusterState:
-        """State of a cluster without nodes."""
         ranges = [
             RangeAssignment(RangeId(index), slots, AssignmentEpoch(1), None)
             for index, slots in enumerate(key_ranges(settings.range_count))

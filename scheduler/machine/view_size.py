@@ -54,7 +54,6 @@ def table_bytes(spec: TableSpec) -> int:
 
 
 def node_bytes(node: Node) -> int:
-    """Most bytes of a node in a view."""
     return 7 * _FIELD_BYTES + len(node.address.encode()) + of_run_bytes(node.run)
 
 
@@ -79,6 +78,5 @@ def fixed_bytes(cluster_id: str, range_count: int, replica_count: int) -> int:
 
 
 def free_bytes(settings: ClusterSettings, state: ClusterState) -> int:
-    """Bytes by which the view may grow."""
     fixed = fixed_bytes(settings.cluster_id, len(state.ranges), settings.replica_count)
     return MAX_VIEW_BYTES - fixed - state.view_bytes

@@ -30,7 +30,6 @@ Reader = Callable[[Any], Any]
 
 
 def to_json(annotation: Any, value: Any) -> Any:
-    """The value as `json` writes it."""
     return _codec(annotation)[0](value)
 
 

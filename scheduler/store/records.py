@@ -154,7 +154,6 @@ def _encoded(body: Any) -> bytes:
 
 
 def _decoded(key: str, record: bytes) -> Any:
-    """Raises InvalidJournal if the checksum of the record fails."""
     text = record[_CRC_DIGITS:]
     if record[:_CRC_DIGITS] != b"%08x" % zlib.crc32(text):
         raise InvalidJournal(f"record '{key}' is damaged: its checksum fails")

@@ -78,7 +78,7 @@ JOURNAL_MUTANTS = (
         "what is decided is withdrawn when the scheduler starts",
         "S18",
         "scheduler/machine/changes.py",
-        "return [self._withdraw(table, reason) for table, _ in self._undecided()]",
+        "return [self._withdraw(table, reason) for table, _ in self._undecided()]",  # CH-2
         "tables = [t for t in self._state.tables.values() if t.proposed]\n"
         "        return [self._withdraw(table, reason) for table in tables]",
         _STARTS,

@@ -47,7 +47,7 @@ REPLICATION_MUTANTS = (
         "a deadline withdraws what is decided",
         "S6",
         "scheduler/machine/changes.py",
-        "            for table, change in self._undecided()\n",
+        "            for table, change in self._undecided()\n",  # CH-2
         "            for table, change in [(t, t.proposed) for t in self._state.tables.values()]\n"
         "            if change\n",
         _AWAY,
@@ -56,7 +56,7 @@ REPLICATION_MUTANTS = (
         "a failover withdraws what is decided",
         "S6",
         "scheduler/machine/changes.py",
-        "            for table, _ in self._undecided()\n            if",
+        "            for table, _ in self._undecided()\n            if",  # CH-2
         "            for table in list(self._state.tables.values())\n"
         "            if table.proposed and",
         _AWAY,
