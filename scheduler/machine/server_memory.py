@@ -84,7 +84,7 @@ def check_fits(state: ClusterState, name: str, needed: Mapping[RangeId, Needed])
     taken: Counter[str] = Counter()
     wanted: dict[str, Needed] = {}
     for each in state.ranges:
-        for holder in set(each.holders) & pools.keys():
+        for holder in pools.keys() & {each.primary, *each.backups, *each.catching_up}:
             pool = pools[holder]
             taken[pool] += state.range_memory_bytes.get(each.range_id, 0)
             sums = zip(wanted.get(pool, Needed()), needed.get(each.range_id, Needed()), strict=True)
