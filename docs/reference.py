@@ -156,7 +156,7 @@ def errors() -> str:
 
 def measurements() -> str:
     """Every metric of every role."""
-    registry = CollectorRegistry()
+    registry = CollectorRegistry(auto_describe=True)
     for kind in metric_classes():
         kind(registry)
     rows = []

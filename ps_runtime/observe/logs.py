@@ -35,40 +35,28 @@ _FIELD = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*"|\S*)')
 _logger = logging.getLogger(LOGGER_NAME)
 
 
-class _LineFormatter(logging.Formatter):
-    """``2026-01-31T12:00:00.123Z info server event=...``; a traceback follows on its own lines."""
+class _Formatter(logging.Formatter):
+    """A line of text, which a traceback follows on its own lines, or a JSON object."""
 
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, line_format: str) -> None:
         super().__init__()
         self._role = role
+        self._is_json = line_format == "json"
 
     def format(self, record: logging.LogRecord) -> str:
         time_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        head = f"{time_text}.{int(record.msecs):03d}Z {record.levelname.lower()} {self._role}"
-        line = f"{head} {record.getMessage()}"
+        time_text += f".{int(record.msecs):03d}Z"
+        level, message, failure = record.levelname.lower(), record.getMessage(), ""
         if record.exc_info:
-            line += "\n" + "".join(traceback.format_exception(*record.exc_info)).rstrip()
-        return line
-
-
-class _JsonFormatter(logging.Formatter):
-    """``{"time": "2026-01-31T12:00:00.123Z", "level": "info", "process": "server", ...}``"""
-
-    def __init__(self, role: str) -> None:
-        super().__init__()
-        self._role = role
-
-    def format(self, record: logging.LogRecord) -> str:
-        time_text = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        said: dict[str, object] = {
-            "time": f"{time_text}.{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "process": self._role,
-        }
+            failure = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+        if not self._is_json:
+            line = f"{time_text} {level} {self._role} {message}"
+            return f"{line}\n{failure}" if failure else line
+        said: dict[str, object] = {"time": time_text, "level": level, "process": self._role}
         fields = getattr(record, _FIELDS, None)
-        said |= {"message": _cut(record.getMessage())} if fields is None else fields
-        if record.exc_info:
-            said["traceback"] = "".join(traceback.format_exception(*record.exc_info)).rstrip()
+        said |= {"message": _cut(message)} if fields is None else fields
+        if failure:
+            said["traceback"] = failure
         return json.dumps(said, ensure_ascii=False)
 
 
@@ -98,7 +86,7 @@ def configure(role: str, level: str, line_format: str = "text") -> None:
     for handler in [h for h in _logger.handlers if isinstance(h, _StderrHandler)]:
         _logger.removeHandler(handler)
     handler = _StderrHandler()
-    handler.setFormatter(_JsonFormatter(role) if line_format == "json" else _LineFormatter(role))
+    handler.setFormatter(_Formatter(role, line_format))
     _logger.addHandler(handler)
     _logger.setLevel(level.upper())
     _logger.propagate = False
@@ -146,7 +134,6 @@ def debug(event: str, **fields: object) -> None:
 
 
 def info(event: str, **fields: object) -> None:
-    """Log a transition."""
     _log(logging.INFO, event, fields)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import (
@@ -63,9 +64,6 @@ class LoopCounter(Collector):
     def count(self) -> int:
         return self._count if self._count_elsewhere is None else self._count_elsewhere()
 
-    def describe(self) -> Iterable[CounterMetricFamily]:
-        return self.collect()
-
     def collect(self) -> Iterable[CounterMetricFamily]:
         yield CounterMetricFamily(self._name, self._documentation, self.count)
 
@@ -79,8 +77,8 @@ class LoopHistogram(Collector):
         self,
         name: str,
         documentation: str,
+        buckets: Sequence[float] = _LATENCY_BUCKETS_S,
         *,
-        buckets: Sequence[float],
         registry: CollectorRegistry,
     ) -> None:
         self._name = name
@@ -94,9 +92,6 @@ class LoopHistogram(Collector):
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
-    def describe(self) -> Iterable[HistogramMetricFamily]:
-        return self.collect()
-
     def collect(self) -> Iterable[HistogramMetricFamily]:
         names = map(floatToGoString, (*self._bounds, float("inf")))
         buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
@@ -107,15 +102,13 @@ class NodeMetrics:
     """Metrics of every node that is registered with a scheduler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.view_number = Gauge(
-            "pushpull_node_view_number",
-            "The cluster view that the node acts on.",
-            registry=registry,
+        gauge = partial(Gauge, registry=registry)
+        self.view_number = gauge(
+            "pushpull_node_view_number", "The cluster view that the node acts on."
         )
-        self.scheduler_contact_age_seconds = Gauge(
+        self.scheduler_contact_age_seconds = gauge(
             "pushpull_node_scheduler_contact_age_seconds",
             "Seconds since the scheduler last answered the node.",
-            registry=registry,
         )
 
     def watch(self, view_number: Callable[[], int], contact_age_s: Callable[[], float]) -> None:
@@ -128,16 +121,16 @@ class TurnMetrics:
     """Metrics of the turns of a node's event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.longest_turn_seconds = Gauge(
+        loop_counter = partial(LoopCounter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        self.longest_turn_seconds = gauge(
             "pushpull_node_longest_turn_seconds",
             "Longest turn of the event loop in the last minute or two, measured by the delay of a "
             "timer. A lease is missed after long turns.",
-            registry=registry,
         )
-        self.long_turns = LoopCounter(
+        self.long_turns = loop_counter(
             "pushpull_node_long_turns_total",
             "Turns of the event loop that were longer than MAX_TURN_S.",
-            registry=registry,
         )
 
     def watch(self, meter: TurnMeter) -> None:
@@ -150,66 +143,51 @@ class SchedulerMetrics:
     """Metrics of a scheduler."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.view_number = Gauge(
-            "pushpull_scheduler_view_number", "The newest cluster view.", registry=registry
-        )
-        self.nodes = Gauge(
+        gauge = partial(Gauge, registry=registry)
+        counter = partial(Counter, registry=registry)
+        self.view_number = gauge("pushpull_scheduler_view_number", "The newest cluster view.")
+        self.nodes = gauge(
             "pushpull_scheduler_nodes",
             "Nodes that have registered, by role and state (alive, silent, left, gone).",
             ("role", "state"),
-            registry=registry,
         )
-        self.tables = Gauge("pushpull_scheduler_tables", "Tables.", registry=registry)
-        self.heartbeats = Counter(
-            "pushpull_scheduler_heartbeats_total",
-            "Heartbeats answered, by role.",
-            ("role",),
-            registry=registry,
+        self.tables = gauge("pushpull_scheduler_tables", "Tables.")
+        self.heartbeats = counter(
+            "pushpull_scheduler_heartbeats_total", "Heartbeats answered, by role.", ("role",)
         )
-        self.ranges = Gauge(
+        self.ranges = gauge(
             "pushpull_scheduler_ranges",
             "Ranges with values, by how many of their replicas are missing: 0 is none; if all are "
             "missing, no server serves the range.",
             ("missing_replicas",),
-            registry=registry,
         )
-        self.lost_ranges = Gauge(
+        self.lost_ranges = gauge(
             "pushpull_scheduler_lost_ranges",
             "Ranges whose values are on no server that is present or may come back.",
-            registry=registry,
         )
-        self.failovers = Counter(
+        self.failovers = counter(
             "pushpull_scheduler_failovers_total",
             "Failovers, counted once for each range: a backup became the primary.",
-            registry=registry,
         )
-        self.staleness_bound = Gauge(
+        self.staleness_bound = gauge(
             "pushpull_scheduler_staleness_bound",
             "Current bound of staleness of a table whose bound moves (ssp:LEAST..MOST).",
             ("table",),
-            registry=registry,
         )
-        self.refusals = Counter(
-            "pushpull_scheduler_refusals_total",
-            "Calls refused, by the error's code.",
-            ("code",),
-            registry=registry,
+        self.refusals = counter(
+            "pushpull_scheduler_refusals_total", "Calls refused, by the error's code.", ("code",)
         )
-        self.checkpoints = Counter(
+        self.checkpoints = counter(
             "pushpull_scheduler_checkpoints_total",
             "Checkpoints that ended, by result: complete or failed.",
             ("result",),
-            registry=registry,
         )
-        self.checkpoint_bytes = Gauge(
-            "pushpull_scheduler_checkpoint_bytes",
-            "Bytes of the newest complete checkpoint.",
-            registry=registry,
+        self.checkpoint_bytes = gauge(
+            "pushpull_scheduler_checkpoint_bytes", "Bytes of the newest complete checkpoint."
         )
-        self.checkpoint_age_seconds = Gauge(
+        self.checkpoint_age_seconds = gauge(
             "pushpull_scheduler_checkpoint_age_seconds",
             "Seconds since the newest checkpoint was complete; before the first, since the start.",
-            registry=registry,
         )
 
 
@@ -217,96 +195,78 @@ class ServerMetrics:
     """Metrics of a parameter server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.push_duration_seconds = LoopHistogram(
+        loop_histogram = partial(LoopHistogram, registry=registry)
+        self.push_duration_seconds = loop_histogram(
             "pushpull_server_push_duration_seconds",
             "From the arrival of an entry to its COMMITTED reply; under BSP with the wait for the "
             "other workers.",
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.pull_duration_seconds = LoopHistogram(
+        self.pull_duration_seconds = loop_histogram(
             "pushpull_server_pull_duration_seconds",
             "From the arrival of a pull to its last block, waits included.",
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.apply_duration_seconds = LoopHistogram(
+        self.apply_duration_seconds = loop_histogram(
             "pushpull_server_apply_duration_seconds",
             "Optimizer time of one update of one range of a table.",
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.staleness_updates = LoopHistogram(
+        self.staleness_updates = loop_histogram(
             "pushpull_server_staleness_updates",
             "Others' updates to a block between a worker's pull and its push (ASP).",
             buckets=_STALENESS_BUCKETS,
-            registry=registry,
         )
         self._count(registry)
         self._level(registry)
 
     def _count(self, registry: CollectorRegistry) -> None:
-        self.received_bytes = LoopCounter(
-            "pushpull_server_received_bytes_total", "Payload bytes received.", registry=registry
+        loop_counter = partial(LoopCounter, registry=registry)
+        counter = partial(Counter, registry=registry)
+        self.received_bytes = loop_counter(
+            "pushpull_server_received_bytes_total", "Payload bytes received."
         )
-        self.sent_bytes = LoopCounter(
-            "pushpull_server_sent_bytes_total", "Payload bytes sent.", registry=registry
-        )
-        self.applied_updates = LoopCounter(
+        self.sent_bytes = loop_counter("pushpull_server_sent_bytes_total", "Payload bytes sent.")
+        self.applied_updates = loop_counter(
             "pushpull_server_applied_updates_total",
             "Updates applied, counted once for each range of a table.",
-            registry=registry,
         )
-        self.short_updates = LoopCounter(
+        self.short_updates = loop_counter(
             "pushpull_server_short_updates_total",
             "BSP updates applied without the step of a worker that was declared gone, counted once "
             "for each range of a table.",
-            registry=registry,
         )
-        self.failed_updates = Counter(
+        self.failed_updates = counter(
             "pushpull_server_failed_updates_total",
             "Updates that could not be computed; each one's table has failed on this server.",
-            registry=registry,
         )
-        self.entries = Counter(
+        self.entries = counter(
             "pushpull_server_entries_total",
             "Pushes and seals that have ended, by outcome.",
             ("outcome",),
-            registry=registry,
         )
-        self.resent_entries = LoopCounter(
+        self.resent_entries = loop_counter(
             "pushpull_server_resent_entries_total",
             "Entries that had been received before and were answered from the ledger.",
-            registry=registry,
         )
-        self.quota_refusals = Counter(
+        self.quota_refusals = counter(
             "pushpull_server_quota_refusals_total",
             "Entries refused or given back because staging memory is over quota.",
-            registry=registry,
         )
-        self.errors = Counter(
-            "pushpull_server_errors_total",
-            "Errors answered, by code.",
-            ("code",),
-            registry=registry,
+        self.errors = counter(
+            "pushpull_server_errors_total", "Errors answered, by code.", ("code",)
         )
 
     def _level(self, registry: CollectorRegistry) -> None:
-        self.gate_bytes = Gauge(
+        gauge = partial(Gauge, registry=registry)
+        self.gate_bytes = gauge(
             "pushpull_server_gate_bytes",
             "Bytes of staging memory in use: sums and steps not yet applied.",
-            registry=registry,
         )
-        self.state_bytes = Gauge(
-            "pushpull_server_state_bytes",
-            "Bytes of parameters and optimizer state.",
-            registry=registry,
+        self.state_bytes = gauge(
+            "pushpull_server_state_bytes", "Bytes of parameters and optimizer state."
         )
-        self.parked_pulls = Gauge(
+        self.parked_pulls = gauge(
             "pushpull_server_parked_pulls",
             "Range reads of pulls that wait, by cause (initial_values, own_step, ...).",
             ("cause",),
-            registry=registry,
         )
         self.pull_wait_seconds = Histogram(
             "pushpull_server_pull_wait_seconds",
@@ -315,51 +275,37 @@ class ServerMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.primary_ranges = Gauge(
-            "pushpull_server_primary_ranges",
-            "Ranges that the server is primary of.",
-            registry=registry,
+        self.primary_ranges = gauge(
+            "pushpull_server_primary_ranges", "Ranges that the server is primary of."
         )
-        self.backup_ranges = Gauge(
-            "pushpull_server_backup_ranges",
-            "Ranges that the server backs up for another.",
-            registry=registry,
+        self.backup_ranges = gauge(
+            "pushpull_server_backup_ranges", "Ranges that the server backs up for another."
         )
-        self.values_kept = Gauge(
-            "pushpull_server_values_kept", "1: it keeps a lost cluster's values.", registry=registry
+        self.values_kept = gauge(
+            "pushpull_server_values_kept", "1: it keeps a lost cluster's values."
         )
-        self.held_decisions = Gauge(
+        self.held_decisions = gauge(
             "pushpull_server_held_decisions",
             "Decisions that some in-sync backup has not acknowledged: no client has seen them.",
-            registry=registry,
         )
-        self.peer_queue_bytes = Gauge(
-            "pushpull_server_peer_queue_bytes",
-            "Bytes that wait to be written to other servers.",
-            registry=registry,
+        self.peer_queue_bytes = gauge(
+            "pushpull_server_peer_queue_bytes", "Bytes that wait to be written to other servers."
         )
-        self.update_log_bytes = Gauge(
+        self.update_log_bytes = gauge(
             "pushpull_server_update_log_bytes",
             "Bytes of the update log, those that wait to be written included.",
-            registry=registry,
         )
-        self.update_log_queue_bytes = Gauge(
+        self.update_log_queue_bytes = gauge(
             "pushpull_server_update_log_queue_bytes",
             "Bytes that wait to be written to the update log.",
-            registry=registry,
         )
-        self.sessions = Gauge(
-            "pushpull_server_sessions", "Sessions that have been opened.", registry=registry
-        )
-        self.shm_sessions = Gauge(
+        self.sessions = gauge("pushpull_server_sessions", "Sessions that have been opened.")
+        self.shm_sessions = gauge(
             "pushpull_server_shm_sessions",
             "Sessions on this host that share memory with the server.",
-            registry=registry,
         )
-        self.stream_connections = Gauge(
-            "pushpull_server_stream_connections",
-            "Connections to the stream port.",
-            registry=registry,
+        self.stream_connections = gauge(
+            "pushpull_server_stream_connections", "Connections to the stream port."
         )
 
 
@@ -367,63 +313,51 @@ class WorkerMetrics:
     """Metrics of a worker or reader."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.pushed_bytes = LoopCounter(
-            "pushpull_worker_pushed_bytes_total",
-            "Payload bytes sent, resends included.",
-            registry=registry,
+        loop_histogram = partial(LoopHistogram, registry=registry)
+        loop_counter = partial(LoopCounter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        counter = partial(Counter, registry=registry)
+        self.pushed_bytes = loop_counter(
+            "pushpull_worker_pushed_bytes_total", "Payload bytes sent, resends included."
         )
-        self.pulled_bytes = LoopCounter(
-            "pushpull_worker_pulled_bytes_total", "Payload bytes received.", registry=registry
+        self.pulled_bytes = loop_counter(
+            "pushpull_worker_pulled_bytes_total", "Payload bytes received."
         )
-        self.steps = LoopCounter(
-            "pushpull_worker_steps_total", "Steps sealed, of all tables.", registry=registry
-        )
-        self.step_duration_seconds = LoopHistogram(
+        self.steps = loop_counter("pushpull_worker_steps_total", "Steps sealed, of all tables.")
+        self.step_duration_seconds = loop_histogram(
             "pushpull_worker_step_duration_seconds",
             "From the first push of a step to the end of its pull.",
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.pull_duration_seconds = LoopHistogram(
+        self.pull_duration_seconds = loop_histogram(
             "pushpull_worker_pull_duration_seconds",
             "From a pull's call to its last block, waits included.",
-            buckets=_LATENCY_BUCKETS_S,
-            registry=registry,
         )
-        self.resent_entries = Counter(
+        self.resent_entries = counter(
             "pushpull_worker_resent_entries_total",
             "Entries sent again, by the reason's error code.",
             ("code",),
-            registry=registry,
         )
-        self.rejected_blocks = LoopCounter(
-            "pushpull_worker_rejected_blocks_total",
-            "Blocks that servers rejected as too stale.",
-            registry=registry,
+        self.rejected_blocks = loop_counter(
+            "pushpull_worker_rejected_blocks_total", "Blocks that servers rejected as too stale."
         )
-        self.recomputed_blocks = Counter(
+        self.recomputed_blocks = counter(
             "pushpull_worker_recomputed_blocks_total",
             "Blocks that were too stale and that step(closure) computed anew, counted each time.",
-            registry=registry,
         )
-        self.abandoned_blocks = Counter(
+        self.abandoned_blocks = counter(
             "pushpull_worker_abandoned_blocks_total",
             "Blocks that were still too stale when step(closure) gave them up.",
-            registry=registry,
         )
-        self.discarded_steps = LoopCounter(
+        self.discarded_steps = loop_counter(
             "pushpull_worker_discarded_steps_total",
             "Steps that some update does not include (backup workers).",
-            registry=registry,
         )
-        self.lanes = Gauge(
+        self.lanes = gauge(
             "pushpull_worker_lanes",
             "Servers that the clients of this process reach, by lane (shm, grpc).",
             ("lane",),
-            registry=registry,
         )
-        self.window_bytes = Gauge(
+        self.window_bytes = gauge(
             "pushpull_worker_window_bytes",
             "Payload bytes sent to all servers and not yet RECEIVED.",
-            registry=registry,
         )

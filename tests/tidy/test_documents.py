@@ -126,7 +126,7 @@ def test_every_metric_mentioned_exists() -> None:
 
 def metric_names() -> set[str]:
     """Every metric, as /metrics names it."""
-    registry = CollectorRegistry()
+    registry = CollectorRegistry(auto_describe=True)
     for kind in reference.metric_classes():
         kind(registry)
     counters = {f"{metric.name}_total" for metric in registry.collect() if metric.type == "counter"}
