@@ -11,12 +11,20 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+CATALOGUE: dict[str, type[PushpullError]] = {}
+"""Errors that a reply may carry, by code: of several with one code, the first class below."""
+
 
 class PushpullError(Exception):
     """Base of every error that pushpull raises on purpose."""
 
     code: ClassVar[str] = "INTERNAL"
     """The name of the error in the catalogue (`pushpull.v1.ErrorCode` without its prefix)."""
+
+    def __init_subclass__(cls, code: str = "") -> None:
+        if code:
+            cls.code = code
+            CATALOGUE.setdefault(code, cls)
 
     def __init__(self, message: str, *, retry_after_ms: int = 0, clock: int = 0) -> None:
         super().__init__(message)
@@ -25,52 +33,36 @@ class PushpullError(Exception):
         self.clock = clock
 
 
-class InvalidTensor(PushpullError):
+class InvalidTensor(PushpullError, code="INVALID_TENSOR"):
     """A payload or its description is wrong: codec, dtype, length, shape, non-finite values."""
 
-    code = "INVALID_TENSOR"
 
-
-class InvalidKeys(PushpullError):
+class InvalidKeys(PushpullError, code="INVALID_KEYS"):
     """A block, range or position does not exist or does not belong where the request puts it."""
 
-    code = "INVALID_KEYS"
 
-
-class InvalidConfig(PushpullError):
+class InvalidConfig(PushpullError, code="INVALID_CONFIG"):
     """A setting is wrong or contradicts another's."""
 
-    code = "INVALID_CONFIG"
 
-
-class TableNotFound(PushpullError):
+class TableNotFound(PushpullError, code="TABLE_NOT_FOUND"):
     """The table does not exist."""
 
-    code = "TABLE_NOT_FOUND"
 
-
-class TableExists(PushpullError):
+class TableExists(PushpullError, code="TABLE_EXISTS"):
     """A table of that name exists with another layout or other settings."""
 
-    code = "TABLE_EXISTS"
 
-
-class StaleAssignment(PushpullError):
+class StaleAssignment(PushpullError, code="STALE_ASSIGNMENT"):
     """The request's assignment_epoch is not the range's: refresh the view and send again."""
 
-    code = "STALE_ASSIGNMENT"
 
-
-class NotOwner(PushpullError):
+class NotOwner(PushpullError, code="NOT_OWNER"):
     """The server is not the range's primary: refresh the view and send again."""
 
-    code = "NOT_OWNER"
 
-
-class Fenced(PushpullError):
+class Fenced(PushpullError, code="FENCED"):
     """The session's incarnation or timeline has been replaced: register again."""
-
-    code = "FENCED"
 
 
 class ForeignCluster(Fenced):
@@ -78,142 +70,80 @@ class ForeignCluster(Fenced):
     a server's values exist nowhere else.
     """
 
-    code = "FENCED"
 
-
-class Recovering(PushpullError):
+class Recovering(PushpullError, code="RECOVERING"):
     """The node is not ready yet: retry later."""
 
-    code = "RECOVERING"
 
-
-class Draining(PushpullError):
+class Draining(PushpullError, code="DRAINING"):
     """The node is stopping: retry later, elsewhere if the view says so."""
 
-    code = "DRAINING"
 
-
-class Overloaded(PushpullError):
+class Overloaded(PushpullError, code="OVERLOADED"):
     """Over quota: retry when credit comes."""
 
-    code = "OVERLOADED"
 
-
-class WaitExpired(PushpullError):
+class WaitExpired(PushpullError, code="WAIT_EXPIRED"):
     """A deadline passed; the message names who is missing. Nothing changed."""
 
-    code = "WAIT_EXPIRED"
 
-
-class Unauthenticated(PushpullError):
+class Unauthenticated(PushpullError, code="UNAUTHENTICATED"):
     """The session token is missing or wrong."""
 
-    code = "UNAUTHENTICATED"
 
-
-class NotPermitted(PushpullError):
+class NotPermitted(PushpullError, code="NOT_PERMITTED"):
     """The session may not do this."""
 
-    code = "NOT_PERMITTED"
 
-
-class AlreadyPast(PushpullError):
+class AlreadyPast(PushpullError, code="ALREADY_PAST"):
     """The range has passed the clock of a consistent read; `clock` is where the range is."""
 
-    code = "ALREADY_PAST"
 
-
-class UpdateFailed(PushpullError):
+class UpdateFailed(PushpullError, code="UPDATE_FAILED"):
     """An update of the table could not be computed: the table has failed and takes nothing more."""
 
-    code = "UPDATE_FAILED"
 
-
-class EditRefused(PushpullError):
+class EditRefused(PushpullError, code="EDIT_REFUSED"):
     """Parameters that a script changed between two steps have no single meaning: the workers
     changed them differently, or the consistency setting has no step of all workers. Nothing of the
     step was applied.
     """
 
-    code = "EDIT_REFUSED"
 
-
-class ValuesLost(PushpullError):
+class ValuesLost(PushpullError, code="VALUES_LOST"):
     """No server that is there, or may come back, has the values any more: restore a checkpoint."""
 
-    code = "VALUES_LOST"
 
-
-class InvalidCheckpoint(PushpullError):
+class InvalidCheckpoint(PushpullError, code="INVALID_CHECKPOINT"):
     """A checkpoint, or a file of one, is torn, damaged, missing or of another table or version."""
 
-    code = "INVALID_CHECKPOINT"
 
-
-class InvalidUpdateLog(PushpullError):
+class InvalidUpdateLog(PushpullError, code="INVALID_CHECKPOINT"):
     """A server's update log is damaged, of another version, or cannot be written. It stays in the
     process that has the log.
     """
 
-    code = "INVALID_CHECKPOINT"
 
-
-class InvalidJournal(PushpullError):
+class InvalidJournal(PushpullError, code="INVALID_CONFIG"):
     """The scheduler's journal is damaged, of another cluster or version, open in another scheduler,
     or cannot be written. It stays in the process that has the journal.
     """
 
-    code = "INVALID_CONFIG"
 
-
-class GradientChangedAfterPush(PushpullError):
+class GradientChangedAfterPush(PushpullError, code="INVALID_TENSOR"):
     """A gradient or hyperparameter changed after its block was sent (eager mode)."""
 
-    code = "INVALID_TENSOR"
 
-
-class Internal(PushpullError):
+class Internal(PushpullError, code="INTERNAL"):
     """A bug of the other side."""
 
-    code = "INTERNAL"
 
-
-class InvariantViolation(PushpullError):
+class InvariantViolation(PushpullError, code="INTERNAL"):
     """A numbered invariant of a machine does not hold: a bug of ours."""
-
-    code = "INTERNAL"
 
     def __init__(self, invariant: str, detail: str) -> None:
         super().__init__(f"invariant {invariant} violated: {detail}")
         self.invariant = invariant
-
-
-CATALOGUE: dict[str, type[PushpullError]] = {
-    error.code: error
-    for error in (
-        InvalidTensor,
-        InvalidKeys,
-        InvalidConfig,
-        TableNotFound,
-        TableExists,
-        StaleAssignment,
-        NotOwner,
-        Fenced,
-        Recovering,
-        Draining,
-        Overloaded,
-        WaitExpired,
-        Unauthenticated,
-        NotPermitted,
-        AlreadyPast,
-        UpdateFailed,
-        EditRefused,
-        ValuesLost,
-        InvalidCheckpoint,
-        Internal,
-    )
-}
-"""Errors that a reply may carry, by code."""
 
 
 def check(holds: bool, invariant: str, detail: str) -> None:

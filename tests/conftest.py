@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
-from ps_runtime.launch.role_starts import begin_by
+from ps_runtime.launch import role_starts
 from ps_runtime.system.collector import spared
 from tests.integration.warm_roles import FORKER, begin_warm
 from tests.joining import SECRET
@@ -88,7 +88,7 @@ def drawn_seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session", autouse=True)
 def warm_roles() -> Iterator[None]:
     """Schedulers and servers that a test starts begin with all imported."""
-    before = begin_by(begin_warm)
+    before, role_starts.begin = role_starts.begin, begin_warm
     yield
-    begin_by(before)
+    role_starts.begin = before
     FORKER.close()

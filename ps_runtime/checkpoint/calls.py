@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport
-from ps_runtime.cluster import wire
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
@@ -22,7 +20,7 @@ async def report_part(link: SchedulerLink, number: int, part: PartReport) -> Non
     Blocking: until a scheduler has answered.
     """
     request = scheduler_pb2.ReportCheckpointPartRequest(
-        session=wire.session_to_proto(link.session),
+        session=link.identity,
         number=number,
         file=part.file,
         byte_count=part.byte_count,
@@ -41,25 +39,7 @@ async def report_part(link: SchedulerLink, number: int, part: PartReport) -> Non
         referred_byte_count=part.referred_byte_count,
         bases=part.bases,
     )
-    await link.call(
-        lambda stub, left_s: stub.ReportCheckpointPart(request, timeout=min(left_s, link.lease_s)),
-        "the scheduler to hear of a checkpoint's part",
-        math.inf,
-    )
-
-
-@dataclass(frozen=True)
-class JoinAnswer:
-    """The scheduler's answer to a worker that joins a checkpoint.
-
-    Attributes:
-        must_step: the caller waits before a step that the checkpoint includes, because another
-            worker has taken that step.
-        is_awaited: the script of another worker waits for the checkpoint.
-    """
-
-    must_step: bool
-    is_awaited: bool
+    await link.call("ReportCheckpointPart", request, "the scheduler to hear of a checkpoint's part")
 
 
 async def join_checkpoint(
@@ -69,14 +49,17 @@ async def join_checkpoint(
     has_state: bool,
     *,
     stays: bool = False,
-) -> JoinAnswer:
+) -> scheduler_pb2.JoinCheckpointResponse:
     """Workers: report the clocks at which this worker can save its own state next; it goes no
     further until the cut is decided. `stays`: its script waits there until the checkpoint ends.
+
+    In the answer, `must_step`: the caller waits before a step that the checkpoint includes, because
+    another worker has taken that step; `is_awaited`: the script of another worker waits for it.
 
     Blocking: as `report_part`.
     """
     request = scheduler_pb2.JoinCheckpointRequest(
-        session=wire.session_to_proto(link.session),
+        session=link.identity,
         number=number,
         tables=[
             scheduler_pb2.TableProgress(table_id=table_id, clock=each)
@@ -85,12 +68,10 @@ async def join_checkpoint(
         has_state=has_state,
         stays=stays,
     )
-    answer = await link.call(
-        lambda stub, left_s: stub.JoinCheckpoint(request, timeout=min(left_s, link.lease_s)),
-        "the scheduler to hear where this worker is",
-        math.inf,
+    answer: scheduler_pb2.JoinCheckpointResponse = await link.call(
+        "JoinCheckpoint", request, "the scheduler to hear where this worker is"
     )
-    return JoinAnswer(answer.must_step, answer.is_awaited)
+    return answer
 
 
 async def restore_checkpoint(link: SchedulerLink, url: str, deadline_s: float) -> str:
@@ -102,14 +83,9 @@ async def restore_checkpoint(link: SchedulerLink, url: str, deadline_s: float) -
         InvalidCheckpoint: there is no good one.
         Fenced: also if another caller has restored the cluster.
     """
-    request = scheduler_pb2.RestoreCheckpointRequest(
-        session=wire.session_to_proto(link.session), url=url
-    )
-    answer = await link.call(
-        lambda stub, left_s: stub.RestoreCheckpoint(request, timeout=left_s),
-        "the cluster to be restored",
-        clock.now_s() + deadline_s,
-    )
+    request = scheduler_pb2.RestoreCheckpointRequest(session=link.identity, url=url)
+    end_s = clock.now_s() + deadline_s
+    answer = await link.call("RestoreCheckpoint", request, "the cluster to be restored", end_s)
     found: str = answer.url
     return found
 
@@ -140,14 +116,11 @@ async def create_checkpoint(
         WaitExpired: it was not complete in time; the message names the missing nodes.
     """
     request = scheduler_pb2.CreateCheckpointRequest(
-        session=wire.session_to_proto(link.session),
+        session=link.identity,
         reason=reason,
         covered_by=covered_by,
         view_number=view_number,
     )
-    answer = await link.call(
-        lambda stub, left_s: stub.CreateCheckpoint(request, timeout=left_s),
-        "a checkpoint",
-        clock.now_s() + deadline_s,
-    )
+    end_s = clock.now_s() + deadline_s
+    answer = await link.call("CreateCheckpoint", request, "a checkpoint", end_s)
     return MadeCheckpoint(answer.number, answer.url, answer.byte_count)

@@ -21,7 +21,6 @@ from dataclasses import replace
 
 from ps_core.errors import InvalidCheckpoint, PushpullError
 from ps_core.manifest import Manifest, SavedPart, SavedWorker
-from ps_runtime.checkpoint.directory import CheckpointDirectory
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_with
 from ps_runtime.checkpoint.store import CheckpointStore
@@ -30,7 +29,6 @@ from ps_runtime.system.disk import DISK, Disk
 
 _PREFIX = "z-"
 """Sorts after the ids of clusters, which are hexadecimal digits."""
-
 _MAX_ID_CHARACTERS = 200
 
 
@@ -54,11 +52,11 @@ def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK)
     )
     directory.create()
     try:
-        copies = _Copies(reader, directory, manifest, disk)
+        copies = WorkerCopies(directory, manifest, disk)
         manifest = replace(
             manifest,
-            parts=tuple(copies.part(part) for part in source.parts),
-            workers=tuple(copies.worker(worker) for worker in source.workers),
+            parts=tuple(_copy_part(reader, part, copies) for part in source.parts),
+            workers=tuple(_copy_worker(reader, each, copies) for each in source.workers),
         )
         problems = problems_with(directory, manifest)
         if problems:
@@ -71,51 +69,34 @@ def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK)
     return manifest
 
 
-class _Copies:
-    """Copies one checkpoint's files into another's directory."""
+def _copy_part(reader: CheckpointReader, saved: SavedPart, copies: WorkerCopies) -> SavedPart:
+    """Copy a server's part to where `copies` copies workers'."""
+    blocks = reader.headers[saved.file].blocks
+    planned = []
+    for name, count in saved.tables.items():
+        own = [block for (table, _), block in blocks.items() if table == name]
+        tensors = sorted({tensor for block in own for tensor in block.tensors})
+        planned.append(PlannedTable(name, count, tensors, sum(len(b.steps) for b in own)))
+    path = copies.directory.begin(saved.file)
+    writer = PartWriter(path, planned, copies.disk)
+    try:
+        for (table, number), block in blocks.items():
+            for tensor in block.tensors:
+                stored = reader.tensor(table, number, tensor)
+                payload = reader.read(table, number, tensor)
+                dtype = "F32" if stored is None else stored.dtype
+                writer.append(table, number, tensor, payload, dtype)
+            writer.note_block(table, number, block.version, block.steps)
+        written = writer.finish(copies.manifest.number, copies.manifest.cluster_id)
+    finally:
+        writer.abort()
+    copies.directory.commit(saved.file, path)
+    return SavedPart(saved.file, written.byte_count, written.header_sha256, saved.tables)
 
-    def __init__(
-        self,
-        reader: CheckpointReader,
-        directory: CheckpointDirectory,
-        manifest: Manifest,
-        disk: Disk,
-    ) -> None:
-        self._reader = reader
-        self._directory = directory
-        self._manifest = manifest
-        self._disk = disk
 
-    def part(self, saved: SavedPart) -> SavedPart:
-        """Copy a server's part."""
-        blocks = self._reader.headers[saved.file].blocks
-        planned = []
-        for name, count in saved.tables.items():
-            own = [block for (table, _), block in blocks.items() if table == name]
-            tensors = sorted({tensor for block in own for tensor in block.tensors})
-            planned.append(PlannedTable(name, count, tensors, sum(len(b.steps) for b in own)))
-        path = self._directory.begin(saved.file)
-        writer = PartWriter(path, planned, self._disk)
-        try:
-            for (table, number), block in blocks.items():
-                for tensor in block.tensors:
-                    stored = self._reader.tensor(table, number, tensor)
-                    payload = self._reader.read(table, number, tensor)
-                    dtype = "F32" if stored is None else stored.dtype
-                    writer.append(table, number, tensor, payload, dtype)
-                writer.note_block(table, number, block.version, block.steps)
-            written = writer.finish(self._manifest.number, self._manifest.cluster_id)
-        finally:
-            writer.abort()
-        self._directory.commit(saved.file, path)
-        return SavedPart(saved.file, written.byte_count, written.header_sha256, saved.tables)
-
-    def worker(self, saved: SavedWorker) -> SavedWorker:
-        """Copy a worker's part; a worker without a file stays as it is."""
-        header = self._reader.headers.get(saved.file)
-        if header is None:
-            return saved
-        copies = WorkerCopies(self._directory, self._manifest, self._disk)
-        return copies.copy(
-            saved.file, header, lambda name: self._reader.read_file(saved.file, name)
-        )
+def _copy_worker(reader: CheckpointReader, saved: SavedWorker, copies: WorkerCopies) -> SavedWorker:
+    """Copy a worker's part; a worker without a file stays as it is."""
+    header = reader.headers.get(saved.file)
+    if header is None:
+        return saved
+    return copies.copy(saved.file, header, lambda name: reader.read_file(saved.file, name))

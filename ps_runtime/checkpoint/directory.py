@@ -45,12 +45,10 @@ class Location:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
         return self.path.rstrip("/").rsplit("/", 1)[-1]
 
     @property
     def is_local(self) -> bool:
-        """True for a path of this machine."""
         return isinstance(self.filesystem, LocalFileSystem)
 
     @property
@@ -99,9 +97,8 @@ def locate(url: str) -> Location:
         needed = _EXTRAS.get("s3" if protocol == "s3a" else protocol, str(error))
         raise InvalidConfig(f"{url}: '{protocol}' needs {needed}") from error
     except Exception as error:  # noqa: BLE001 - each filesystem has errors of its own
-        raise InvalidConfig(
-            f"{url}: {error}; expected a path, or a URL that fsspec knows"
-        ) from None
+        expected = "a path, or a URL that fsspec knows"
+        raise InvalidConfig(f"{url}: {error}; expected {expected}") from None
     path = str(path).rstrip("/")
     is_local = isinstance(filesystem, LocalFileSystem)
     return Location(filesystem, path, path if is_local else url.rstrip("/"))
@@ -151,10 +148,8 @@ class CheckpointDirectory:
         return Path(self.location.path, file) if self.location.is_local else None
 
     def create(self) -> None:
-        """Make the directory; files of a broken attempt in it may be replaced.
-
-        Raises:
-            InvalidCheckpoint: also if there is a checkpoint in it.
+        """Make the directory; files of a broken attempt in it may be replaced. InvalidCheckpoint
+        also if there is a checkpoint in it.
         """
         with reported(self.url, "made"):
             if self.location.is_local:
@@ -181,10 +176,8 @@ class CheckpointDirectory:
                 self._disk.remove(final)
 
     def begin(self, file: str, spool: Path | None = None) -> Path:
-        """The path on this machine where a file is written before `commit`.
-
-        If the directory is elsewhere, the file waits in `spool` for its upload; None: among the
-        machine's temporary files.
+        """The path on this machine where a file is written before `commit`. If the directory is
+        elsewhere, it waits in `spool`, or among the machine's temporary files, for its upload.
         """
         final = self.local_path(file)
         if final is not None:
@@ -195,9 +188,8 @@ class CheckpointDirectory:
         return Path(path)
 
     def commit(self, file: str, written: Path) -> None:
-        """Give a complete and synced file its name; remove a spooled one, even after a failure.
-
-        `written` is its path from `begin`. Blocking: elsewhere the upload.
+        """Give a complete and synced file, at its path from `begin`, its name; remove a spooled
+        one, even after a failure. Blocking: elsewhere the upload.
         """
         final = self.local_path(file)
         with reported(f"{self.url}/{file}", "written"):

@@ -129,15 +129,10 @@ def tensor_name(table: str, block: int, tensor: str) -> str:
 def read_header(
     file: Readable, where: str, byte_count: int | None = None, header_sha256: str | None = None
 ) -> PartHeader:
-    """Read and check the header of a part.
+    """Read and check the header of the part at `where`; InvalidCheckpoint names a fault.
 
-    `where` is its address, for the error's message. `byte_count` and `header_sha256` (up to the end
-    of the header) are the manifest's; None: not known.
-
-    Blocking: reads the header.
-
-    Raises:
-        InvalidCheckpoint: names the file, the fault and the expected value.
+    `byte_count` and `header_sha256` (up to the end of the header) are the manifest's; None: not
+    known. Blocking: reads the header.
     """
     size = file.seek(0, os.SEEK_END)
     if byte_count is not None and size != byte_count:
@@ -161,12 +156,10 @@ def read_header(
 
 
 def read_into(file: Readable, header: PartHeader, name: str, target: memoryview) -> None:
-    """Read a tensor's bytes into `target`, and check them.
+    """Read a tensor's bytes into `target`, and check them. Blocking: reads the tensor.
 
     Shapes:
         target: writable bytes ("B"), C-contiguous, as long as the tensor; undefined after an error.
-
-    Blocking: reads the tensor.
 
     Raises:
         InvalidCheckpoint: there is no such tensor, it has another length, or it is damaged.
@@ -174,28 +167,20 @@ def read_into(file: Readable, header: PartHeader, name: str, target: memoryview)
     stored = header.tensors.get(name)
     if stored is None:
         _refuse(header.where, f"it has no tensor '{name}'")
+    what = f"tensor '{name}'"
     if target.nbytes != stored.byte_count:
-        _refuse(
-            header.where,
-            f"tensor '{name}' has {stored.byte_count} bytes; expected {target.nbytes}",
-        )
+        _refuse(header.where, f"{what} has {stored.byte_count} bytes; expected {target.nbytes}")
     file.seek(stored.begin)
     count = _fill(file, target)
     if count != stored.byte_count:
-        _refuse(header.where, f"tensor '{name}' ends after {count} of {stored.byte_count} bytes")
-    crc32 = zlib.crc32(target)
-    if crc32 != stored.crc32:
-        _refuse(
-            header.where,
-            f"tensor '{name}' is damaged: its CRC-32 is {crc32}; the header says {stored.crc32}",
-        )
+        _refuse(header.where, f"{what} ends after {count} of {stored.byte_count} bytes")
+    if (crc32 := zlib.crc32(target)) != stored.crc32:
+        damage = f"its CRC-32 is {crc32}; the header says {stored.crc32}"
+        _refuse(header.where, f"{what} is damaged: {damage}")
 
 
 def read_tensor(file: Readable, header: PartHeader, name: str) -> bytearray:
-    """Read a tensor's bytes into new memory, and check them.
-
-    Blocking, Raises: as `read_into`.
-    """
+    """As `read_into`, into new memory."""
     stored = header.tensors.get(name)
     taken = bytearray(0 if stored is None else stored.byte_count)
     read_into(file, header, name, memoryview(taken))
@@ -230,19 +215,22 @@ class _Parsed:
     size: int
     data_begin: int
 
+    def _refuse(self, reason: str) -> NoReturn:
+        _refuse(self.where, reason)
+
     def header(self, text: bytes) -> PartHeader:
         document = self._json(text, "its header")
         metadata = document.pop("__metadata__", None)
         said = metadata.get(METADATA_KEY) if isinstance(metadata, dict) else None
         if not isinstance(said, str):
-            _refuse(self.where, f"its metadata has no '{METADATA_KEY}'; expected a checkpoint's")
+            self._refuse(f"its metadata has no '{METADATA_KEY}'; expected a checkpoint's")
         ours = self._json(said, f"its metadata '{METADATA_KEY}'")
         version = self._count(ours, "version")
         if version != VERSION:
-            _refuse(self.where, f"its metadata is of version {version}; expected {VERSION}")
+            self._refuse(f"its metadata is of version {version}; expected {VERSION}")
         cluster_id = ours.get("cluster_id")
         if not isinstance(cluster_id, str):
-            _refuse(self.where, f"cluster_id is {cluster_id!r}; expected a string")
+            self._refuse(f"cluster_id is {cluster_id!r}; expected a string")
         blocks: dict[tuple[str, int], StoredBlock] = {}
         worker = None
         if "blocks" in ours:
@@ -266,30 +254,30 @@ class _Parsed:
             document = json.loads(text, object_pairs_hook=once_each)
         except (ValueError, RecursionError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else error
-            _refuse(self.where, f"{what} is not JSON: {reason}")
+            self._refuse(f"{what} is not JSON: {reason}")
         return self._object(document, what)
 
     def _object(self, value: object, what: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            _refuse(self.where, f"{what} is {_shown(value)}; expected a JSON object")
+            self._refuse(f"{what} is {_shown(value)}; expected a JSON object")
         return value
 
     def _count(self, fields: Mapping[str, Any], name: str) -> int:
         value = fields.get(name)
         if type(value) is not int or value < 0:
-            _refuse(self.where, f"{name} is {_shown(value)}; expected a number from 0 up")
+            self._refuse(f"{name} is {_shown(value)}; expected a number from 0 up")
         return value
 
     def _counts(self, value: object, what: str) -> tuple[int, ...]:
         if not isinstance(value, list) or any(type(n) is not int or n < 0 for n in value):
-            _refuse(self.where, f"{what} is {_shown(value)}; expected a list of numbers from 0 up")
+            self._refuse(f"{what} is {_shown(value)}; expected a list of numbers from 0 up")
         return tuple(value)
 
     def _checksums(self, fields: Mapping[str, Any], of: str) -> dict[str, int]:
         found = self._object(fields.get("crc32"), f"crc32 of {of}")
         for name, value in found.items():
             if type(value) is not int or not 0 <= value < 2**32:
-                _refuse(self.where, f"crc32 of {of}, {name}, is {_shown(value)}; expected 32 bits")
+                self._refuse(f"crc32 of {of}, {name}, is {_shown(value)}; expected 32 bits")
         return found
 
     def _blocks(self, tables: object) -> tuple[dict[tuple[str, int], StoredBlock], dict[str, int]]:
@@ -299,11 +287,11 @@ class _Parsed:
             for number, entry in self._object(entries, f"blocks of '{table}'").items():
                 what = f"block {number} of '{table}'"
                 if not (number.isascii() and number.isdecimal() and str(int(number)) == number):
-                    _refuse(self.where, f"{what} has no number")
+                    self._refuse(f"{what} has no number")
                 fields = self._object(entry, what)
                 crcs = self._checksums(fields, what)
                 if VALUES not in crcs:
-                    _refuse(self.where, f"{what} has no checksum of its {VALUES}")
+                    self._refuse(f"{what} has no checksum of its {VALUES}")
                 steps = self._counts(fields.get("steps"), f"steps of {what}")
                 version = self._count(fields, "version")
                 block, place = int(number), self._place(fields, what)
@@ -313,22 +301,21 @@ class _Parsed:
                 for tensor, crc32 in crcs.items():
                     name = tensor_name(table, block, tensor)
                     if name in checksums:
-                        _refuse(self.where, f"two checksums are for a tensor '{name}'")
+                        self._refuse(f"two checksums are for a tensor '{name}'")
                     checksums[name] = crc32
         return blocks, checksums
 
     def _place(self, fields: Mapping[str, Any], what: str) -> str:
         """The block's place, if it is not here; an entry may have no other field than its own."""
         for name in fields.keys() - {"version", "steps", "crc32", "in"}:
-            _refuse(self.where, f"{what} has a field {name!r}; expected none of that name")
+            self._refuse(f"{what} has a field {name!r}; expected none of that name")
         if "in" not in fields:
             return ""
         place = fields["in"]
         if not isinstance(place, str) or split_place(place) is None:
-            _refuse(
-                self.where,
+            self._refuse(
                 f"{what} is in {_shown(place)}; expected a checkpoint's directory, a slash and the "
-                "plain name of a file",
+                "plain name of a file"
             )
         return place
 
@@ -338,7 +325,7 @@ class _Parsed:
         for name in checksums.keys() ^ entries.keys():
             missing = "tensor" if name in checksums else "checksum"
             has = "checksum" if name in checksums else "tensor"
-            _refuse(self.where, f"it has a {has} '{name}' without its {missing}")
+            self._refuse(f"it has a {has} '{name}' without its {missing}")
         found = {
             name: self._tensor(name, self._object(entry, f"tensor '{name}'"), checksums[name])
             for name, entry in entries.items()
@@ -347,38 +334,36 @@ class _Parsed:
         for name, stored in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
             if stored.begin != end:
                 lies = "overlaps another" if stored.begin < end else "leaves a hole before it"
-                _refuse(
-                    self.where,
-                    f"tensor '{name}' {lies}: it begins at byte {stored.begin}; expected {end}",
+                self._refuse(
+                    f"tensor '{name}' {lies}: it begins at byte {stored.begin}; expected {end}"
                 )
             end = stored.end
         if end != self.size:
-            _refuse(self.where, f"its tensors end at byte {end}; the file has {self.size} bytes")
+            self._refuse(f"its tensors end at byte {end}; the file has {self.size} bytes")
         return found
 
     def _tensor(self, name: str, entry: Mapping[str, Any], crc32: int) -> StoredTensor:
         dtype = entry.get("dtype")
         if not isinstance(dtype, str) or dtype not in ELEMENT_BYTES:
-            _refuse(self.where, f"tensor '{name}' is of {_shown(dtype)}; expected F32 or F64")
+            self._refuse(f"tensor '{name}' is of {_shown(dtype)}; expected F32 or F64")
         shape = self._counts(entry.get("shape"), f"the shape of '{name}'")
         offsets = self._counts(entry.get("data_offsets"), f"data_offsets of '{name}'")
-        if len(offsets) != 2 or not offsets[0] <= offsets[1] <= self.size - self.data_begin:
-            _refuse(
-                self.where,
+        most = self.size - self.data_begin
+        if len(offsets) != 2 or not offsets[0] <= offsets[1] <= most:
+            self._refuse(
                 f"data_offsets of '{name}' are {_shown(offsets)}; expected [begin, end) within "
-                f"the {self.size - self.data_begin} bytes of data",
+                f"the {most} bytes of data"
             )
         if len(shape) > MAX_DIMENSION_COUNT:
-            _refuse(self.where, f"tensor '{name}' has {len(shape)} dimensions")
+            self._refuse(f"tensor '{name}' has {len(shape)} dimensions")
+        begin, end = offsets
         expected = math.prod(shape) * ELEMENT_BYTES[dtype]
-        if expected != offsets[1] - offsets[0]:
-            _refuse(
-                self.where,
-                f"tensor '{name}' has {offsets[1] - offsets[0]} bytes; expected {expected} for "
-                f"{dtype} of shape {_shown(shape)}",
+        if expected != end - begin:
+            self._refuse(
+                f"tensor '{name}' has {end - begin} bytes; expected {expected} for "
+                f"{dtype} of shape {_shown(shape)}"
             )
-        begin, end = (self.data_begin + offset for offset in offsets)
-        return StoredTensor(dtype, shape, begin, end, crc32)
+        return StoredTensor(dtype, shape, self.data_begin + begin, self.data_begin + end, crc32)
 
 
 def _shown(value: object) -> str:

@@ -79,29 +79,19 @@ def _members(items: Iterable[tuple[str, Any]]) -> Iterator[str]:
 
 
 def _entry(stored: StoredBlock) -> dict[str, Any]:
-    """The entry of a block."""
     entry = {"version": stored.version, "steps": stored.steps, "crc32": dict(stored.crc32s)}
     return {**entry, "in": stored.place} if stored.place else entry
 
 
-def _in_order(
-    blocks: Iterable[tuple[str, int]],
-) -> Iterator[tuple[str, Iterator[int]]]:
+def _in_order(blocks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, Iterator[int]]]:
     """The tables by name, each with the numbers of its blocks, ascending."""
     by_table: dict[str, list[int]] = {}
     for table, block in blocks:
         by_table.setdefault(table, []).append(block)
-    for table in sorted(by_table):
-        found = by_table[table]
-        yield (
-            table,
-            heapq.merge(
-                *(
-                    sorted(found[begin : begin + _SORTED_AT_ONCE])
-                    for begin in range(0, len(found), _SORTED_AT_ONCE)
-                )
-            ),
-        )
+    for table, found in sorted(by_table.items()):
+        begins = range(0, len(found), _SORTED_AT_ONCE)
+        runs = (sorted(found[begin : begin + _SORTED_AT_ONCE]) for begin in begins)
+        yield table, heapq.merge(*runs)
 
 
 def padded_pieces(pieces: Iterable[str], header_bytes: int) -> Iterator[bytes]:

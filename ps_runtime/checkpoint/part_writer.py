@@ -64,8 +64,6 @@ class PlannedTable:
     """The content of a part for one table, at most.
 
     Attributes:
-        name: the table's.
-        block_count: blocks.
         tensors: names of the tensors that a block may have, "values" among them.
         step_count: step numbers of all its blocks together: all their segments, if tensors of a
             block have taken different steps; 0: one a block.
@@ -80,11 +78,8 @@ class PlannedTable:
     def header_bytes(self) -> int:
         """The bytes that it takes in a header, at most."""
         longest = f'"{_WIDEST_NUMBER}":'
-        entry = {
-            "version": _WIDEST_NUMBER,
-            "steps": [],
-            "crc32": dict.fromkeys(self.tensors, _CRC32),
-        }
+        crc32s = dict.fromkeys(self.tensors, _CRC32)
+        entry = {"version": _WIDEST_NUMBER, "steps": [], "crc32": crc32s}
         described = _described("F32", (_WIDEST_NUMBER,), _WIDEST_NUMBER, _WIDEST_NUMBER)
         written = sum(
             len(to_json({tensor_name(self.name, _WIDEST_NUMBER, tensor): described}))
@@ -128,14 +123,8 @@ class WorkerTensor:
 
 
 class PartWriter:
-    """Writes one server's part.
-
-    Args:
-        path: the file, on this machine; an existing one is replaced.
-        planned: its content, at most: space is reserved for a header of that.
-        disk: writes the file.
-
-    Blocking: makes the file.
+    """Writes one server's part to `path`, on this machine; an existing file is replaced. Space is
+    reserved for a header of what is `planned`. Blocking: makes the file.
 
     Raises:
         InvalidCheckpoint: the file cannot be made, or the header would be too long for safetensors.
@@ -148,7 +137,7 @@ class PartWriter:
         fixed = len(to_json(header(metadata(_WIDEST_NUMBER, "", {}), {})))
         reserved = fixed + _MOST_BYTES_A_CHARACTER * _MAX_CLUSTER_ID_CHARACTERS
         reserved += sum(table.header_bytes for table in planned)
-        self._header_bytes = -(-reserved // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._header_bytes = _aligned(reserved)
         if self._header_bytes > MAX_HEADER_BYTES:
             raise InvalidCheckpoint(
                 f"{path}: its header would have up to {self._header_bytes} bytes; safetensors "
@@ -170,15 +159,10 @@ class PartWriter:
     def append(
         self, table: str, block: int, tensor: str, payload: Payload, dtype: str = "F32"
     ) -> None:
-        """Write one tensor of a block. Thread-safe.
+        """Write one tensor of a block: "values", or the name of an optimizer's state. Thread-safe.
 
-        `tensor` is "values", or the name of an optimizer's state. `payload` is little-endian and
-        C-contiguous; it is read before this returns. `dtype` is F32 or F64.
-
-        Blocking: the write.
-
-        Raises:
-            InvalidCheckpoint: it cannot be written.
+        `payload` is little-endian and C-contiguous; it is read before this returns. `dtype` is F32
+        or F64. Blocking: the write. Raises InvalidCheckpoint if it cannot be written.
         """
         flat = flat_bytes(payload)
         count, rest = divmod(flat.nbytes, ELEMENT_BYTES[dtype])
@@ -232,9 +216,7 @@ class PartWriter:
             self._referred[table, block] = stored
 
     def finish(self, checkpoint: int, cluster_id: str) -> WrittenPart:
-        """Write the header; the file is then complete and durable.
-
-        Blocking: until the disk has it.
+        """Write the header; the file is then complete and durable. Blocking: until the disk has it.
 
         Raises:
             InvalidCheckpoint: it cannot be written, or a tensor before could not.
@@ -261,13 +243,11 @@ class PartWriter:
             return WrittenPart(offset + self._end, digest.hexdigest(), blocks)
 
     def abort(self) -> None:
-        """Remove the file, unless it is finished. Idempotent. Thread-safe.
+        """Remove the file, unless it is finished; InvalidCheckpoint if it cannot be removed.
+        Idempotent. Thread-safe.
 
         Blocking: until appends under way have ended: a file that is opened next may get the same
         descriptor, and they would write to it.
-
-        Raises:
-            InvalidCheckpoint: it cannot be removed.
         """
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
@@ -302,13 +282,8 @@ class PartWriter:
 def write_worker_part(
     path: Path, part: WorkerPart, tensors: Mapping[str, WorkerTensor], disk: Disk = DISK
 ) -> WrittenPart:
-    """Write a worker's part; it is then complete and durable.
-
-    Args:
-        path: the file, on this machine; an existing one is replaced.
-        part: its rank, its clock and its state.
-        tensors: by name; they are written in this order, wide elements first.
-        disk: writes the file.
+    """Write a worker's part, complete and durable, to `path`, on this machine; an existing file is
+    replaced. Of the `tensors`, by name, those with wide elements are written first.
 
     Blocking: until the disk has it.
 
@@ -339,7 +314,7 @@ def write_worker_part(
         text = to_json(header(fields, entries))
     except (TypeError, ValueError) as error:
         raise InvalidCheckpoint(f"{path}: a worker's state is no JSON: {error}") from None
-    start = _padded(text, -(-len(text) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
+    start = b"".join(padded_pieces((text,), _aligned(len(text))))
     if len(start) - LENGTH_BYTES > MAX_HEADER_BYTES:  # no reader would accept it
         raise InvalidCheckpoint(
             f"{path}: the state without its tensors takes {len(start)} bytes; expected at most "
@@ -366,8 +341,8 @@ def _described(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[s
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
-def _padded(text: str, header_bytes: int) -> bytes:
-    return header_bytes.to_bytes(LENGTH_BYTES, "little") + text.encode().ljust(header_bytes)
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _escaped_bytes(text: str) -> int:

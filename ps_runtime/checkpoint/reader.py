@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import BinaryIO, Self
 
 from google.protobuf import json_format
@@ -64,11 +63,8 @@ def table_of(saved: SavedTable, where: str) -> Table:
 class CheckpointReader:
     """A checkpoint, open for reading by one thread at a time. A context manager.
 
-    Attributes:
-        directory: its directory.
-        manifest: its manifest.
-        headers: the header of each of its own files, by name.
-        tables: by name, as the manifest's specs describe them.
+    `headers` are those of its own files, by name; `tables`, by name, are as the manifest's specs
+    describe them.
 
     Blocking: reads the manifest, every header, and the needed headers of other checkpoints.
 
@@ -98,7 +94,7 @@ class CheckpointReader:
             for problem in bases.unused():
                 raise InvalidCheckpoint(problem)
             self._sources = _sources_of(directory, self.headers, bases)
-            for problem in _table_problems(self.manifest, self.tables, self._blocks()):
+            for problem in _table_problems(self.manifest, self.tables, self.headers, self._sources):
                 raise InvalidCheckpoint(f"{directory.url}: {problem}")
         except BaseException:
             self.close()
@@ -117,12 +113,6 @@ class CheckpointReader:
                 f"{self.directory.url}: block {key[1]} of table '{key[0]}' is in {other} and "
                 f"in {file}; expected it once"
             )
-
-    def _blocks(self) -> dict[tuple[str, int], tuple[Source, StoredBlock]]:
-        return {
-            key: (source, self.headers[self._files[key]].blocks[key])
-            for key, source in self._sources.items()
-        }
 
     def file_of(self, table: str, block: int) -> str:
         """The checkpoint's file that has a block, or refers to it."""
@@ -188,12 +178,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
 
@@ -203,9 +188,7 @@ def problems_of(
     """Read all of a checkpoint; returns its faults, each with its file. A good one has none.
 
     `progress` is called with counts of bytes: in the end those of all files and of the blocks that
-    they refer to, or fewer after a fault.
-
-    Blocking: reads every byte.
+    they refer to, or fewer after a fault. Blocking: reads every byte.
     """
     try:
         manifest = directory.read_manifest()
@@ -255,12 +238,7 @@ def problems_with(
             for tensor in block.tensors
         ]
         problems += _damages(source, names, progress)
-    blocks = {
-        key: (sources[key], block)
-        for header in headers.values()
-        for key, block in header.blocks.items()
-    }
-    found = _table_problems(manifest, tables, blocks)
+    found = _table_problems(manifest, tables, headers, sources)
     return [*problems, *(f"{directory.url}: {problem}" for problem in found)]
 
 
@@ -268,12 +246,12 @@ def _sources_of(
     directory: CheckpointDirectory, headers: Mapping[str, PartHeader], bases: Bases
 ) -> dict[tuple[str, int], Source]:
     """The file of each block."""
-    found: dict[tuple[str, int], Source] = {}
-    for file, header in headers.items():
-        own = Source(directory, file, header)
-        for key, block in header.blocks.items():
-            found[key] = bases.sources[block.place] if block.place else own
-    return found
+    own = {file: Source(directory, file, header) for file, header in headers.items()}
+    return {
+        key: bases.sources[block.place] if block.place else own[file]
+        for file, header in headers.items()
+        for key, block in header.blocks.items()
+    }
 
 
 def _damages(source: Source, names: Sequence[str], progress: Callable[[int], object]) -> list[str]:
@@ -293,7 +271,7 @@ def _damages(source: Source, names: Sequence[str], progress: Callable[[int], obj
     return problems
 
 
-def _twice(headers: dict[str, PartHeader]) -> Iterator[str]:
+def _twice(headers: Mapping[str, PartHeader]) -> Iterator[str]:
     files: dict[tuple[str, int], str] = {}
     for file, header in headers.items():
         for table, block in header.blocks:
@@ -305,9 +283,11 @@ def _twice(headers: dict[str, PartHeader]) -> Iterator[str]:
 def _table_problems(
     manifest: Manifest,
     tables: Mapping[str, Table],
-    blocks: Mapping[tuple[str, int], tuple[Source, StoredBlock]],
+    headers: Mapping[str, PartHeader],
+    sources: Mapping[tuple[str, int], Source],
 ) -> Iterator[str]:
     """Blocks that are missing, or of another length or type than their table's."""
+    blocks = {key: block for header in headers.values() for key, block in header.blocks.items()}
     for saved in manifest.tables:
         table = tables[saved.name]
         dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"
@@ -315,8 +295,8 @@ def _table_problems(
             if (saved.name, number) not in blocks:
                 yield f"block {number} of table '{saved.name}' is in no file"
                 continue
-            source, block = blocks[saved.name, number]
-            where = source.file if not block.place else block.place
+            source, block = sources[saved.name, number], blocks[saved.name, number]
+            where = block.place or source.file
             if len(block.steps) not in (1, len(table.segments(number))):
                 yield f"{where}: block {number} of '{saved.name}' has {len(block.steps)} steps"
             expected = (dtype, (table.block_length(number),))

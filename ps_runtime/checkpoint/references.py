@@ -100,9 +100,8 @@ class Bases:
                     raise InvalidCheckpoint(
                         f"{source.url}: the {name} of {what} is {came}; expected {expected}"
                     )
-            for tensor in block.crc32s:
-                stored = source.header.tensors[tensor_name(table, number, tensor)]
-                byte_count += stored.byte_count
+            names = (tensor_name(table, number, tensor) for tensor in block.crc32s)
+            byte_count += sum(source.header.tensors[name].byte_count for name in names)
         return byte_count
 
     def _source(self, place: str) -> Source:
@@ -122,22 +121,18 @@ class Bases:
             named = ", ".join(self._manifest.bases) or "none"
             raise InvalidCheckpoint(f"its manifest does not name {name}, but {named}")
         directory = self._directory.sibling(name)
-        manifest = self._manifest_of(name, directory)
-        saved = manifest.files.get(file)
-        if not isinstance(saved, SavedPart):
-            raise InvalidCheckpoint(f"{directory.url} has no part {file}")
-        return Source(directory, file, header_of(directory, manifest, saved))
-
-    def _manifest_of(self, name: str, directory: CheckpointDirectory) -> Manifest:
         if name not in self._manifests:
             try:
                 self._manifests[name] = directory.read_manifest()
             except InvalidCheckpoint as error:
                 self._manifests[name] = error
-        found = self._manifests[name]
-        if isinstance(found, InvalidCheckpoint):
-            raise found
-        return found
+        manifest = self._manifests[name]
+        if isinstance(manifest, InvalidCheckpoint):
+            raise manifest
+        saved = manifest.files.get(file)
+        if not isinstance(saved, SavedPart):
+            raise InvalidCheckpoint(f"{directory.url} has no part {file}")
+        return Source(directory, file, header_of(directory, manifest, saved))
 
 
 def header_of(

@@ -27,13 +27,8 @@ class CheckpointRoots:
     urls: Sequence[str] = ()
 
     def check(self, url: str) -> None:
-        """Refuse a URL outside all roots.
-
-        Blocking: resolves links.
-
-        Raises:
-            NotPermitted: no root has it.
-            InvalidConfig: it is empty, or not printable.
+        """Raise NotPermitted for a URL outside all roots, InvalidConfig for one that is empty or
+        not printable. Blocking: resolves links.
         """
         if not any(_is_within(url, root) for root in self.urls if root):
             there = ", ".join(filter(None, self.urls)) or "nowhere"

@@ -43,7 +43,6 @@ class CheckpointStore:
 
     @property
     def url(self) -> str:
-        """The address; a local path is absolute."""
         return self.location.url
 
     def names(self) -> list[str]:
@@ -77,7 +76,6 @@ class CheckpointStore:
 
     def entries(self) -> list[tuple[str, Manifest | InvalidCheckpoint]]:
         """Every checkpoint by its name, newest last: its manifest, or the fault of a bad one.
-
         Blocking: reads every manifest and header.
         """
         return [(name, self._judged(name)) for name in self.names()]
@@ -90,12 +88,8 @@ class CheckpointStore:
         return None
 
     def open(self, name: str) -> CheckpointReader:
-        """Open the checkpoint of that directory's name.
-
-        Blocking: reads its manifest and headers; if it is bad, also those of others.
-
-        Raises:
-            InvalidCheckpoint: it is bad; the message has the fault, and the newest good one.
+        """Open the checkpoint of that directory's name; InvalidCheckpoint has its fault, and the
+        newest good one. Blocking: reads its manifest and headers; if it is bad, those of others.
         """
         try:
             return CheckpointReader(self.named(name))
@@ -103,13 +97,11 @@ class CheckpointStore:
             raise InvalidCheckpoint(f"{error.message}; {self._advice()}") from error
 
     def prune(self, keep: int, run: Collection[bytes] | None = None) -> list[str]:
-        """Remove all checkpoints older than the newest `keep` good ones, save those referred to.
+        """Remove all checkpoints older than the newest `keep` good ones, save those referred to;
+        returns their names.
 
         `run` has the timelines of one run: checkpoints of others neither count nor go. None: all
         runs.
-
-        Returns:
-            The names of the removed directories.
 
         Raises:
             InvalidConfig: `keep` is below 1.
@@ -133,9 +125,8 @@ class CheckpointStore:
         return removed
 
     def runs(self) -> dict[frozenset[bytes], str]:
-        """The newest checkpoint of each run, by the run's timelines, the newest run last.
-
-        Blocking: reads every manifest.
+        """The newest checkpoint of each run, by the run's timelines, the newest run last. Blocking:
+        reads every manifest.
         """
         found: dict[frozenset[bytes], str] = {}
         for name, manifest in self._manifests().items():

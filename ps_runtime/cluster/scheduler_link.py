@@ -13,10 +13,11 @@ import asyncio
 import math
 import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from ps_core import limits
 from ps_core.change import ChangeOutcome, TableChange
@@ -39,20 +40,9 @@ from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.grpc.retry import Backoff, is_retryable
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
-from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-
-AnswerT = TypeVar("AnswerT")
-CallAttempt = Callable[[scheduler_pb2_grpc.SchedulerServiceStub, float], Awaitable[AnswerT]]
-"""One call: it gets the stub and the seconds that it may take."""
+from pushpull.v1 import scheduler_pb2, types_pb2
 
 FAREWELL_DEADLINE_S = 5.0
-
-
-def no_progress() -> scheduler_pb2.NodeProgress:
-    """The progress of a node before its role reports any."""
-    return scheduler_pb2.NodeProgress()
-
-
 _HEARTBEAT_SHARE = 1 / 3
 """A heartbeat's deadline as a share of the lease: after a lost one, another comes in time."""
 
@@ -64,7 +54,7 @@ class SchedulerLink:
     `deadline_s`; and Fenced if this node has been replaced, or the link has ended.
 
     Attributes:
-        session: the identity for every request.
+        session: the identity for every request; `identity` is its message.
         worker_count: the number of workers of the cluster.
         replica_count: servers that hold each range, the primary included.
         min_in_sync: in-sync replicas below which a range takes no pushes.
@@ -102,9 +92,9 @@ class SchedulerLink:
         self.on_fenced: list[Callable[[PushpullError], None]] = []
         self.fenced = asyncio.Event()
         self.fenced_by: PushpullError | None = None
-        self.progress: Callable[[], scheduler_pb2.NodeProgress] = no_progress
+        self.progress: Callable[[], scheduler_pb2.NodeProgress] = scheduler_pb2.NodeProgress
         self.last_scheduler_contact_s = clock.now_s()
-        self._identity = answer.session
+        self.identity = answer.session
         self._heartbeat_interval_s = answer.heartbeat_interval_ms / 1000
         self._addresses = addresses
         self._is_away = False
@@ -119,15 +109,11 @@ class SchedulerLink:
         addresses: Sequence[str],
         register: scheduler_pb2.RegisterNodeRequest,
         deadline_s: float,
-        progress: Callable[[], scheduler_pb2.NodeProgress] = no_progress,
+        progress: Callable[[], scheduler_pb2.NodeProgress] = scheduler_pb2.NodeProgress,
     ) -> SchedulerLink:
         """Register with the scheduler, as soon as it answers, and start the heartbeats.
 
-        Args:
-            addresses: "host:port" of the scheduler, or of several of which one answers.
-            register: the request; a missing registration_id is drawn.
-            deadline_s: time for the attempts.
-            progress: see the class.
+        One of the `addresses`, "host:port", answers. A missing registration_id is drawn.
 
         Blocking: up to `deadline_s`.
 
@@ -165,20 +151,15 @@ class SchedulerLink:
     async def view_where(
         self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
     ) -> ClusterView:
-        """Wait for a view for which `holds`; `what` names it in the error.
-
-        Blocking: up to `deadline_s`.
-        """
+        """Wait for a view for which `holds`; `what` names it in the error. Blocking: as above."""
         try:
             return await self._waits.wait(holds, deadline_s)
         except TimeoutError:
             raise WaitExpired(f"waited {deadline_s:.1f} s for {what}; {self._standing()}") from None
 
     async def create_table(self, spec: TableSpec, deadline_s: float) -> tuple[Table, int]:
-        """Create a table, or find the identical one, and wait until the own view has it.
-
-        Returns:
-            The table, and the first view that has it.
+        """Create a table, or find the identical one, and wait until the own view has it; returns
+        the table, and the first view that has it.
 
         Blocking: up to `deadline_s`; the scheduler waits until enough servers have registered.
 
@@ -189,22 +170,18 @@ class SchedulerLink:
         """
         end_s = clock.now_s() + deadline_s
         request = scheduler_pb2.CreateTableRequest(
-            session=self._identity, spec=wire.spec_to_proto(spec)
+            session=self.identity, spec=wire.spec_to_proto(spec)
         )
         what = f"table '{spec.name}' to be created"
-        answer = await self.call(
-            lambda stub, left_s: stub.CreateTable(request, timeout=left_s), what, end_s
-        )
+        answer = await self.call("CreateTable", request, what, end_s)
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
         return wire.table_from_proto(answer.table), answer.view_number
 
     async def set_consistency(
         self, table_name: str, consistency: Consistency, after_clock: int, deadline_s: float
     ) -> TableChange:
-        """Change a table's consistency, and wait until the own view has the change.
-
-        Returns:
-            The change; it has the clock after which it takes effect.
+        """Change a table's consistency, and wait until the own view has the change; returns it,
+        with the clock after which it takes effect.
 
         Blocking: up to `deadline_s`; the scheduler waits until every server has prepared it.
 
@@ -215,15 +192,13 @@ class SchedulerLink:
         """
         end_s = clock.now_s() + deadline_s
         request = scheduler_pb2.SetConsistencyRequest(
-            session=self._identity,
+            session=self.identity,
             table_name=table_name,
             consistency=wire.consistency_to_proto(consistency),
             after_clock=after_clock,
         )
         what = f"table '{table_name}' to become {consistency}"
-        answer = await self.call(
-            lambda stub, left_s: stub.SetConsistency(request, timeout=left_s), what, end_s
-        )
+        answer = await self.call("SetConsistency", request, what, end_s)
         await self.view_at_least(answer.view_number, max(end_s - clock.now_s(), LEAST_ATTEMPT_S))
         return wire.change_from_proto(answer.change)
 
@@ -240,18 +215,13 @@ class SchedulerLink:
         Blocking: until a scheduler has answered.
         """
         request = scheduler_pb2.PromiseChangeRequest(
-            session=self._identity,
+            session=self.identity,
             table_id=table_id,
             number=number,
             clock=hold_point,
             outcome=wire.change_outcome_to_proto(outcome),
         )
-        what = "the scheduler to hear of a prepared change"
-        await self.call(
-            lambda stub, left_s: stub.PromiseChange(request, timeout=min(left_s, self.lease_s)),
-            what,
-            math.inf,
-        )
+        await self.call("PromiseChange", request, "the scheduler to hear of a prepared change")
 
     async def set_backups(
         self, backup_requests: Sequence[BackupRequest], deadline_s: float
@@ -269,11 +239,10 @@ class SchedulerLink:
             WaitExpired: any of the requests may have been granted.
         """
         request = scheduler_pb2.SetBackupsRequest(
-            session=self._identity, requests=map(wire.backup_request_to_proto, backup_requests)
+            session=self.identity, requests=map(wire.backup_request_to_proto, backup_requests)
         )
         what = f"the scheduler to set the backups of {len(backup_requests)} ranges"
-        end_s = clock.now_s() + deadline_s
-        answer = await self.call(lambda stub, s: stub.SetBackups(request, timeout=s), what, end_s)
+        answer = await self.call("SetBackups", request, what, clock.now_s() + deadline_s)
         return list(map(RangeId, answer.refused_range_ids))
 
     async def deregister(
@@ -284,17 +253,13 @@ class SchedulerLink:
         loss_is_wanted: bool = False,
         unfinished: bool = False,
     ) -> bool:
-        """Leave the cluster: a last heartbeat with the final progress, then the farewell. A node
-        that has left already does nothing.
+        """Leave the cluster: a last heartbeat with the final progress, then the farewell, with the
+        `reason` for the log. Returns True if the scheduler answered; otherwise it will count this
+        node as silent. A node that has left already does nothing.
 
         Args:
-            reason: for the scheduler's log.
-            deadline_s: time for the attempts.
             loss_is_wanted: servers: values that are lost by that cause no alarm.
             unfinished: workers: it ends in the middle of its work; another may take its rank.
-
-        Returns:
-            True if the scheduler answered; otherwise it will count this node as silent.
 
         Blocking: up to `deadline_s`.
         """
@@ -304,17 +269,16 @@ class SchedulerLink:
         if self.fenced_by is not None or self._is_closed:
             return False
         end_s = clock.now_s() + deadline_s
-        beat = self._heartbeat()
         farewell = scheduler_pb2.DeregisterNodeRequest(
-            session=self._identity,
+            session=self.identity,
             reason=reason,
             loss_is_wanted=loss_is_wanted,
             unfinished=unfinished,
         )
         what = "the scheduler to hear the farewell"
         try:
-            await self.call(lambda stub, s: stub.Heartbeat(beat, timeout=s), what, end_s)
-            await self.call(lambda stub, s: stub.DeregisterNode(farewell, timeout=s), what, end_s)
+            await self.call("Heartbeat", self._heartbeat(), what, end_s)
+            await self.call("DeregisterNode", farewell, what, end_s)
         except PushpullError as error:
             logs.warning("farewell_unheard", error=error.message)
             return False
@@ -332,7 +296,7 @@ class SchedulerLink:
             PushpullError: no scheduler answered, or another refusal.
         """
         farewell = scheduler_pb2.DeregisterNodeRequest(
-            session=self._identity, reason=reason, only_if_kept=True
+            session=self.identity, reason=reason, only_if_kept=True
         )
         await answer_of(self._addresses.stub().DeregisterNode(farewell, timeout=timeout_s))
         self._has_left = True
@@ -347,7 +311,7 @@ class SchedulerLink:
             return
         self._is_closed = True
         await self._end_tasks()
-        self._waits.end(self._closed())
+        self._waits.end(_closed())
         await self._addresses.close()
 
     async def _end_tasks(self) -> None:
@@ -371,7 +335,7 @@ class SchedulerLink:
     async def _watch(self) -> None:
         """Read the stream of views, and open it again whenever it ends."""
         backoff = Backoff(last_bound_s=max(self._heartbeat_interval_s, 0.1))
-        request = scheduler_pb2.WatchClusterRequest(session=self._identity)
+        request = scheduler_pb2.WatchClusterRequest(session=self.identity)
         while self.fenced_by is None:
             address = self._addresses.present
             ended_by = "the scheduler"
@@ -388,18 +352,19 @@ class SchedulerLink:
             logs.debug("stream_of_views_ended", address=address, by=ended_by)
             await asyncio.sleep(backoff.next_s())
 
-    async def call(self, attempt: CallAttempt[AnswerT], what: str, end_s: float) -> AnswerT:
-        """Attempt a call until a scheduler answers, or `end_s` has passed; `what` names the awaited
-        event in WaitExpired. The scheduler's refusal is raised as it is.
+    async def call(self, method: str, request: Message, what: str, end_s: float = math.inf) -> Any:
+        """Call a method until a scheduler answers, or `end_s` has passed; without an end, an
+        attempt takes up to a lease. `what` names the awaited event in WaitExpired. The scheduler's
+        refusal is raised as it is.
         """
         backoff = Backoff()
         begun_s = clock.now_s()
         while True:
             self._check_open()
-            left_s = max(end_s - clock.now_s(), LEAST_ATTEMPT_S)
-            address = self._addresses.present
+            left_s = self.lease_s if math.isinf(end_s) else end_s - clock.now_s()
+            address, attempt = self._addresses.present, getattr(self._addresses.stub(), method)
             try:
-                answer = await answer_of(attempt(self._addresses.stub(), left_s))
+                answer = await answer_of(attempt(request, timeout=max(left_s, LEAST_ATTEMPT_S)))
             except PushpullError as error:
                 if not is_retryable(error):
                     raise self._named(error, what) from error
@@ -472,15 +437,11 @@ class SchedulerLink:
         if self.fenced_by is not None:
             raise self.fenced_by
         if self._is_closed:
-            raise self._closed()
-
-    @staticmethod
-    def _closed() -> Fenced:
-        return Fenced("the link to the scheduler is closed; connect again")
+            raise _closed()
 
     def _heartbeat(self) -> scheduler_pb2.HeartbeatRequest:
         return scheduler_pb2.HeartbeatRequest(
-            session=self._identity,
+            session=self.identity,
             progress=self.progress(),
             view_number=self.view.view_number if self.view else 0,
         )
@@ -495,6 +456,10 @@ class SchedulerLink:
             f"{heard}; the view is {self.view.view_number}, with {len(self.view.living_servers)} "
             f"of {self.view.server_count} servers"
         )
+
+
+def _closed() -> Fenced:
+    return Fenced("the link to the scheduler is closed; connect again")
 
 
 async def _read(message: types_pb2.ClusterView, before: ClusterView | None) -> ClusterView:

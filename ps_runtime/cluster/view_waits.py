@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from ps_core.cluster_view import ClusterView
 
@@ -18,17 +17,11 @@ AT_ONCE = 32
 Holds = Callable[[ClusterView], bool]
 
 
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    holds: Holds
-    until_s: float
-
-
 class ViewWaits:
     """The waits of one node. Belongs to its event loop."""
 
     def __init__(self) -> None:
-        self._waits: dict[asyncio.Future[ClusterView], _Wait] = {}
+        self._waits: dict[asyncio.Future[ClusterView], tuple[Holds, float]] = {}
         self._view: ClusterView | None = None
         self._end: Exception | None = None
         self._news_count = 0
@@ -50,9 +43,9 @@ class ViewWaits:
             raise self._end
         loop = asyncio.get_running_loop()
         found: asyncio.Future[ClusterView] = loop.create_future()
-        wait = _Wait(holds, loop.time() + deadline_s)
-        self._waits[found] = wait
-        self._look_at(wait.until_s)
+        until_s = loop.time() + deadline_s
+        self._waits[found] = holds, until_s
+        self._look_at(until_s)
         try:
             view = await found
         finally:
@@ -92,19 +85,18 @@ class ViewWaits:
         while news_count != self._news_count:
             news_count = self._news_count
             await self._answer_for_now()
-        ends = [wait.until_s for wait in self._waits.values()]
-        if ends:
-            self._look_at(min(ends))
+        if self._waits:
+            self._look_at(min(until_s for _, until_s in self._waits.values()))
 
     async def _answer_for_now(self) -> None:
-        for number, (found, wait) in enumerate(list(self._waits.items()), 1):
+        for number, (found, (holds, until_s)) in enumerate(list(self._waits.items()), 1):
             if not number % AT_ONCE:
                 await asyncio.sleep(0)
             if found.done():
                 continue
-            if self._view is not None and wait.holds(self._view):
+            if self._view is not None and holds(self._view):
                 found.set_result(self._view)
             elif self._end is not None:
                 found.set_exception(self._end)
-            elif wait.until_s <= asyncio.get_running_loop().time():
+            elif until_s <= asyncio.get_running_loop().time():
                 found.set_exception(TimeoutError())

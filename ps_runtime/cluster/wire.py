@@ -8,10 +8,10 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ps_core import limits
 from ps_core.change import ChangeOutcome, Checkpoint, Join, TableChange, TableCut
@@ -24,11 +24,11 @@ from ps_core.cluster_view import (
     Role,
     Session,
 )
+from ps_core.collective import Round, Share
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import (
     AssignmentEpoch,
-    Incarnation,
     KeyRange,
     NodeId,
     RangeId,
@@ -49,59 +49,31 @@ from ps_core.tables import (
     Table,
     TableSpec,
     TensorSpec,
+    TupleCache,
 )
-from pushpull.v1 import scheduler_pb2, types_pb2
+from pushpull.v1 import parameters_pb2, scheduler_pb2, types_pb2
 
 EnumT = TypeVar("EnumT", bound=Enum)
+CopyT = TypeVar("CopyT")
 
-_ROLES = {
-    Role.SERVER: types_pb2.NODE_ROLE_SERVER,
-    Role.WORKER: types_pb2.NODE_ROLE_WORKER,
-    Role.READER: types_pb2.NODE_ROLE_READER,
-    Role.OPERATOR: types_pb2.NODE_ROLE_OPERATOR,
-}
-_STATES = {
-    NodeState.ALIVE: types_pb2.NODE_STATE_ALIVE,
-    NodeState.SILENT: types_pb2.NODE_STATE_SILENT,
-    NodeState.LEFT: types_pb2.NODE_STATE_LEFT,
-    NodeState.GONE: types_pb2.NODE_STATE_GONE,
-}
-_CODECS = {
-    Codec.FP32: types_pb2.CODEC_FP32,
-    Codec.FP16: types_pb2.CODEC_FP16,
-    Codec.BF16: types_pb2.CODEC_BF16,
-    Codec.FP64: types_pb2.CODEC_FP64,
-}
-_DTYPES = {
-    DType.FLOAT32: types_pb2.DTYPE_FLOAT32,
-    DType.FLOAT16: types_pb2.DTYPE_FLOAT16,
-    DType.BFLOAT16: types_pb2.DTYPE_BFLOAT16,
-    DType.FLOAT64: types_pb2.DTYPE_FLOAT64,
-}
-_OPTIMIZERS = {
-    OptimizerKind.SGD: types_pb2.OPTIMIZER_KIND_SGD,
-    OptimizerKind.ADAM: types_pb2.OPTIMIZER_KIND_ADAM,
-    OptimizerKind.ADAMW: types_pb2.OPTIMIZER_KIND_ADAMW,
-    OptimizerKind.ADAGRAD: types_pb2.OPTIMIZER_KIND_ADAGRAD,
-    OptimizerKind.RMSPROP: types_pb2.OPTIMIZER_KIND_RMSPROP,
-    OptimizerKind.AGGREGATE: types_pb2.OPTIMIZER_KIND_AGGREGATE,
-    OptimizerKind.ASSIGN: types_pb2.OPTIMIZER_KIND_ASSIGN,
-    OptimizerKind.ADD: types_pb2.OPTIMIZER_KIND_ADD,
-    OptimizerKind.CUSTOM: types_pb2.OPTIMIZER_KIND_CUSTOM,
-}
-_KERNELS = {
-    Kernels.FAST: types_pb2.KERNEL_KIND_FAST,
-    Kernels.EXACT: types_pb2.KERNEL_KIND_EXACT,
-}
-_REDUCTIONS = {
-    Reduction.MEAN: types_pb2.REDUCTION_MEAN,
-    Reduction.SUM: types_pb2.REDUCTION_SUM,
-}
+
+def _numbers(kind: type[EnumT], contract: Any, prefix: str) -> dict[EnumT, Any]:
+    """The contract's number of each member; its name there begins with `prefix`."""
+    return {kind[name.removeprefix(prefix)]: number for name, number in contract.items() if number}
 
 
 def _inverse(numbers: Mapping[EnumT, int]) -> dict[int, EnumT]:
     return {int(number): value for value, number in numbers.items()}
 
+
+_ROLES: dict[Role, types_pb2.NodeRole] = _numbers(Role, types_pb2.NodeRole, "NODE_ROLE_")
+_STATES = _numbers(NodeState, types_pb2.NodeState, "NODE_STATE_")
+_CODECS: dict[Codec, types_pb2.Codec] = _numbers(Codec, types_pb2.Codec, "CODEC_")
+_DTYPES = _numbers(DType, types_pb2.Dtype, "DTYPE_")
+_OPTIMIZERS = _numbers(OptimizerKind, types_pb2.OptimizerKind, "OPTIMIZER_KIND_")
+_KERNELS = _numbers(Kernels, types_pb2.KernelKind, "KERNEL_KIND_")
+_REDUCTIONS = _numbers(Reduction, types_pb2.Reduction, "REDUCTION_")
+_OUTCOMES = _numbers(ChangeOutcome, types_pb2.ChangeOutcome, "CHANGE_OUTCOME_")
 
 _ROLE_OF = _inverse(_ROLES)
 _STATE_OF = _inverse(_STATES)
@@ -110,6 +82,25 @@ _DTYPE_OF = _inverse(_DTYPES)
 _OPTIMIZER_OF = _inverse(_OPTIMIZERS)
 _KERNELS_OF = _inverse(_KERNELS) | {int(types_pb2.KERNEL_KIND_UNSPECIFIED): Kernels.FAST}
 _REDUCTION_OF = _inverse(_REDUCTIONS) | {int(types_pb2.REDUCTION_UNSPECIFIED): Reduction.MEAN}
+_OUTCOME_OF = _inverse(_OUTCOMES)
+
+_SESSION = ("cluster_id", "timeline", "node_id", "incarnation", "rank", "run")
+_NODE = ("node_id", "incarnation", "rank", "address", "silence_ms", "run")
+_OPTIMIZER = ("nesterov", "amsgrad", "centered", "maximize", "custom_update")
+_SPEC = ("name", "element_count", "block_elements", "allow_non_finite", "gate_bytes")
+_CHANGE = ("number", "after_clock", "checkpoint", "is_decided")
+_VIEW = (
+    "view_number", "cluster_id", "worker_count", "server_count", "finished", "restored_from",
+    "next_table_id",
+)  # fmt: skip
+"""Fields that a value and its message have under one name, as they are."""
+
+
+def _copy(
+    made: Callable[..., CopyT], source: object, fields: Iterable[str], /, **others: Any
+) -> CopyT:
+    """A value or a message with these fields of `source`, and `others`."""
+    return made(**{name: getattr(source, name) for name in fields}, **others)
 
 
 def _known(values: Mapping[int, EnumT], number: int, field: str) -> EnumT:
@@ -149,40 +140,15 @@ def codec_from_proto(number: int, field: str = "codec") -> Codec:
     return codec
 
 
-def dtype_to_proto(dtype: DType) -> types_pb2.Dtype:
-    return _DTYPES[dtype]
-
-
-def dtype_from_proto(number: int, field: str = "dtype") -> DType:
-    """Raises InvalidConfig, naming `field`, for an unset or unknown number."""
-    return _known(_DTYPE_OF, number, field)
-
-
 def session_to_proto(session: Session) -> types_pb2.SessionIdentity:
-    return types_pb2.SessionIdentity(
-        cluster_id=session.cluster_id,
-        timeline=session.timeline,
-        node_id=session.node_id,
-        incarnation=session.incarnation,
-        role=role_to_proto(session.role),
-        rank=session.rank,
-        session_token=session.token,
-        run=session.run,
-    )
+    others = {"role": _ROLES[session.role], "session_token": session.token}
+    return _copy(types_pb2.SessionIdentity, session, _SESSION, **others)
 
 
 def session_from_proto(message: types_pb2.SessionIdentity) -> Session:
     """The identity in a request, not authenticated yet; InvalidConfig if it has no role."""
-    return Session(
-        cluster_id=message.cluster_id,
-        timeline=message.timeline,
-        node_id=NodeId(message.node_id),
-        incarnation=Incarnation(message.incarnation),
-        role=role_from_proto(message.role, "session.role"),
-        rank=message.rank,
-        token=message.session_token,
-        run=message.run,
-    )
+    role = role_from_proto(message.role, "session.role")
+    return _copy(Session, message, _SESSION, role=role, token=message.session_token)
 
 
 def hyperparameters_to_proto(values: Hyperparameters) -> list[types_pb2.Hyperparameter]:
@@ -216,30 +182,25 @@ def hyperparameters_from_proto(messages: Iterable[types_pb2.Hyperparameter]) -> 
     return pairs
 
 
-def optimizer_to_proto(spec: OptimizerSpec) -> types_pb2.OptimizerSpec:
-    return types_pb2.OptimizerSpec(
+def _optimizer_to_proto(spec: OptimizerSpec) -> types_pb2.OptimizerSpec:
+    return _copy(
+        types_pb2.OptimizerSpec,
+        spec,
+        _OPTIMIZER,
         kind=_OPTIMIZERS[spec.kind],
         hyperparameters=hyperparameters_to_proto(spec.hyperparameters),
-        nesterov=spec.nesterov,
-        amsgrad=spec.amsgrad,
-        centered=spec.centered,
-        maximize=spec.maximize,
         kernels=_KERNELS[spec.kernels],
-        custom_update=spec.custom_update,
     )
 
 
-def optimizer_from_proto(message: types_pb2.OptimizerSpec) -> OptimizerSpec:
-    """Raises InvalidConfig, naming a field that is unset or unknown."""
-    return OptimizerSpec(
+def _optimizer_from_proto(message: types_pb2.OptimizerSpec) -> OptimizerSpec:
+    return _copy(
+        OptimizerSpec,
+        message,
+        _OPTIMIZER,
         kind=_known(_OPTIMIZER_OF, message.kind, "optimizer.kind"),
         hyperparameters=hyperparameters_from_proto(message.hyperparameters),
-        nesterov=message.nesterov,
-        amsgrad=message.amsgrad,
-        centered=message.centered,
-        maximize=message.maximize,
         kernels=_known(_KERNELS_OF, message.kernels, "optimizer.kernels"),
-        custom_update=message.custom_update,
     )
 
 
@@ -265,23 +226,20 @@ def _initializer_from_proto(message: types_pb2.Initializer) -> Initializer:
 
 
 _LONG_LAYOUT_COUNT = 500
-_MAX_LAYOUT_COUNT = 64
-_LAYOUTS: dict[int, tuple[tuple[TensorSpec, ...], types_pb2.TableSpec]] = {}
-"""Long layouts as messages, by the id of their tuple."""
+_LAYOUTS = TupleCache[types_pb2.TableSpec]()
+"""Long layouts as messages."""
 
 
 def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
-    message = types_pb2.TableSpec(
-        name=spec.name,
-        dtype=dtype_to_proto(spec.dtype),
-        element_count=spec.element_count,
-        block_elements=spec.block_elements,
-        optimizer=optimizer_to_proto(spec.optimizer),
+    message = _copy(
+        types_pb2.TableSpec,
+        spec,
+        _SPEC,
+        dtype=_DTYPES[spec.dtype],
+        optimizer=_optimizer_to_proto(spec.optimizer),
         consistency=consistency_to_proto(spec.consistency),
         initializer=_initializer_to_proto(spec.initializer),
         reduction=_REDUCTIONS[spec.reduction],
-        allow_non_finite=spec.allow_non_finite,
-        gate_bytes=spec.gate_bytes,
     )
     message.MergeFrom(_layout_to_proto(spec.tensors))
     return message
@@ -291,20 +249,12 @@ def _layout_to_proto(tensors: tuple[TensorSpec, ...]) -> types_pb2.TableSpec:
     """A spec with these tensors alone. A long one is made once, because every view has it again. It
     must not be changed.
     """
-    _, cached = _LAYOUTS.get(id(tensors), ((), None))
+    cached = _LAYOUTS.find(tensors)
     if cached is not None:
         return cached
-    layout = types_pb2.TableSpec(
-        tensors=[
-            types_pb2.TensorSpec(name=tensor.name, shape=tensor.shape, offset=tensor.offset)
-            for tensor in tensors
-        ]
-    )
-    if len(tensors) >= _LONG_LAYOUT_COUNT:
-        while len(_LAYOUTS) >= _MAX_LAYOUT_COUNT:
-            del _LAYOUTS[next(iter(_LAYOUTS))]
-        _LAYOUTS[id(tensors)] = tensors, layout  # the reference keeps the id theirs
-    return layout
+    specs = [_copy(types_pb2.TensorSpec, each, TensorSpec.__slots__) for each in tensors]
+    layout = types_pb2.TableSpec(tensors=specs)
+    return layout if len(tensors) < _LONG_LAYOUT_COUNT else _LAYOUTS.put(tensors, layout)
 
 
 def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
@@ -313,12 +263,12 @@ def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
     Raises:
         InvalidConfig: a field is unset or unknown; the message names it.
     """
-    return TableSpec(
-        name=message.name,
-        dtype=dtype_from_proto(message.dtype),
-        element_count=message.element_count,
-        optimizer=optimizer_from_proto(message.optimizer),
-        block_elements=message.block_elements,
+    return _copy(
+        TableSpec,
+        message,
+        _SPEC,
+        dtype=_known(_DTYPE_OF, message.dtype, "dtype"),
+        optimizer=_optimizer_from_proto(message.optimizer),
         tensors=tuple(
             TensorSpec(tensor.name, tuple(tensor.shape), tensor.offset)
             for tensor in message.tensors
@@ -326,8 +276,6 @@ def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
         consistency=consistency_from_proto(message.consistency),
         initializer=_initializer_from_proto(message.initializer),
         reduction=_known(_REDUCTION_OF, message.reduction, "reduction"),
-        allow_non_finite=message.allow_non_finite,
-        gate_bytes=message.gate_bytes,
     )
 
 
@@ -338,8 +286,8 @@ def table_to_proto(table: Table) -> types_pb2.Table:
         spec=spec_to_proto(table.spec),
         change=None if table.change is None else change_to_proto(table.change),
         proposed=None if table.proposed is None else change_to_proto(table.proposed),
-        joins=[join_to_proto(join) for join in table.joins],
-        cut=None if table.cut is None else cut_to_proto(table.cut),
+        joins=map(_join_to_proto, table.joins),
+        cut=None if table.cut is None else _copy(types_pb2.TableCut, table.cut, TableCut.__slots__),
         restored_clock=table.restored_clock,
         run=table.run,
     )
@@ -347,44 +295,29 @@ def table_to_proto(table: Table) -> types_pb2.Table:
 
 def table_from_proto(message: types_pb2.Table) -> Table:
     """Raises InvalidConfig if a field of the spec is unset or unknown."""
+    cut = message.cut if message.HasField("cut") else None
     return Table(
         table_id=TableId(message.table_id),
         first_ordinal=message.first_ordinal,
         spec=spec_from_proto(message.spec),
         change=change_from_proto(message.change) if message.HasField("change") else None,
         proposed=change_from_proto(message.proposed) if message.HasField("proposed") else None,
-        joins=tuple(join_from_proto(join) for join in message.joins),
-        cut=cut_from_proto(message.cut) if message.HasField("cut") else None,
+        joins=tuple(map(_join_from_proto, message.joins)),
+        cut=None if cut is None else TableCut(cut.checkpoint, cut.after_clock),
         restored_clock=message.restored_clock if message.HasField("restored_clock") else None,
         run=message.run,
     )
 
 
 def node_to_proto(node: Node) -> types_pb2.Node:
-    return types_pb2.Node(
-        node_id=node.node_id,
-        incarnation=node.incarnation,
-        role=role_to_proto(node.role),
-        rank=node.rank,
-        address=node.address,
-        state=_STATES[node.state],
-        silence_ms=node.silence_ms,
-        run=node.run,
-    )
+    return _copy(types_pb2.Node, node, _NODE, role=_ROLES[node.role], state=_STATES[node.state])
 
 
 def node_from_proto(message: types_pb2.Node) -> Node:
     """Raises InvalidConfig if the role or the state is unset or unknown."""
-    return Node(
-        node_id=NodeId(message.node_id),
-        incarnation=Incarnation(message.incarnation),
-        role=role_from_proto(message.role, "node.role"),
-        rank=message.rank,
-        address=message.address,
-        state=_known(_STATE_OF, message.state, "node.state"),
-        silence_ms=message.silence_ms,
-        run=message.run,
-    )
+    role = role_from_proto(message.role, "node.role")
+    state = _known(_STATE_OF, message.state, "node.state")
+    return _copy(Node, message, _NODE, role=role, state=state)
 
 
 def range_to_proto(assignment: RangeAssignment) -> types_pb2.RangeAssignment:
@@ -449,43 +382,36 @@ def run_to_proto(run: Run) -> types_pb2.Run:
     )
 
 
-def run_from_proto(message: types_pb2.Run) -> Run:
+def _run_from_proto(message: types_pb2.Run) -> Run:
     return Run(message.name, message.worker_count, message.ended, message.removed)
 
 
 def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
-    return types_pb2.ClusterView(
-        view_number=view.view_number,
-        cluster_id=view.cluster_id,
-        worker_count=view.worker_count,
-        server_count=view.server_count,
-        nodes=[node_to_proto(node) for node in view.nodes],
-        ranges=[range_to_proto(assignment) for assignment in view.ranges],
-        tables=[table_to_proto(table) for table in view.tables],
-        finished=view.finished,
-        checkpoint=None if view.checkpoint is None else checkpoint_to_proto(view.checkpoint),
-        restored_from=view.restored_from,
-        runs=[run_to_proto(run) for run in view.runs],
-        next_table_id=view.next_table_id,
+    running = view.checkpoint
+    return _copy(
+        types_pb2.ClusterView,
+        view,
+        _VIEW,
+        nodes=map(node_to_proto, view.nodes),
+        ranges=map(range_to_proto, view.ranges),
+        tables=map(table_to_proto, view.tables),
+        checkpoint=running and _copy(types_pb2.Checkpoint, running, Checkpoint.__slots__),
+        runs=map(run_to_proto, view.runs),
     )
 
 
 def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
     """Raises InvalidConfig if a field is unset or unknown."""
-    has_checkpoint = message.HasField("checkpoint")
-    return ClusterView(
-        view_number=message.view_number,
-        cluster_id=message.cluster_id,
-        worker_count=message.worker_count,
-        server_count=message.server_count,
-        nodes=tuple(node_from_proto(node) for node in message.nodes),
-        ranges=tuple(range_from_proto(assignment) for assignment in message.ranges),
-        tables=tuple(table_from_proto(table) for table in message.tables),
-        finished=message.finished,
-        checkpoint=checkpoint_from_proto(message.checkpoint) if has_checkpoint else None,
-        restored_from=message.restored_from,
-        runs=tuple(run_from_proto(run) for run in message.runs),
-        next_table_id=message.next_table_id,
+    running = message.checkpoint if message.HasField("checkpoint") else None
+    return _copy(
+        ClusterView,
+        message,
+        _VIEW,
+        nodes=tuple(map(node_from_proto, message.nodes)),
+        ranges=tuple(map(range_from_proto, message.ranges)),
+        tables=tuple(map(table_from_proto, message.tables)),
+        checkpoint=None if running is None else _copy(Checkpoint, running, Checkpoint.__slots__),
+        runs=tuple(map(_run_from_proto, message.runs)),
     )
 
 
@@ -541,73 +467,79 @@ def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
 
 
 def change_to_proto(change: TableChange) -> types_pb2.ScheduledChange:
-    return types_pb2.ScheduledChange(
-        number=change.number,
-        after_clock=change.after_clock,
+    return _copy(
+        types_pb2.ScheduledChange,
+        change,
+        _CHANGE,
         consistency=consistency_to_proto(change.consistency),
-        join=None if change.join is None else join_to_proto(change.join),
-        checkpoint=change.checkpoint,
-        is_decided=change.is_decided,
+        join=None if change.join is None else _join_to_proto(change.join),
     )
 
 
 def change_from_proto(message: types_pb2.ScheduledChange) -> TableChange:
     """Raises InvalidConfig if the consistency is unset."""
     consistency = consistency_from_proto(message.consistency)
-    join = join_from_proto(message.join) if message.HasField("join") else None
-    return TableChange(
-        message.number,
-        message.after_clock,
-        consistency,
-        join,
-        message.checkpoint,
-        message.is_decided,
-    )
-
-
-_OUTCOMES = {
-    types_pb2.CHANGE_OUTCOME_TAKEN: ChangeOutcome.TAKEN,
-    types_pb2.CHANGE_OUTCOME_GIVEN_UP: ChangeOutcome.GIVEN_UP,
-}
+    join = _join_from_proto(message.join) if message.HasField("join") else None
+    return _copy(TableChange, message, _CHANGE, consistency=consistency, join=join)
 
 
 def change_outcome_to_proto(outcome: ChangeOutcome | None) -> types_pb2.ChangeOutcome:
     """None: the change is not decided."""
-    found = (number for number, known in _OUTCOMES.items() if known is outcome)
-    return next(found, types_pb2.CHANGE_OUTCOME_UNSPECIFIED)
+    return types_pb2.CHANGE_OUTCOME_UNSPECIFIED if outcome is None else _OUTCOMES[outcome]
 
 
 def change_outcome_from_proto(number: types_pb2.ChangeOutcome) -> ChangeOutcome | None:
     """None: the change is not decided."""
-    return _OUTCOMES.get(number)
+    return _OUTCOME_OF.get(number)
 
 
-def join_to_proto(join: Join) -> types_pb2.WorkerJoin:
-    return types_pb2.WorkerJoin(
-        rank=join.rank, incarnation=join.incarnation, after_clock=join.after_clock
+def _join_to_proto(join: Join) -> types_pb2.WorkerJoin:
+    return _copy(types_pb2.WorkerJoin, join, Join.__slots__)
+
+
+def _join_from_proto(message: types_pb2.WorkerJoin) -> Join:
+    return _copy(Join, message, Join.__slots__)
+
+
+def share_to_proto(share: Share) -> parameters_pb2.CollectiveShare:
+    return _copy(parameters_pb2.CollectiveShare, share, Share.__slots__)
+
+
+def share_from_proto(message: parameters_pb2.CollectiveShare) -> Share:
+    """The share of one worker.
+
+    Raises:
+        InvalidConfig: the call's name is empty or too long.
+        InvalidTensor: the payload is over the limit.
+    """
+    call_bytes, payload_bytes = len(message.call.encode()), len(message.payload)
+    if not 0 < call_bytes <= limits.MAX_COLLECTIVE_CALL_BYTES:
+        raise InvalidConfig(
+            f"share.call has {call_bytes} bytes; expected 1 to {limits.MAX_COLLECTIVE_CALL_BYTES}"
+        )
+    if payload_bytes > limits.MAX_COLLECTIVE_BYTES:
+        raise InvalidTensor(
+            f"share.payload has {payload_bytes} bytes; expected at most "
+            f"{limits.MAX_COLLECTIVE_BYTES}"
+        )
+    return _copy(Share, message, Share.__slots__)
+
+
+def round_to_proto(ended: Round) -> parameters_pb2.CollectiveRound:
+    return parameters_pb2.CollectiveRound(
+        number=ended.number,
+        shares=map(share_to_proto, ended.shares),
+        problem=ended.problem,
     )
 
 
-def join_from_proto(message: types_pb2.WorkerJoin) -> Join:
-    return Join(message.rank, Incarnation(message.incarnation), message.after_clock)
+def round_from_proto(message: parameters_pb2.CollectiveRound) -> Round:
+    """A round that has ended.
 
-
-def cut_to_proto(cut: TableCut) -> types_pb2.TableCut:
-    return types_pb2.TableCut(checkpoint=cut.checkpoint, after_clock=cut.after_clock)
-
-
-def cut_from_proto(message: types_pb2.TableCut) -> TableCut:
-    return TableCut(message.checkpoint, message.after_clock)
-
-
-def checkpoint_to_proto(checkpoint: Checkpoint) -> types_pb2.Checkpoint:
-    return types_pb2.Checkpoint(
-        number=checkpoint.number,
-        url=checkpoint.url,
-        is_cut=checkpoint.is_cut,
-        base=checkpoint.base,
-    )
-
-
-def checkpoint_from_proto(message: types_pb2.Checkpoint) -> Checkpoint:
-    return Checkpoint(message.number, message.url, message.is_cut, message.base)
+    Raises:
+        InvalidConfig, InvalidTensor: it is none.
+    """
+    if not message.number or not message.shares:
+        raise InvalidConfig("a round has no number or no shares; expected both")
+    shares = tuple(map(share_from_proto, message.shares))
+    return Round(message.number, shares, message.problem)

@@ -64,7 +64,6 @@ class CheckpointPlan:
 
     @property
     def scheduler_arguments(self) -> tuple[str, ...]:
-        """The plan's arguments for the scheduler."""
         given = []
         if self.url:
             # The starter of a local cluster makes the last one, before it stops the roles.
@@ -109,7 +108,6 @@ class UpdateLogPlan:
             raise InvalidConfig("settings of an update log without one; give --update-log")
 
     def server_arguments(self, index: int) -> tuple[str, ...]:
-        """The plan's arguments for a server."""
         if not self.path:
             return ()
         given = [f"--update-log={Path(self.path).absolute() / f'server-{index}'}"]
@@ -128,7 +126,6 @@ class ClusterShape:
     """A local cluster. 0 leaves a number to the scheduler's own setting.
 
     Attributes:
-        server_count: its servers.
         worker_count: the workers that clock 1 of a BSP table waits for.
         listen: the scheduler's address.
         environment: variables of all roles.
@@ -136,8 +133,6 @@ class ClusterShape:
         replica_count: servers that hold each range.
         min_in_sync: replicas that must hold a push before it counts.
         lease_s: seconds without a heartbeat after which a node counts as silent.
-        checkpoints: their place, and the one that it starts from.
-        update_log: the update logs of its servers.
         server_listen: each server's address.
         has_journal: its scheduler keeps a journal for as long as its launcher lives, and goes on
             when it is started again.
@@ -160,20 +155,15 @@ class ClusterShape:
         for what, count in (("servers", self.server_count), ("workers", self.worker_count)):
             if count < 1:
                 raise InvalidConfig(f"a cluster of {count} {what}; expected at least 1")
-        if self.replica_count > self.server_count:
-            raise InvalidConfig(
-                f"replicas is {self.replica_count}; expected 1 to the number of servers, "
-                f"{self.server_count}"
-            )
-        if self.min_in_sync > max(self.replica_count, 1):
-            raise InvalidConfig(
-                f"min_in_sync is {self.min_in_sync}; expected 1 to the number of replicas, "
-                f"{max(self.replica_count, 1)}"
-            )
+        for name, count, of, most in (
+            ("replicas", self.replica_count, "servers", self.server_count),
+            ("min_in_sync", self.min_in_sync, "replicas", max(self.replica_count, 1)),
+        ):
+            if count > most:
+                raise InvalidConfig(f"{name} is {count}; expected 1 to the number of {of}, {most}")
 
     @property
     def scheduler_arguments(self) -> tuple[str, ...]:
-        """The shape's arguments for the scheduler."""
         given: dict[str, float] = {
             "max-workers": self.max_workers,
             "replicas": self.replica_count,

@@ -95,10 +95,8 @@ class RoleExit:
     """The end of a role.
 
     Attributes:
-        command: the role's.
         returncode: as subprocess has it, negative for a signal.
         was_stopped: the launcher had told it to end.
-        recent_lines: its last lines of output.
         address: the address that it served at; empty if it never served.
         ran_s: seconds from its start to its end.
     """
@@ -158,11 +156,7 @@ class RoleProcess:
     """One running role. Made by `Launcher.start`."""
 
     def __init__(
-        self,
-        command: RoleCommand,
-        child: RoleChild,
-        output: IO[bytes],
-        ready_file: Path,
+        self, command: RoleCommand, child: RoleChild, output: IO[bytes], ready_file: Path
     ) -> None:
         self.command = command
         self._ready_file = ready_file
@@ -176,8 +170,6 @@ class RoleProcess:
         self._began_s = time.monotonic()
         self._ended = threading.Event()
         self._exit: RoleExit | None = None
-        self._reader: threading.Thread | None = None
-        self._watcher: threading.Thread | None = None
 
     @property
     def name(self) -> str:
@@ -220,14 +212,14 @@ class RoleProcess:
 
     def watch(self, on_line: LineSink, on_exit: ExitSink) -> None:
         """Start to read its output and to wait for its end."""
-        self._reader = threading.Thread(
+        reader = threading.Thread(
             target=self._read, args=(on_line,), name=f"output of {self.name}", daemon=True
         )
-        self._watcher = threading.Thread(
-            target=self._watch, args=(on_exit,), name=f"end of {self.name}", daemon=True
+        watcher = threading.Thread(
+            target=self._watch, args=(reader, on_exit), name=f"end of {self.name}", daemon=True
         )
-        self._reader.start()
-        self._watcher.start()
+        reader.start()
+        watcher.start()
 
     def _read(self, on_line: LineSink) -> None:
         with self._output:
@@ -235,17 +227,16 @@ class RoleProcess:
                 self._recent_lines.append(line)
                 on_line(self, line)
 
-    def _watch(self, on_exit: ExitSink) -> None:
+    def _watch(self, reader: threading.Thread, on_exit: ExitSink) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         with self._signal_lock:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             returncode = self._child.wait()
             self._is_reaped = True
-        if self._reader is not None:
-            # The last lines say the reason. Bounded, because a process that left the group may hold
-            # the pipe open.
-            self._reader.join(_READER_JOIN_S)
+        # The last lines say the reason. Bounded, because a process that left the group may hold
+        # the pipe open.
+        reader.join(_READER_JOIN_S)
         address = _read_ready(self._ready_file).address if self._ready_file.exists() else ""
         ran_s, lines = time.monotonic() - self._began_s, self.recent_lines
         self._exit = RoleExit(self.command, returncode, self._was_stopped, lines, address, ran_s)
@@ -260,23 +251,14 @@ def _lines(stream: IO[bytes]) -> Iterable[str]:
         yield text.rsplit("\r", 1)[-1]
 
 
-def _ignore_line(process: RoleProcess, line: str) -> None:
-    """The default sink; `RoleProcess.recent_lines` has the last lines."""
-
-
-def _ignore_exit(role_exit: RoleExit) -> None:
-    """The default sink; `RoleProcess.wait` returns the end."""
+def _ignore(*_: object) -> None:
+    """The default sinks: `RoleProcess` has the last lines, and the end."""
 
 
 class Launcher:
-    """Starts roles and ends them all. Thread-safe; use it as a context manager.
+    """Starts roles and ends them all. Thread-safe; use it as a context manager."""
 
-    Args:
-        on_line: gets each line of output.
-        on_exit: gets each role's end, asked for or not.
-    """
-
-    def __init__(self, on_line: LineSink = _ignore_line, on_exit: ExitSink = _ignore_exit) -> None:
+    def __init__(self, on_line: LineSink = _ignore, on_exit: ExitSink = _ignore) -> None:
         self._on_line = on_line
         self._on_exit = on_exit
         self._forker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pushpull launcher")
@@ -292,7 +274,6 @@ class Launcher:
             return tuple(self._processes)
 
     def ready_file(self, command: RoleCommand) -> Path:
-        """The path of the role's ready file."""
         return Path(self._ready_directory.name) / f"{command.name.replace(' ', '-')}.json"
 
     @property
@@ -314,11 +295,7 @@ class Launcher:
         return self.start(command)
 
     def start(self, command: RoleCommand) -> RoleProcess:
-        """Start a role; a role that has ended may be started again.
-
-        Raises:
-            InvalidConfig: the launcher has been stopped.
-        """
+        """Start a role, anew if it has ended; InvalidConfig after `stop`."""
         with self._lock:
             self._check_open(command)
             forked = self._forker.submit(self._fork, command)
@@ -348,9 +325,7 @@ class Launcher:
         return process
 
     def wait_ready(self, process: RoleProcess, deadline_s: float = READY_DEADLINE_S) -> ReadyRole:
-        """Wait until a role serves.
-
-        Blocking: up to `deadline_s`.
+        """Wait until a role serves. Blocking: up to `deadline_s`.
 
         Raises:
             Recovering: the role ended first; the message has its last lines.
@@ -372,33 +347,32 @@ class Launcher:
 
     def stop_scheduler(self, grace_s: float) -> None:
         """End the scheduler before all others, so that it waits for a checkpoint under way.
-        Idempotent.
-
-        Blocking: at most `grace_s`, and the kernel's time to kill.
+        Idempotent. Blocking: at most `grace_s`, and the kernel's time to kill.
         """
-        with self._lock:
-            self._is_stopping = True
-            processes = list(self._processes)
-        _stop_all([p for p in processes if p.command.kind == "scheduler"], grace_s)
+        self._end("scheduler", grace_s)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End all roles: workers first, then servers, then the scheduler. Idempotent.
 
         Blocking: at most `grace_s` for each of the three kinds, and the kernel's time to kill.
         """
-        with self._lock:
-            self._is_stopping = True
-            processes = list(self._processes)
         for kind in ("worker", "server", "scheduler"):
-            _stop_all([p for p in processes if p.command.kind == kind], grace_s)
+            self._end(kind, grace_s)
         self._forker.shutdown()
         self._ready_directory.cleanup()
 
-    def kill(self) -> None:
-        """Send SIGKILL to all roles at once, for a user who does not want to wait for `stop`."""
+    def _end(self, kind: str, grace_s: float) -> None:
+        _stop_all([p for p in self._closed() if p.command.kind == kind], grace_s)
+
+    def _closed(self) -> tuple[RoleProcess, ...]:
+        """All roles, of which no more start."""
         with self._lock:
             self._is_stopping = True
-        for process in self.processes:
+            return tuple(self._processes)
+
+    def kill(self) -> None:
+        """Send SIGKILL to all roles at once, for a user who does not want to wait for `stop`."""
+        for process in self._closed():
             process.stop(signal.SIGKILL)
 
     def __enter__(self) -> Self:
@@ -426,9 +400,7 @@ def _read_ready(path: Path) -> ReadyRole:
 
 
 def reason_of(lines: Sequence[str]) -> str:
-    """The reason of a role's end, from the last error in its log or about its command line; empty
-    if there is none.
-    """
+    """The last error in a role's log, or about its command line; empty if there is none."""
     for text in reversed(lines):
         fields = logs.fields_of(text)
         if fields and logs.is_error(text):
@@ -456,12 +428,7 @@ def start_scheduler(
 ) -> ReadyRole:
     """Start the scheduler of a local cluster and wait until it serves.
 
-    Blocking: as `Launcher.wait_ready`.
-
-    Raises:
-        InvalidConfig: there is a join secret that cannot be read.
-        Recovering: it ended first.
-        WaitExpired: it did not serve in time.
+    Blocking, Raises: as `Launcher.wait_ready`; InvalidConfig if the join secret cannot be read.
     """
     join_secret.ensure(os.environ)
     bare = RoleCommand("scheduler", None, "scheduler", environment=shape.environment)

@@ -10,14 +10,8 @@ from ps_core.errors import InvalidConfig
 
 
 def write_ready_file(path: Path, address: str, http_address: str) -> None:
-    """Write ``{"address": ..., "http_address": ...}`` to `path`.
-
-    The file is renamed into place, so that a reader sees all of it or no file.
-
-    Blocking: writes the file.
-
-    Raises:
-        InvalidConfig: it cannot be written.
+    """Write ``{"address": ..., "http_address": ...}`` to `path`; InvalidConfig if that fails. It is
+    renamed into place, so that a reader sees all of it or no file. Blocking: writes the file.
     """
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     content = {"address": address, "http_address": http_address}

@@ -11,22 +11,10 @@ from ps_runtime.launch.shutdown import DIE_WITH_PARENT, PARENT_PID
 from pushpull.v1 import types_pb2
 
 _ADDRESSING = (
-    "ADVERTISE",
-    "CLUSTER_ID",
-    "HTTP_LISTEN",
-    "LAUNCH_ID",
-    "LISTEN",
-    "MIN_IN_SYNC",
-    "RANK",
-    "READY_FILE",
-    "REPLICAS",
-    "ROLE",
-    "SCHEDULER",
-    "SERVERS",
-    "STOP_WHEN_DONE",
-    "WORKERS",
+    "ADVERTISE", "CLUSTER_ID", "HTTP_LISTEN", "LAUNCH_ID", "LISTEN", "MIN_IN_SYNC", "RANK",
+    "READY_FILE", "REPLICAS", "ROLE", "SCHEDULER", "SERVERS", "STOP_WHEN_DONE", "WORKERS",
     "WORLD_SIZE",
-)
+)  # fmt: skip
 """PUSHPULL_ variables of a process's own identity and cluster: a role of a local cluster never
 inherits them."""
 

@@ -17,13 +17,10 @@ from ps_runtime.launch import role_process
 
 @dataclass(frozen=True, slots=True)
 class RoleStart:
-    """The start of `python -m module arguments`, with no input.
+    """The start of `python -m module arguments`, with no input and just this environment.
 
-    Attributes:
-        module: our own, never one of the working directory.
-        arguments: its command line.
-        environment: all of it.
-        output: the descriptor for stdout and stderr; the caller closes its own.
+    `module` is our own, never one of the working directory; `output` is the descriptor for stdout
+    and stderr, of which the caller closes its own.
     """
 
     module: str
@@ -33,19 +30,14 @@ class RoleStart:
 
 
 class RoleChild(Protocol):
-    """A child process."""
+    """A child process: its number is also that of its process group."""
 
     @property
-    def pid(self) -> int:
-        """Its number, which is also that of its process group."""
-        ...
+    def pid(self) -> int: ...
 
     def wait(self) -> int:
         """Reap it; returns its exit code, negative for a signal. Blocking: until it ends."""
         ...
-
-
-Way = Callable[[RoleStart], RoleChild]
 
 
 def new_interpreter(start: RoleStart) -> RoleChild:
@@ -60,16 +52,5 @@ def new_interpreter(start: RoleStart) -> RoleChild:
     )
 
 
-_way: Way = new_interpreter
-
-
-def begin(start: RoleStart) -> RoleChild:
-    """Start a process in this process's way."""
-    return _way(start)
-
-
-def begin_by(way: Way) -> Way:
-    """Set the way in which this process starts roles; returns the former way."""
-    global _way
-    before, _way = _way, way
-    return before
+begin: Callable[[RoleStart], RoleChild] = new_interpreter
+"""Starts a process in this process's way."""

@@ -41,14 +41,12 @@ async def wait_for_stop_signal() -> signal.Signals:
 
 
 def die_with_parent() -> bool:
-    """Have the kernel kill this process with SIGKILL when its parent ends; Linux only.
+    """Have the kernel kill this process with SIGKILL when its parent ends; False if it cannot, as
+    on other systems than Linux.
 
     The kernel sends it when the *thread* that started this process ends, so a parent starts roles
     from a thread that lives as long as they do. If the parent has ended before the call took
     effect, the process ends here.
-
-    Returns:
-        True if the kernel took the request; False on other systems.
     """
     if not sys.platform.startswith("linux"):
         return False

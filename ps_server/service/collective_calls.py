@@ -9,7 +9,7 @@ from ps_core.cluster_view import ClusterView, Session
 from ps_core.collective import WAITS_FOR, Round, Share
 from ps_core.errors import Draining, Fenced, WaitExpired
 from ps_core.keys import AssignmentEpoch, NodeId
-from ps_runtime.cluster.wire_collectives import round_from_proto, round_to_proto, share_from_proto
+from ps_runtime.cluster.wire import round_from_proto, round_to_proto, share_from_proto
 from ps_server.ranges.collectives import CollectiveRounds
 from pushpull.v1 import parameters_pb2
 

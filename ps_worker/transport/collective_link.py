@@ -10,7 +10,7 @@ from typing import Any
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.collective import WAITS_FOR, Host, Round, Share, host_of
 from ps_core.errors import Fenced, PushpullError, StaleAssignment, WaitExpired
-from ps_runtime.cluster.wire_collectives import round_from_proto, round_to_proto, share_to_proto
+from ps_runtime.cluster.wire import round_from_proto, round_to_proto, share_to_proto
 from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s

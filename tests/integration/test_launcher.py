@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
+from ps_runtime.launch import role_starts
 from ps_runtime.launch.launcher import Launcher, RoleCommand, RoleExit, describe_exit
 from ps_runtime.launch.role_environment import role_environment, thread_count
-from ps_runtime.launch.role_starts import begin_by, new_interpreter
 from ps_worker.client.local_cluster import local_cluster
 from tests.joining import SECRET
 
@@ -30,9 +30,9 @@ Role = Callable[[str, str], RoleCommand]
 @pytest.fixture(scope="module", autouse=True)
 def new_interpreters() -> Iterator[None]:
     """As a user's roles begin."""
-    before = begin_by(new_interpreter)
+    before, role_starts.begin = role_starts.begin, role_starts.new_interpreter
     yield
-    begin_by(before)
+    role_starts.begin = before
 
 
 @pytest.fixture

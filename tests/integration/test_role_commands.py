@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ps_runtime.launch import role_starts
 from ps_runtime.launch.launcher import Launcher, RoleCommand
-from ps_runtime.launch.role_starts import begin_by, new_interpreter
 from tests.integration.command_line import ROOT, environment
 
 DEADLINE_S = 60.0
@@ -55,9 +55,9 @@ def variables(folder: Path) -> dict[str, str]:
 @pytest.fixture
 def new_interpreters() -> Iterator[None]:
     """As a user's roles begin."""
-    before = begin_by(new_interpreter)
+    before, role_starts.begin = role_starts.begin, role_starts.new_interpreter
     yield
-    begin_by(before)
+    role_starts.begin = before
 
 
 class Started:

@@ -8,7 +8,7 @@ from ps_core import limits
 from ps_core.collective import Round, Share
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import Incarnation
-from ps_runtime.cluster.wire_collectives import (
+from ps_runtime.cluster.wire import (
     round_from_proto,
     round_to_proto,
     share_from_proto,
