@@ -16,7 +16,6 @@ import stat
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig, Recovering
 from ps_core.rights import Joiner
 from ps_runtime.cluster import wire
@@ -32,9 +31,7 @@ _DRAWN_BYTES = 32
 
 
 def found(env: Mapping[str, str] | None = None) -> bytes:
-    """The secret of this process; empty if it has none.
-
-    Blocking: reads a file.
+    """The secret of this process; empty if it has none. Blocking: reads a file.
 
     Raises:
         InvalidConfig: it is too short or too long, or its file cannot be read, or the user's own
@@ -54,12 +51,8 @@ def found(env: Mapping[str, str] | None = None) -> bytes:
 
 
 def found_or_made(env: Mapping[str, str] | None = None) -> bytes:
-    """As `found`; a missing secret is drawn and written to its file.
-
-    Blocking: reads or writes a file.
-
-    Raises:
-        InvalidConfig: as `found`, or it cannot be written; the message has the remedy.
+    """As `found`; a missing secret is drawn and written to its file, or InvalidConfig has the
+    remedy.
     """
     env = os.environ if env is None else env
     if env.get(SECRET):
@@ -67,11 +60,11 @@ def found_or_made(env: Mapping[str, str] | None = None) -> bytes:
     named = env.get(SECRET_FILE)
     path = Path(named) if named else _own_file(env)
     if path is None:
-        raise _unkept("a file: this user has no home directory")
+        raise _UnkeptError("a file: this user has no home directory")
     try:
         _make(path, is_own=not named)
     except OSError as error:
-        raise _unkept(f"{path}: {error.strerror}") from None
+        raise _UnkeptError(f"{path}: {error.strerror}") from None
     return _read(path, is_own=not named) or b""
 
 
@@ -89,12 +82,8 @@ def set_proof(request: scheduler_pb2.RegisterNodeRequest, secret: bytes, challen
 
 
 def joiner(request: scheduler_pb2.RegisterNodeRequest) -> Joiner:
-    """The joining node of a registration.
-
-    Raises:
-        InvalidConfig: its role is unset or unknown.
-    """
-    role: Role = wire.role_from_proto(request.role)
+    """The joining node of a registration; InvalidConfig if its role is unset or unknown."""
+    role = wire.role_from_proto(request.role)
     rank = request.requested_rank if request.HasField("requested_rank") else None
     asked = request.registration_id, role, rank, request.address
     return Joiner(*asked, request.run, request.world_size, request.identity)
@@ -162,9 +151,8 @@ def ensure(env: MutableMapping[str, str]) -> None:
 class _UnkeptError(InvalidConfig):
     """No file can keep a secret."""
 
-
-def _unkept(where: str) -> _UnkeptError:
-    return _UnkeptError(
-        f"the cluster has no join secret, and one cannot be kept in {where}; set {SECRET} to what "
-        f"openssl rand -hex 32 prints, the same for every process of the cluster"
-    )
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"the cluster has no join secret, and one cannot be kept in {where}; set {SECRET} to "
+            f"what openssl rand -hex 32 prints, the same for every process of the cluster"
+        )

@@ -56,11 +56,7 @@ def write(session: Session, token_key: bytes, view: ClusterView) -> Path:
 
 
 def read(path: Path) -> tuple[types_pb2.SessionIdentity, ClusterView]:
-    """Read a reader's session and the last view.
-
-    Raises:
-        InvalidConfig: it is no such file.
-    """
+    """Read a reader's session and the last view; InvalidConfig if it is no such file."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         session = types_pb2.SessionIdentity.FromString(base64.b64decode(document["session"]))
@@ -76,10 +72,7 @@ def read(path: Path) -> tuple[types_pb2.SessionIdentity, ClusterView]:
 async def keep_reporting(
     addresses: Sequence[str], values: scheduler_pb2.KeptValues, interval_s: float
 ) -> None:
-    """Report these values to the scheduler again and again, until cancelled.
-
-    `interval_s` is the wait after a failure.
-    """
+    """Report these values again and again, until cancelled; `interval_s` after a failure."""
     book = Addresses(addresses)
     session: types_pb2.SessionIdentity | None = None
     try:

@@ -65,9 +65,7 @@ class Addresses:
 
 
 async def registered(
-    book: Addresses,
-    request: scheduler_pb2.RegisterNodeRequest,
-    deadline_s: float,
+    book: Addresses, request: scheduler_pb2.RegisterNodeRequest, deadline_s: float
 ) -> scheduler_pb2.RegisterNodeResponse:
     """Register at any address that answers, for up to `deadline_s`.
 
@@ -122,11 +120,8 @@ async def register_once(
     request: scheduler_pb2.RegisterNodeRequest,
     timeout_s: float,
 ) -> scheduler_pb2.RegisterNodeResponse:
-    """Make one attempt to register, with a proof that this process knows the join secret.
-
-    Raises:
-        PushpullError: the scheduler did not answer, or refused.
-        InvalidConfig: the secret cannot be read, or cannot be one.
+    """Make one attempt to register, with a proof that this process knows the join secret. Raises
+    InvalidConfig if that cannot be read, or is none; the refusal of the scheduler; or no answer.
     """
     secret = await asyncio.to_thread(join_secret.found)
     while True:
@@ -146,11 +141,7 @@ async def register_once(
 async def operator_session(
     stub: scheduler_pb2_grpc.SchedulerServiceStub, timeout_s: float
 ) -> types_pb2.SessionIdentity:
-    """Register as an operator, who needs neither heartbeats nor a farewell.
-
-    Raises:
-        PushpullError: the scheduler did not answer, or refused.
-    """
+    """As `register_once`, as an operator, who needs neither heartbeats nor a farewell."""
     request = scheduler_pb2.RegisterNodeRequest(
         registration_id=os.urandom(REGISTRATION_ID_BYTES),
         role=types_pb2.NODE_ROLE_OPERATOR,

@@ -14,11 +14,7 @@ _OTHER_FORMS = ("dns:", "unix:", "unix-abstract:", "ipv4:", "ipv6:", "vsock:")
 
 
 def split_address(address: str, field: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[ipv6]:port".
-
-    Raises:
-        InvalidConfig: the form is another; the message names `field`.
-    """
+    """Host and port of "host:port" or "[ipv6]:port"; InvalidConfig names `field`."""
     host, colon, port = address.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     well_formed = bool(colon and bare) and (bare != host or ":" not in host)
@@ -30,10 +26,8 @@ def split_address(address: str, field: str) -> tuple[str, int]:
 
 
 def check_scheduler_address(address: str) -> None:
-    """Refuse an impossible address of a scheduler; other forms of gRPC's (dns:, unix:) pass.
-
-    Raises:
-        InvalidConfig: the message says the right form.
+    """Raise InvalidConfig, with the right form, for an impossible address of a scheduler; other
+    forms of gRPC's (dns:, unix:) pass.
     """
     if address.startswith(_OTHER_FORMS):
         return
@@ -59,9 +53,8 @@ def advertised(advertise: str | None, listen_host: str, port: int) -> str:
     """The address at which others reach a server that listens on `listen_host` and `port`.
 
     `advertise` is "host:port", or "host" or "host:0" for the bound port. None derives the host from
-    `listen_host`; if that is a wildcard, the address of this machine's name is taken.
-
-    Blocking: may resolve this machine's own name.
+    `listen_host`; if that is a wildcard, the address of this machine's name is taken. Blocking: may
+    resolve that name.
 
     Raises:
         InvalidConfig: `advertise` is malformed or a wildcard.

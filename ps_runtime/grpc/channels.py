@@ -81,12 +81,9 @@ def scheduler_channel(address: str) -> grpc.aio.Channel:
 
 
 def tune_allocator() -> bool:
-    """Keep freed memory in the process: this doubles the throughput of the data path.
-
-    By default glibc maps every 1 MiB payload anew: an mmap, 256 page faults and an munmap each.
-
-    Returns:
-        True if the allocator took the setting; False where it is not glibc's.
+    """Keep freed memory in the process: this doubles the throughput of the data path. False where
+    the allocator is not glibc's, which by default maps every 1 MiB payload anew: an mmap, 256 page
+    faults and an munmap each.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -99,20 +99,16 @@ def error_from_proto(message: types_pb2.Error) -> tree.PushpullError:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: tree.PushpullError) -> NoReturn:
     """End the call with the error's status and message, and the error itself in the metadata."""
     carried = error_to_proto(error)
-    metadata: tuple[tuple[str, str | bytes], ...] = (
-        (ERROR_METADATA_KEY, carried.SerializeToString()),
-    )
+    metadata: dict[str, str | bytes] = {ERROR_METADATA_KEY: carried.SerializeToString()}
     if error.retry_after_ms:
-        metadata += ((RETRY_METADATA_KEY, str(error.retry_after_ms)),)
-    await context.abort(STATUS[error.code], carried.message, metadata)
+        metadata[RETRY_METADATA_KEY] = str(error.retry_after_ms)
+    await context.abort(STATUS[error.code], carried.message, tuple(metadata.items()))
     raise tree.InvariantViolation("ERR-1", "context.abort returned")
 
 
 def from_rpc_error(failure: grpc.RpcError) -> tree.PushpullError:
-    """The error of a failed call.
-
-    Without `pushpull-error-bin` the failure is gRPC's own, such as a passed deadline, and its
-    status decides.
+    """The error of a failed call. Without `pushpull-error-bin` the failure is gRPC's own, such as a
+    passed deadline, and its status decides.
     """
     call = cast(grpc.Call, failure)
     for key, value in cast("Iterable[tuple[str, str | bytes]]", call.trailing_metadata() or ()):
@@ -159,9 +155,7 @@ def translated(method: MethodT) -> MethodT:
 
 
 async def _end(
-    method: Callable[..., Any],
-    context: grpc.aio.ServicerContext[Any, Any],
-    failure: Exception,
+    method: Callable[..., Any], context: grpc.aio.ServicerContext[Any, Any], failure: Exception
 ) -> NoReturn:
     """Abort as `failure` says, unless the call has ended."""
     if isinstance(failure, grpc.aio.AbortError) or context.done():

@@ -113,21 +113,19 @@ class HttpEndpoint:
         return self._page(words[1].split(b"?", 1)[0])
 
     def _page(self, path: bytes) -> bytes:
-        if path == b"/metrics":
-            return _response(HTTPStatus.OK, generate_latest(self._registry), CONTENT_TYPE_LATEST)
-        if path == b"/readyz":
-            reason = self._why_unready()
-            if not reason:
-                return _response(HTTPStatus.OK, b"ok\n")
-            return _response(HTTPStatus.SERVICE_UNAVAILABLE, f"{reason}\n".encode())
-        if path != b"/healthz":
-            return _response(HTTPStatus.NOT_FOUND, b"expected /metrics, /healthz or /readyz\n")
-        if self._is_serving():
-            degraded = self._degraded()
-            return _response(
-                HTTPStatus.OK, f"degraded: {degraded}\n".encode() if degraded else b"ok\n"
-            )
-        return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"not serving\n")
+        match path:
+            case b"/metrics":
+                page = generate_latest(self._registry)
+                return _response(HTTPStatus.OK, page, CONTENT_TYPE_LATEST)
+            case b"/readyz":
+                problem, text = self._why_unready(), "ok"
+            case b"/healthz":
+                problem, degraded = "" if self._is_serving() else "not serving", self._degraded()
+                text = f"degraded: {degraded}" if degraded else "ok"
+            case _:
+                return _response(HTTPStatus.NOT_FOUND, b"expected /metrics, /healthz or /readyz\n")
+        status = HTTPStatus.SERVICE_UNAVAILABLE if problem else HTTPStatus.OK
+        return _response(status, f"{problem or text}\n".encode())
 
 
 async def _discard(reader: asyncio.StreamReader) -> None:

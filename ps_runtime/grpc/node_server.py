@@ -75,14 +75,9 @@ class NodeServer:
         services: Sequence[Service] = (),
         registry: CollectorRegistry,
     ) -> NodeServer:
-        """Bind both ports and answer calls.
+        """Bind both ports, of which 0 takes a free one, and answer calls.
 
-        Args:
-            listen: "host:port" of the gRPC server; port 0 takes a free one.
-            advertise: the address for others, see `addresses.advertised`.
-            http_listen: "host:port" of /metrics and /healthz.
-            services: the role's own services.
-            registry: the metrics of /metrics.
+        `advertise` is as in `addresses.advertised`; `registry` has the metrics of /metrics.
 
         Raises:
             InvalidConfig: an address is malformed or cannot be bound.
@@ -174,13 +169,6 @@ class NodeServer:
         await self._health.set(READINESS, states.SERVING if is_ready else states.NOT_SERVING)
 
 
-class _Malformed:
-    """A request that does not parse, until the call can end with a reason."""
-
-    def __init__(self, error: DecodeError) -> None:
-        self.error = error
-
-
 class _RefuseMalformed(grpc.aio.ServerInterceptor):
     """Answers a single request that does not parse with InvalidTensor; gRPC would answer UNKNOWN.
 
@@ -198,13 +186,11 @@ class _RefuseMalformed(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         name = handler_call_details.method
-        found = self._wrapped.get(name)
-        if found is not None:
-            return found
-        handler = await continuation(handler_call_details)
-        if handler is None or handler.request_streaming or handler.request_deserializer is None:
-            return handler
-        self._wrapped[name] = _guarded(name, handler)
+        if name not in self._wrapped:
+            handler = await continuation(handler_call_details)
+            if handler is None or handler.request_streaming or handler.request_deserializer is None:
+                return handler
+            self._wrapped[name] = _guarded(name, handler)
         return self._wrapped[name]
 
 
@@ -212,25 +198,17 @@ def _guarded(name: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
     def deserialize(payload: bytes) -> object:
         try:
             return handler.request_deserializer(payload)
-        except DecodeError as error:
-            return _Malformed(error)
-
-    def refusal(request: _Malformed) -> InvalidTensor:
-        return InvalidTensor(f"the request of {name} does not parse: {request.error}")
+        except DecodeError as error:  # until the call can end with it
+            return InvalidTensor(f"the request of {name} does not parse: {error}")
 
     async def unary(request: Any, context: Any) -> Any:
-        if isinstance(request, _Malformed):
-            await abort(context, refusal(request))
-        return await handler.unary_unary(request, context)
-
-    async def written(request: Any, context: Any) -> None:
-        if isinstance(request, _Malformed):
-            await abort(context, refusal(request))
-        await handler.unary_stream(request, context)
+        if isinstance(request, InvalidTensor):
+            await abort(context, request)
+        return await (handler.unary_unary or handler.unary_stream)(request, context)
 
     async def stream(request: Any, context: Any) -> Any:
-        if isinstance(request, _Malformed):
-            await abort(context, refusal(request))
+        if isinstance(request, InvalidTensor):
+            await abort(context, request)
         async with contextlib.aclosing(handler.unary_stream(request, context)) as responses:
             async for response in responses:
                 yield response
@@ -240,5 +218,5 @@ def _guarded(name: str, handler: Any) -> grpc.RpcMethodHandler[Any, Any]:
     # gRPC distinguishes a generator from a coroutine that writes through its context.
     yields = inspect.isasyncgenfunction(handler.unary_stream)
     return grpc.unary_stream_rpc_method_handler(
-        stream if yields else written, deserialize, handler.response_serializer
+        stream if yields else unary, deserialize, handler.response_serializer
     )

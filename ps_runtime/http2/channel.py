@@ -81,27 +81,18 @@ class StreamChannel:
         return self._transport.is_open and not self._transport.connection.is_going_away
 
     def call(self, path: str, timeout_s: float | None = None) -> StreamCall:
-        """Start a call of the method `path`, "/service/method".
-
-        It fails with DEADLINE_EXCEEDED after `timeout_s`; None: never.
-
-        Raises:
-            grpc.aio.AioRpcError: the connection is gone, or takes no more calls.
+        """Start a call of the method `path`, "/service/method", which fails with DEADLINE_EXCEEDED
+        after `timeout_s`; None: never. grpc.aio.AioRpcError if the connection takes no more calls.
         """
         if not self.is_open or not self._transport.connection.can_open:
-            raise _Failure(
-                grpc.StatusCode.UNAVAILABLE, "the connection takes no more calls"
-            ).error()
+            text = "the connection takes no more calls"
+            raise _Failure(grpc.StatusCode.UNAVAILABLE, text).error()
         call = StreamCall(self._transport)
         call.begin(grpc_fields.request_fields(path, self._authority, timeout_s), timeout_s)
         return call
 
     async def unary(self, path: str, request: bytes, timeout_s: float) -> MessagePiece:
-        """Send one message and return the one answer.
-
-        Raises:
-            grpc.aio.AioRpcError: the call failed.
-        """
+        """Send one message and return the one answer; grpc.aio.AioRpcError if the call failed."""
         call = self.call(path, timeout_s)
         try:
             await call.write((request,))
@@ -143,12 +134,8 @@ class StreamCall:
     # --- for the caller
 
     async def write(self, pieces: Sequence[MessagePiece]) -> None:
-        """Send a message, in pieces that must not change until it is answered.
-
-        Blocking: while the peer takes no more.
-
-        Raises:
-            grpc.aio.AioRpcError: the call has failed.
+        """Send a message, in pieces that must not change until it is answered. Raises
+        grpc.aio.AioRpcError if the call has failed. Blocking: while the peer takes no more.
         """
         if self._failure is not None:
             raise self._failure.error()
@@ -188,7 +175,6 @@ class StreamCall:
     # --- from the stream
 
     def on_fields(self, fields: Fields) -> None:
-        """Take headers or trailers."""
         found = dict(fields)
         ended = grpc_fields.read_trailers(fields)
         if ended is not None:

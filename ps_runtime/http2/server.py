@@ -55,12 +55,9 @@ class StreamServer:
 
     @classmethod
     async def start(cls, listen: str, services: Mapping[str, Handlers]) -> StreamServer:
-        """Bind "host:port" (port 0: a free one) and answer calls.
+        """Bind "host:port" (port 0: a free one), or raise InvalidConfig, and answer calls.
 
         `services` has the methods by the service's full name.
-
-        Raises:
-            InvalidConfig: the address is malformed or cannot be bound.
         """
         server = cls(
             {
@@ -117,14 +114,12 @@ class StreamServer:
         def accept() -> _Call:
             return _Call(transport, self)
 
-        transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), accept, self._lost, self._memory)
+        lost = self._connections.discard
+        transport = Http2Transport(Bounds(MAX_MESSAGE_BYTES), accept, lost, self._memory)
         self._connections.add(transport)
         if self._is_stopping or len(self._connections) > MAX_STREAM_CONNECTION_COUNT:
             transport.close()
         return transport
-
-    def _lost(self, transport: Http2Transport) -> None:
-        self._connections.discard(transport)
 
 
 class _Call:

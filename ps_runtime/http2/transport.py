@@ -42,13 +42,8 @@ _PING = b"pushpull"
 
 
 class Http2Transport(asyncio.BufferedProtocol):
-    """One connection; the protocol of an asyncio transport.
-
-    Args:
-        bounds: limits on the peer.
-        accept: for a server: makes the receiver of a stream that the peer opens.
-        on_lost: called once, when the connection has ended.
-        memory: the memory for large messages.
+    """One connection; the protocol of an asyncio transport. `on_lost` is called once, when it has
+    ended; the rest is as in `Http2Connection`.
     """
 
     def __init__(

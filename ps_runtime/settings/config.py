@@ -51,8 +51,7 @@ def resolve(
 
     Args:
         cls: a dataclass.
-        flags: by field name; None means not given. Other names are ignored, so that
-            ``vars(parser.parse_args())`` can be passed whole.
+        flags: by field name; None means not given. Other names are ignored.
         env: the environment; an empty value counts as not given.
         file: a TOML file.
 
@@ -165,33 +164,23 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field[Any], hi
     default = default_of(field)
     shown = "" if default in (None, "", ()) else f"; default: {_shown(default)}"
     text = f"{text} [{variable_name(field.name)}{shown}]".replace("%", "%%")
-    kind = _alternatives(hint)[0]
-    if kind is bool:
-        parser.add_argument(
-            flag_name(field.name),
-            dest=field.name,
-            action=argparse.BooleanOptionalAction,
-            default=None,
-            help=text,
-        )
-        return
-    metavar = {int: "N", float: "X", Path: "PATH"}.get(typing.cast(type, kind), "TEXT")
-    parser.add_argument(flag_name(field.name), dest=field.name, metavar=metavar, help=text)
+    kind = _kind(hint)
+    shape: dict[str, Any] = {"action": argparse.BooleanOptionalAction, "default": None}
+    if kind is not bool:
+        shape = {"metavar": {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")}
+    parser.add_argument(flag_name(field.name), dest=field.name, help=text, **shape)
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
     """The field's default; None for a required field."""
-    if field.default is not dataclasses.MISSING:
-        return field.default
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
-    return None
+    return field.default if _has_default(field) else None
 
 
 def _has_default(field: dataclasses.Field[Any]) -> bool:
-    return (
-        field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-    )
+    missing = dataclasses.MISSING
+    return field.default is not missing or field.default_factory is not missing
 
 
 def _read(file: Path, known: list[str]) -> dict[str, object]:
@@ -208,22 +197,22 @@ def _read(file: Path, known: list[str]) -> dict[str, object]:
     return values
 
 
-def _alternatives(hint: object) -> list[object]:
-    """The types of ``X | None`` without None; another type as it is."""
+def _kind(hint: Any) -> Any:
+    """The type of ``X`` or ``X | None``; tuple for a tuple of texts."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return [kind for kind in typing.get_args(hint) if kind is not type(None)]
-    return [hint]
+        hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return typing.get_origin(hint) or hint
 
 
 def _converted(value: object, hint: object, source: str) -> object:
-    kind = _alternatives(hint)[0]
+    kind = _kind(hint)
     if kind is bool:
         return _boolean(value, source)
     if kind is int:
         return _integer(value, source)
     if kind is float:
         return _number(value, source)
-    if typing.get_origin(kind) is tuple:
+    if kind is tuple:
         return _strings(value, source)
     if kind in (str, Path) and isinstance(value, (str, Path)):
         return Path(value) if kind is Path else str(value)

@@ -23,11 +23,7 @@ _ROOT = Path("/")
 
 def usable_core_count(root: Path = _ROOT, core_count: int | None = None) -> int:
     """The cores that the process may run on, or those that its limit of CPU time is worth, rounded
-    up, if they are fewer; at least 1.
-
-    Args:
-        root: the file system's root, for tests.
-        core_count: the cores that the process may run on; None asks the system.
+    up, if they are fewer; at least 1. Tests give `root`, the file system's, and `core_count`.
 
     Blocking: reads files of the kernel's.
     """
@@ -39,9 +35,8 @@ def usable_core_count(root: Path = _ROOT, core_count: int | None = None) -> int:
 def follow_limit(
     environment: MutableMapping[str, str], root: Path = _ROOT, core_count: int | None = None
 ) -> None:
-    """Limit torch's threads to what the limit of CPU time is worth, before torch is imported.
-
-    A value of the user's stays. Args: as `usable_core_count`.
+    """Limit torch's threads to what the limit of CPU time is worth, before torch is imported; a
+    value of the user's stays.
     """
     if core_count is None:
         core_count = len(os.sched_getaffinity(0))
@@ -58,27 +53,16 @@ def _limits(root: Path) -> Iterator[float]:
             yield int(quota) / int(period)
 
 
-_CGROUPS = "sys/fs/cgroup"
-
-
 def limit_files(root: Path, controller: str, version_1: str, version_2: str) -> Iterator[Path]:
-    """The files of a limit, for each group of the process and for each group above them.
-
-    `controller` is its name in version 1; `version_1` and `version_2` are the names that the file
-    has in groups of each version.
-
-    Blocking: reads a file of the kernel's.
+    """The files of a limit, for each group of the process and for each group above them: of the
+    `controller` in version 1, each version with its own name. Blocking: reads the kernel's files.
     """
-    try:
-        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return
-    for line in lines:
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if not controllers:
-            top, file = root / _CGROUPS, version_2
+            top, file = root / "sys/fs/cgroup", version_2
         elif controller in controllers.split(","):
-            top, file = root / _CGROUPS / controller, version_1
+            top, file = root / "sys/fs/cgroup" / controller, version_1
         else:
             continue
         parts = [part for part in name.split("/") if part not in {"", ".."}]
@@ -89,16 +73,13 @@ def limit_files(root: Path, controller: str, version_1: str, version_2: str) -> 
 def text_of(file: Path) -> str:
     """The text of a file of the kernel's; empty if it cannot be read."""
     try:
-        return file.read_text(encoding="ascii").strip()
+        return file.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 
 
 def memory_bytes(root: Path = _ROOT) -> int:
-    """The memory that the process may use; 0: the system does not say.
-
-    Blocking: reads files of the kernel's.
-    """
+    """The memory that the process may use; 0: the system does not say. Blocking: as above."""
     return min([*_machine(root), *_groups(root)], default=0)
 
 

@@ -33,10 +33,8 @@ _STRAY_COUNT = 2_000_000
 
 
 class Collector:
-    """Full collections in this process, from `start` to `stop`.
-
-    Args:
-        stray_count: the collector looks at all objects when so many more blocks of memory are used.
+    """Full collections in this process, from `start` to `stop`: the collector looks at all objects
+    when `stray_count` more blocks of memory are used.
     """
 
     def __init__(self, stray_count: int = _STRAY_COUNT) -> None:
@@ -96,10 +94,8 @@ def spared() -> Iterator[None]:
 
 
 def spare_import_of(module: str) -> None:
-    """Make the import of `module` `spared`, if other code imports it later.
-
-    For a process that runs others' code, which chooses when to import it. Nothing happens if
-    `module` has been imported.
+    """Make the import of `module` `spared`, unless it has been imported: for a process that runs
+    others' code, which chooses when to import it.
     """
     if module not in sys.modules:
         sys.meta_path.insert(0, _Once(module))
@@ -117,7 +113,6 @@ class _Once(MetaPathFinder):
         path: Sequence[str] | None,  # noqa: ARG002 - as `importlib` calls it
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """The module's spec; None for all others."""
         if fullname != self._module:
             return None
         sys.meta_path.remove(self)

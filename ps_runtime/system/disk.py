@@ -25,17 +25,13 @@ Payload = bytes | bytearray | memoryview
 
 
 def flat_bytes(payload: Payload) -> memoryview:
-    """The payload as bytes, without a copy; arrays without elements are allowed.
-
-    Raises:
-        TypeError: it is not C-contiguous.
-    """
+    """The payload as bytes, without a copy; TypeError unless it is C-contiguous."""
     view = memoryview(payload)
     return view.cast("B") if view.nbytes else memoryview(b"")
 
 
 class Disk:
-    """The operating system's operations. Thread-safe; all raise OSError."""
+    """The operating system's operations. Thread-safe, blocking; all raise OSError."""
 
     def create(self, path: Path) -> int:
         """Create an empty file, or empty the one of that name; returns its descriptor."""
@@ -49,17 +45,14 @@ class Disk:
         os.ftruncate(descriptor, size_bytes)
 
     def write(self, descriptor: int, payload: Payload, offset: int) -> None:
-        """Write all of `payload` at `offset`. Blocking: the write."""
+        """Write all of `payload` at `offset`."""
         rest = flat_bytes(payload)
         while rest:
             count = os.pwrite(descriptor, rest, offset)
             rest, offset = rest[count:], offset + count
 
     def write_all(self, descriptor: int, pieces: Sequence[bytes | memoryview], offset: int) -> int:
-        """Write all of `pieces`, of bytes each, in order from `offset`; returns the byte count.
-
-        Blocking: the write.
-        """
+        """Write all of `pieces`, of bytes each, in order from `offset`; returns the byte count."""
         begin = offset
         for first in range(0, len(pieces), _MAX_PIECE_COUNT):
             some = pieces[first : first + _MAX_PIECE_COUNT]
@@ -71,7 +64,7 @@ class Disk:
         return offset - begin
 
     def sync(self, descriptor: int) -> None:
-        """Make the file's content durable. Blocking: until the disk has it."""
+        """Make the file's content durable."""
         os.fsync(descriptor)
 
     def let_go(self, descriptor: int, offset: int, byte_count: int) -> None:
@@ -88,7 +81,7 @@ class Disk:
         source.rename(target)
 
     def sync_directory(self, path: Path) -> None:
-        """Make durable which names the directory has. Blocking: until the disk has them."""
+        """Make durable which names the directory has."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -100,7 +93,7 @@ class Disk:
         path.mkdir(parents=True, exist_ok=True)
 
     def make_durable_directory(self, path: Path) -> None:
-        """Create missing directories durably. Blocking: until the disk has them."""
+        """Create missing directories durably."""
         missing = [place for place in (path, *path.parents) if not place.exists()]
         self.make_directory(path)
         for made in missing:

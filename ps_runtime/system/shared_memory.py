@@ -53,10 +53,8 @@ _BLOCK_BYTES = 512
 
 
 def allocate(name: str, byte_count: int) -> tuple[int, Any]:
-    """Allocate memory that other processes may map for reading; returns its file and its mapping.
-
-    The mapping is a buffer, and ends with the last array over it.
-    `name` is for people, in /proc; it need not be unique.
+    """Allocate memory that other processes may map for reading; returns its file and its mapping,
+    a buffer that ends with the last array over it. `name` is for people, in /proc.
 
     Raises:
         OSError: there is no such memory, or the system has no memfd.
@@ -95,11 +93,8 @@ class SharedSegment:
 
 
 def map_segment(fd: int, byte_count: int) -> Bytes:
-    """Map another process's segment for reading; it is unmapped with the last view of it.
-
-    Args:
-        fd: its file; the caller closes it.
-        byte_count: its size, as its owner says.
+    """Map another process's segment for reading; it is unmapped with the last view of it. The
+    caller closes its file `fd`; `byte_count` is its size, as its owner says.
 
     Shapes:
         result: flat, `byte_count` long, not writable. Its owner may change it at any moment.
@@ -151,21 +146,12 @@ def _map(fd: int, byte_count: int, protection: int, flags: int = 0) -> Any:
 
 
 def receive(connection: socket.socket, byte_count: int, *, takes_file: bool) -> tuple[bytes, int]:
-    """Receive the next message of a Unix socket, and the file descriptor that came with it.
+    """The next message of a Unix socket that separates messages, empty at the connection's end, and
+    the file descriptor that came with it, which the caller closes; -1 for none.
 
-    As `socket.recv_fds`, which leaves the descriptors open in programs that this process starts.
-
-    Args:
-        connection: the socket, of a type that separates messages.
-        byte_count: the longest message; the bytes beyond are lost.
-        takes_file: False lets the system close a descriptor that comes.
-
-    Returns:
-        The message, empty at the connection's end, and the descriptor, which the caller closes; -1
-        for none.
-
-    Raises:
-        OSError: the connection is broken, or nothing is there.
+    Of a message, bytes beyond `byte_count` are lost. Unless it `takes_file`, the system closes a
+    descriptor that comes. `socket.recv_fds` leaves descriptors open in programs that this process
+    starts. OSError if the connection is broken, or nothing is there.
     """
     space = socket.CMSG_LEN(array.array("i").itemsize) if takes_file else 0
     message, extras, _, _ = connection.recvmsg(byte_count, space, socket.MSG_CMSG_CLOEXEC)

@@ -11,10 +11,9 @@ INTERVAL_S = 60.0
 
 
 class Trimmed(Protocol):
-    """An owner of memory for reuse."""
+    """An owner of memory for reuse; `trim` releases what was not needed since its last call."""
 
-    def trim(self) -> None:
-        """Release what was not needed since the last call."""
+    def trim(self) -> None: ...
 
 
 def trim_often(memory: Trimmed) -> Callable[[], None]:

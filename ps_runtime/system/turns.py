@@ -32,9 +32,6 @@ class Turns:
     Asking when each turn ends would cost a turn of the loop for every message. So `breathe` asks
     nothing for half of a slice; the next call has the end of that turn looked for; a call half a
     slice later in the same turn waits for the next turn.
-
-    Args:
-        now: the clock, in seconds.
     """
 
     def __init__(self, now: Now = time.perf_counter) -> None:
@@ -97,12 +94,8 @@ _AT_ONCE = _AtOnce()
 
 
 class TurnMeter:
-    """Measures turns by the delay of a timer that is due every `limits.MAX_TURN_S`.
-
-    The part of a long turn before the timer is due is not measured.
-
-    Attributes:
-        long_count: turns that delayed the timer by more than `limits.MAX_TURN_S`.
+    """Measures turns by the delay of a timer that is due every `limits.MAX_TURN_S`; the part of a
+    long turn before that is not measured. `long_count` are those that delayed it by more than that.
     """
 
     def __init__(self, now: Now = time.perf_counter) -> None:

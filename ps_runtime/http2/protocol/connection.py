@@ -128,15 +128,13 @@ class Http2Connection:
         bounds = self._bounds
         if self._accept is None:
             self.output.put(wire.PREFACE)
-        own = {
-            Setting.ENABLE_PUSH: 0,
+        own = {Setting.ENABLE_PUSH: 0} if self._accept is None else {}
+        own |= {
             Setting.MAX_CONCURRENT_STREAMS: bounds.stream_count,
             Setting.INITIAL_WINDOW_SIZE: bounds.window_bytes,
             Setting.MAX_FRAME_SIZE: bounds.max_frame_bytes,
             Setting.MAX_HEADER_LIST_SIZE: MAX_LIST_BYTES,
         }
-        if self._accept is not None:
-            del own[Setting.ENABLE_PUSH]  # only a client has it
         self.output.put(wire.settings(own))
         more = bounds.connection_window_bytes - wire.DEFAULT_WINDOW_BYTES
         self.output.put(wire.window_update(0, more))
@@ -255,10 +253,8 @@ class Http2Connection:
         return self._small[self._filled : max(self._filled + 1, self._look_bytes)]
 
     def received(self, count: int) -> None:
-        """Take `count` bytes that came into `buffer()`.
-
-        Raises:
-            ConnectionBroken: the peer broke the protocol: write the output, and close.
+        """Take `count` bytes that came into `buffer()`. After ConnectionBroken, which means that
+        the peer broke the protocol, write the output, and close.
         """
         try:
             self.output.check_that_it_leaves()
@@ -303,7 +299,7 @@ class Http2Connection:
         done = len(wire.PREFACE) - self._preface_left
         step = min(self._preface_left, end)
         if view[:step] != wire.PREFACE[done : done + step]:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "no HTTP/2 preface")
+            raise ConnectionBroken("no HTTP/2 preface")
         self._preface_left -= step
         return step
 
@@ -322,7 +318,7 @@ class Http2Connection:
             return begins
         if head.length > _MAX_CONTROL_FRAME_BYTES:
             raise ConnectionBroken(
-                ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {head.kind} has {head.length} bytes"
+                f"a frame of type {head.kind} has {head.length} bytes", ErrorCode.FRAME_SIZE_ERROR
             )
         if end - begins < head.length:
             return at
@@ -339,12 +335,12 @@ class Http2Connection:
         self._useless_count -= _PAID_COUNT * (sent - self._paid_frame_count)
         self._paid_frame_count = sent
         if self._useless_count > _MAX_USELESS_COUNT:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "frames that bring nothing")
+            raise ConnectionBroken("frames that bring nothing", ErrorCode.ENHANCE_YOUR_CALM)
         self._useless_count = max(self._useless_count, 0)
 
     def _check_place(self, head: FrameHead) -> None:
         if not self._has_settings and head.kind != FrameType.SETTINGS:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a frame before SETTINGS")
+            raise ConnectionBroken("a frame before SETTINGS")
         self._blocks.check_place(head)
 
     # --- DATA
@@ -358,9 +354,9 @@ class Http2Connection:
             overhead = 1 + view[at]
             at += 1
             if overhead > head.length:
-                raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "DATA is all padding")
+                raise ConnectionBroken("DATA is all padding")
         if stream is not None and stream.peer_has_ended:
-            raise ConnectionBroken(ErrorCode.STREAM_CLOSED, "DATA behind the end of its stream")
+            raise ConnectionBroken("DATA behind the end of its stream", ErrorCode.STREAM_CLOSED)
         self._body_ends = bool(head.flags & Flag.END_STREAM)
         if stream is None or (head.length - overhead < _LEAST_DATA_BYTES and not self._body_ends):
             self._count_useless()  # a message that it completes pays for it
@@ -382,12 +378,12 @@ class Http2Connection:
 
     def _spend_window(self, head: FrameHead, stream: Stream | None) -> None:
         if head.length > self._bounds.max_frame_bytes:
-            raise ConnectionBroken(ErrorCode.FRAME_SIZE_ERROR, f"DATA of {head.length} bytes")
+            raise ConnectionBroken(f"DATA of {head.length} bytes", ErrorCode.FRAME_SIZE_ERROR)
         self._window -= head.length
         if stream is not None:
             stream.receive_window -= head.length
         if self._window < 0 or (stream is not None and stream.receive_window < 0):
-            raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "more DATA than was allowed")
+            raise ConnectionBroken("more DATA than was allowed", ErrorCode.FLOW_CONTROL_ERROR)
 
     def _take_body(self, stream: Stream, view: memoryview, at: int, end: int) -> int:
         stop = min(end, at + self._body_left)
@@ -441,15 +437,14 @@ class Http2Connection:
         newest = self._next_id - 2 if self._accept is None else self._last_peer_id
         if not head.stream_id & 1 or head.stream_id > newest:
             raise ConnectionBroken(
-                ErrorCode.PROTOCOL_ERROR,
-                f"a frame of type {head.kind} on stream {head.stream_id}, which is not open",
+                f"a frame of type {head.kind} on stream {head.stream_id}, which is not open"
             )
 
     # --- headers
 
     def _take_headers(self, head: FrameHead, payload: bytes) -> None:
         if not head.stream_id & 1:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"stream {head.stream_id}")
+            raise ConnectionBroken(f"stream {head.stream_id}")
         found = self._blocks.take(head, payload)
         if found is None:
             return
@@ -463,7 +458,7 @@ class Http2Connection:
             self._last_peer_id = head.stream_id
             stream = self._accepted(head, fields, self._accept)
         elif stream.peer_has_ended or (self._accept is not None and not ends):
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "headers in the middle of a stream")
+            raise ConnectionBroken("headers in the middle of a stream")
         elif ends and self._is_cut_off(stream):
             return
         elif not stream.is_deaf:
@@ -484,10 +479,7 @@ class Http2Connection:
         self._check_not_idle(head)
         self._count_useless()
         if self._accept is not None and head.stream_id not in self._late_ids:
-            raise ConnectionBroken(
-                ErrorCode.PROTOCOL_ERROR,
-                f"stream {head.stream_id} is opened after {self._last_peer_id}",
-            )
+            raise ConnectionBroken(f"stream {head.stream_id} is opened after {self._last_peer_id}")
 
     def _accepted(
         self, head: FrameHead, fields: Fields, accept: Callable[[], ServerReceiver]
@@ -512,12 +504,12 @@ class Http2Connection:
             return
         self._reset_count += 1
         if self._accept is not None and self._reset_count > _MAX_RESET_COUNT:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "streams that are reset at once")
+            raise ConnectionBroken("streams that are reset at once", ErrorCode.ENHANCE_YOUR_CALM)
         self._break(stream, int.from_bytes(payload), "the stream was reset")
 
     def _take_settings(self, head: FrameHead, payload: bytes) -> None:
         if head.stream_id or (head.flags & Flag.ACK and payload):
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "SETTINGS out of place")
+            raise ConnectionBroken("SETTINGS out of place")
         if head.flags & Flag.ACK:
             return
         self._has_settings = True
@@ -531,13 +523,13 @@ class Http2Connection:
     def _take_ping(self, head: FrameHead, payload: bytes) -> None:
         wire.check_length(head, 8)
         if head.stream_id:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PING on a stream")
+            raise ConnectionBroken("PING on a stream")
         if not head.flags & Flag.ACK:
             self.output.put(wire.ping(payload, is_ack=True))
 
     def _take_go_away(self, head: FrameHead, payload: bytes) -> None:
         if head.stream_id or len(payload) < 8:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "GOAWAY is cut off")
+            raise ConnectionBroken("GOAWAY is cut off")
         self.is_going_away = True
         last = int.from_bytes(payload[:4]) & wire.MAX_WINDOW_BYTES
         code = int.from_bytes(payload[4:8])
@@ -551,7 +543,7 @@ class Http2Connection:
         wire.check_length(head, 4)
         increment = int.from_bytes(payload) & wire.MAX_WINDOW_BYTES
         if not increment:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a window that is widened by nothing")
+            raise ConnectionBroken("a window that is widened by nothing")
         if not head.stream_id:
             self.output.widen(increment)
             self._pump_all()
@@ -569,4 +561,4 @@ class Http2Connection:
 
 
 def _refuse_push(_head: FrameHead, _payload: bytes) -> None:
-    raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "PUSH_PROMISE, which was switched off")
+    raise ConnectionBroken("PUSH_PROMISE, which was switched off")

@@ -58,28 +58,23 @@ class Setting(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Codes of RST_STREAM and GOAWAY."""
+    """Codes of RST_STREAM and GOAWAY that we send, or tell apart."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
-    INTERNAL_ERROR = 2
     FLOW_CONTROL_ERROR = 3
-    SETTINGS_TIMEOUT = 4
     STREAM_CLOSED = 5
     FRAME_SIZE_ERROR = 6
     REFUSED_STREAM = 7
     CANCEL = 8
     COMPRESSION_ERROR = 9
-    CONNECT_ERROR = 10
     ENHANCE_YOUR_CALM = 11
-    INADEQUATE_SECURITY = 12
-    HTTP_1_1_REQUIRED = 13
 
 
 class ConnectionBroken(Exception):
     """The peer broke the protocol, or a bound: the connection ends with `code`."""
 
-    def __init__(self, code: ErrorCode, text: str) -> None:
+    def __init__(self, text: str, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> None:
         super().__init__(f"{code.name}: {text}")
         self.code = code
         self.text = text
@@ -104,8 +99,8 @@ def check_length(head: FrameHead, expected: int) -> None:
     """Raise ConnectionBroken for a frame of a fixed length that has another."""
     if head.length != expected:
         raise ConnectionBroken(
-            ErrorCode.FRAME_SIZE_ERROR,
             f"a frame of type {head.kind} has {head.length} bytes; expected {expected}",
+            ErrorCode.FRAME_SIZE_ERROR,
         )
 
 
@@ -134,24 +129,20 @@ def settings(values: dict[Setting, int]) -> bytes:
 
 
 def read_settings(payload: bytes) -> list[tuple[int, int]]:
-    """The settings in order, checked.
-
-    Raises:
-        ConnectionBroken: the length or a value is out of bounds.
-    """
+    """The settings in order; ConnectionBroken if the length or a value is out of bounds."""
     if len(payload) % _SETTING.size:
         raise ConnectionBroken(
-            ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS has {len(payload)} bytes; expected sixes"
+            f"SETTINGS has {len(payload)} bytes; expected sixes", ErrorCode.FRAME_SIZE_ERROR
         )
     found = list(_SETTING.iter_unpack(payload))
     for name, value in found:
         if name == Setting.ENABLE_PUSH and value > 1:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH is {value}")
+            raise ConnectionBroken(f"ENABLE_PUSH is {value}")
         if name == Setting.INITIAL_WINDOW_SIZE and value > MAX_WINDOW_BYTES:
-            raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {value} bytes")
+            raise ConnectionBroken(f"a window of {value} bytes", ErrorCode.FLOW_CONTROL_ERROR)
         in_bounds = DEFAULT_MAX_FRAME_BYTES <= value <= MAX_MAX_FRAME_BYTES
         if name == Setting.MAX_FRAME_SIZE and not in_bounds:
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE is {value}")
+            raise ConnectionBroken(f"MAX_FRAME_SIZE is {value}")
     return found
 
 
@@ -175,24 +166,16 @@ def ping(payload: bytes, *, is_ack: bool) -> bytes:
 
 def header_frames(stream_id: int, block: bytes, max_frame_bytes: int, *, ends: bool) -> bytes:
     """HEADERS, and CONTINUATION frames for a block that is longer than one frame."""
-    pieces = [
-        block[at : at + max_frame_bytes] for at in range(0, max(len(block), 1), max_frame_bytes)
-    ]
-    frames = []
-    for number, piece in enumerate(pieces):
-        kind = FrameType.CONTINUATION if number else FrameType.HEADERS
-        flags = Flag.END_STREAM if ends and not number else 0
-        if number == len(pieces) - 1:
-            flags |= Flag.END_HEADERS
-        frames.append(frame(kind, flags, stream_id, piece))
-    return b"".join(frames)
+    frames, kind, flags = b"", FrameType.HEADERS, Flag.END_STREAM if ends else 0
+    while len(block) > max_frame_bytes:
+        frames += frame(kind, flags, stream_id, block[:max_frame_bytes])
+        kind, flags, block = FrameType.CONTINUATION, 0, block[max_frame_bytes:]
+    return frames + frame(kind, flags | Flag.END_HEADERS, stream_id, block)
 
 
 def without_padding(payload: bytes, flags: int) -> bytes:
-    """The payload of a HEADERS frame without its padding and priority.
-
-    Raises:
-        ConnectionBroken: it is shorter than it announces.
+    """The payload of a HEADERS frame without its padding and priority; ConnectionBroken if it is
+    shorter than it announces.
     """
     at, padding = 0, 0
     if flags & Flag.PADDED:
@@ -200,5 +183,5 @@ def without_padding(payload: bytes, flags: int) -> bytes:
     if flags & Flag.PRIORITY:
         at += 5
     if at + padding > len(payload):
-        raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "HEADERS are all padding")
+        raise ConnectionBroken("HEADERS are all padding")
     return payload[at : len(payload) - padding]

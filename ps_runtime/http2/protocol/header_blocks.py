@@ -29,18 +29,13 @@ class HeaderBlocks:
 
     def check_place(self, head: FrameHead) -> None:
         """Refuse another frame inside of a block, and a rest without a beginning."""
-        belongs = head.kind == FrameType.CONTINUATION
-        if (self._head is not None) != belongs or (
-            self._head is not None and head.stream_id != self._head.stream_id
-        ):
-            raise ConnectionBroken(ErrorCode.PROTOCOL_ERROR, "a header block is cut in two")
+        open_id = None if self._head is None else self._head.stream_id
+        if open_id != (head.stream_id if head.kind == FrameType.CONTINUATION else None):
+            raise ConnectionBroken("a header block is cut in two")
 
     def take(self, head: FrameHead, payload: bytes) -> tuple[FrameHead, Fields] | None:
         """Take a HEADERS or CONTINUATION frame; the last one of a block gives the head of the
-        block's first frame and its fields.
-
-        Raises:
-            ConnectionBroken: the block is too long, or does not decompress.
+        block's first frame and its fields. ConnectionBroken if they are too long, or not readable.
         """
         if head.kind == FrameType.HEADERS:
             self._head = head
@@ -48,9 +43,9 @@ class HeaderBlocks:
         else:
             self._block += payload
             if not payload:
-                raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "CONTINUATION of nothing")
+                raise ConnectionBroken("CONTINUATION of nothing", ErrorCode.ENHANCE_YOUR_CALM)
         if len(self._block) > _MAX_BLOCK_BYTES:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "a header block without end")
+            raise ConnectionBroken("a header block without end", ErrorCode.ENHANCE_YOUR_CALM)
         first = self._head
         if first is None or not head.flags & Flag.END_HEADERS:
             return None
@@ -61,7 +56,7 @@ class HeaderBlocks:
         try:
             found = self._decoder.decode(bytes(self._block), raw=True)
         except hpack.OversizedHeaderListError:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "too many headers") from None
+            raise ConnectionBroken("too many headers", ErrorCode.ENHANCE_YOUR_CALM) from None
         except hpack.HPACKError as error:
-            raise ConnectionBroken(ErrorCode.COMPRESSION_ERROR, f"headers: {error}") from None
+            raise ConnectionBroken(f"headers: {error}", ErrorCode.COMPRESSION_ERROR) from None
         return [(bytes(name), bytes(value)) for name, value in found]

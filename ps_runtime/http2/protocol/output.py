@@ -46,19 +46,16 @@ class Http2Output:
     def check_that_it_leaves(self) -> None:
         """Raise ConnectionBroken for a peer that does not read the many answers that it causes."""
         if self._waiting_bytes > _MAX_WAITING_BYTES:
-            raise ConnectionBroken(ErrorCode.ENHANCE_YOUR_CALM, "unread answers")
+            raise ConnectionBroken("unread answers", ErrorCode.ENHANCE_YOUR_CALM)
 
     def fields(self, stream: Stream, fields: Fields, *, ends: bool = False) -> None:
         """Queue headers or trailers now."""
         block = self._encoder.encode(list(fields))
-        frames = wire.header_frames(stream.stream_id, block, _HEADER_FRAME_BYTES, ends=ends)
-        self.put(frames)
+        self.put(wire.header_frames(stream.stream_id, block, _HEADER_FRAME_BYTES, ends=ends))
 
     def message(self, stream: Stream, pieces: Sequence[MessagePiece]) -> bool:
-        """Queue a message, whose bytes must not change until they are written.
-
-        Returns:
-            True if all of it may leave now; if not, the stream's receiver gets `on_writable`.
+        """Queue a message, whose bytes must not change until they are written. True if all of it
+        may leave now; if not, the stream's receiver gets `on_writable`.
         """
         if stream.tail is not None:
             return True
@@ -128,5 +125,5 @@ class Http2Output:
 
 def _wider(window: int, increment: int) -> int:
     if window + increment > wire.MAX_WINDOW_BYTES:
-        raise ConnectionBroken(ErrorCode.FLOW_CONTROL_ERROR, "a window above 2^31 - 1")
+        raise ConnectionBroken("a window above 2^31 - 1", ErrorCode.FLOW_CONTROL_ERROR)
     return window + increment
