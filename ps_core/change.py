@@ -16,12 +16,8 @@ from ps_core.keys import Incarnation
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """A worker joins a table under training, as a replacement or a late joiner.
-
-    Attributes:
-        rank: its rank.
-        incarnation: its own.
-        after_clock: its first step is for the clock after this one.
+    """A worker joins a table under training, as a replacement or a late joiner; its first step is
+    for the clock after `after_clock`.
     """
 
     rank: int
@@ -67,12 +63,7 @@ class ChangeResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TableCut:
-    """A table's cut for a checkpoint.
-
-    Attributes:
-        checkpoint: number of the checkpoint.
-        after_clock: the last clock in it.
-    """
+    """A table's cut for the checkpoint of that number, which has its clocks up to `after_clock`."""
 
     checkpoint: int
     after_clock: int

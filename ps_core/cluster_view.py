@@ -60,15 +60,9 @@ class Session:
 
     def signed(self, token_key: bytes) -> bytes:
         """The token that proves this identity: HMAC-SHA256 over its fields (PROTOCOL.md)."""
-        fields = (
-            self.cluster_id,
-            self.timeline.hex(),
-            str(self.node_id),
-            str(self.incarnation),
-            self.role.value,
-            str(self.rank),
-        )
-        text = "|".join((*fields, self.run) if self.run else fields)
+        node = (self.cluster_id, self.timeline.hex(), self.node_id, self.incarnation)
+        fields = (*node, self.role.value, self.rank)
+        text = "|".join(map(str, (*fields, self.run) if self.run else fields))
         return hmac.new(token_key, text.encode(), hashlib.sha256).digest()
 
     def is_genuine(self, token_key: bytes) -> bool:
@@ -109,20 +103,19 @@ class Node:
     @property
     def fence_words(self) -> str:
         """Message to the node if it calls after its membership has ended."""
-        if self.state is not NodeState.GONE and not self.silence_ms:
-            return f"node {self.node_id} has left the cluster; register again to come back"
-        if self.state is not NodeState.GONE:
-            silence_s = round(self.silence_ms / 1000, 1)
+        if self.state is NodeState.GONE:
             return (
-                f"node {self.node_id} ({self.role.value}) has left the cluster: it was given up "
-                f"after {silence_s:g} s of silence, and nobody waits for it. To come back, restart "
-                "this process: it must register again, as a new node"
+                f"{self.gone_words} (node {self.node_id}, incarnation {self.incarnation}): the "
+                "others go on without it, and nothing that it sends counts any more. End this "
+                "process and register again as a new worker; where such pauses are normal, raise "
+                "the scheduler's worker_timeout_s"
             )
+        if not self.silence_ms:
+            return f"node {self.node_id} has left the cluster; register again to come back"
         return (
-            f"{self.gone_words} (node {self.node_id}, incarnation {self.incarnation}): the others "
-            "go on without it, and nothing that it sends counts any more. End this process and "
-            "register again as a new worker; where such pauses are normal, raise the scheduler's "
-            "worker_timeout_s"
+            f"node {self.node_id} ({self.role.value}) has left the cluster: it was given up after "
+            f"{round(self.silence_ms / 1000, 1):g} s of silence, and nobody waits for it. To come "
+            "back, restart this process: it must register again, as a new node"
         )
 
 
@@ -131,8 +124,6 @@ class RangeAssignment:
     """The configuration of a range.
 
     Attributes:
-        range_id: the range.
-        slots: its slots.
         assignment_epoch: grows with each configuration.
         primary: None until the range is placed.
         backups: servers that hold all committed updates.
@@ -202,11 +193,7 @@ class ClusterView:
         return table_id < self.next_table_id and table_id not in self.tables_by_id
 
     def table(self, table_id: TableId) -> Table:
-        """The table with this id.
-
-        Raises:
-            TableNotFound: it was removed.
-        """
+        """The table with this id; TableNotFound if it was removed."""
         found = self.tables_by_id.get(table_id)
         if found is None:
             raise TableNotFound(f"there is no table {table_id} any more: its run was removed")
@@ -252,7 +239,6 @@ class ClusterView:
 
     @cached_property
     def tables_by_id(self) -> dict[TableId, Table]:
-        """Tables by id."""
         return {table.table_id: table for table in self.tables}
 
     @cached_property
@@ -284,7 +270,6 @@ class ClusterView:
 
     @cached_property
     def living_servers(self) -> frozenset[NodeId]:
-        """Servers that are alive."""
         alive = (n for n in self.nodes if n.role is Role.SERVER and n.state is NodeState.ALIVE)
         return frozenset(node.node_id for node in alive)
 
@@ -344,5 +329,4 @@ class ClusterView:
 
     @cached_property
     def nodes_by_id(self) -> dict[NodeId, Node]:
-        """Nodes by id."""
         return {node.node_id: node for node in self.nodes}

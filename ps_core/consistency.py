@@ -84,31 +84,29 @@ class Consistency:
         return replace(self, staleness=self.least) if self.moves else self
 
     def validated(self) -> Consistency:
-        """The setting itself, if it is valid.
-
-        Raises:
-            InvalidConfig: a field is wrong, or belongs to another mode.
-        """
+        """The setting itself; InvalidConfig if a field is wrong, or belongs to another mode."""
         _check_count("backup_workers", self.backup_workers, limits.MAX_NODE_COUNT)
         _check_count("grace_ms", self.grace_ms, limits.MAX_GRACE_MS)
         _check_count("staleness", self.staleness, limits.MAX_STALENESS)
         _check_count("bound", self.bound, limits.MAX_STALENESS)
         _check_count("least", self.least, limits.MAX_STALENESS)
         _check_count("most", self.most, limits.MAX_STALENESS)
-        for field, is_set, belongs in (
-            ("backup_workers", self.backup_workers, self.mode is Mode.BSP),
-            ("grace_ms", self.grace_ms, self.backup_workers > 0),
-            ("staleness", self.staleness, self.mode is Mode.SSP),
-            ("least", self.least, self.mode is Mode.SSP),
-            ("most", self.most, self.mode is Mode.SSP),
-            ("policy", self.policy is not StalePolicy.ACCEPT, self.mode is Mode.ASP),
-            ("bound", self.bound, self.policy is StalePolicy.REJECT),
-            ("alpha", self.alpha, self.policy is StalePolicy.DAMP),
-            ("strength", self.strength, self.policy is StalePolicy.COMPENSATE),
-            ("adaptive", self.adaptive, self.policy is StalePolicy.COMPENSATE),
+        is_ssp = self.mode is Mode.SSP
+        compensates = self.policy is StalePolicy.COMPENSATE
+        for field, is_set, belongs, owner in (
+            ("backup_workers", self.backup_workers, self.mode is Mode.BSP, "BSP"),
+            ("grace_ms", self.grace_ms, self.backup_workers > 0, "BSP and backup workers"),
+            ("staleness", self.staleness, is_ssp, "SSP"),
+            ("least", self.least, is_ssp, "SSP"),
+            ("most", self.most, is_ssp, "SSP"),
+            ("policy", self.policy is not StalePolicy.ACCEPT, self.mode is Mode.ASP, "ASP"),
+            ("bound", self.bound, self.policy is StalePolicy.REJECT, "ASP and reject"),
+            ("alpha", self.alpha, self.policy is StalePolicy.DAMP, "ASP and damp"),
+            ("strength", self.strength, compensates, "ASP and compensate"),
+            ("adaptive", self.adaptive, compensates, "ASP and compensate"),
         ):
             if is_set and not belongs:
-                raise InvalidConfig(f"{self} has {field}; expected it with {_OWNER[field]} only")
+                raise InvalidConfig(f"{self} has {field}; expected it with {owner} only")
         self._check_bounds()
         for field, value, policy in (
             ("alpha", self.alpha, StalePolicy.DAMP),
@@ -134,14 +132,8 @@ class Consistency:
 
     def without_policy(self) -> Consistency:
         """The setting for values that are no gradients: stale ones are accepted."""
-        return Consistency(
-            self.mode,
-            self.backup_workers,
-            self.grace_ms,
-            staleness=self.staleness,
-            least=self.least,
-            most=self.most,
-        )
+        accepting = replace(self, policy=StalePolicy.ACCEPT, bound=0, alpha=0.0)
+        return replace(accepting, strength=0.0, adaptive=False)
 
     def scale(self, tau: int) -> float:
         """Factor of a push of staleness `tau`."""
@@ -156,9 +148,8 @@ class Consistency:
         return self.policy is StalePolicy.REJECT and tau > self.bound
 
     def __str__(self) -> str:
-        """The syntax of `parsed`: bsp, bsp:backup=1, ssp:4, ssp:2..8, asp, asp:reject=8.
-
-        An adaptive bound above its lowest is shown: ssp:2..8@5.
+        """The syntax of `parsed`: bsp, bsp:backup=1, ssp:4, ssp:2..8, asp, asp:reject=8. An
+        adaptive bound above its lowest is shown: ssp:2..8@5.
         """
         if self.mode is Mode.SSP:
             if not self.moves:
@@ -178,19 +169,6 @@ class Consistency:
         return f"{self.mode.value}:{self.policy.value}{number.get(self.policy, '')}"
 
 
-_OWNER = {
-    "backup_workers": "BSP",
-    "grace_ms": "BSP and backup workers",
-    "staleness": "SSP",
-    "least": "SSP",
-    "most": "SSP",
-    "policy": "ASP",
-    "bound": "ASP and reject",
-    "alpha": "ASP and damp",
-    "strength": "ASP and compensate",
-    "adaptive": "ASP and compensate",
-}
-
 _ADAPTIVE = ",adaptive"
 
 _FORMS = (
@@ -200,22 +178,14 @@ _FORMS = (
 
 
 def moving(least: int, most: int) -> Consistency:
-    """SSP with an adaptive bound from `least` to `most`.
-
-    Raises:
-        InvalidConfig: `most` is not above `least`, or one of them exceeds its limit.
-    """
+    """SSP with an adaptive bound from `least` to `most`; InvalidConfig if these are no bounds."""
     if most == 0:  # which stands for a fixed bound
         raise InvalidConfig(f"most is 0; expected above {least}, the lowest that s may be")
     return Consistency(Mode.SSP, staleness=least, least=least, most=most).validated()
 
 
 def parsed(text: str) -> Consistency:
-    """The inverse of `str`.
-
-    Raises:
-        InvalidConfig: `text` is no setting.
-    """
+    """The inverse of `str`; InvalidConfig if `text` is no setting."""
     name, _, rest = text.strip().lower().partition(":")
     try:
         return _parsed(name, rest).validated()

@@ -29,7 +29,6 @@ ALIGNMENT_BYTES = 16
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
-
 MAX_BESIDE_BYTES = MESSAGE_OVERHEAD_BYTES
 """Bytes of fields beside a payload; a message with more is not searched further."""
 
@@ -148,9 +147,7 @@ def split(
     message: bytes | memoryview, outer_field: int, payload_field: int
 ) -> tuple[bytes, memoryview] | None:
     """The inner message without its payload, and a view of the payload; None for another field.
-
-    Raises:
-        InvalidTensor: the message is truncated, or is no protobuf.
+    InvalidTensor if the message is truncated, or is no protobuf.
     """
     inner = _inside(message, outer_field)
     return None if inner is None else _split_inner(inner, payload_field)
@@ -160,10 +157,7 @@ def split_several(
     message: bytes | memoryview, outer_field: int, inner_field: int, payload_field: int
 ) -> tuple[bytes, list[tuple[bytes, memoryview]]] | None:
     """The inverse of `pieces_of_several`: the rest, and of each part the fields beside its payload
-    and a view of the payload. None for another outer field.
-
-    Raises:
-        InvalidTensor: the message is truncated, or is no protobuf.
+    and a view of the payload. None, or InvalidTensor, as from `split`.
     """
     view = _inside(message, outer_field)
     if view is None:
@@ -227,17 +221,13 @@ def is_frugal(
     alone: tuple[int, int],
 ) -> bool:
     """True if a message may be parsed: it has few fields, and few bytes outside payloads. Reads a
-    bounded part of any message.
+    bounded part of any message; InvalidTensor as from `split`.
 
     Args:
-        message: the outer message.
         several: numbers of the field with several messages that have payloads, of the repeated
             field in it, and of their payloads.
         most_count: bound of those messages.
         alone: numbers of the field with one such message, and of its payload.
-
-    Raises:
-        InvalidTensor: the message is truncated, or is no protobuf.
     """
     if len(message) <= MAX_ENTRY_BYTES:
         return True
@@ -311,17 +301,13 @@ def has_few(
     message: bytes | memoryview, outer_field: int, counted: int, most_count: int, free: int
 ) -> bool:
     """True if a message with a repeated message field may be parsed: the field has few entries, and
-    few bytes are beside it.
+    few bytes are beside it. InvalidTensor as from `split`.
 
     Args:
-        message: the outer message.
         outer_field: number of the field that holds the inner message.
         counted: number of the repeated field in that.
         most_count: bound of its entries.
         free: number of a field in the inner message whose size does not matter.
-
-    Raises:
-        InvalidTensor: the message is truncated, or is no protobuf.
     """
     view = memoryview(message)
     beside = count = at = 0

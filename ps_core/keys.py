@@ -47,10 +47,8 @@ def slot_of_ordinal(ordinal: int) -> Slot:
 
 
 def key_ranges(count: int) -> tuple[KeyRange, ...]:
-    """`count` ranges of sizes that differ by at most one slot, in slot order.
-
-    Raises:
-        InvalidKeys: `count` is below 1 or above the number of slots.
+    """`count` ranges of sizes that differ by at most one slot, in slot order; InvalidKeys if it is
+    below 1 or above the number of slots.
     """
     if not 1 <= count <= SLOT_COUNT:
         raise InvalidKeys(f"range count is {count}; expected 1 to {SLOT_COUNT}")

@@ -95,11 +95,7 @@ class Ledger:
 
     @classmethod
     def of(cls, low_water: int, confirmed: int, kept: Mapping[int, Ending]) -> Ledger:
-        """The ledger of another server.
-
-        Raises:
-            InvalidConfig: no ledger has these outcomes.
-        """
+        """The ledger of another server; InvalidConfig if no ledger has these outcomes."""
         is_whole = all(map(kept.__contains__, range(confirmed + 1, low_water + 1)))
         first, last = min(kept, default=confirmed + 1), max(kept, default=low_water)
         if not (
@@ -128,10 +124,8 @@ class Ledger:
         return 0 < sequence <= self._low_water or sequence in self._endings
 
     def ending(self, sequence: int) -> Ending:
-        """The ending of `sequence`.
-
-        Raises:
-            InvalidKeys: it was dropped: it is confirmed, or MAX_LEDGER_GAP_COUNT below.
+        """The ending of `sequence`; InvalidKeys if it was dropped: it is confirmed, or
+        MAX_LEDGER_GAP_COUNT below.
         """
         found = self._endings.get(sequence)
         if found is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,6 @@ class LossTotals:
 
     Attributes:
         count: finite ones.
-        total: their sum.
         square_total: the sum of their squares.
         non_finite_count: infinite or NaN ones, which are in no sum.
     """
@@ -31,13 +30,9 @@ class LossTotals:
         """The sums with one more loss."""
         square = loss * loss  # infinite for some finite losses, which would spoil the sums
         if not math.isfinite(square):
-            return LossTotals(self.count, self.total, self.square_total, self.non_finite_count + 1)
-        return LossTotals(
-            self.count + 1,
-            self.total + loss,
-            self.square_total + square,
-            self.non_finite_count,
-        )
+            return replace(self, non_finite_count=self.non_finite_count + 1)
+        total, square_total = self.total + loss, self.square_total + square
+        return replace(self, count=self.count + 1, total=total, square_total=square_total)
 
     def since(self, before: LossTotals) -> LossTotals:
         """Sums of the losses after `before`."""

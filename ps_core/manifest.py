@@ -64,9 +64,8 @@ MAX_PLACE_CHARACTERS = 240
 
 @dataclass(frozen=True, slots=True)
 class SavedTable:
-    """A table: its `spec` in JSON form, its setting at that time, and the last clock in it.
-
-    A table that `is_torn` has each range as of a moment of its own.
+    """A table: its `spec` in JSON form, its setting at that time, and the last clock in it. A table
+    that `is_torn` has each range as of a moment of its own.
     """
 
     name: str
@@ -82,8 +81,6 @@ class SavedPart:
     """A server's file.
 
     Attributes:
-        file: its name.
-        byte_count: its size.
         header_sha256: SHA-256 of its bytes up to the end of its header, in hexadecimal digits.
         tables: blocks of each table, references included.
         referred_block_count: blocks that are references.
@@ -123,9 +120,8 @@ class ReportedTable:
 
 @dataclass(frozen=True, slots=True)
 class PartReport:
-    """A node's report: its file, or a problem, or neither if it has nothing to write.
-
-    Some blocks may be references: their number, their bytes, and the directories that have them.
+    """A node's report: its file, or a problem, or neither if it has nothing to write. Some blocks
+    may be references: their number, their bytes, and the directories that have them.
     """
 
     file: str = ""
@@ -141,7 +137,6 @@ class PartReport:
 @dataclass(frozen=True)
 class Manifest:
     """The manifest; `created` is UTC as 2026-11-22T10:20:00Z, `timeline` is empty for an import.
-
     `bases` are the other directories that have blocks of it, ascending.
     """
 
@@ -169,7 +164,6 @@ class Manifest:
 
     @property
     def is_full(self) -> bool:
-        """True if every block is in its own directory."""
         return not self.bases
 
     @property
@@ -194,7 +188,6 @@ class Manifest:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all files beside the manifest."""
         return sum(saved.byte_count for saved in self.files.values())
 
     @cached_property
@@ -202,11 +195,7 @@ class Manifest:
         return {table.name: table for table in self.tables}
 
     def table(self, name: str) -> SavedTable:
-        """A table by name.
-
-        Raises:
-            InvalidCheckpoint: the table does not exist; the message has the names of the others.
-        """
+        """A table by name; InvalidCheckpoint has the names of the others if it does not exist."""
         if name not in self._tables:
             there = ", ".join(f"'{known}'" for known in self._tables) or "none"
             raise InvalidCheckpoint(
@@ -222,12 +211,8 @@ def imported_name(prefix: str, dtype: DType) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The tensors of an import, by name, with the table of each.
-
-    Attributes:
-        url: directory of the checkpoint.
-        prefix: prefix of the tables that it is for; empty: all tables.
-        tensors: as the file had them.
+    """The tensors of an import in the checkpoint at `url`, by name, with the table of each: for the
+    tables with a prefix; empty: all tables.
     """
 
     url: str
@@ -249,10 +234,8 @@ class Imported:
         return not self.prefix or table == self.prefix or table.startswith(f"{self.prefix}/")
 
     def places(self, spec: TableSpec) -> dict[str, tuple[str, int]]:
-        """The table here, and the first element in it, of each tensor of `spec`.
-
-        Raises:
-            InvalidCheckpoint: a tensor of `spec` is missing, or differs.
+        """The table here, and the first element in it, of each tensor of `spec`;
+        InvalidCheckpoint if one is missing, or differs.
         """
         return {
             tensor.name: self._place(spec, tensor)
@@ -319,11 +302,7 @@ def number_of(directory: str) -> int | None:
 
 
 def to_json(manifest: Manifest) -> str:
-    """The text of a manifest.
-
-    Raises:
-        InvalidCheckpoint: `from_json` would refuse it.
-    """
+    """The text of a manifest; InvalidCheckpoint if `from_json` would refuse it."""
     fields = {
         "format": FORMAT,
         "version": VERSION,
@@ -348,14 +327,8 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str, where: str) -> Manifest:
-    """Parse a manifest.
-
-    Args:
-        text: its text.
-        where: its address, for messages.
-
-    Raises:
-        InvalidCheckpoint: it is damaged, of a newer version, or contradicts itself.
+    """Parse the manifest at `where`; InvalidCheckpoint if it is damaged, of a newer version, or
+    contradicts itself.
     """
     try:
         document = json.loads(text, object_pairs_hook=once_each, parse_constant=_no_number)

@@ -101,28 +101,20 @@ class Joiner:
 
     def proof(self, secret: bytes, challenge: bytes) -> bytes:
         """HMAC-SHA256 over the challenge and these fields (docs/reference/PROTOCOL.md)."""
-        fields = (
-            challenge.hex(),
-            self.registration_id.hex(),
-            self.role.value,
-            "" if self.rank is None else str(self.rank),
-            self.address,
-        )
+        rank = "" if self.rank is None else str(self.rank)
+        ids = challenge.hex(), self.registration_id.hex()
+        fields = (*ids, self.role.value, rank, self.address)
+        of_run = (self.run, str(self.world_size))
         if self.identity:
-            of_run = (self.run, str(self.world_size), self.identity)
-            text = "|".join(("pushpull-join-identity", *fields, *of_run))
+            text = "|".join(("pushpull-join-identity", *fields, *of_run, self.identity))
         elif self.run:
-            text = "|".join(("pushpull-join-run", *fields, self.run, str(self.world_size)))
+            text = "|".join(("pushpull-join-run", *fields, *of_run))
         else:
             text = "|".join(("pushpull-join", *fields))
         return hmac.new(secret, text.encode(), hashlib.sha256).digest()
 
     def check(self, proof: bytes, secret: bytes, challenge: bytes) -> None:
-        """Refuse a registration without a valid proof.
-
-        Raises:
-            Unauthenticated: the proof is missing or wrong; the message has the remedy.
-        """
+        """Raise Unauthenticated, with the remedy, for a registration without a valid proof."""
         if not proof:
             raise Unauthenticated(
                 f"no {self.role.value} joins without the cluster's join secret: {_REMEDY}"

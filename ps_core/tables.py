@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -32,10 +32,7 @@ ResultT = TypeVar("ResultT")
 
 class TupleCache(Generic[ResultT]):
     """A cache of results for the newest few tuples, by identity: to look through a layout of a
-    hundred thousand tensors takes a tenth of a second. Thread-safe.
-
-    Args:
-        most: its size.
+    hundred thousand tensors takes a tenth of a second. It has at most `most`. Thread-safe.
     """
 
     __slots__ = ("_found", "_most")
@@ -80,7 +77,6 @@ class Codec(Enum):
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
         return _CODEC_BYTES[self]
 
 
@@ -164,25 +160,12 @@ HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
 
 _HYPERPARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("beta1", "beta2"), (0.0, 1.0)),
-    **dict.fromkeys(
-        (
-            "momentum", "alpha", "eps", "weight_decay", "lr_decay", "initial_accumulator_value",
-        ),
-        (0.0, math.inf),
-    ),
-}  # fmt: skip
+    **dict.fromkeys(("momentum", "alpha", "eps", "weight_decay", "lr_decay"), (0.0, math.inf)),
+    "initial_accumulator_value": (0.0, math.inf),
+}
 """Bounds of torch.optim's constructors, [low, high): outside, its arithmetic divides by zero or
 takes roots of negative numbers. A learning rate may have any sign and size within
 MAX_HYPERPARAMETER_MAGNITUDE, because learning rate schedules set it so."""
-
-CLAMPED = frozenset(
-    {
-        OptimizerKind.SGD, OptimizerKind.ADAM, OptimizerKind.ADAMW, OptimizerKind.ADAGRAD,
-        OptimizerKind.RMSPROP,
-    }
-)  # fmt: skip
-"""Optimizers whose values can be clamped after each update, with the hyperparameters `clamp_min`
-and `clamp_max`."""
 
 CLAMP_NAMES = ("clamp_min", "clamp_max")
 
@@ -194,6 +177,10 @@ _STATE_ARRAYS: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.RMSPROP: ("square_avg", "momentum_buffer"),
 }
 """State arrays of each optimizer; `amsgrad` and `centered` add one each."""
+
+CLAMPED = frozenset(_STATE_ARRAYS)
+"""Optimizers whose values can be clamped after each update, with the hyperparameters of
+`CLAMP_NAMES`."""
 
 STEP_ARRAY = "step"
 """Steps that each tensor has taken, as an array of its elements."""
@@ -230,12 +217,8 @@ class OptimizerSpec:
         """State arrays by torch.optim's names; none for an optimizer that torch lacks. With
         `STEP_ARRAY` they are the whole state.
         """
-        names = list(_STATE_ARRAYS.get(self.kind, ()))
-        if self.amsgrad:
-            names.append("max_exp_avg_sq")
-        if self.centered:
-            names.append("grad_avg")
-        return tuple(names)
+        more = ((self.amsgrad, "max_exp_avg_sq"), (self.centered, "grad_avg"))
+        return (*_STATE_ARRAYS.get(self.kind, ()), *(name for is_set, name in more if is_set))
 
     def has_array(self, name: str) -> bool:
         """True if it has state of that name, `STEP_ARRAY` and `VALUES_ARRAY` included."""
@@ -248,10 +231,8 @@ class OptimizerSpec:
         return f"custom:{self.custom_update}" if self.custom_update else self.kind.value
 
     def merged(self, given: Hyperparameters) -> Hyperparameters:
-        """The hyperparameters with those `given` put over them, sorted.
-
-        Raises:
-            InvalidConfig: a name or a value that the optimizer does not have.
+        """The hyperparameters with those `given` put over them, sorted; InvalidConfig for a name
+        or a value that the optimizer does not have.
         """
         is_custom = self.kind is OptimizerKind.CUSTOM
         merged = dict(self.hyperparameters if is_custom else HYPERPARAMETER_DEFAULTS[self.kind])
@@ -285,10 +266,8 @@ class OptimizerSpec:
 
 
 class StepHyperparameters:
-    """`OptimizerSpec.merged` of one table, for one step after the other.
-
-    All ranges of a seal, and most often all workers, have the same hyperparameters, which are
-    merged once. Merged ones are returned as they are.
+    """`OptimizerSpec.merged` of one table, for one step after the other: all ranges of a seal, and
+    most often all workers, have the same hyperparameters, which are merged once.
     """
 
     __slots__ = ("_last", "_spec")
@@ -298,7 +277,7 @@ class StepHyperparameters:
         self._last: tuple[Hyperparameters, Hyperparameters] = (), spec.merged(())
 
     def merged(self, given: Hyperparameters) -> Hyperparameters:
-        """See `OptimizerSpec.merged`."""
+        """As `OptimizerSpec.merged`; merged ones are returned as they are."""
         last, merged = self._last
         if given != last and given != merged:
             merged = self._spec.merged(given)
@@ -359,13 +338,7 @@ class TableSpec:
         return Codec.FP64 if self.dtype is DType.FLOAT64 else Codec.FP32
 
     def validated(self) -> TableSpec:
-        """The spec with every default filled in.
-
-        Raises:
-            InvalidConfig: a field is wrong.
-        """
-        from dataclasses import replace
-
+        """The spec with every default filled in; InvalidConfig if a field is wrong."""
         name_bytes = len(self.name.encode())
         _require(
             1 <= name_bytes <= limits.MAX_TABLE_NAME_BYTES,
@@ -381,23 +354,22 @@ class TableSpec:
         )
         tensors = self.tensors or (TensorSpec(self.name, (self.element_count,), 0),)
         _check_layout(self.name, tensors, self.element_count)
-        if self.optimizer.kind is OptimizerKind.AGGREGATE:
-            _require(
-                self.mode is Mode.BSP and not self.consistency.backup_workers,
-                f"table '{self.name}': AGGREGATE needs BSP without backup workers: every worker "
-                "takes every sum",
-            )
-        if self.optimizer.kind is OptimizerKind.ASSIGN:
-            _require(
-                self.consistency.policy is StalePolicy.ACCEPT,
-                f"table '{self.name}': ASSIGN takes values, not gradients; expected no policy for "
-                "stale ones",
-            )
-        if self.optimizer.kind is OptimizerKind.ADD:
-            _require(
-                self.consistency.policy is not StalePolicy.COMPENSATE,
-                f"table '{self.name}': ADD takes deltas, not gradients; expected no compensation",
-            )
+        kind, policy = self.optimizer.kind, self.consistency.policy
+        _require(
+            kind is not OptimizerKind.AGGREGATE
+            or (self.mode is Mode.BSP and not self.consistency.backup_workers),
+            f"table '{self.name}': AGGREGATE needs BSP without backup workers: every worker takes "
+            "every sum",
+        )
+        _require(
+            kind is not OptimizerKind.ASSIGN or policy is StalePolicy.ACCEPT,
+            f"table '{self.name}': ASSIGN takes values, not gradients; expected no policy for "
+            "stale ones",
+        )
+        _require(
+            kind is not OptimizerKind.ADD or policy is not StalePolicy.COMPENSATE,
+            f"table '{self.name}': ADD takes deltas, not gradients; expected no compensation",
+        )
         try:
             self.consistency.validated()
         except InvalidConfig as error:
@@ -418,13 +390,9 @@ class TableSpec:
 
     def _check_constant(self) -> None:
         constant = self.initializer.constant
-        if math.isfinite(constant):
-            largest = math.inf if self.dtype is DType.FLOAT64 else limits.MAX_FLOAT32
-            fits = abs(constant) <= largest
-        else:
-            fits = self.allow_non_finite
+        largest = math.inf if self.dtype is DType.FLOAT64 else limits.MAX_FLOAT32
         _require(
-            fits,
+            abs(constant) <= largest if math.isfinite(constant) else self.allow_non_finite,
             f"table '{self.name}': its initial value is {constant}; expected a finite number that "
             f"{self.dtype.value} tables can hold",
         )
@@ -517,13 +485,11 @@ class Table:
     Attributes:
         table_id: never given twice.
         first_ordinal: global ordinal of its first block.
-        spec: as it was created.
         change: the newest committed change of its consistency.
         proposed: the change that the servers are asked to prepare.
         joins: the newest join of each rank.
         cut: the newest cut.
         restored_clock: the clock at which it was restored, if it was.
-        run: the name of its run.
     """
 
     table_id: TableId
@@ -566,18 +532,13 @@ class Table:
         return -(-self.spec.element_count // self.spec.block_elements)
 
     def block_length(self, block: int) -> int:
-        """Elements of a block on the wire: block_elements, or fewer in the last.
-
-        Raises:
-            InvalidKeys: the block does not exist.
-        """
+        """Elements of a block, fewer in the last one; InvalidKeys if it does not exist."""
         if not 0 <= block < self.block_count:
             raise InvalidKeys(
                 f"table '{self.spec.name}' has blocks 0 to {self.block_count - 1}; got {block}"
             )
-        return min(
-            self.spec.block_elements, self.spec.element_count - block * self.spec.block_elements
-        )
+        size = self.spec.block_elements
+        return min(size, self.spec.element_count - block * size)
 
     def range_of_block(self, block: int, range_count: int) -> RangeId:
         """The range that holds a block."""
@@ -607,7 +568,6 @@ class Table:
 
     @cached_property
     def step_hyperparameters(self) -> StepHyperparameters:
-        """Merges the hyperparameters of its steps."""
         return StepHyperparameters(self.spec.optimizer)
 
     @cached_property
@@ -657,11 +617,7 @@ def pack_presence(present: tuple[bool, ...]) -> bytes:
 
 
 def unpack_presence(bitmap: bytes, segment_count: int) -> tuple[bool, ...]:
-    """The inverse of `pack_presence`.
-
-    Raises:
-        InvalidKeys: the bitmap has another length than the segments need.
-    """
+    """The inverse of `pack_presence`; InvalidKeys if the segments need another length."""
     if not bitmap:
         return (True,) * segment_count
     expected = presence_bytes(segment_count)

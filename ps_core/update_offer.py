@@ -28,10 +28,9 @@ GROUP_KEYS = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class UpdateOffer:
-    """One custom update of one server.
+    """One custom update of one server, by its name in table specs.
 
     Attributes:
-        name: the name in table specs.
         hyperparameters: all of them with their defaults, sorted by name.
         fingerprint: the package, its version, and the hash of a self-test.
         problem: the reason why the server cannot run it; empty if it can.
@@ -43,11 +42,7 @@ class UpdateOffer:
     problem: str = ""
 
     def validated(self) -> UpdateOffer:
-        """The offer itself, if it is valid.
-
-        Raises:
-            InvalidConfig: a field is wrong.
-        """
+        """The offer itself; InvalidConfig if a field is wrong."""
         what = f"custom update '{self.name[: limits.MAX_CUSTOM_UPDATE_NAME_BYTES]}'"
         for field, text, most_bytes in (
             ("name", self.name, limits.MAX_CUSTOM_UPDATE_NAME_BYTES),

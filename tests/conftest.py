@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
-from ps_runtime.launch import role_starts
+from ps_runtime.launch import launcher as launching
 from ps_runtime.system.collector import spared
 from tests.integration.warm_roles import FORKER, begin_warm
 from tests.joining import SECRET
@@ -88,7 +88,7 @@ def drawn_seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session", autouse=True)
 def warm_roles() -> Iterator[None]:
     """Schedulers and servers that a test starts begin with all imported."""
-    before, role_starts.begin = role_starts.begin, begin_warm
+    before, launching.start_role = launching.start_role, begin_warm
     yield
-    role_starts.begin = before
+    launching.start_role = before
     FORKER.close()

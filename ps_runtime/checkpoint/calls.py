@@ -15,9 +15,8 @@ MAX_PROBLEM_BYTES = 500
 
 
 async def report_part(link: SchedulerLink, number: int, part: PartReport) -> None:
-    """Report that this node's part of checkpoint `number` is written, or cannot be.
-
-    Blocking: until a scheduler has answered.
+    """Report that this node's part of checkpoint `number` is written, or cannot be. Blocking: until
+    a scheduler has answered.
     """
     request = scheduler_pb2.ReportCheckpointPartRequest(
         session=link.identity,
@@ -55,7 +54,6 @@ async def join_checkpoint(
 
     In the answer, `must_step`: the caller waits before a step that the checkpoint includes, because
     another worker has taken that step; `is_awaited`: the script of another worker waits for it.
-
     Blocking: as `report_part`.
     """
     request = scheduler_pb2.JoinCheckpointRequest(
@@ -76,7 +74,6 @@ async def join_checkpoint(
 
 async def restore_checkpoint(link: SchedulerLink, url: str, deadline_s: float) -> str:
     """Take the whole cluster back to a checkpoint, which ends this session; returns its directory.
-
     Blocking: up to `deadline_s`.
 
     Raises:
@@ -105,9 +102,7 @@ async def create_checkpoint(
     """Request a checkpoint, and wait until it is complete.
 
     The checkpoint numbered `covered_by` (0: none) will do, which was found in the view
-    `view_number` (0: any). `reason` is for its manifest.
-
-    Blocking: up to `deadline_s`.
+    `view_number` (0: any). `reason` is for its manifest. Blocking: up to `deadline_s`.
 
     Raises:
         StaleAssignment: a checkpoint was cut in a newer view.
@@ -116,10 +111,7 @@ async def create_checkpoint(
         WaitExpired: it was not complete in time; the message names the missing nodes.
     """
     request = scheduler_pb2.CreateCheckpointRequest(
-        session=link.identity,
-        reason=reason,
-        covered_by=covered_by,
-        view_number=view_number,
+        session=link.identity, reason=reason, covered_by=covered_by, view_number=view_number
     )
     end_s = clock.now_s() + deadline_s
     answer = await link.call("CreateCheckpoint", request, "a checkpoint", end_s)

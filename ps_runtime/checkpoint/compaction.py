@@ -34,12 +34,9 @@ _MAX_ID_CHARACTERS = 200
 
 def compact(store: CheckpointStore, reader: CheckpointReader, disk: Disk = DISK) -> Manifest:
     """Write a full checkpoint with the content of `reader` into `store`; returns its manifest.
+    After InvalidCheckpoint, also if the copy exists already, there is no new checkpoint.
 
     Blocking: copies every byte, and reads the copy.
-
-    Raises:
-        InvalidCheckpoint: something cannot be read or written, or the copy exists already; then
-            there is no new checkpoint.
     """
     source = reader.manifest
     cluster_id = f"{_PREFIX}{source.cluster_id}"[:_MAX_ID_CHARACTERS]

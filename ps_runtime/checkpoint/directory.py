@@ -118,10 +118,8 @@ def reported(url: str, done: str) -> Iterator[None]:
 
 
 class CheckpointDirectory:
-    """The directory of one checkpoint; `disk` writes local files.
-
-    A method raises InvalidCheckpoint if the filesystem fails; files that it writes are durable when
-    it returns.
+    """The directory of one checkpoint; `disk` writes local files. A method raises InvalidCheckpoint
+    if the filesystem fails; files that it writes are durable when it returns.
     """
 
     def __init__(self, location: Location, disk: Disk = DISK) -> None:

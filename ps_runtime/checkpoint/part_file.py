@@ -52,7 +52,6 @@ class Readable(Protocol):
     """A binary file, open for reading by one thread at a time; methods as those of `io`."""
 
     def seek(self, offset: int, whence: int = 0, /) -> int: ...
-
     def read(self, size: int = -1, /) -> bytes: ...
 
 

@@ -124,10 +124,8 @@ class WorkerTensor:
 
 class PartWriter:
     """Writes one server's part to `path`, on this machine; an existing file is replaced. Space is
-    reserved for a header of what is `planned`. Blocking: makes the file.
-
-    Raises:
-        InvalidCheckpoint: the file cannot be made, or the header would be too long for safetensors.
+    reserved for a header of what is `planned`. Blocking: makes the file; InvalidCheckpoint if it
+    cannot, or if the header would be too long for safetensors.
     """
 
     def __init__(self, path: Path, planned: Iterable[PlannedTable], disk: Disk = DISK) -> None:
@@ -217,9 +215,7 @@ class PartWriter:
 
     def finish(self, checkpoint: int, cluster_id: str) -> WrittenPart:
         """Write the header; the file is then complete and durable. Blocking: until the disk has it.
-
-        Raises:
-            InvalidCheckpoint: it cannot be written, or a tensor before could not.
+        InvalidCheckpoint if it cannot be written, or a tensor before could not.
         """
         with self._lock:
             descriptor = self._open_descriptor()
@@ -283,12 +279,8 @@ def write_worker_part(
     path: Path, part: WorkerPart, tensors: Mapping[str, WorkerTensor], disk: Disk = DISK
 ) -> WrittenPart:
     """Write a worker's part, complete and durable, to `path`, on this machine; an existing file is
-    replaced. Of the `tensors`, by name, those with wide elements are written first.
-
-    Blocking: until the disk has it.
-
-    Raises:
-        InvalidCheckpoint: it cannot be written, or `state` is no JSON, or too large.
+    replaced. Of the `tensors`, by name, those with wide elements are written first. Blocking: until
+    the disk has it; InvalidCheckpoint if it cannot, or if the state is no JSON, or too large.
     """
     entries: dict[str, dict[str, Any]] = {}
     checksums = {}

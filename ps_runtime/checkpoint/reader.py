@@ -39,10 +39,8 @@ _SHOWN_PROBLEM_COUNT = 10
 
 
 def table_of(saved: SavedTable, where: str) -> Table:
-    """A table as its manifest describes it; its id and first ordinal are those of no cluster.
-
-    Raises:
-        InvalidCheckpoint: the spec is none, or of another table.
+    """A table as its manifest describes it, or InvalidCheckpoint; its id and first ordinal are
+    those of no cluster.
     """
     what = f"{where}: the spec of table '{saved.name}'"
     try:
@@ -78,7 +76,6 @@ class CheckpointReader:
         self.manifest = directory.read_manifest()
         self.headers: dict[str, PartHeader] = {}
         self._open: dict[str, BinaryIO] = {}
-        self._files: dict[tuple[str, int], str] = {}
         self._sources: dict[tuple[str, int], Source] = {}
         bases = Bases(directory, self.manifest)
         try:
@@ -86,13 +83,14 @@ class CheckpointReader:
             for file, saved in self.manifest.files.items():
                 header = header_of(directory, self.manifest, saved)
                 self.headers[file] = header
-                for key in header.blocks:
-                    self._place(key, file)
                 if isinstance(saved, SavedPart):
                     for problem in bases.problems(saved, header):
                         raise InvalidCheckpoint(problem)
             for problem in bases.unused():
                 raise InvalidCheckpoint(problem)
+            for problem in _twice(self.headers):
+                raise InvalidCheckpoint(f"{directory.url}: {problem} it once")
+            self._files = {key: file for file, part in self.headers.items() for key in part.blocks}
             self._sources = _sources_of(directory, self.headers, bases)
             for problem in _table_problems(self.manifest, self.tables, self.headers, self._sources):
                 raise InvalidCheckpoint(f"{directory.url}: {problem}")
@@ -105,14 +103,6 @@ class CheckpointReader:
         found = copy.copy(self)
         found._open = {}
         return found
-
-    def _place(self, key: tuple[str, int], file: str) -> None:
-        other = self._files.setdefault(key, file)
-        if other != file:
-            raise InvalidCheckpoint(
-                f"{self.directory.url}: block {key[1]} of table '{key[0]}' is in {other} and "
-                f"in {file}; expected it once"
-            )
 
     def file_of(self, table: str, block: int) -> str:
         """The checkpoint's file that has a block, or refers to it."""
@@ -143,11 +133,7 @@ class CheckpointReader:
         return self._read(self._source(table, block), tensor_name(table, block, tensor))
 
     def read_block_into(self, table: str, block: int, tensor: str, target: memoryview) -> None:
-        """Read and check a tensor of a block into `target`.
-
-        Shapes:
-            target: writable bytes ("B"), C-contiguous, as long as the tensor.
-        """
+        """As `read`, into `target`, which is as that of `part_file.read_into`."""
         source = self._source(table, block)
         with reported(source.url, "read"):
             name = tensor_name(table, block, tensor)
@@ -225,7 +211,7 @@ def problems_with(
         if isinstance(saved, SavedPart):
             problems += bases.problems(saved, header)
     problems += bases.unused()
-    problems += (f"{directory.url}: {p}" for p in _twice(headers))
+    problems += (f"{directory.url}: {p} one" for p in _twice(headers))
     if problems:  # otherwise the blocks of faulty files would be named as well
         return problems
     sources = _sources_of(directory, headers, bases)
@@ -277,7 +263,7 @@ def _twice(headers: Mapping[str, PartHeader]) -> Iterator[str]:
         for table, block in header.blocks:
             other = files.setdefault((table, block), file)
             if other != file:
-                yield f"block {block} of table '{table}' is in {other} and in {file}; expected one"
+                yield f"block {block} of table '{table}' is in {other} and in {file}; expected"
 
 
 def _table_problems(

@@ -36,9 +36,7 @@ class Source:
 
 class Bases:
     """The other checkpoints that one refers to; each file is opened when it is first needed.
-
-    Attributes:
-        sources: the files that were found, by their places.
+    `sources` are the files that were found, by their places.
     """
 
     def __init__(self, directory: CheckpointDirectory, manifest: Manifest) -> None:
@@ -49,9 +47,8 @@ class Bases:
         self.sources: dict[str, Source] = {}
 
     def problems(self, saved: SavedPart, header: PartHeader) -> Iterator[str]:
-        """The faults of the blocks that one part refers to: the first one of each file.
-
-        Blocking: reads manifests and headers.
+        """The faults of the blocks that one part refers to: the first one of each file. Blocking:
+        reads manifests and headers.
         """
         blocks: dict[str, dict[tuple[str, int], StoredBlock]] = {}
         for key, block in header.referred.items():
@@ -79,11 +76,7 @@ class Bases:
                 yield f"{self._directory.url}: nothing is in {base}, which its manifest names"
 
     def _checked(self, place: str, blocks: dict[tuple[str, int], StoredBlock]) -> int:
-        """The bytes of the blocks that one part has in one other file.
-
-        Raises:
-            InvalidCheckpoint: the file is not good, or does not have them.
-        """
+        """The bytes of the blocks that one part has in one other file, or InvalidCheckpoint."""
         source = self._source(place)
         byte_count = 0
         for (table, number), block in blocks.items():
@@ -138,10 +131,8 @@ class Bases:
 def header_of(
     directory: CheckpointDirectory, manifest: Manifest, saved: SavedPart | SavedWorker
 ) -> PartHeader:
-    """Read the header of a file of this checkpoint.
-
-    Raises:
-        InvalidCheckpoint: the file is missing, damaged or of another checkpoint.
+    """Read the header of a file of this checkpoint; InvalidCheckpoint if the file is missing,
+    damaged or of another checkpoint.
     """
     where = f"{directory.url}/{saved.file}"
     with reported(where, "read"), directory.open(saved.file) as file:

@@ -32,9 +32,7 @@ class CheckpointStore:
     """The checkpoints under a URL that fsspec knows, or a path; `disk` writes local files.
 
     The root need not exist. A method that reads it raises InvalidCheckpoint if it cannot be listed.
-
-    Raises:
-        InvalidConfig: there is no such protocol, or it needs a package that is not installed.
+    InvalidConfig as from `locate`.
     """
 
     def __init__(self, url: str | Location, disk: Disk = DISK) -> None:
@@ -98,14 +96,10 @@ class CheckpointStore:
 
     def prune(self, keep: int, run: Collection[bytes] | None = None) -> list[str]:
         """Remove all checkpoints older than the newest `keep` good ones, save those referred to;
-        returns their names.
+        returns their names. InvalidConfig if `keep` is below 1.
 
         `run` has the timelines of one run: checkpoints of others neither count nor go. None: all
         runs.
-
-        Raises:
-            InvalidConfig: `keep` is below 1.
-            InvalidCheckpoint: also if one cannot be removed.
         """
         if keep < 1:
             raise InvalidConfig(f"keep is {keep}; expected at least 1")
@@ -181,12 +175,9 @@ class ResolvedCheckpoint:
 
 def resolve(url: str) -> ResolvedCheckpoint:
     """Open the checkpoint of a URL: its own directory's, or the newest good one under it.
+    InvalidCheckpoint if there is none, InvalidConfig as from `locate`.
 
     Blocking: reads manifests and headers.
-
-    Raises:
-        InvalidConfig: there is no such protocol, or it needs a package that is not installed.
-        InvalidCheckpoint: the directory's is bad, or there is no good one under the URL.
     """
     location = locate(url)
     is_one = number_of(location.name) is not None

@@ -15,9 +15,8 @@ from ps_runtime.system.disk import DISK, Disk
 
 @dataclass(frozen=True, slots=True)
 class WorkerCopies:
-    """Copies parts into the checkpoint of `directory`; `disk` writes local files.
-
-    Only the number and the cluster of `manifest` count.
+    """Copies parts into the checkpoint of `directory`; `disk` writes local files. Only the number
+    and the cluster of `manifest` count.
     """
 
     directory: CheckpointDirectory
@@ -25,14 +24,10 @@ class WorkerCopies:
     disk: Disk = DISK
 
     def copy(self, file: str, header: PartHeader, read: Callable[[str], bytearray]) -> SavedWorker:
-        """Write a part that was read under the same file name.
-
-        `read` reads a tensor of the part by its name.
+        """Write a part under the same file name; `read` reads a tensor of it by its name.
+        InvalidCheckpoint if it is no worker's, or cannot be read or written.
 
         Blocking: until the copy is durable. All of it is in memory meanwhile.
-
-        Raises:
-            InvalidCheckpoint: it is no worker's part, or cannot be read or written.
         """
         worker = header.worker
         if worker is None:
@@ -49,9 +44,8 @@ class WorkerCopies:
         return SavedWorker(worker.rank, clock, file, written.byte_count, written.header_sha256)
 
     def copy_from(self, source: CheckpointDirectory, saved: SavedWorker) -> SavedWorker:
-        """As `copy`, for a file that belongs to no checkpoint.
-
-        Blocking, Raises: as `copy`; InvalidCheckpoint, too, if it does not match `saved`.
+        """As `copy`, for a file that belongs to no checkpoint. Blocking, Raises: as `copy`;
+        InvalidCheckpoint, too, if it does not match `saved`.
         """
         where = f"{source.url}/{saved.file}"
         with reported(where, "read"), source.open(saved.file) as file:

@@ -30,7 +30,7 @@ _OWN_FILE = Path(".pushpull", "join-secret")
 _DRAWN_BYTES = 32
 
 
-def found(env: Mapping[str, str] | None = None) -> bytes:
+def found(env: Mapping[str, str] = os.environ) -> bytes:
     """The secret of this process; empty if it has none. Blocking: reads a file.
 
     Raises:
@@ -38,7 +38,6 @@ def found(env: Mapping[str, str] | None = None) -> bytes:
             file is open to others.
         Recovering: the file that PUSHPULL_JOIN_SECRET_FILE names is not there yet.
     """
-    env = os.environ if env is None else env
     if given := env.get(SECRET):
         return _checked(given.encode(), SECRET)
     if named := env.get(SECRET_FILE):
@@ -50,11 +49,10 @@ def found(env: Mapping[str, str] | None = None) -> bytes:
     return b"" if own is None else _read(own, is_own=True) or b""
 
 
-def found_or_made(env: Mapping[str, str] | None = None) -> bytes:
+def found_or_made(env: Mapping[str, str] = os.environ) -> bytes:
     """As `found`; a missing secret is drawn and written to its file, or InvalidConfig has the
     remedy.
     """
-    env = os.environ if env is None else env
     if env.get(SECRET):
         return found(env)
     named = env.get(SECRET_FILE)
@@ -68,9 +66,8 @@ def found_or_made(env: Mapping[str, str] | None = None) -> bytes:
     return _read(path, is_own=not named) or b""
 
 
-def place(env: Mapping[str, str] | None = None) -> str:
+def place(env: Mapping[str, str] = os.environ) -> str:
     """The name of the variable or the file that has the secret, for people."""
-    env = os.environ if env is None else env
     own = _own_file(env)
     return SECRET if env.get(SECRET) else env.get(SECRET_FILE) or str(own)
 

@@ -21,9 +21,8 @@ class AddressTaken(Recovering):
 
 
 def check_answers(node: Node, cluster_id: str, named: tuple[str, int, int]) -> None:
-    """Raise AddressTaken for an answer of another than `node`, a server of `cluster_id`.
-
-    `named` is the cluster, the node id and the incarnation that the answer names.
+    """Raise AddressTaken for an answer of another than `node`, a server of `cluster_id`. `named` is
+    the cluster, the node id and the incarnation that the answer names.
     """
     if named == (cluster_id, node.node_id, node.incarnation):
         return

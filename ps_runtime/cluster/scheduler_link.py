@@ -55,10 +55,8 @@ class SchedulerLink:
 
     Attributes:
         session: the identity for every request; `identity` is its message.
-        worker_count: the number of workers of the cluster.
         replica_count: servers that hold each range, the primary included.
         min_in_sync: in-sync replicas below which a range takes no pushes.
-        range_count: key ranges of the cluster.
         left_url: the place for the state of a worker that leaves; empty: none.
         checkpoint_url: servers: the place of checkpoints; empty: none.
         lease_s: a node without a heartbeat for so long counts as silent.
@@ -113,9 +111,8 @@ class SchedulerLink:
     ) -> SchedulerLink:
         """Register with the scheduler, as soon as it answers, and start the heartbeats.
 
-        One of the `addresses`, "host:port", answers. A missing registration_id is drawn.
-
-        Blocking: up to `deadline_s`.
+        One of the `addresses`, "host:port", answers. A missing registration_id is drawn. Blocking:
+        up to `deadline_s`.
 
         Raises:
             InvalidConfig: there is no address, or an invalid one.
@@ -203,11 +200,7 @@ class SchedulerLink:
         return wire.change_from_proto(answer.change)
 
     async def prepare_change(
-        self,
-        table_id: TableId,
-        number: int,
-        hold_point: int,
-        outcome: ChangeOutcome | None = None,
+        self, table_id: TableId, number: int, hold_point: int, outcome: ChangeOutcome | None = None
     ) -> None:
         """Servers: report that nothing of a table takes effect here beyond `hold_point` until the
         change of that number is decided; or report its outcome.
@@ -228,9 +221,8 @@ class SchedulerLink:
     ) -> list[RangeId]:
         """Servers: request other backups of ranges that this node is primary of.
 
-        Returns:
-            The ranges whose requests were void, because another configuration came first; after a
-            lost answer, it may be the requested one. A later view has the one in force.
+        Returns the ranges whose requests were void, because another configuration came first; after
+        a lost answer, it may be the requested one. A later view has the one in force.
 
         Blocking: up to `deadline_s`.
 
@@ -288,7 +280,6 @@ class SchedulerLink:
 
     async def deregister_if_kept(self, reason: str, timeout_s: float) -> None:
         """Servers: leave the cluster, if others keep all values of this server. One attempt.
-
         Blocking: up to `timeout_s`; while a checkpoint is made for it.
 
         Raises:

@@ -29,13 +29,8 @@ class ViewWaits:
         self._task: asyncio.Task[None] | None = None
 
     async def wait(self, holds: Holds, deadline_s: float) -> ClusterView:
-        """Wait for a view for which `holds`; returns the newest one.
-
-        Blocking: up to `deadline_s`.
-
-        Raises:
-            TimeoutError: none came in time.
-            Exception: the error that `end` was given.
+        """Wait for a view for which `holds`; returns the newest one. Blocking: up to `deadline_s`,
+        when TimeoutError is raised, or until the error that `end` is given.
         """
         if self._view is not None and holds(self._view):
             return self._view

@@ -27,14 +27,7 @@ from ps_core.cluster_view import (
 from ps_core.collective import Round, Share
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.keys import (
-    AssignmentEpoch,
-    KeyRange,
-    NodeId,
-    RangeId,
-    Slot,
-    TableId,
-)
+from ps_core.keys import AssignmentEpoch, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.runs import Run
 from ps_core.tables import (
     Codec,
@@ -130,9 +123,8 @@ def codec_to_proto(codec: Codec) -> types_pb2.Codec:
 
 
 def codec_from_proto(number: int, field: str = "codec") -> Codec:
-    """Raises InvalidTensor for an unset or unknown number, because a codec describes a payload.
-
-    If unset has a meaning (a pull), the caller tests for 0 first.
+    """Raises InvalidTensor for an unset or unknown number, because a codec describes a payload. If
+    unset has a meaning (a pull), the caller tests for 0 first.
     """
     codec = _CODEC_OF.get(number)
     if codec is None:
@@ -156,11 +148,8 @@ def hyperparameters_to_proto(values: Hyperparameters) -> list[types_pb2.Hyperpar
 
 
 def hyperparameters_from_proto(messages: Iterable[types_pb2.Hyperparameter]) -> Hyperparameters:
-    """The pairs, sorted by name. `OptimizerSpec.merged` checks the names against the optimizer.
-
-    Raises:
-        InvalidConfig: a name comes twice or is too long, or there are more than
-            limits.MAX_HYPERPARAMETER_COUNT.
+    """The pairs, sorted by name; InvalidConfig if a name comes twice or is too long, or there are
+    too many. `OptimizerSpec.merged` checks the names against the optimizer.
     """
     pairs = tuple(sorted([(message.name, message.value) for message in messages]))
     if not pairs:  # as in most steps
@@ -258,10 +247,8 @@ def _layout_to_proto(tensors: tuple[TensorSpec, ...]) -> types_pb2.TableSpec:
 
 
 def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
-    """The spec as it came; `TableSpec.validated` judges it and fills in defaults.
-
-    Raises:
-        InvalidConfig: a field is unset or unknown; the message names it.
+    """The spec as it came, or InvalidConfig for a field that is unset or unknown;
+    `TableSpec.validated` judges it and fills in defaults.
     """
     return _copy(
         TableSpec,
@@ -415,37 +402,33 @@ def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
     )
 
 
+_STALE = {
+    StalePolicy.REJECT: ("bound",),
+    StalePolicy.DAMP: ("alpha",),
+    StalePolicy.DIVIDE: (),
+    StalePolicy.COMPENSATE: ("strength", "adaptive"),
+}
+"""Fields of each policy's message."""
+
+
 def consistency_to_proto(consistency: Consistency) -> types_pb2.Consistency:
     if consistency.mode is Mode.BSP:
-        bsp = types_pb2.BulkSynchronous(
-            backup_workers=consistency.backup_workers, grace_ms=consistency.grace_ms
-        )
+        bsp = _copy(types_pb2.BulkSynchronous, consistency, ("backup_workers", "grace_ms"))
         return types_pb2.Consistency(bsp=bsp)
     if consistency.mode is Mode.SSP:
-        ssp = types_pb2.BoundedStaleness(
-            staleness=consistency.staleness, least=consistency.least, most=consistency.most
-        )
+        ssp = _copy(types_pb2.BoundedStaleness, consistency, ("staleness", "least", "most"))
         return types_pb2.Consistency(ssp=ssp)
-    asp = types_pb2.Asynchronous()
-    if consistency.policy is StalePolicy.REJECT:
-        asp.reject.bound = consistency.bound
-        asp.reject.SetInParent()
-    elif consistency.policy is StalePolicy.DAMP:
-        asp.damp.alpha = consistency.alpha
-    elif consistency.policy is StalePolicy.DIVIDE:
-        asp.divide.SetInParent()
-    elif consistency.policy is StalePolicy.COMPENSATE:
-        asp.compensate.strength = consistency.strength
-        asp.compensate.adaptive = consistency.adaptive
-    return types_pb2.Consistency(asp=asp)
+    message = types_pb2.Consistency(asp=types_pb2.Asynchronous())
+    if consistency.policy is not StalePolicy.ACCEPT:
+        stale = getattr(message.asp, consistency.policy.value)
+        stale.SetInParent()
+        for name in _STALE[consistency.policy]:
+            setattr(stale, name, getattr(consistency, name))
+    return message
 
 
 def consistency_from_proto(message: types_pb2.Consistency) -> Consistency:
-    """The setting as it came; `Consistency.validated` judges it.
-
-    Raises:
-        InvalidConfig: no mode is set.
-    """
+    """The setting as it came, for `Consistency.validated`; InvalidConfig without a mode."""
     mode = message.WhichOneof("mode")
     if mode is None:
         names = ", ".join(mode.value for mode in Mode)
@@ -506,12 +489,6 @@ def share_to_proto(share: Share) -> parameters_pb2.CollectiveShare:
 
 
 def share_from_proto(message: parameters_pb2.CollectiveShare) -> Share:
-    """The share of one worker.
-
-    Raises:
-        InvalidConfig: the call's name is empty or too long.
-        InvalidTensor: the payload is over the limit.
-    """
     call_bytes, payload_bytes = len(message.call.encode()), len(message.payload)
     if not 0 < call_bytes <= limits.MAX_COLLECTIVE_CALL_BYTES:
         raise InvalidConfig(
@@ -527,18 +504,12 @@ def share_from_proto(message: parameters_pb2.CollectiveShare) -> Share:
 
 def round_to_proto(ended: Round) -> parameters_pb2.CollectiveRound:
     return parameters_pb2.CollectiveRound(
-        number=ended.number,
-        shares=map(share_to_proto, ended.shares),
-        problem=ended.problem,
+        number=ended.number, shares=map(share_to_proto, ended.shares), problem=ended.problem
     )
 
 
 def round_from_proto(message: parameters_pb2.CollectiveRound) -> Round:
-    """A round that has ended.
-
-    Raises:
-        InvalidConfig, InvalidTensor: it is none.
-    """
+    """A round that has ended; InvalidConfig or InvalidTensor if it is none."""
     if not message.number or not message.shares:
         raise InvalidConfig("a round has no number or no shares; expected both")
     shares = tuple(map(share_from_proto, message.shares))

@@ -51,11 +51,7 @@ class HttpEndpoint:
         self.address = ""
 
     async def start(self, listen: str) -> None:
-        """Bind `listen` ("host:port", port 0 for a free one) and serve.
-
-        Raises:
-            InvalidConfig: it cannot be bound.
-        """
+        """Bind `listen` ("host:port", port 0 for a free one), or raise InvalidConfig, and serve."""
         host, port = split_address(listen, "http_listen")
         try:
             self._server = await asyncio.start_server(
@@ -129,9 +125,8 @@ class HttpEndpoint:
 
 
 async def _discard(reader: asyncio.StreamReader) -> None:
-    """Read until the client closes, or has sent too much.
-
-    Closing a socket with unread bytes resets the connection, and the client may lose the response.
+    """Read until the client closes, or has sent too much. Closing a socket with unread bytes resets
+    the connection, and the client may lose the response.
     """
     left_bytes = _MAX_DISCARDED_BYTES
     while left_bytes > 0 and (chunk := await reader.read(MAX_HTTP_REQUEST_BYTES)):

@@ -75,12 +75,9 @@ class NodeServer:
         services: Sequence[Service] = (),
         registry: CollectorRegistry,
     ) -> NodeServer:
-        """Bind both ports, of which 0 takes a free one, and answer calls.
+        """Bind both ports, of which 0 takes a free one, or raise InvalidConfig; answer calls.
 
         `advertise` is as in `addresses.advertised`; `registry` has the metrics of /metrics.
-
-        Raises:
-            InvalidConfig: an address is malformed or cannot be bound.
         """
         node = cls(registry, [name for name, _ in services])
         for _, add_to_server in services:
@@ -119,9 +116,8 @@ class NodeServer:
         return self._unready if self._is_serving else "not serving"
 
     def set_unready(self, reason: str) -> None:
-        """Set the reason in health and /readyz why other nodes cannot rely on this one alone.
-
-        An empty `reason` makes the node ready as soon as it serves.
+        """Set the reason in health and /readyz why other nodes cannot rely on this one alone. An
+        empty `reason` makes the node ready as soon as it serves.
         """
         if bool(reason) != bool(self._unready) and not self._is_stopped:
             logs.info("not_ready" if reason else "ready", **({"reason": reason} if reason else {}))
@@ -171,7 +167,6 @@ class NodeServer:
 
 class _RefuseMalformed(grpc.aio.ServerInterceptor):
     """Answers a single request that does not parse with InvalidTensor; gRPC would answer UNKNOWN.
-
     Messages of a request stream are parsed inside the servicer, under `translated`.
     """
 

@@ -10,8 +10,7 @@ A channel belongs to the loop that it was connected on.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import grpc
@@ -23,8 +22,8 @@ from ps_runtime.http2.protocol import grpc_fields
 from ps_runtime.http2.protocol.bounds import Bounds
 from ps_runtime.http2.protocol.frames import ErrorCode
 from ps_runtime.http2.protocol.memory import MessageMemory
-from ps_runtime.http2.protocol.streams import Fields, MessagePiece, Stream
-from ps_runtime.http2.transport import Http2Transport
+from ps_runtime.http2.protocol.streams import Fields, MessagePiece
+from ps_runtime.http2.transport import CallEnd, Http2Transport
 from ps_runtime.system.trimming import trim_often
 
 _STATUS = {status.value[0]: status for status in grpc.StatusCode}
@@ -112,18 +111,12 @@ class StreamChannel:
         self._transport.close()
 
 
-class StreamCall:
+class StreamCall(CallEnd):
     """One call: write, and iterate over the answers."""
 
     def __init__(self, transport: Http2Transport) -> None:
-        self._transport = transport
-        self._stream: Stream | None = None
-        self._messages: deque[MessagePiece] = deque()
-        self._came = asyncio.Event()
-        self._writable = asyncio.Event()
+        super().__init__(transport)
         self._failure: _Failure | None = None
-        self._is_done = False
-        self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, fields: Fields, timeout_s: float | None) -> None:
         self._stream = self._transport.connection.open(fields, self)
@@ -153,9 +146,6 @@ class StreamCall:
     def cancel(self) -> None:
         """Give the call up, unless it has ended."""
         self._end(_Failure(grpc.StatusCode.CANCELLED, "the call was cancelled by its caller"))
-
-    def __aiter__(self) -> AsyncIterator[MessagePiece]:
-        return self
 
     async def __anext__(self) -> MessagePiece:
         """The next message; raises grpc.aio.AioRpcError if the call has failed."""
@@ -187,10 +177,6 @@ class StreamCall:
             status = _OF_HTTP.get(http, grpc.StatusCode.UNKNOWN)
             self._end(_Failure(status, f"HTTP status {http.decode(errors='replace')}"))
 
-    def on_message(self, message: MessagePiece) -> None:
-        self._messages.append(message)
-        self._came.set()
-
     def on_unreadable(self, problem: str) -> None:
         """End the call with the problem."""
         is_large = "larger" in problem
@@ -210,9 +196,6 @@ class StreamCall:
             status = _OF_RESET.get(code, grpc.StatusCode.INTERNAL)
         self._end(_Failure(status, text))
 
-    def on_writable(self) -> None:
-        self._writable.set()
-
     def _expire(self) -> None:
         self._end(_Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed"))
 
@@ -229,5 +212,4 @@ class StreamCall:
         self._is_done, self._failure = True, failure
         self._came.set()
         self._writable.set()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()

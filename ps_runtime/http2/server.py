@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn, cast
 
 import grpc
@@ -26,7 +25,7 @@ from ps_runtime.http2.protocol.bounds import Bounds
 from ps_runtime.http2.protocol.frames import ErrorCode
 from ps_runtime.http2.protocol.memory import MessageMemory
 from ps_runtime.http2.protocol.streams import Fields, MessagePiece, Stream
-from ps_runtime.http2.transport import Http2Transport
+from ps_runtime.http2.transport import CallEnd, Http2Transport
 from ps_runtime.observe import logs
 from ps_runtime.system.trimming import trim_often
 
@@ -56,7 +55,6 @@ class StreamServer:
     @classmethod
     async def start(cls, listen: str, services: Mapping[str, Handlers]) -> StreamServer:
         """Bind "host:port" (port 0: a free one), or raise InvalidConfig, and answer calls.
-
         `services` has the methods by the service's full name.
         """
         server = cls(
@@ -83,9 +81,8 @@ class StreamServer:
         return len(self._connections)
 
     async def stop(self, grace_s: float) -> None:
-        """Accept nothing new, let calls end within `grace_s`, then cut them. Idempotent.
-
-        Blocking: up to `grace_s` and a little.
+        """Accept nothing new, let calls end within `grace_s`, then cut them. Idempotent. Blocking:
+        up to `grace_s` and a little.
         """
         self._is_stopping = True
         if self._end_trimming is not None:
@@ -122,21 +119,15 @@ class StreamServer:
         return transport
 
 
-class _Call:
+class _Call(CallEnd):
     """One call: requests of its stream, the context of its method, and its answer."""
 
     def __init__(self, transport: Http2Transport, server: StreamServer) -> None:
-        self._transport = transport
+        super().__init__(transport)
         self._server = server
-        self._stream: Stream | None = None
-        self._messages: deque[MessagePiece] = deque()
-        self._came = asyncio.Event()
-        self._writable = asyncio.Event()
         self._has_all = False
-        self._is_done = False
         self._has_headers = False
         self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
         self._status: tuple[grpc.StatusCode, str, grpc_fields.Metadata] | None = None
         self._read: Any = None
 
@@ -163,10 +154,6 @@ class _Call:
     def on_fields(self, fields: Fields) -> None:
         """Ignore a client's trailers."""
 
-    def on_message(self, message: MessagePiece) -> None:
-        self._messages.append(message)
-        self._came.set()
-
     def on_unreadable(self, problem: str) -> None:
         """End the call with the problem."""
         is_large = "larger" in problem
@@ -182,9 +169,6 @@ class _Call:
         self._is_done = True
         self._cut(text)
 
-    def on_writable(self) -> None:
-        self._writable.set()
-
     # --- the method's context (`grpc.aio.ServicerContext`)
 
     async def abort(
@@ -197,9 +181,6 @@ class _Call:
     def done(self) -> bool:
         """True if the client does not wait for an answer any more."""
         return self._is_done
-
-    def __aiter__(self) -> AsyncIterator[Any]:
-        return self
 
     async def __anext__(self) -> Any:
         while not self._messages:
@@ -269,8 +250,7 @@ class _Call:
     def _finish(
         self, status: grpc.StatusCode, text: str, metadata: grpc_fields.Metadata = ()
     ) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         if self._is_done or self._stream is None:
             return
         self._is_done = True
@@ -286,8 +266,7 @@ class _Call:
         self._cut(text)
 
     def _cut(self, text: str) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_timer()
         if self._task is not None:
             self._task.cancel(text)
 

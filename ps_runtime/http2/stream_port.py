@@ -22,24 +22,21 @@ _CONNECT_S = 2.0
 
 
 class ServerCall(Protocol):
-    """An open call. Failures are `grpc.RpcError`."""
+    """An open call. Failures are `grpc.RpcError`. `write` sends a message in pieces, which must not
+    change until it is answered; iteration has the serialized answers; `cancel` gives the call up,
+    unless it has ended.
+    """
 
-    async def write(self, pieces: Sequence[MessagePiece]) -> None:
-        """Send a message in pieces, which must not change until it is answered."""
-
-    def __aiter__(self) -> AsyncIterator[MessagePiece]:
-        """The serialized answers."""
-
-    def cancel(self) -> object:
-        """Give the call up, unless it has ended."""
+    async def write(self, pieces: Sequence[MessagePiece]) -> None: ...
+    def __aiter__(self) -> AsyncIterator[MessagePiece]: ...
+    def cancel(self) -> object: ...
 
 
 class GrpcioCall:
     """A call of grpcio's, which takes a message in one piece."""
 
     def __init__(
-        self,
-        call: grpc.aio.StreamStreamCall[bytes, bytes] | grpc.aio.UnaryStreamCall[bytes, bytes],
+        self, call: grpc.aio.StreamStreamCall[bytes, bytes] | grpc.aio.UnaryStreamCall[bytes, bytes]
     ) -> None:
         self._call = call
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Self, cast
 
 from ps_runtime.grpc.channels import KEEPALIVE_TIME_S
 from ps_runtime.http2.protocol import frames as wire
@@ -182,6 +183,33 @@ class Http2Transport(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
             asyncio.get_running_loop().call_later(_LINGER_S, self._transport.abort)
+
+
+class CallEnd:
+    """One end of a call: its messages that came, and its wait to send."""
+
+    def __init__(self, transport: Http2Transport) -> None:
+        self._transport = transport
+        self._stream: Stream | None = None
+        self._messages: deque[MessagePiece] = deque()
+        self._came = asyncio.Event()
+        self._writable = asyncio.Event()
+        self._is_done = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def on_message(self, message: MessagePiece) -> None:
+        self._messages.append(message)
+        self._came.set()
+
+    def on_writable(self) -> None:
+        self._writable.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def _keep_in_cache(transport: asyncio.Transport) -> None:

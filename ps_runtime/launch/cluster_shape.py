@@ -128,7 +128,6 @@ class ClusterShape:
     Attributes:
         worker_count: the workers that clock 1 of a BSP table waits for.
         listen: the scheduler's address.
-        environment: variables of all roles.
         max_workers: the number of workers at most, those that join later included.
         replica_count: servers that hold each range.
         min_in_sync: replicas that must hold a push before it counts.

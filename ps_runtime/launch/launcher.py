@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import signal
+import subprocess
 import tempfile
 import threading
 import time
@@ -28,14 +29,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Protocol, Self
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
 from ps_runtime.cluster import join_secret
-from ps_runtime.launch import role_starts
+from ps_runtime.launch import role_process
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.role_environment import role_environment
-from ps_runtime.launch.role_starts import RoleChild, RoleStart
 from ps_runtime.observe import logs
 
 RECENT_LINE_COUNT = 40
@@ -67,6 +67,49 @@ LineSink = Callable[["RoleProcess", str], None]
 
 ExitSink = Callable[["RoleExit"], None]
 """Gets each role that ends, once, from a thread of the launcher's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleStart:
+    """The start of `python -m module arguments`, with no input and just this environment.
+
+    `module` is our own, never one of the working directory; `output` is the descriptor for stdout
+    and stderr, of which the caller closes its own.
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    output: int
+
+
+class RoleChild(Protocol):
+    """A child process: its number is also that of its process group."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int:
+        """Reap it; returns its exit code, negative for a signal. Blocking: until it ends."""
+        ...
+
+
+def new_interpreter(start: RoleStart) -> RoleChild:
+    """Start a process that imports all its modules."""
+    return subprocess.Popen(
+        role_process.command_of(start.module, start.arguments),
+        stdin=subprocess.DEVNULL,
+        stdout=start.output,
+        stderr=subprocess.STDOUT,
+        env=start.environment,
+        process_group=0,
+    )
+
+
+start_role: Callable[[RoleStart], RoleChild] = new_interpreter
+"""Starts a process in this process's way: a new interpreter imports torch, a second or two of CPU
+for each server, so this project's tests fork a process that has imported it already. Either way,
+it is a child of this process and the leader of its own process group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +357,7 @@ class Launcher:
             output = os.fdopen(read_end, "rb")
             try:
                 environment = role_environment(os.environ, command.environment)
-                child = role_starts.begin(
+                child = start_role(
                     RoleStart(command.module, command.arguments, environment, write_end)
                 )
             finally:
@@ -352,9 +395,8 @@ class Launcher:
         self._end("scheduler", grace_s)
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """End all roles: workers first, then servers, then the scheduler. Idempotent.
-
-        Blocking: at most `grace_s` for each of the three kinds, and the kernel's time to kill.
+        """End all roles: workers first, then servers, then the scheduler. Idempotent. Blocking: at
+        most `grace_s` for each of the three kinds, and the kernel's time to kill.
         """
         for kind in ("worker", "server", "scheduler"):
             self._end(kind, grace_s)
@@ -426,9 +468,8 @@ def describe_exit(role_exit: RoleExit, when: str) -> str:
 def start_scheduler(
     launcher: Launcher, shape: ClusterShape, deadline_s: float = READY_DEADLINE_S
 ) -> ReadyRole:
-    """Start the scheduler of a local cluster and wait until it serves.
-
-    Blocking, Raises: as `Launcher.wait_ready`; InvalidConfig if the join secret cannot be read.
+    """Start the scheduler of a local cluster and wait until it serves. Blocking, Raises: as
+    `Launcher.wait_ready`; InvalidConfig if the join secret cannot be read.
     """
     join_secret.ensure(os.environ)
     bare = RoleCommand("scheduler", None, "scheduler", environment=shape.environment)

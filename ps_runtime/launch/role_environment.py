@@ -20,9 +20,8 @@ inherits them."""
 
 
 def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a role: the caller's, without the caller's identity, and `added`.
-
-    Our packages come from the folders where this process found them.
+    """The environment of a role: the caller's, without the caller's identity, and `added`. Our
+    packages come from the folders where this process found them.
     """
     dropped = {f"PUSHPULL_{name}" for name in _ADDRESSING}
     environment = {name: value for name, value in inherited.items() if name not in dropped}
@@ -36,16 +35,13 @@ def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> 
 
 
 def python_path(inherited: Mapping[str, str]) -> str:
-    """The PYTHONPATH of a role: the folders of our packages, and the caller's, all absolute."""
+    """The PYTHONPATH of a role, absolute: the folders of our packages, less those that Python finds
+    by itself, and the caller's.
+    """
+    roots = (Path(ps_core.__file__).parents[1], Path(types_pb2.__file__).parents[2])
+    own = [root for root in roots if root.name not in ("site-packages", "dist-packages")]
     given = [Path(p) for p in inherited.get("PYTHONPATH", "").split(os.pathsep) if p]
-    paths = dict.fromkeys(str(path.absolute()) for path in (*_package_roots(), *given))
-    return os.pathsep.join(paths)
-
-
-def _package_roots() -> list[Path]:
-    """The folders that hold our packages, less those that Python finds by itself."""
-    found = (Path(ps_core.__file__).parents[1], Path(types_pb2.__file__).parents[2])
-    return [root for root in found if root.name not in ("site-packages", "dist-packages")]
+    return os.pathsep.join(dict.fromkeys(str(path.absolute()) for path in (*own, *given)))
 
 
 def thread_count(core_count: int, process_count: int) -> int:

@@ -61,12 +61,10 @@ def die_with_parent() -> bool:
 
 def die_with_parent_if_asked(env: Mapping[str, str]) -> None:
     """Call `die_with_parent` if PUSHPULL_DIE_WITH_PARENT is 1; a role does so first of all.
+    InvalidConfig unless it is 0, 1, empty or absent.
 
     PUSHPULL_PARENT_PID names the starter: if it ended while the role was still importing (torch
     takes seconds), the role ends here, and not when its adopter does.
-
-    Raises:
-        InvalidConfig: the variable is neither 0, 1, empty nor absent.
     """
     wanted = env.get(DIE_WITH_PARENT, "")
     if wanted not in ("", "0", "1"):

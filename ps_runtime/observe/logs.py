@@ -71,13 +71,8 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
 def configure(role: str, level: str, line_format: str = "text") -> None:
     """Send pushpull's log lines to stderr; another call replaces the settings.
 
-    Args:
-        role: the name in each line, such as "server" or "worker-3".
-        level: one of `LEVELS`.
-        line_format: one of `FORMATS`.
-
-    Raises:
-        InvalidConfig: there is no such level, or no such format.
+    `role` is the name in each line, such as "server" or "worker-3". InvalidConfig if `level` is
+    none of `LEVELS`, or `line_format` none of `FORMATS`.
     """
     if line_format not in FORMATS:
         raise InvalidConfig(f"log format is '{line_format}'; expected one of {', '.join(FORMATS)}")

@@ -9,6 +9,7 @@ bool, Path, tuple[str, ...] (commas), and each of them or None.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -50,12 +51,9 @@ def resolve(
     """The settings of `cls`: flag, else PUSHPULL_<FIELD>, else the file's key, else the default.
 
     Args:
-        cls: a dataclass.
         flags: by field name; None means not given. Other names are ignored.
         env: the environment; an empty value counts as not given.
-        file: a TOML file.
-
-    Blocking: reads the file.
+        file: a TOML file, which is read.
 
     Raises:
         InvalidConfig: an unknown key or variable, a value of the wrong type, or a missing setting;
@@ -96,9 +94,8 @@ def variable_name(field: str) -> str:
 def argument_parser(
     cls: type[DataclassInstance], description: str, program: str | None = None
 ) -> argparse.ArgumentParser:
-    """A parser with a flag for each field of `cls`, and --config FILE and --print-config.
-
-    A flag that is not given is None in the result.
+    """A parser with a flag for each field of `cls`, and --config FILE and --print-config. A flag
+    that is not given is None in the result.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -133,10 +130,8 @@ def from_command_line(
     argv: Sequence[str] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> DataclassT:
-    """Parse an entry point's command line and resolve its settings.
-
-    The process ends with status 0 after --print-config, and with status 2 and a line on stderr when
-    a setting is wrong.
+    """Parse an entry point's command line and resolve its settings. The process ends with status 0
+    after --print-config, and with status 2 and a line on stderr when a setting is wrong.
     """
     arguments = vars(parser.parse_args(argv))
     try:
@@ -227,22 +222,18 @@ def _boolean(value: object, source: str) -> bool:
 
 
 def _integer(value: object, source: str) -> int:
-    try:
+    with contextlib.suppress(ValueError):
         if isinstance(value, (int, str)) and not isinstance(value, bool):
             return int(value)
-    except ValueError:
-        pass
     raise InvalidConfig(f"{source} is {_shown(value)}; expected a whole number")
 
 
 def _number(value: object, source: str) -> float:
-    try:
+    with contextlib.suppress(ValueError):
         if isinstance(value, (int, float, str)) and not isinstance(value, bool):
             number = float(value)
             if math.isfinite(number):
                 return number
-    except ValueError:
-        pass
     raise InvalidConfig(f"{source} is {_shown(value)}; expected a finite number")
 
 

@@ -75,10 +75,8 @@ VARIABLES: dict[str, str] = {
 
 
 def check_known(env: Mapping[str, str], also: Iterable[str] = ()) -> None:
-    """Refuse a PUSHPULL_* variable that neither `VARIABLES` nor `also` has: it may be misspelt.
-
-    Raises:
-        InvalidConfig: names the variable and the nearest known one.
+    """Raise InvalidConfig, with the nearest known one, for a PUSHPULL_* variable that neither
+    `VARIABLES` nor `also` has: it may be misspelt.
     """
     known = {*VARIABLES, *also}
     for name in sorted(env):

@@ -23,8 +23,7 @@ def give_way() -> None:
 
 
 def switch_often() -> None:
-    """Let a thread that waits for the interpreter have it soon, however many threads compute.
-
-    A call of an extension is not interrupted.
+    """Let a thread that waits for the interpreter have it soon, however many threads compute. A
+    call of an extension is not interrupted.
     """
     sys.setswitchinterval(_SWITCH_S)

@@ -54,10 +54,8 @@ _BLOCK_BYTES = 512
 
 def allocate(name: str, byte_count: int) -> tuple[int, Any]:
     """Allocate memory that other processes may map for reading; returns its file and its mapping,
-    a buffer that ends with the last array over it. `name` is for people, in /proc.
-
-    Raises:
-        OSError: there is no such memory, or the system has no memfd.
+    a buffer that ends with the last array over it. `name` is for people, in /proc. OSError if there
+    is no such memory, or the system has no memfd.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd")
@@ -72,11 +70,6 @@ def allocate(name: str, byte_count: int) -> tuple[int, Any]:
     return fd, memory
 
 
-def release(fd: int) -> None:
-    """Close the file; the memory stays until the last mapping ends."""
-    os.close(fd)
-
-
 class SharedSegment:
     """Memory of this process that others may read, as an array; made as by `allocate`."""
 
@@ -88,7 +81,7 @@ class SharedSegment:
     def close(self) -> None:
         """Close the file. Idempotent."""
         if self.fd >= 0:
-            release(self.fd)
+            os.close(self.fd)  # the memory stays until the last mapping ends
             self.fd = -1
 
 

@@ -9,6 +9,7 @@ Thread-safe. The memory is freed with the last view of it.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import weakref
 from bisect import bisect_right, insort
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core import limits
-from ps_runtime.system.shared_memory import Bytes, allocate, release
+from ps_runtime.system.shared_memory import Bytes, allocate
 
 Array = npt.NDArray[Any]
 
@@ -105,7 +106,7 @@ def is_live(buffer: SharedBuffer) -> bool:
 def _forget(buffer: SharedBuffer) -> None:
     _gone.append(buffer)
     _collected[0] += 1
-    release(buffer.fd)
+    os.close(buffer.fd)
 
 
 def _sweep() -> None:

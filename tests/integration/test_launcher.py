@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
-from ps_runtime.launch import role_starts
+from ps_runtime.launch import launcher as launching
 from ps_runtime.launch.launcher import Launcher, RoleCommand, RoleExit, describe_exit
 from ps_runtime.launch.role_environment import role_environment, thread_count
 from ps_worker.client.local_cluster import local_cluster
@@ -30,9 +30,9 @@ Role = Callable[[str, str], RoleCommand]
 @pytest.fixture(scope="module", autouse=True)
 def new_interpreters() -> Iterator[None]:
     """As a user's roles begin."""
-    before, role_starts.begin = role_starts.begin, role_starts.new_interpreter
+    before, launching.start_role = launching.start_role, launching.new_interpreter
     yield
-    role_starts.begin = before
+    launching.start_role = before
 
 
 @pytest.fixture

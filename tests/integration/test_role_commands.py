@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_runtime.launch import role_starts
+from ps_runtime.launch import launcher as launching
 from ps_runtime.launch.launcher import Launcher, RoleCommand
 from tests.integration.command_line import ROOT, environment
 
@@ -55,9 +55,9 @@ def variables(folder: Path) -> dict[str, str]:
 @pytest.fixture
 def new_interpreters() -> Iterator[None]:
     """As a user's roles begin."""
-    before, role_starts.begin = role_starts.begin, role_starts.new_interpreter
+    before, launching.start_role = launching.start_role, launching.new_interpreter
     yield
-    role_starts.begin = before
+    launching.start_role = before
 
 
 class Started:

@@ -26,9 +26,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Lock
 
-from ps_runtime.launch import role_starts
+from ps_runtime.launch import launcher as launching
+from ps_runtime.launch.launcher import RoleChild, RoleStart, new_interpreter
 from ps_runtime.launch.role_environment import role_environment
-from ps_runtime.launch.role_starts import RoleChild, RoleStart, new_interpreter
 from ps_runtime.system.collector import spared
 from tests import loop_files
 from tests.integration.warm_processes import warm_context
@@ -135,7 +135,7 @@ _environment = role_environment(os.environ, {})
 
 
 def begin_warm(start: RoleStart) -> RoleChild:
-    """A way of `ps_runtime.launch.role_starts`: a fork that has imported all, or a new
+    """A way of `ps_runtime.launch.launcher.start_role`: a fork that has imported all, or a new
     interpreter.
     """
     added = _added_paths(start.environment)
@@ -231,7 +231,7 @@ def _run(order: Order) -> None:
     _prctl(_PR_SET_NAME, order.module.encode())
     if order.has_warm_roles:
         FORKER.fork_here()
-        role_starts.begin = begin_warm
+        launching.start_role = begin_warm
     if order.module in ("scheduler", "ps_server"):  # nobody waits for the loop of another
         loop_files.forbid()
     MAINS[order.module]()

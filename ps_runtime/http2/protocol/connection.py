@@ -75,7 +75,6 @@ _STREAM_FRAMES = (FrameType.HEADERS, FrameType.CONTINUATION, FrameType.RST_STREA
 
 class Http2Connection:
     """One end of a connection; a server's has `accept`, which makes receivers of streams.
-
     Connections may share the `memory` for large messages.
     """
 

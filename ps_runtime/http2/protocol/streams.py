@@ -25,34 +25,30 @@ Fields = Sequence[tuple[bytes, bytes]]
 
 
 class Receiver(Protocol):
-    """Gets the events of a stream."""
+    """Gets the events of a stream.
 
-    def on_fields(self, fields: Fields) -> None:
-        """Headers, or trailers."""
+    Attributes:
+        on_fields: headers, or trailers.
+        on_message: a whole message, which does not change any more. The receiver owes
+            `Http2Connection.consumed` for it.
+        on_unreadable: a message is larger than the limit, or compressed; no event follows.
+        on_end: the peer has ended its side.
+        on_broken: the stream broke: the peer reset it, with a code, or the connection is gone.
+        on_writable: all sent pieces have left, after some had to wait.
+    """
 
-    def on_message(self, message: MessagePiece) -> None:
-        """A whole message, which does not change any more. The receiver owes
-        `Http2Connection.consumed` for it.
-        """
-
-    def on_unreadable(self, problem: str) -> None:
-        """A message is larger than the limit, or compressed; no event follows."""
-
-    def on_end(self) -> None:
-        """The peer has ended its side."""
-
-    def on_broken(self, code: int | None, text: str) -> None:
-        """The stream broke: the peer reset it, with a code, or the connection is gone."""
-
-    def on_writable(self) -> None:
-        """All sent pieces have left, after some had to wait."""
+    def on_fields(self, fields: Fields) -> None: ...
+    def on_message(self, message: MessagePiece) -> None: ...
+    def on_unreadable(self, problem: str) -> None: ...
+    def on_end(self) -> None: ...
+    def on_broken(self, code: int | None, text: str) -> None: ...
+    def on_writable(self) -> None: ...
 
 
 class ServerReceiver(Receiver, Protocol):
-    """Gets the events of a stream that a client opened."""
+    """Gets the events of a stream that a client opened: first `on_open`, with the headers."""
 
-    def on_open(self, stream: Stream, fields: Fields) -> None:
-        """The first event: the stream, and the request's headers."""
+    def on_open(self, stream: Stream, fields: Fields) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
