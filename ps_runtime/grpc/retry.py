@@ -21,6 +21,8 @@ from ps_core.errors import (
 FIRST_BOUND_S = 0.05
 LAST_BOUND_S = 2.0
 
+_RNG = random.Random()  # noqa: S311 - jitter, no secret; a script's own sequence stays as it is
+
 
 def is_retryable(error: PushpullError) -> bool:
     """True if the same request may succeed later."""
@@ -35,26 +37,17 @@ def is_curable(error: PushpullError) -> bool:
 class Backoff:
     """The waits between attempts at one thing; `reset` after a success."""
 
-    def __init__(
-        self,
-        rng: random.Random | None = None,
-        first_bound_s: float = FIRST_BOUND_S,
-        last_bound_s: float = LAST_BOUND_S,
-    ) -> None:
-        self._rng = rng  # None: made at the first wait, which most calls never reach
-        self._first_bound_s = first_bound_s
+    def __init__(self, last_bound_s: float = LAST_BOUND_S) -> None:
         self._last_bound_s = last_bound_s
-        self._bound_s = first_bound_s
+        self._bound_s = FIRST_BOUND_S
 
     def next_s(self, error: PushpullError | None = None) -> float:
         """Seconds to wait before the next attempt, at least `error.retry_after_ms`."""
-        if self._rng is None:
-            self._rng = random.Random()  # noqa: S311 - jitter, no secret
-        jitter_s = self._rng.uniform(0.0, self._bound_s)
+        jitter_s = _RNG.uniform(0.0, self._bound_s)
         self._bound_s = min(2 * self._bound_s, self._last_bound_s)
         asked_s = error.retry_after_ms / 1000 if error is not None else 0.0
         return asked_s + jitter_s
 
     def reset(self) -> None:
         """Start again with short waits."""
-        self._bound_s = self._first_bound_s
+        self._bound_s = FIRST_BOUND_S

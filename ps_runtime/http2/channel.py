@@ -86,9 +86,8 @@ class StreamChannel:
         if not self.is_open or not self._transport.connection.can_open:
             text = "the connection takes no more calls"
             raise _Failure(grpc.StatusCode.UNAVAILABLE, text).error()
-        call = StreamCall(self._transport)
-        call.begin(grpc_fields.request_fields(path, self._authority, timeout_s), timeout_s)
-        return call
+        fields = grpc_fields.request_fields(path, self._authority, timeout_s)
+        return StreamCall(self._transport, fields, timeout_s)
 
     async def unary(self, path: str, request: bytes, timeout_s: float) -> MessagePiece:
         """Send one message and return the one answer; grpc.aio.AioRpcError if the call failed."""
@@ -114,12 +113,10 @@ class StreamChannel:
 class StreamCall(CallEnd):
     """One call: write, and iterate over the answers."""
 
-    def __init__(self, transport: Http2Transport) -> None:
+    def __init__(self, transport: Http2Transport, fields: Fields, timeout_s: float | None) -> None:
         super().__init__(transport)
         self._failure: _Failure | None = None
-
-    def begin(self, fields: Fields, timeout_s: float | None) -> None:
-        self._stream = self._transport.connection.open(fields, self)
+        self._stream = transport.connection.open(fields, self)
         if timeout_s is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(timeout_s, self._expire)
@@ -132,16 +129,14 @@ class StreamCall(CallEnd):
         """
         if self._failure is not None:
             raise self._failure.error()
-        if self._stream is not None:
-            await self._transport.send(self._stream, pieces, self._writable)
+        await self._transport.send(self._stream, pieces, self._writable)
         if self._failure is not None:
             raise self._failure.error()
 
     def done_writing(self) -> None:
         """End the client's side of the stream."""
-        if self._stream is not None:
-            self._transport.connection.end(self._stream)
-            self._transport.flush()
+        self._transport.connection.end(self._stream)
+        self._transport.flush()
 
     def cancel(self) -> None:
         """Give the call up, unless it has ended."""
@@ -158,8 +153,7 @@ class StreamCall(CallEnd):
             self._transport.flush()  # sends the headers of a call that reads before it writes
             await self._came.wait()
         message = self._messages.popleft()
-        if self._stream is not None:
-            self._transport.consumed(self._stream, message)
+        self._transport.consumed(self._stream, message)
         return message
 
     # --- from the stream
@@ -186,7 +180,7 @@ class StreamCall(CallEnd):
     def on_end(self) -> None:
         """Fail unless trailers came before the server's end."""
         self._close(_Failure(grpc.StatusCode.INTERNAL, "the server ended without a status"))
-        if self._stream is not None and not self._stream.has_ended:
+        if not self._stream.has_ended:
             self._transport.connection.reset(self._stream, ErrorCode.NO_ERROR)
 
     def on_broken(self, code: int | None, text: str) -> None:
@@ -200,10 +194,9 @@ class StreamCall(CallEnd):
         self._end(_Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "the call's deadline has passed"))
 
     def _end(self, failure: _Failure) -> None:
-        """Fail, and reset the stream."""
-        if self._stream is not None:  # a server that goes on has it open
-            self._transport.connection.reset(self._stream, ErrorCode.CANCEL)
-            self._transport.flush()
+        """Fail, and reset the stream, which a server that goes on has open."""
+        self._transport.connection.reset(self._stream, ErrorCode.CANCEL)
+        self._transport.flush()
         self._close(failure)
 
     def _close(self, failure: _Failure | None) -> None:

@@ -189,8 +189,7 @@ class _Call(CallEnd):
             self._came.clear()
             await self._came.wait()
         message = self._messages.popleft()
-        if self._stream is not None:
-            self._transport.consumed(self._stream, message)
+        self._transport.consumed(self._stream, message)
         return self._read(message)
 
     # --- the answer
@@ -204,7 +203,7 @@ class _Call(CallEnd):
         except grpc.aio.AbortError:
             self._finish(*(self._status or (status.UNKNOWN, "", ())))
         except asyncio.CancelledError:
-            if not self._is_done and self._stream is not None and self._stream.queued_bytes:
+            if not self._is_done and self._stream.queued_bytes:
                 # Unread answers would keep the status waiting.
                 self._is_done = True
                 self._transport.connection.reset(self._stream, ErrorCode.ENHANCE_YOUR_CALM)
@@ -236,22 +235,18 @@ class _Call(CallEnd):
         return await self.abort(grpc.StatusCode.INTERNAL, f"{path} came without a request")
 
     async def _send(self, message: MessagePiece) -> None:
-        stream = self._stream
-        if stream is None or self._is_done:
+        if self._is_done:
             return
-        self._begin_answer(stream)
-        await self._transport.send(stream, (message,), self._writable)
-
-    def _begin_answer(self, stream: Stream) -> None:
         if not self._has_headers:
             self._has_headers = True
-            self._transport.connection.output.fields(stream, _HEADERS)
+            self._transport.connection.output.fields(self._stream, _HEADERS)
+        await self._transport.send(self._stream, (message,), self._writable)
 
     def _finish(
         self, status: grpc.StatusCode, text: str, metadata: grpc_fields.Metadata = ()
     ) -> None:
         self._stop_timer()
-        if self._is_done or self._stream is None:
+        if self._is_done:
             return
         self._is_done = True
         trailers = grpc_fields.trailers(status.value[0], text, metadata)

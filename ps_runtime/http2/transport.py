@@ -188,9 +188,10 @@ class Http2Transport(asyncio.BufferedProtocol):
 class CallEnd:
     """One end of a call: its messages that came, and its wait to send."""
 
+    _stream: Stream
+
     def __init__(self, transport: Http2Transport) -> None:
         self._transport = transport
-        self._stream: Stream | None = None
         self._messages: deque[MessagePiece] = deque()
         self._came = asyncio.Event()
         self._writable = asyncio.Event()

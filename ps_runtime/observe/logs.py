@@ -15,6 +15,7 @@ import re
 import sys
 import time
 import traceback
+from functools import partial
 
 from ps_core.errors import InvalidConfig
 
@@ -123,34 +124,22 @@ def _json_fields(text: str) -> dict[str, str]:
     return {str(name): str(value) for name, value in found.items()}
 
 
-def debug(event: str, **fields: object) -> None:
-    if _logger.isEnabledFor(logging.DEBUG):
-        _log(logging.DEBUG, event, fields)
+def _log(level: int, event: str, failure: BaseException | None = None, /, **fields: object) -> None:
+    if _logger.isEnabledFor(level):
+        said = {"event": event, **{name: _plain(value) for name, value in fields.items()}}
+        _logger.log(level, "%s", line(event, fields), exc_info=failure, extra={_FIELDS: said})
 
 
-def info(event: str, **fields: object) -> None:
-    _log(logging.INFO, event, fields)
-
-
-def warning(event: str, **fields: object) -> None:
-    """Log something that a person may want to act on."""
-    _log(logging.WARNING, event, fields)
-
-
-def error(event: str, **fields: object) -> None:
-    _log(logging.ERROR, event, fields)
+debug = partial(_log, logging.DEBUG)
+info = partial(_log, logging.INFO)
+warning = partial(_log, logging.WARNING)
+"""Logs something that a person may want to act on."""
+error = partial(_log, logging.ERROR)
 
 
 def exception(event: str, failure: BaseException, **fields: object) -> None:
     """Log a failure that is a bug of ours, with its traceback."""
-    _log(logging.ERROR, event, fields, failure)
-
-
-def _log(
-    level: int, event: str, fields: dict[str, object], failure: BaseException | None = None
-) -> None:
-    said = {"event": event, **{name: _plain(value) for name, value in fields.items()}}
-    _logger.log(level, "%s", line(event, fields), exc_info=failure, extra={_FIELDS: said})
+    _log(logging.ERROR, event, failure, **fields)
 
 
 def _plain(value: object) -> object:
