@@ -15,7 +15,6 @@ import re
 import sys
 import time
 import traceback
-from functools import partial
 
 from ps_core.errors import InvalidConfig
 
@@ -130,11 +129,21 @@ def _log(level: int, event: str, failure: BaseException | None = None, /, **fiel
         _logger.log(level, "%s", line(event, fields), exc_info=failure, extra={_FIELDS: said})
 
 
-debug = partial(_log, logging.DEBUG)
-info = partial(_log, logging.INFO)
-warning = partial(_log, logging.WARNING)
-"""Logs something that a person may want to act on."""
-error = partial(_log, logging.ERROR)
+def debug(event: str, **fields: object) -> None:
+    _log(logging.DEBUG, event, **fields)
+
+
+def info(event: str, **fields: object) -> None:
+    _log(logging.INFO, event, **fields)
+
+
+def warning(event: str, **fields: object) -> None:
+    """Log something that a person may want to act on."""
+    _log(logging.WARNING, event, **fields)
+
+
+def error(event: str, **fields: object) -> None:
+    _log(logging.ERROR, event, **fields)
 
 
 def exception(event: str, failure: BaseException, **fields: object) -> None:
