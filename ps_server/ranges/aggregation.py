@@ -2,13 +2,9 @@
 
     step in effect --its turn--> accumulated --all are in--> recorded --> committed: outcomes
 
-Rules:
-    - A decision is a Record. Its outcomes leave when it commits (`ps_server.replication` holds them
-      until the other replicas have it).
-    - Under BSP an update forms when the steps of all members are in, or of all but a few.
-    - An update of BSP is all gradients or all one edit (SEMANTICS S16), as the seals say. All
-      ranges of all tables of a model have the same seals, so they decide alike; if workers
-      disagree, the clock ends for all of them with nothing.
+An update of BSP is all gradients or all one edit (SEMANTICS S16), as the seals say. All ranges of
+all tables of a model have the same seals, so they decide alike; if workers disagree, the clock ends
+for all of them with nothing.
 
 Invariants:
     RM-2  Update c is applied after update c - 1 and holds each member's step once, in rank order
@@ -104,9 +100,7 @@ class Records:
         *,
         of: tuple[str, bytes] = ("", b""),
     ) -> None:
-        """Record values that replace those of the table: the initial ones, an edit's, or those `of`
-        an array of optimizer state under an edit's name.
-        """
+        """Record values that replace the table's, or those `of` an array of optimizer state."""
         blocks = tuple(block for block, _ in parts)
         record = self.record(clock, contributors, (), blocks, is_assign=True, of=of)
         if parts or not clock:
@@ -124,30 +118,25 @@ class Records:
         )
 
     def commit(self, record: Record, out: list[Effect]) -> None:
-        """End the record's entries. The caller holds the outcomes back until every in-sync replica
-        has the record.
+        """Count the record, and end its entries. `ps_server.replication` holds the outcomes back
+        until every in-sync replica has the record.
         """
         self.count(record)
-        for contributor in record.contributors:
-            self._end_contribution(record, contributor, (), out)
+        self.end_entries(record, (), out)
 
-    def commit_sum(self, record: Record, squares: tuple[float, ...], out: list[Effect]) -> None:
-        """End the entries of a reduced sum with its squares; the scale makes an update of it
-        later.
-        """
+    def end_entries(self, record: Record, squares: tuple[float, ...], out: list[Effect]) -> None:
+        """End the record's entries, with the `squares` of a reduced sum."""
         for contributor in record.contributors:
             self._end_contribution(record, contributor, squares, out)
 
     def count(self, record: Record) -> None:
         """Count the update in block versions and in its contributors' own updates."""
         state = self._state
-        if record.is_assign:  # the version of a block stays
+        if record.is_assign or record.blocks:
             state.changed_clock = max(state.changed_clock, record.clock)
-            return
-        if not record.blocks:
+        if record.is_assign or not record.blocks:  # the version of an assigned block stays
             return
         state.update_count += 1
-        state.changed_clock = max(state.changed_clock, record.clock)
         for block in record.blocks:
             state.versions[block] += 1
         for contributor in record.summed_by or record.contributors:
@@ -194,9 +183,8 @@ class Records:
         """Updates of the block by others since the worker pulled it; 0 if it does not say."""
         if push.pulled_peer_version is None:
             return 0
-        return max(
-            0, self._state.peer_version(worker.incarnation, push.block) - push.pulled_peer_version
-        )
+        now = self._state.peer_version(worker.incarnation, push.block)
+        return max(0, now - push.pulled_peer_version)
 
     def reject_stale(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         """Drop and reject the step's pushes that are too stale."""
@@ -214,15 +202,12 @@ class Records:
         self._state.end(worker, push.sender, push.sequence, ending, out)
 
     def scaled_accumulations(self, worker: RangeWorker, step: PendingStep) -> list[Accumulate]:
-        """The effects that accumulate the step: one for each factor by which staleness scales its
-        blocks.
-        """
+        """The effects that accumulate the step: one a factor by which staleness scales blocks."""
         setting = self._state.schedule.at(step.clock)
         if setting.policy not in (StalePolicy.DAMP, StalePolicy.DIVIDE):
             return [self.accumulate(worker, step)]
-        factors = {
-            push.block: setting.scale(self.staleness(worker, push)) for push in step.pushes.values()
-        }
+        pushes = step.pushes.values()
+        factors = {push.block: setting.scale(self.staleness(worker, push)) for push in pushes}
         whole = self.accumulate(worker, step)
         return [
             whole._replace(
@@ -248,22 +233,18 @@ class Aggregation:
         self._accumulated: list[int] = []  # with backup workers: ranks in the sum
         self._next_rank = 0  # members of lower rank are accumulated
         self._first: RangeWorker | None = None  # the first whose step counts
-        self._values: tuple[
-            tuple[int, object], ...
-        ] = ()  # the edit's, as the first worker gave them
+        self._values: tuple[tuple[int, object], ...] = ()  # the edit's, of the first worker
         self._of = "", b""  # the edit's
         self._dispute: EditRefused | None = None
         self._is_accumulated = False
 
     def form(self, now_s: float, out: list[Effect]) -> bool:
-        """Accumulate the steps whose turn has come; form update `clock + 1` once every member is in
-        (RM-2).
-        """
+        """Accumulate the steps whose turn has come; form the update if all are in (RM-2)."""
         state = self._state
         clock = state.clock + 1
         if state.unscaled is not None:
             return False
-        if self._is_nobodys(clock):
+        if clock <= state.newest_join_clock and not self._members(clock):  # others join later
             self.pass_clock(clock)
             return True
         if state.schedule.at(clock).backup_workers:
@@ -276,8 +257,10 @@ class Aggregation:
                 return False
             self._take(worker, worker.steps[clock], out)
             self._next_rank = rank + 1
-        members = [rank for rank in state.ranks if state.is_member(rank, clock)]
-        return self._form_record(clock, members, out)
+        return self._form_record(clock, self._members(clock), out)
+
+    def _members(self, clock: int) -> list[int]:
+        return [rank for rank in self._state.ranks if self._state.is_member(rank, clock)]
 
     def _take(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         """Take a step whose turn has come into the update."""
@@ -308,20 +291,13 @@ class Aggregation:
             return None
         before = f"before clock {clock} of table '{self._state.name}'"
         if all(edits):
-            what = "loaded optimizer state" if any(arrays) else "changed parameters"
+            words = steps[0].edit_words if arrays[0] else steps[1].edit_words
             return EditRefused(
-                f"workers {first.rank} and {worker.rank} {what} to different values {before}"
+                f"workers {first.rank} and {worker.rank} {words} to different values {before}"
             )
         does, other = (first, worker) if edits[0] else (worker, first)
-        what = "loaded optimizer state" if does.steps[clock].array else "changed parameters"
-        return EditRefused(f"worker {does.rank} {what} {before}, and worker {other.rank} did not")
-
-    def _is_nobodys(self, clock: int) -> bool:
-        """True if every worker left before `clock`, and another joined after it."""
-        state = self._state
-        return clock <= state.newest_join_clock and not any(
-            state.is_member(rank, clock) for rank in state.ranks
-        )
+        words = does.steps[clock].edit_words
+        return EditRefused(f"worker {does.rank} {words} {before}, and worker {other.rank} did not")
 
     def pass_clock(self, clock: int) -> None:
         """Finish `clock` for every worker."""
@@ -334,15 +310,12 @@ class Aggregation:
             worker.done_clock = max(worker.done_clock, clock)
 
     def _form_without_slowest(self, clock: int, now_s: float, out: list[Effect]) -> bool:
-        """Form an update of BSP with backup workers: once enough members are in, and after the
-        grace time.
-
-        A step is accumulated as soon as it is in, whatever its rank: nobody knows which others will
-        come, and a step that waits takes the staging memory that they need. The record has the
-        order.
+        """Form an update of BSP with backup workers: enough are in, and the grace time is over. A
+        step is accumulated as it comes, whatever its rank: nobody knows which others will come, and
+        a step that waits takes the staging memory that they need. The record has the order.
         """
         state, setting = self._state, self._state.schedule.at(clock)
-        members = [rank for rank in state.ranks if state.is_member(rank, clock)]
+        members = self._members(clock)
         for rank in members:
             worker = state.worker_at(rank, clock)
             if worker is None or worker.sealed_clock < clock or rank in self._accumulated:
@@ -367,31 +340,20 @@ class Aggregation:
     def _form_record(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> bool:
         """Form the record of these ranks' steps; False if none takes part."""
         state = self._state
+        workers = [worker for rank in ranks if (worker := state.worker_at(rank, clock))]
         if self._dispute is not None or (self._first is not None and self._first.steps[clock].edit):
-            self._form_edit(clock, ranks, out)
+            self._form_edit(clock, workers, out)
             return True
-        contributors = []
-        blocks: set[int] = set()
-        hyperparameters: Hyperparameters | None = None
-        is_clipped = False
-        for worker in [worker for rank in ranks if (worker := state.worker_at(rank, clock))]:
-            step = worker.steps[clock]
-            contributors.append(self._records.contributor(worker, step))
-            if not step.skip:
-                blocks.update(step.blocks)
-                hyperparameters = (
-                    step.hyperparameters if hyperparameters is None else hyperparameters
-                )
-                is_clipped = is_clipped or step.sealed_by.terms.clip_scale is not None
-        if not contributors:
+        if not workers:
             return False
+        contributors = [self._records.contributor(w, w.steps[clock]) for w in workers]
+        taken = [w.steps[clock] for w in workers if not w.steps[clock].skip]
+        blocks = tuple(sorted({block for step in taken for block in step.blocks}))
         hyperparameters = (
-            state.table.step_hyperparameters.merged(())
-            if hyperparameters is None
-            else hyperparameters
+            taken[0].hyperparameters if taken else state.table.step_hyperparameters.merged(())
         )
-        record = self._records.record(clock, contributors, hyperparameters, tuple(sorted(blocks)))
-        if is_clipped:
+        record = self._records.record(clock, contributors, hyperparameters, blocks)
+        if any(step.sealed_by.terms.clip_scale is not None for step in taken):
             state.unscaled = record
             out.append(Reduce(record))
             return self.drop_orphan(out)
@@ -402,11 +364,8 @@ class Aggregation:
         self.pass_clock(clock)
         return True
 
-    def _form_edit(self, clock: int, ranks: Sequence[int], out: list[Effect]) -> None:
-        """Record an edit: its values replace the table's if all workers made the same edit;
-        otherwise nothing changes.
-        """
-        workers = [worker for rank in ranks if (worker := self._state.worker_at(rank, clock))]
+    def _form_edit(self, clock: int, workers: list[RangeWorker], out: list[Effect]) -> None:
+        """Record an edit: if all workers made the same, its values replace the table's."""
         for worker in workers if self._dispute is not None else ():
             step = worker.steps[clock]
             step.edit, step.skip, step.problem = b"", True, self._dispute
@@ -421,9 +380,7 @@ class Aggregation:
         self.pass_clock(clock)
 
     def drop_orphan(self, out: list[Effect]) -> bool:
-        """Drop the update that waits for its scale if nobody is left to say it; True if it was
-        dropped.
-        """
+        """Drop the update that waits for its scale if nobody can say it; True if it was dropped."""
         orphan = self._scales.orphan()
         if orphan is None:
             return False
@@ -432,9 +389,7 @@ class Aggregation:
         return True
 
     def discard(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
-        """End a step that came after its update had formed; its worker goes on from the newest
-        clock.
-        """
+        """End a step that came after its update; its worker goes on from the newest clock."""
         state = self._state
         newest = max(state.clock, worker.done_clock, step.clock)
         past = AlreadyPast(
@@ -443,10 +398,7 @@ class Aggregation:
             clock=newest,
         )
         ending = Ending(Outcome.DISCARDED, past, squares=self._scales.squares_of_late(step))
-        for push in step.pushes.values():
-            state.unstage(step, worker, push)
-        for sequence in sorted(step.pushes):
-            state.end(worker, step.pushes[sequence].sender, sequence, ending, out)
+        state.end_step(step, worker, ending, out)
         seal = step.sealed_by
         state.end(worker, seal.sender, seal.sequence, ending, out)
         del worker.steps[step.clock]

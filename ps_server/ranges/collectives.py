@@ -39,11 +39,7 @@ _NAMED_COUNT = 8
 
 
 class CollectiveRounds:
-    """The rounds of collective calls that one server hosts.
-
-    Args:
-        own: its node.
-    """
+    """The rounds of collective calls that server `own` hosts."""
 
     def __init__(self, own: NodeId) -> None:
         self._own = own
@@ -84,8 +80,10 @@ class CollectiveRounds:
         Raises:
             StaleAssignment: it had a round that nobody has told this server of: it should.
         """
-        if last is not None and (self._last is None or last.number > self._last.number):
-            self._adopt(last)
+        if last is not None and last.number > self._number:  # another host ended it
+            self._last = last
+            for given in last.shares:
+                self._shares.pop(given.incarnation, None)
         if ended_round > self._number:
             raise StaleAssignment(f"round {ended_round} is not known here; say what it was")
         self._heard.add(who)
@@ -119,11 +117,10 @@ class CollectiveRounds:
         return f"worker {rank} (node {node.node_id}), which has not made the call{silent}"
 
     def _missing(self) -> list[int]:
-        view = self._view
-        if view is None:
-            return []
         clock = max((share.clock for share in self._shares.values()), default=0)
-        return [rank for rank in view.awaited_ranks if self._is_missing(view, rank, clock)]
+        view = self._view
+        ranks = () if view is None else view.awaited_ranks
+        return [rank for rank in ranks if self._is_missing(view, rank, clock)]
 
     def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
         node = self._workers.get(rank)
@@ -137,12 +134,6 @@ class CollectiveRounds:
             return True  # it must be given that round before the round is forgotten
         joined = joined_after(view, node.incarnation)
         return joined is not None and clock > joined
-
-    def _adopt(self, last: Round) -> None:
-        """Adopt a round that another host ended."""
-        self._last = last
-        for share in last.shares:
-            self._shares.pop(share.incarnation, None)
 
     def _advance(self) -> None:
         if not self._shares or self._missing():

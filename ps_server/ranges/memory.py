@@ -17,7 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ps_core import limits
 from ps_core.cluster_view import Node
@@ -27,17 +27,6 @@ from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
 from ps_server.ranges.events import Effect, ReplyTo, Sender, StepId
 from ps_server.ranges.range_machine import RangeMachine
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """True if the step may stage, and the steps that were given back to make space."""
-
-    admitted: bool
-    given_back: tuple[StepId, ...] = ()
-
-
-_ADMITTED = Admission(True)
 
 
 class StagingQuota:
@@ -65,15 +54,25 @@ class StagingQuota:
         """Bytes that staged payloads and sums take."""
         return self._staged_bytes + self._summed_bytes
 
-    def admit(self, step: StepId, byte_count: int) -> Admission:
-        """Ask for space for one more payload of `step`."""
+    def admit(self, step: StepId, byte_count: int) -> Sequence[StepId] | None:
+        """Stage one more payload of `step`. Returns the steps that were given back to make space;
+        None: there is none.
+        """
         free = self._capacity_bytes - self.held_bytes
-        if free < byte_count:
-            return self._make_space(step, byte_count, free)
-        self._stage(step, byte_count)
-        return _ADMITTED
+        given_back = () if free >= byte_count else self._make_space(step, byte_count, free)
+        if given_back is None:
+            asked = self._waiting.get(step, 0) + byte_count
+            # A retry without credit asks for the same bytes again: never count more than a step.
+            self._waiting[step] = min(asked, self._step_bytes - self._staged.get(step, 0))
+            return None
+        self._staged[step] = self._staged.get(step, 0) + byte_count
+        self._staged_bytes += byte_count
+        self._waiting.pop(step, None)
+        if self.held_bytes > self._capacity_bytes:
+            raise InvariantViolation("ROOM-1", "staged more than fits")
+        return given_back
 
-    def _make_space(self, step: StepId, byte_count: int, free: int) -> Admission:
+    def _make_space(self, step: StepId, byte_count: int, free: int) -> Sequence[StepId] | None:
         given_back: list[StepId] = []
         for other in sorted((s for s in self._staged if s > step), reverse=True):
             if free >= byte_count:
@@ -81,23 +80,12 @@ class StagingQuota:
             free += self._staged[other]
             given_back.append(other)
         if free < byte_count:
-            asked = self._waiting.get(step, 0) + byte_count
-            # A retry without credit asks for the same bytes again: never count more than a step.
-            self._waiting[step] = min(asked, self._step_bytes - self._staged.get(step, 0))
-            return Admission(False)
+            return None
         for other in given_back:
             size = self._staged.pop(other)
             self._staged_bytes -= size
             self._waiting[other] = self._waiting.get(other, 0) + size
-        self._stage(step, byte_count)
-        return Admission(True, tuple(given_back))
-
-    def _stage(self, step: StepId, byte_count: int) -> None:
-        self._staged[step] = self._staged.get(step, 0) + byte_count
-        self._staged_bytes += byte_count
-        self._waiting.pop(step, None)
-        if self.held_bytes > self._capacity_bytes:
-            raise InvariantViolation("ROOM-1", "staged more than fits")
+        return given_back
 
     def release(self, step: StepId, byte_count: int) -> None:
         left = self._staged.get(step, 0) - byte_count
@@ -112,7 +100,6 @@ class StagingQuota:
             self._staged.pop(step, None)
 
     def add_sum(self, byte_count: int) -> None:
-        """Count payloads that were released as a sum, or as more of one."""
         self._summed_bytes += byte_count
         if self._summed_bytes > self._step_bytes:
             raise InvariantViolation(
@@ -159,8 +146,7 @@ class TableStaging:
     def add(self, shard: RangeMachine) -> None:
         """Add a range; the quota grows with the step."""
         self._shards.append(shard)
-        self._step_bytes += self._bytes_of(shard)
-        self._resize()
+        self._add_bytes(self._bytes_of(shard))
 
     def _bytes_of(self, shard: RangeMachine) -> int:
         """Bytes of one step on the shard."""
@@ -174,27 +160,25 @@ class TableStaging:
             count -= missing // unit * unit
         return count * element_bytes
 
-    def _resize(self) -> None:
-        bound = self._table.spec.gate_bytes or (
-            self._step_bytes + max(self._step_bytes, limits.DEFAULT_GATE_EXTRA_BYTES)
-        )
-        self._quota.resize(bound, self._step_bytes)
+    def _add_bytes(self, byte_count: int) -> None:
+        step_bytes = self._step_bytes = self._step_bytes + byte_count
+        default = step_bytes + max(step_bytes, limits.DEFAULT_GATE_EXTRA_BYTES)
+        self._quota.resize(self._table.spec.gate_bytes or default, step_bytes)
 
     def remove(self, shard: RangeMachine) -> None:
         """Remove a range, and the bytes that it held."""
         shard.state.unstage_all()
         self._shards.remove(shard)
-        self._step_bytes -= self._bytes_of(shard)
-        self._resize()
+        self._add_bytes(-self._bytes_of(shard))
 
     def admit(self, step: StepId, byte_count: int, effects: list[Effect]) -> bool:
-        admission = self._quota.admit(step, byte_count)
-        for given in admission.given_back:
+        given_back = self._quota.admit(step, byte_count)
+        for given in given_back or ():
             for shard in self._shards:
                 shard.give_back(given, effects)
             if given.rank not in self._senders:  # gone
                 self._quota.forget(given.rank)
-        return admission.admitted
+        return given_back is not None
 
     def release(self, step: StepId, byte_count: int) -> None:
         self._quota.release(step, byte_count)
@@ -210,9 +194,7 @@ class TableStaging:
         self._senders[sender.rank] = sender
 
     def forget(self, node: Node) -> None:
-        """Drop the waiting steps of a worker that ended. Another worker may have its rank
-        already.
-        """
+        """Drop the waiting steps of a worker that ended; another may have its rank already."""
         sender = self._senders.get(node.rank)
         if sender is None or sender.incarnation <= node.incarnation:
             self._senders.pop(node.rank, None)
@@ -220,8 +202,8 @@ class TableStaging:
 
     def credits(self, out: list[Effect]) -> None:
         """Send credit to the workers whose steps may be sent again."""
+        table_id = self._table.table_id
         for step in self._quota.credit():
             sender = self._senders.get(step.rank)
             if sender is not None:
-                reply = ReplyTo(sender, ReplyKind.CREDIT, self._table.table_id, RangeId(0), 0)
-                out.append(reply)
+                out.append(ReplyTo(sender, ReplyKind.CREDIT, table_id, RangeId(0), 0))

@@ -2,9 +2,8 @@
 
     RangeState --facts--> RangeDelta --record--> ShardCopy --restored--> a new primary's RangeState
 
-A backup decides nothing. It keeps the primary's decisions: clocks, ledgers, counts. Volatile state
-is not here: steps that wait at the gate, seals that formed nothing yet, pulls. Their senders send
-them again.
+A backup decides nothing. It has no steps that wait at the gate, seals that formed nothing yet, nor
+pulls: their senders send them again.
 
 Invariants:
     PC-1  A shard that is restored from its copy answers every entry that the primary has answered
@@ -13,11 +12,10 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ps_core.consistency import Consistency
 from ps_core.errors import InvalidKeys, UpdateFailed
 from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Ledger
@@ -25,13 +23,11 @@ from ps_core.tables import InitializerKind, Table
 from ps_core.work import Work
 from ps_server.ranges.events import Effect, Record, ReplyTo
 from ps_server.ranges.range_state import RangeState, RangeWorker, UpdateScale
-from ps_server.ranges.schedule import Prepared, Schedule
+from ps_server.ranges.schedule import Schedule, Settings
 
 
 class RangeFacts(NamedTuple):
-    """Facts of a shard that belong to no worker, as of the newest decision; see `RangeState` and
-    `Schedule`.
-    """
+    """Facts of a shard that belong to no worker; see `RangeState` and `Schedule`."""
 
     clock: int
     formed_clock: int
@@ -43,7 +39,7 @@ class RangeFacts(NamedTuple):
     unscaled: Record | None
     squares: tuple[tuple[int, tuple[float, ...]], ...]
     said: UpdateScale | None
-    settings: tuple[tuple[int, Consistency], ...]
+    settings: Settings
     change_number: int
     prepared: int
     hold_point: int | None
@@ -73,9 +69,7 @@ class WorkerFacts(NamedTuple):
 
 
 class RangeDelta(NamedTuple):
-    """Changes that an event made to a shard: all its facts, the entries that ended, the updates
-    that count.
-    """
+    """Changes that an event made to a shard: all its facts, ended entries, updates that count."""
 
     facts: RangeFacts
     workers: tuple[WorkerFacts, ...]
@@ -201,15 +195,14 @@ def facts_of(state: RangeState) -> RangeFacts:
     )
 
 
-def worker_facts(worker: RangeWorker, *, has_ended: bool) -> WorkerFacts:
-    """The worker's decided facts. A worker whose membership `has_ended` sends nothing again: for
-    others, it left after its newest decided seal.
-    """
+def _facts_of(worker: RangeWorker, state: RangeState) -> WorkerFacts:
+    """The worker's decided facts."""
     sealed = min(worker.sealed_clock, worker.done_clock)
     # A worker repeats its final seal unless it was answered.
     left = None if worker.holds_last_seal else worker.left_clock
-    if left is not None and has_ended:
+    if left is not None and state.has_ended(worker):  # it sends nothing again
         left = min(left, sealed)
+    before = Incarnation(0) if worker.predecessor is None else worker.predecessor.incarnation
     return WorkerFacts(
         worker.incarnation,
         worker.rank,
@@ -219,19 +212,8 @@ def worker_facts(worker: RangeWorker, *, has_ended: bool) -> WorkerFacts:
         worker.joined_clock,
         worker.ledger.confirmed,
         None if left is None else worker.final_seal_clock,
-        _predecessor_of(worker),
+        None if worker.is_first else before,
     )
-
-
-def _predecessor_of(worker: RangeWorker) -> Incarnation | None:
-    if worker.is_first:
-        return None
-    return Incarnation(0) if worker.predecessor is None else worker.predecessor.incarnation
-
-
-def _worker_facts(state: RangeState) -> Iterator[WorkerFacts]:
-    for worker in state.workers.values():
-        yield worker_facts(worker, has_ended=state.has_ended(worker))
 
 
 def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Record]) -> RangeDelta:
@@ -241,16 +223,16 @@ def delta_of(state: RangeState, effects: Iterable[Effect], counted: Iterable[Rec
         for effect in effects
         if isinstance(effect, ReplyTo) and effect.ending is not None
     )
-    workers = tuple(_worker_facts(state))
+    workers = tuple([_facts_of(worker, state) for worker in state.workers.values()])
     return RangeDelta(facts_of(state), workers, endings, tuple(counted))
 
 
 def copying(state: RangeState) -> Work[ShardCopy]:
     """A copy for a new backup; nothing of it is shared with the shard."""
     workers = {}
-    for facts, worker in zip(_worker_facts(state), state.workers.values(), strict=True):
-        copy = WorkerCopy(facts, worker.ledger.copy(), dict(worker.own_updates))
-        workers[facts.incarnation] = copy
+    for incarnation, worker in state.workers.items():
+        copy = WorkerCopy(_facts_of(worker, state), worker.ledger.copy(), dict(worker.own_updates))
+        workers[incarnation] = copy
         yield
     return ShardCopy(facts_of(state), dict(state.versions), workers)
 
@@ -266,10 +248,9 @@ def restore(copy: ShardCopy, state: RangeState, now_s: float) -> None:
     state.squares, state.said = dict(facts.squares), facts.said
     state.past_reached_clock = facts.past_reached_clock
     state.past_stepped_clock = facts.past_stepped_clock
+    state.schedule.settings, state.schedule.number = facts.settings, facts.change_number
     state.schedule.restore(
-        facts.settings,
-        facts.change_number,
-        Prepared(facts.prepared, facts.hold_point, facts.minds_reads, facts.taken),
+        facts.prepared, facts.hold_point, facts.taken, minds_reads=facts.minds_reads
     )
     for worker in sorted(copy.workers.values(), key=lambda w: w.facts.incarnation):
         _restore_worker(worker, state, now_s)
@@ -277,9 +258,7 @@ def restore(copy: ShardCopy, state: RangeState, now_s: float) -> None:
     # for the first step.
     begun = state.first_clock if state.initialized else -1
     done_clocks = [worker.done_clock for worker in state.workers.values()]
-    if state.past_reached_clock:
-        done_clocks.append(state.past_reached_clock)
-    done_clock = max([begun, *done_clocks])
+    done_clock = max([begun, state.past_reached_clock or begun, *done_clocks])
     held = state.schedule.hold_point if facts.minds_reads else None
     state.read_clock = done_clock + 1 if held is None else min(done_clock + 1, held)
 

@@ -3,13 +3,8 @@ S2-S6).
 
     arrive -> [INVALID | REFUSED | held] -> sealed -> in effect -> accumulated -> recorded -> ended
 
-This file takes entries in, checks them and gives them back. `update_gate` decides what follows from
-a seal, `read_gate` answers pulls, `range_state` holds the state.
-
-Rules:
-    - An entry that passed session and epoch checks ends in exactly one outcome; a refusal over
-      quota ends nothing.
-    - An entry that comes again gets the answer that it got, or would have got, before.
+An entry that passed session and epoch checks ends in exactly one outcome; a refusal over quota ends
+nothing. One that comes again gets the answer that it got, or would have got, before.
 """
 
 from __future__ import annotations
@@ -151,9 +146,8 @@ class RangeMachine:
             self.read_gate.ended(node, out)
             return out
         if worker is holder:
-            if node.rank in state.ended:
-                return out
-            if worker.has_left and node.state is NodeState.LEFT:
+            left_by_seal = worker.has_left and node.state is NodeState.LEFT
+            if node.rank in state.ended or left_by_seal:
                 return out
             state.ended[node.rank] = node
         self.read_gate.ended(node, out)
@@ -177,36 +171,27 @@ class RangeMachine:
         state.clock = min(state.clock, max(record.clock - 1, 0))
 
     def fail(self, error: UpdateFailed) -> list[Effect]:
-        """Fail the table: held and later entries end as INVALID with the reason, and pulls are
-        refused.
-        """
+        """Fail the table: held and later entries end as INVALID, and pulls are refused."""
         out: list[Effect] = []
         state = self.state
         state.failure = error
         state.unscaled = None
-        state.end_sum()
+        state.unstage_all()
         ending = Ending(Outcome.INVALID, error)
         for worker in state.workers.values():
             for step in worker.steps.values():
-                senders = {**step.missing, **{s: p.sender for s, p in step.pushes.items()}}
+                senders = step.missing | {s: push.sender for s, push in step.pushes.items()}
                 if step.seal is not None:
                     senders[step.seal.sequence] = step.seal.sender
-                for push in step.pushes.values():
-                    state.unstage(step, worker, push)
-                for sequence in sorted(senders):
-                    state.end(worker, senders[sequence], sequence, ending, out)
+                for sequence, sender in sorted(senders.items()):
+                    state.end(worker, sender, sequence, ending, out)
             worker.steps.clear()
         self.read_gate.fail(error, out)
         return out
 
     def observe(self, table: Table, now_s: float, *, decides: bool = False) -> list[Effect]:
-        """Take the table of the newest view: a change of its consistency may be proposed, decided,
-        withdrawn or committed.
-
-        Args:
-            table: as in that view.
-            now_s: the time.
-            decides: whether this range takes what is decided.
+        """Take the table of the newest view, with the change of its consistency. `decides`: this
+        range takes what is decided.
         """
         out: list[Effect] = []
         state, change = self.state, table.proposed
@@ -230,19 +215,11 @@ class RangeMachine:
 
     def settled(self, change: TableChange, settled: ChangeResult, now_s: float) -> list[Effect]:
         """Take the outcome of a change that is held for here, from the range that decides."""
-        out: list[Effect] = []
         if settled.outcome is ChangeOutcome.TAKEN:
             is_freed = self._take(replace(change, after_clock=settled.after_clock), now_s)
         else:
-            is_freed = self.give_up(change.number)
-        if is_freed:
-            self._gate.resume(now_s, out)
-            self._go_on(now_s, out)
-        return out
-
-    def give_up(self, number: int) -> bool:
-        """As `Schedule.give_up`; held steps go on at the next `resume`."""
-        return self.state.schedule.give_up(number)
+            is_freed = self.state.schedule.give_up(change.number)
+        return self.resume(now_s) if is_freed else []
 
     def resume(self, now_s: float) -> list[Effect]:
         """Let held steps go on."""
@@ -252,8 +229,8 @@ class RangeMachine:
         return out
 
     def _join(self, join: Join, now_s: float) -> None:
-        """Give a worker its rank from the clock after `join.after_clock` on, as in every range.
-        Everything before is decided without it.
+        """Give a worker its rank beyond `join.after_clock`, as in every range; what is before that
+        is decided without it.
         """
         state = self.state
         holder = state.by_rank.get(join.rank)
@@ -265,9 +242,7 @@ class RangeMachine:
             worker.is_first = False
             state.replaced[holder.incarnation] = holder
         state.ranks = tuple(sorted({*state.ranks, join.rank}))
-        if (
-            not state.awaits_rank_zero or join.rank != 0
-        ):  # rank 0 may have the initial values to give
+        if not state.awaits_rank_zero or join.rank != 0:  # else it may give the initial values
             worker.sealed_clock = worker.done_clock = worker.joined_clock = join.after_clock
             state.newest_join_clock = max(state.newest_join_clock, join.after_clock)
             worker.predecessor = holder
@@ -292,12 +267,7 @@ class RangeMachine:
             raise UpdateFailed(self.state.failure.message)
         return self.state.schedule.begin_cut(cut_id, self.state.reached_clock, deadline_s)
 
-    def hold(self, cut_id: CutId, clock: int, deadline_s: float) -> None:
-        """Let nothing beyond `clock` take effect before `end_cut`, or `deadline_s`."""
-        self.state.schedule.hold(cut_id, clock, deadline_s)
-
     def end_cut(self, cut_id: CutId, now_s: float) -> list[Effect]:
-        """End a cut: its reader has its answer."""
         out: list[Effect] = []
         self.state.schedule.end_cut(cut_id)
         self._go_on(now_s, out)
@@ -325,10 +295,10 @@ class RangeMachine:
     def wake_s(self) -> float | None:
         """The time at which `tick` may do something; None: time alone changes nothing."""
         schedule = self.state.schedule
-        gate_s = self._gate.wake_s if self.state.failure is None else None
-        cut_s = schedule.cut_deadline_s
         if schedule.is_freed:
             return 0.0
+        gate_s = self._gate.wake_s if self.state.failure is None else None
+        cut_s = schedule.cut_deadline_s
         if gate_s is None or cut_s is None:
             return cut_s if gate_s is None else gate_s
         return min(gate_s, cut_s)
@@ -390,17 +360,13 @@ class RangeMachine:
         if event.replaces:
             self._replace(event, worker, out)
         problem = event.problem or self._rules.push_problem(event, worker, step)
-        if problem is None and not self.state.staging.admit(
-            StepId(event.clock, event.sender.rank), event.byte_count, out
-        ):
-            retry_ms = int(limits.OVER_QUOTA_RETRY_S * 1000)
-            full = Overloaded(
-                f"the gate of table '{self.state.name}' is full", retry_after_ms=retry_ms
-            )
-            self.state.reply(out, event.sender, ReplyKind.REFUSED, event.sequence, error=full)
-            return
         if problem is not None:
             self._take_invalid(event, worker, problem, out)
+            return
+        step_id = StepId(event.clock, event.sender.rank)
+        if not self.state.staging.admit(step_id, event.byte_count, out):
+            full = _over_quota(f"the gate of table '{self.state.name}' is full")
+            self.state.reply(out, event.sender, ReplyKind.REFUSED, event.sequence, error=full)
             return
         if step is None:
             step = worker.steps[event.clock] = PendingStep(event.clock)
@@ -420,9 +386,7 @@ class RangeMachine:
                     "invalid pushes; expected a seal with skip"
                 )
             if step.seal is None or event.sequence < step.seal.sequence:
-                step.invalid.add(event.sequence)
-                if event.is_assign:
-                    step.invalid_values.add(event.sequence)
+                step.invalid[event.sequence] = event.is_assign
         self.state.end(worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out)
 
     def _hold(
@@ -454,8 +418,7 @@ class RangeMachine:
         step = worker.steps.get(event.clock)
         if worker.ledger.has_ended(event.replaces):
             if step is not None:
-                step.invalid.discard(event.replaces)
-                step.invalid_values.discard(event.replaces)
+                step.invalid.pop(event.replaces, None)
             return
         if step is not None:
             self.state.drop_push(step, worker, event.replaces)
@@ -466,7 +429,7 @@ class RangeMachine:
         if event.sequence in worker.held:
             # The seal came again since an answer was lost, perhaps that of a given back push.
             step = worker.steps[worker.held[event.sequence]]
-            full = Overloaded("given back", retry_after_ms=int(limits.OVER_QUOTA_RETRY_S * 1000))
+            full = _over_quota("given back")
             for sequence in step.missing:
                 self.state.reply(out, event.sender, ReplyKind.GIVEN_BACK, sequence, error=full)
             self._answer_again(event, worker, out)
@@ -478,9 +441,8 @@ class RangeMachine:
             if problem is not None:
                 self.read_gate.dispute(clock, problem, out)
         if problem is not None:
-            self.state.end(
-                worker, event.sender, event.sequence, Ending(Outcome.INVALID, problem), out
-            )
+            ending = Ending(Outcome.INVALID, problem)
+            self.state.end(worker, event.sender, event.sequence, ending, out)
             return
         worker.steps[clock] = step
         worker.arrived(event.sequence)
@@ -509,9 +471,8 @@ class RangeMachine:
         self.state.end(worker, event.sender, event.sequence, Ending(Outcome.WITHDRAWN), out)
 
     def give_back(self, given: StepId, out: list[Effect]) -> None:
-        """Give back the staged payloads of a step, which must be sent again, to a lower step.
-
-        The quota has already taken the bytes off this step.
+        """Give back a step's staged payloads, which must be sent again, to a lower step; the quota
+        has already taken their bytes off this one.
         """
         worker = self.state.worker_at(given.rank, given.clock)
         step = worker.steps.get(given.clock) if worker is not None else None
@@ -520,10 +481,7 @@ class RangeMachine:
         staged = [push for push in step.pushes.values() if push.payload is not None]
         if not staged:
             return
-        error = Overloaded(
-            f"the gate of table '{self.state.name}' gives way to a lower step",
-            retry_after_ms=int(limits.OVER_QUOTA_RETRY_S * 1000),
-        )
+        error = _over_quota(f"the gate of table '{self.state.name}' gives way to a lower step")
         for push in staged:
             del step.pushes[push.sequence]
             step.blocks.pop(push.block, None)
@@ -537,10 +495,12 @@ class RangeMachine:
             worker.left_clock = None  # its final seal is no longer in effect
 
 
+def _over_quota(words: str) -> Overloaded:
+    return Overloaded(words, retry_after_ms=int(limits.OVER_QUOTA_RETRY_S * 1000))
+
+
 class EntryRules:
-    """Checks of an entry against a range's state, apart from its payload. Each returns the error
-    that the entry ends with, or None.
-    """
+    """Checks of an entry apart from its payload; each returns the error that it ends with."""
 
     def __init__(self, state: RangeState) -> None:
         self._state = state
@@ -567,9 +527,11 @@ class EntryRules:
         if not is_initial and problem is not None:
             return problem
         if event.is_assign and not is_initial:
-            problem = self._kind_problem() or self._eager_problem(event)
+            problem = self._kind_problem()
             if problem is not None:
                 return problem
+            if event.eager is not None:
+                return InvalidConfig("an ASSIGN is eager; expected one that waits for its seal")
         if step is not None and step.seal is not None and event.sequence > step.seal.sequence:
             return InvalidConfig(
                 f"push {event.sequence} comes after the seal of clock {event.clock}"
@@ -579,12 +541,11 @@ class EntryRules:
                 f"block {event.block} of table '{name}' was pushed at clock {event.clock} already, "
                 f"as sequence {step.blocks[event.block]}; name it in `replaces`"
             )
-        if event.eager is None:
-            return None
-        try:
-            self._hyperparameters.merged(event.eager)
-        except InvalidConfig as error:
-            return error
+        if event.eager is not None:
+            try:
+                self._hyperparameters.merged(event.eager)
+            except InvalidConfig as error:
+                return error
         return None
 
     def _kind_problem(self) -> PushpullError | None:
@@ -596,23 +557,15 @@ class EntryRules:
             f"is {optimizer.value}; expected no edit"
         )
 
-    @staticmethod
-    def _eager_problem(event: PushEvent) -> PushpullError | None:
-        if event.eager is None:
-            return None
-        return InvalidConfig("an ASSIGN is eager; expected one that waits for its seal")
-
     def _clock_problem(self, clock: int, worker: RangeWorker) -> PushpullError | None:
         first = max(worker.sealed_clock, 0) + 1
-        newest = max(
-            worker.sealed_clock, self._state.clock
-        )  # a worker that was left behind may go there
-        last = newest + limits.MAX_CLOCK_LEAD_COUNT
+        # A worker that was left behind may go to the range's clock.
+        last = max(worker.sealed_clock, self._state.clock) + limits.MAX_CLOCK_LEAD_COUNT
         left = worker.left_clock
         if left is not None and not worker.sealed_clock < clock <= left:  # else it was given back
             return InvalidConfig(
-                f"worker {worker.rank} left table '{self._state.name}' at clock "
-                f"{worker.left_clock}; got clock {clock}"
+                f"worker {worker.rank} left table '{self._state.name}' at clock {left}; got clock "
+                f"{clock}"
             )
         if not first <= clock <= last:
             return InvalidConfig(
@@ -647,11 +600,10 @@ class EntryRules:
         self, event: SealEvent, worker: RangeWorker, step: PendingStep
     ) -> PushpullError | None:
         """The fault of a seal in itself; `disagreement` compares it with other workers' seals."""
-        if self._state.failure is not None:
-            return self._state.failure
         name, terms = self._state.name, event.terms
-        if event.problem is not None:
-            return event.problem
+        problem = self._state.failure or event.problem
+        if problem is not None:
+            return problem
         if step.seal is not None:
             return InvalidConfig(
                 f"worker {worker.rank} sealed clock {terms.clock} of table '{name}' already"
@@ -684,39 +636,35 @@ class EntryRules:
         return None
 
     def _scale_problem(self, terms: SealTerms) -> PushpullError | None:
-        """The fault of the seal's scales, which must be finite in the accumulator's type: otherwise
-        the failure would come after the step was decided.
+        """The fault of scales that are not finite in the accumulator's type: otherwise the step
+        would fail after it was decided.
         """
-        most = self._most_scale
-        if not 0.0 < terms.contribution_scale <= most:
+        most, scale, clip = self._most_scale, terms.contribution_scale, terms.clip_scale
+        if not 0.0 < scale <= most:
             return InvalidConfig(
-                f"contribution_scale is {terms.contribution_scale}; expected above 0, and at most "
-                f"{most:g} in this table"
+                f"contribution_scale is {scale}; expected above 0, and at most {most:g} in this "
+                "table"
             )
-        if terms.clip_scale is None:
+        if clip is None or (0.0 < clip < float("inf") and 0.0 < clip * scale <= most):
             return None
-        if not 0.0 < terms.clip_scale < float("inf") or not (
-            0.0 < terms.clip_scale * terms.contribution_scale <= most
-        ):
-            return InvalidConfig(
-                f"clip_scale is {terms.clip_scale}; expected finite and above 0, and times "
-                f"contribution_scale ({terms.contribution_scale}) above 0 and at most {most:g}"
-            )
-        return None
+        return InvalidConfig(
+            f"clip_scale is {clip}; expected finite and above 0, and times contribution_scale "
+            f"({scale}) above 0 and at most {most:g}"
+        )
 
     def _clip_problem(self, terms: SealTerms, step: PendingStep) -> PushpullError | None:
         if terms.clip_scale is None:
             return None
-        name, optimizer = self._state.name, self._state.table.spec.optimizer.kind
+        optimizer = self._state.table.spec.optimizer.kind
+        seal = f"the seal of clock {terms.clock} of table '{self._state.name}' has a clip_scale"
         if optimizer in _WITHOUT_PARAMETERS:
             return InvalidConfig(
-                f"the seal of clock {terms.clock} of table '{name}' has a clip_scale; "
-                f"{optimizer.value} has no gradient that the servers could clip"
+                f"{seal}; {optimizer.value} has no gradient that the servers could clip"
             )
         if step.eager is not None or terms.clock == 0:
             return InvalidConfig(
-                f"the seal of clock {terms.clock} of table '{name}' has a clip_scale; expected "
-                "none for initial values and for eager steps, which are applied as they come"
+                f"{seal}; expected none for initial values and for eager steps, which are applied "
+                "as they come"
             )
         return None
 
@@ -724,15 +672,16 @@ class EntryRules:
         if not (terms.edit or terms.array):
             return None
         optimizer = self._state.table.spec.optimizer
+        seal = f"the seal of clock {terms.clock} of table '{self._state.name}'"
         if terms.array and not (terms.edit and optimizer.has_array(terms.array)):
             return InvalidConfig(
-                f"the seal of clock {terms.clock} of table '{self._state.name}' is of array "
-                f"{terms.array[:_MAX_SHOWN]!r}; expected an edit of {array_words(optimizer)}"
+                f"{seal} is of array {terms.array[:_MAX_SHOWN]!r}; expected an edit of "
+                f"{array_words(optimizer)}"
             )
         if terms.clock == 0 or terms.skip or terms.last or terms.clip_scale is not None:
             return InvalidConfig(
-                f"the seal of clock {terms.clock} of table '{self._state.name}' has an edit; "
-                "expected a clock above 0, and neither skip, last nor a clip_scale with it"
+                f"{seal} has an edit; expected a clock above 0, and neither skip, last nor a "
+                "clip_scale with it"
             )
         return self._kind_problem()
 
@@ -742,25 +691,24 @@ class EntryRules:
         With backup workers a worker that was left behind leaves out clocks, so that its schedules
         are elsewhere: there the update takes the hyperparameters of the first step that it holds.
         """
-        state = self._state
-        setting = state.schedule.at(terms.clock)
+        setting = self._state.schedule.at(terms.clock)
         if setting.mode is not Mode.BSP or setting.backup_workers or terms.skip or terms.edit:
             return None
         mine = self._hyperparameters.merged(terms.hyperparameters)
         for other in self._state.workers.values():
             step = other.steps.get(terms.clock)
-            if other is worker or step is None or step.seal is None or step.seal.terms.skip:
+            if other is worker or step is None or step.seal is None:
                 continue
-            if step.seal.terms.edit:  # `Aggregation` compares edits
+            if step.seal.terms.skip or step.seal.terms.edit:  # `Aggregation` compares edits
                 continue
             theirs = step.hyperparameters
             if (step.seal.terms.clip_scale is None) != (terms.clip_scale is None):
-                clips, other_rank = (worker.rank, other.rank)
-                if terms.clip_scale is None:
-                    clips, other_rank = other_rank, clips
+                ranks = worker.rank, other.rank
+                clips, does_not = ranks if terms.clip_scale is not None else ranks[::-1]
                 return InvalidConfig(
-                    f"workers {clips} and {other_rank} disagree about clock {terms.clock} of table "
-                    f"'{state.name}': worker {clips} clips the gradient, worker {other_rank} not"
+                    f"workers {clips} and {does_not} disagree about clock {terms.clock} of table "
+                    f"'{self._state.name}': worker {clips} clips the gradient, worker {does_not} "
+                    "not"
                 )
             if theirs != mine:
                 low, high = sorted(((worker.rank, mine), (other.rank, theirs)))
@@ -770,7 +718,7 @@ class EntryRules:
                     if a != b
                 )
                 return InvalidConfig(
-                    f"workers {low[0]} and {high[0]} disagree about clock {terms.clock} of "
-                    f"table '{self._state.name}': {differing}"
+                    f"workers {low[0]} and {high[0]} disagree about clock {terms.clock} of table "
+                    f"'{self._state.name}': {differing}"
                 )
         return None

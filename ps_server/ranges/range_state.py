@@ -7,7 +7,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -22,12 +22,10 @@ from ps_server.ranges.schedule import Schedule
 
 
 class StagingMemory(Protocol):
-    """The staging memory of a table, as its ranges use it; giving back reaches every range of the
-    table.
-    """
+    """The staging memory of a table, as its ranges use it."""
 
     def admit(self, step: StepId, byte_count: int, effects: list[Effect]) -> bool:
-        """True if the payload may be staged; effects that give other steps back are appended."""
+        """True if the payload may be staged; effects give other steps back, in every range."""
 
     def release(self, step: StepId, byte_count: int) -> None:
         """A payload is no longer staged."""
@@ -61,26 +59,29 @@ class PendingStep:
     pushes: dict[int, HeldPush] = field(default_factory=dict)  # by sequence
     blocks: dict[int, int] = field(default_factory=dict)  # block -> sequence
     missing: dict[int, Sender] = field(default_factory=dict)  # given back, by sequence
-    invalid: set[int] = field(default_factory=set)
-    invalid_values: set[int] = field(default_factory=set)
-    """The sequences of `invalid` that are ASSIGN pushes: an edit has no other pushes."""
-    has_values: bool = False
-    """True if an ASSIGN was held, perhaps one that was replaced since."""
+    invalid: dict[int, bool] = field(default_factory=dict)  # by sequence: True for an ASSIGN
+    has_values: bool = False  # an ASSIGN was held, perhaps one that was replaced since
     seal: SealEvent | None = None
     hyperparameters: Hyperparameters = ()  # the seal's, over the table's own
     skip: bool = False
     eager: Hyperparameters | None = None
-    edit: bytes = b""
-    """The edit that a seal in effect names; empty if the step is none, or is not taken."""
-    array: str = ""
-    """The array of optimizer state that the edit replaces; empty: it replaces values."""
-    problem: EditRefused | None = None
-    """The error that the step's entries end with, if nothing of it is taken."""
+    edit: bytes = b""  # that a seal in effect names; empty if the step is none, or is not taken
+    array: str = ""  # of optimizer state, that the edit replaces; empty: it replaces values
+    problem: EditRefused | None = None  # of the step's entries, if nothing of it is taken
+
+    @property
+    def invalid_values(self) -> list[int]:
+        """The invalid pushes that are ASSIGN: an edit has no other pushes."""
+        return [sequence for sequence, is_assign in self.invalid.items() if is_assign]
 
     @property
     def of(self) -> tuple[str, bytes]:
         """The `of` of the edit's record."""
         return (self.array, self.edit) if self.array else ("", b"")
+
+    @property
+    def edit_words(self) -> str:
+        return "loaded optimizer state" if self.array else "changed parameters"
 
     @property
     def sealed_by(self) -> SealEvent:
@@ -106,13 +107,9 @@ class RangeWorker:
     held: dict[int, int] = field(default_factory=dict)
     own_updates: dict[int, int] = field(default_factory=dict)
     left_clock: int | None = None
-    final_seal_clock: int | None = None
-    """The clock of the seal by which it left, if that ended no step."""
-    joined_clock: int = 0
-    """It takes part in updates beyond this one; above 0 for one that joined in the middle."""
-    predecessor: RangeWorker | None = None
-    """The worker that had its rank before; the steps of that one still count up to `joined_clock`.
-    """
+    final_seal_clock: int | None = None  # of the seal by which it left, if that ended no step
+    joined_clock: int = 0  # it takes part in later updates; above 0 if it joined in the middle
+    predecessor: RangeWorker | None = None  # at its rank; its steps count up to `joined_clock`
     is_first: bool = True
 
     @property
@@ -161,18 +158,6 @@ class RangeWorker:
                 step.missing.pop(sequence, None)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerPosition:
-    """A worker's clocks, for status."""
-
-    rank: int
-    incarnation: Incarnation
-    clock: int
-    low_water: int
-    last_heard_s: float
-    left: bool
-
-
 class UpdateScale(NamedTuple):
     """The scale by which an update was applied, and the rank that said it."""
 
@@ -193,9 +178,6 @@ class RangeState:
         staging: StagingMemory,
         versions: dict[int, int] | None = None,
     ) -> None:
-        """Clock 0, initialised unless rank 0 gives the initial values. A restored table starts at
-        its clock, and is initialised once it has been loaded.
-        """
         self.table = table
         self.name = table.spec.name
         self.schedule = Schedule(table)
@@ -257,9 +239,7 @@ class RangeState:
         return Compensation(incarnation, setting.strength, setting.adaptive)
 
     def takes_edits(self, clock: int) -> bool:
-        """True if a step of that clock is one of all workers, which can then edit values
-        together.
-        """
+        """True if a step of that clock is one of all workers, which can then edit values."""
         setting = self.schedule.at(clock)
         is_shared = setting.mode is Mode.BSP and not setting.backup_workers
         return is_shared or (len(self.ranks) == 1 and setting.mode is not Mode.BSP)
@@ -289,8 +269,8 @@ class RangeState:
         )
 
     def is_to_join(self, rank: int, incarnation: Incarnation) -> bool:
-        """True if an unknown worker comes by a scheduled change: in another's place, or beyond the
-        first ranks, which everybody waits for from the start.
+        """True if an unknown worker comes by a change: in another's place, or beyond the first
+        ranks, which everybody waits for from the start.
         """
         holder = self.by_rank.get(rank)
         return rank >= self.worker_count if holder is None else holder.incarnation < incarnation
@@ -330,30 +310,23 @@ class RangeState:
         gone = (r for r, node in self.ended.items() if node.state is NodeState.GONE)
         return sum(not self.is_member(rank, clock) for rank in gone)
 
+    def worker(self, incarnation: Incarnation | None) -> RangeWorker | None:
+        """The worker of an incarnation; None if it is unknown here, or no worker's."""
+        return None if incarnation is None else self.workers.get(incarnation)
+
     def peer_version(self, incarnation: Incarnation | None, block: int) -> int:
         """The updates of `block` in which `incarnation` took no part."""
-        worker = self.workers.get(incarnation) if incarnation is not None else None
+        worker = self.worker(incarnation)
         own = worker.own_updates.get(block, 0) if worker is not None else 0
         return self.versions[block] - own
 
-    def worker_places(self) -> Iterator[WorkerPosition]:
-        for worker in self.by_rank.values():
-            yield WorkerPosition(
-                worker.rank,
-                worker.incarnation,
-                max(worker.sealed_clock, 0),
-                worker.ledger.low_water,
-                worker.last_heard_s,
-                worker.left_clock is not None,
-            )
-
     def gaps(self) -> list[str]:
         """Seals that wait for a missing sequence, as sentences."""
-        gaps = ((worker.rank, worker.gap_words) for worker in self.by_rank.values())
+        place = f"in table '{self.name}' (range {self.range_id})"
         return [
-            f"the seal of worker {rank} in table '{self.name}' (range {self.range_id}) {words}"
-            for rank, words in gaps
-            if words
+            f"the seal of worker {worker.rank} {place} {words}"
+            for worker in self.by_rank.values()
+            if (words := worker.gap_words)
         ]
 
     def drop_push(self, step: PendingStep, worker: RangeWorker, sequence: int) -> None:
@@ -403,8 +376,15 @@ class RangeState:
         self.end_sum()
         for worker in self.workers.values():
             for step in worker.steps.values():
-                for push in step.pushes.values():
-                    self.unstage(step, worker, push)
+                self.unstage_step(step, worker)
+
+    def end_step(
+        self, step: PendingStep, worker: RangeWorker, ending: Ending, out: list[Effect]
+    ) -> None:
+        """Release the payloads of a step, and end its pushes in order."""
+        self.unstage_step(step, worker)
+        pushes = [step.pushes[sequence] for sequence in sorted(step.pushes)]
+        self.end_pushes(worker, pushes, ending, out)
 
     def end(
         self, worker: RangeWorker, sender: Sender, sequence: int, ending: Ending, out: list[Effect]

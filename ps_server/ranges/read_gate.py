@@ -13,7 +13,6 @@ from ps_core import limits
 from ps_core.cluster_view import Node
 from ps_core.consistency import Mode, StalePolicy
 from ps_core.errors import AlreadyPast, Fenced, InvalidConfig, PushpullError, WaitExpired
-from ps_core.keys import Incarnation
 from ps_core.tables import OptimizerKind
 from ps_server.ranges.events import AnswerPull, Effect, PullEvent, RefusePull
 from ps_server.ranges.range_state import RangeState
@@ -40,44 +39,33 @@ class ReadGate:
         self._disputes: dict[int, PushpullError] = {}  # by clock, until it forms
 
     def pull(self, event: PullEvent, now_s: float) -> list[Effect]:
-        worker = (
-            self._state.workers.get(event.incarnation) if event.incarnation is not None else None
-        )
+        worker = self._state.worker(event.incarnation)
         if worker is not None:
             worker.last_heard_s = now_s
-        out: list[Effect] = []
         mixed = self._mixed(event)
-        if self._state.failure is not None:
-            out.append(self._refuse(event, self._state.failure))
-        elif mixed is not None:
-            out.append(self._refuse(event, mixed))
-        elif event.consistent and self._state.initialized and self._is_past(event):
-            out.append(self._refuse(event, self._past(event)))
-        elif self._may_read(event):
-            out.append(self._answer(event))
-        elif (problem := self._unanswerable(event)) is not None:
-            out.append(self._refuse(event, problem))
-        else:
-            self._waiters[event.waiter] = event
-        return out
+        problem = self._state.failure or mixed
+        if problem is None and event.consistent and self._state.initialized:
+            problem = self._past(event)
+        if problem is None and self._may_read(event):
+            return [self._answer(event)]
+        problem = problem or self._lost() or self._dispute_of(event) or self._ahead_of(event)
+        if problem is not None:
+            return [self._refuse(event, problem)]
+        self._waiters[event.waiter] = event
+        return []
 
-    def _unanswerable(self, event: PullEvent) -> PushpullError | None:
-        """The error of a pull that can neither be answered now nor wait."""
-        return self._lost() or self._dispute_of(event) or self._ahead_of(event)
-
-    def _is_past(self, event: PullEvent) -> bool:
-        """True if the range, or any of its values, has passed the pull's clock. A cut asks for
+    def _past(self, event: PullEvent) -> AlreadyPast | None:
+        """The error if the range, or any of its values, has passed the pull's clock. A cut asks for
         values alone: final seals may have brought the range further.
         """
         state = self._state
         clock = state.clock if event.cut_id is None else state.formed_clock
-        return max(clock, state.changed_clock) > event.clock
-
-    def _past(self, event: PullEvent) -> AlreadyPast:
-        clock = max(self._state.clock, self._state.changed_clock)
+        if max(clock, state.changed_clock) <= event.clock:
+            return None
+        clock = max(state.clock, state.changed_clock)
         return AlreadyPast(
-            f"range {self._state.range_id} of table '{self._state.name}' is at clock {clock}; the "
-            f"pull asked for {event.clock}",
+            f"range {state.range_id} of table '{state.name}' is at clock {clock}; the pull asked "
+            f"for {event.clock}",
             clock=clock,
         )
 
@@ -104,23 +92,14 @@ class ReadGate:
         )
 
     def settled(self, out: list[Effect]) -> None:
-        """A change was decided: refuse pulls that can never be answered under the new setting, and
-        answer others.
-        """
+        """A change was decided: refuse pulls that can never be answered now, and answer others."""
         for event in list(self._waiters.values()):
-            problem: PushpullError | None = None
             if event.consistent and event.cut_id is None:  # it waits for an update of BSP
-                is_past = self._is_past(event)
-                problem = self._mixed(event) or (self._past(event) if is_past else None)
-            if problem is not None:
-                del self._waiters[event.waiter]
-                out.append(self._refuse(event, problem))
+                self._refuse_parked(event, self._mixed(event) or self._past(event), out)
         self.release(out)
 
     def _ahead_of(self, event: PullEvent) -> PushpullError | None:
-        """The error of a pull beyond its worker's clock. The seal may be on its way on another
-        stream, but no further ahead than a step may be.
-        """
+        """The error of a pull too far ahead; a seal may be on its way on another stream."""
         if event.incarnation is None:
             return None
         state = self._state
@@ -137,8 +116,7 @@ class ReadGate:
         """Workers disagree about `clock`: refuse the pulls that wait for it."""
         self._disputes[clock] = problem
         for event in [e for e in self._waiters.values() if self._dispute_of(e) is not None]:
-            del self._waiters[event.waiter]
-            out.append(self._refuse(event, problem))
+            self._refuse_parked(event, problem, out)
 
     def _dispute_of(self, event: PullEvent) -> PushpullError | None:
         """The open dispute that a worker's pull would wait for."""
@@ -148,16 +126,11 @@ class ReadGate:
         return self._disputes[min(clocks)] if clocks else None
 
     def ended(self, node: Node, out: list[Effect]) -> None:
-        """Refuse the pulls of a worker whose membership ended, and every pull if only that worker
-        could have made one possible.
-        """
+        """Refuse the pulls of a worker that ended, and all if only it could have released them."""
         lost = self._lost()
         for event in list(self._waiters.values()):
             is_own = event.incarnation == node.incarnation
-            if is_own or lost is not None:
-                del self._waiters[event.waiter]
-                problem = lost if lost is not None and not is_own else Fenced(node.fence_words)
-                out.append(self._refuse(event, problem))
+            self._refuse_parked(event, Fenced(node.fence_words) if is_own else lost, out)
 
     def _lost(self) -> PushpullError | None:
         """The error of every pull, if the initial values can never come."""
@@ -175,8 +148,8 @@ class ReadGate:
 
     def fail(self, error: PushpullError, out: list[Effect]) -> None:
         """Refuse all parked pulls."""
-        out += [self._refuse(event, error) for event in self._waiters.values()]
-        self._waiters.clear()
+        for event in list(self._waiters.values()):
+            self._refuse_parked(event, error, out)
 
     def cancel(self, waiter: int) -> None:
         event = self._waiters.pop(waiter, None)
@@ -189,14 +162,10 @@ class ReadGate:
         """
         out: list[Effect] = []
         for event in list(self._waiters.values()):
-            problem: PushpullError | None = None
             if event.deadline_s <= now_s:
-                problem = WaitExpired(self.explain(event, now_s))
+                self._refuse_parked(event, WaitExpired(self.explain(event, now_s)), out)
             elif event.cut_id is not None:
-                problem = self._mixed(event)
-            if problem is not None:
-                del self._waiters[event.waiter]
-                out.append(self._refuse(event, problem))
+                self._refuse_parked(event, self._mixed(event), out)
         return out
 
     def release(self, out: list[Effect]) -> None:
@@ -227,9 +196,7 @@ class ReadGate:
         return setting.mode is Mode.ASP or state.clock >= clock - setting.staleness
 
     def _asked_clock(self, event: PullEvent) -> int:
-        """The clock that counts for a worker's pull; a worker that joined begins further on than it
-        knows.
-        """
+        """The clock that counts: a worker that joined begins further on than it knows."""
         if event.incarnation is None:
             return event.clock
         worker = self._state.workers.get(event.incarnation)
@@ -245,37 +212,38 @@ class ReadGate:
 
     def _done_clock(self, event: PullEvent) -> int:
         """The clock up to which everything is decided for the reader."""
-        state = self._state
-        worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
-        return state.formed_clock if worker is None else worker.done_clock
+        worker = self._state.worker(event.incarnation)
+        return self._state.formed_clock if worker is None else worker.done_clock
 
     def _answer(self, event: PullEvent) -> AnswerPull:
         state = self._state
         is_sum = state.table.spec.optimizer.kind is OptimizerKind.AGGREGATE
-        asked = event.clock if is_sum and event.incarnation is not None else state.clock
-        worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
+        worker = state.worker(event.incarnation)
         asked_clock = self._asked_clock(event)
         if event.incarnation is not None:
             state.read_clock = max(state.read_clock, asked_clock + 1)
         if event.cut_id is not None:
             state.schedule.end_cut(event.cut_id)
         is_new = asked_clock > event.clock  # it has joined, and begins there
+        keeps = state.schedule.at(asked_clock + 1).policy is StalePolicy.COMPENSATE
         return AnswerPull(
             event.waiter,
             state.table.table_id,
             state.range_id,
-            asked,
+            event.clock if is_sum and event.incarnation is not None else state.clock,
             max(state.clock, asked_clock) if is_new else state.clock,
             dict(state.versions),
             {} if worker is None else dict(worker.own_updates),
-            self._keeps_for(event, asked_clock),
+            event.incarnation if keeps else None,
         )
 
-    def _keeps_for(self, event: PullEvent, asked_clock: int) -> Incarnation | None:
-        """The reader, if its gradients will be corrected for the values that it is given."""
-        next_setting = self._state.schedule.at(asked_clock + 1)
-        keeps = next_setting.policy is StalePolicy.COMPENSATE
-        return event.incarnation if keeps else None
+    def _refuse_parked(
+        self, event: PullEvent, problem: PushpullError | None, out: list[Effect]
+    ) -> None:
+        """Refuse a parked pull if it has a problem."""
+        if problem is not None:
+            del self._waiters[event.waiter]
+            out.append(self._refuse(event, problem))
 
     def _refuse(self, event: PullEvent, error: PushpullError) -> RefusePull:
         if event.cut_id is not None:
@@ -284,12 +252,12 @@ class ReadGate:
 
     def explain(self, event: PullEvent, now_s: float) -> str:
         """A sentence that says why a parked pull waits and names the missing workers (G6)."""
-        name = f"table '{self._state.name}' (range {self._state.range_id})"
-        if not self._state.initialized:
-            if not self._state.awaits_rank_zero:
+        state = self._state
+        name = f"table '{state.name}' (range {state.range_id})"
+        if not state.initialized:
+            if not state.awaits_rank_zero:
                 return f"{name} waits for its server to load the checkpoint that it starts from"
             return f"{name} waits for its initial values from {self._who(0, now_s)}"
-        state = self._state
         if state.schedule.copied_for:
             return (
                 f"the pull of {name} at clock {event.clock} waits for its server, which writes "
@@ -298,6 +266,7 @@ class ReadGate:
             )
         event = event._replace(clock=self._asked_clock(event))
         setting = state.schedule.at(event.clock + 1)
+        waits = f"the pull of {name} at clock {event.clock} waits for"
         if self._is_joining(event):
             return (
                 f"the pull of {name} waits for the scheduler: worker {event.rank} has not joined "
@@ -305,9 +274,8 @@ class ReadGate:
             )
         if self._waits_for_change(event):
             return (
-                f"the pull of {name} at clock {event.clock} waits for the scheduler: a change of "
-                f"its consistency after clock {state.schedule.hold_point} is proposed and not "
-                "decided"
+                f"{waits} the scheduler: a change of its consistency after clock "
+                f"{state.schedule.hold_point} is proposed and not decided"
             )
         clock = state.clock + 1
         if setting.mode is Mode.BSP and state.schedule.is_bsp(clock):
@@ -321,19 +289,15 @@ class ReadGate:
                 late = f"all but {backup_workers} of {late}"
             return f"update {clock} of {name} waits for {late}"
         if setting.mode is not Mode.BSP and self._done_clock(event) < event.clock:
-            worker = None if event.incarnation is None else state.workers.get(event.incarnation)
+            worker = state.worker(event.incarnation)
             gap = worker.gap_words if worker is not None else ""
             return (
-                f"the pull of {name} at clock {event.clock} waits for its own worker's seal; "
-                f"the newest in effect is {self._done_clock(event)}"
+                f"{waits} its own worker's seal; the newest in effect is {self._done_clock(event)}"
                 + (f", and the next {gap}" if gap else "")
             )
         clock = event.clock - setting.staleness
         late = ", ".join(self._behind(clock, now_s))
-        return (
-            f"the pull of {name} at clock {event.clock} waits for clock {clock} of {late}: "
-            f"{setting} allows no more"
-        )
+        return f"{waits} clock {clock} of {late}: {setting} allows no more"
 
     def _behind(self, clock: int, now_s: float) -> list[str]:
         state = self._state
@@ -345,10 +309,8 @@ class ReadGate:
         ]
 
     def _waits_for_change(self, event: PullEvent) -> bool:
-        is_worker = event.incarnation is not None
-        if self._is_joining(event):
-            return True
-        return self._state.schedule.holds_reads(event.clock + 1 if is_worker else event.clock)
+        clock = event.clock + (event.incarnation is not None)
+        return self._is_joining(event) or self._state.schedule.holds_reads(clock)
 
     def cause(self, waiter: int) -> WaitCause | None:
         """The reason for which a pull is parked; None if it is not."""
@@ -363,7 +325,7 @@ class ReadGate:
         event = event._replace(clock=self._asked_clock(event))
         if self._waits_for_change(event) or state.schedule.copied_for:
             return WaitCause.CHANGE
-        worker = state.workers.get(event.incarnation) if event.incarnation is not None else None
+        worker = state.worker(event.incarnation)
         is_bsp = state.schedule.is_bsp(event.clock)
         clock = -1 if worker is None else worker.sealed_clock if is_bsp else worker.done_clock
         return WaitCause.OWN_STEP if clock < event.clock else WaitCause.WORKERS

@@ -16,7 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,11 +35,14 @@ from ps_core.errors import (
     UpdateFailed,
 )
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
-from ps_core.ledger import ReplyKind
+from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_core.runs import words
 from ps_core.tables import Table
 from ps_core.work import Work, at_once
 from ps_server.ranges.events import (
+    AnswerPull,
+    Apply,
+    Assign,
     Effect,
     EntryEvent,
     Place,
@@ -50,11 +53,12 @@ from ps_server.ranges.events import (
     ReplyTo,
     ScaleEvent,
     SealEvent,
+    place_of,
 )
-from ps_server.ranges.failed_update import instead, lost_records
 from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_copy import ShardCopy, restore
 from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import CutId, copies_cut
 
@@ -71,7 +75,7 @@ class ShardAdded:
 @dataclass(frozen=True, slots=True)
 class PreparedChange:
     """A prepared change: nothing of the table takes effect here beyond `clock` until it is decided.
-    With an outcome, the deciding range has decided it.
+    `outcome`: of the deciding range.
     """
 
     table_id: TableId
@@ -152,32 +156,26 @@ class ServerMachine:
         """Remove tables that the next view no longer has (SM-7), and refuse pulls that wait for
         them.
         """
-        effects: list[Effect] = []
         gone = {**self._shards, **self._suspended}
         gone = {place: shard for place, shard in gone.items() if place[0] in table_ids}
-        places = {shard: place for place, shard in gone.items()}
-        for waiter in [waiter for waiter, shard in self._waiting.items() if shard in places]:
-            shard = self._waiting.pop(waiter)
-            table_id, range_id = places[shard]
-            shard.cancel(waiter)
-            error = TableNotFound(f"table '{shard.state.table.spec.name}' was removed")
-            effects.append(RefusePull(waiter, table_id, range_id, error))
+        shards = set(gone.values())
+        effects = self._refuse_pulls_of(
+            shards, lambda state: TableNotFound(f"table '{state.name}' was removed")
+        )
         for place, shard in gone.items():
             self._past_resent_count += shard.resent_count
             self._timed.pop(shard, None)
             self._shards.pop(place, None)
             self._suspended.pop(place, None)
             yield
-        self._new_shards = [shard for shard in self._new_shards if shard not in places]
+        self._new_shards = [shard for shard in self._new_shards if shard not in shards]
         self._adopted = {p: copy for p, copy in self._adopted.items() if p[0] not in table_ids}
         for table_id in table_ids:
             self._staging.pop(table_id, None)
         return effects
 
     def adopt(self, range_id: RangeId, copies: Mapping[TableId, ShardCopy], now_s: float) -> None:
-        """Adopt a range that this server backed up, before the view that makes it primary: its
-        shards go on from the copies.
-        """
+        """Adopt a range that this server backed up, before the view that makes it primary."""
         for table_id, copy in copies.items():
             self._adopted[table_id, range_id] = copy, now_s
 
@@ -201,19 +199,27 @@ class ServerMachine:
         """Suspend ranges that another server is primary of, and that may come back: their shards
         stay as they are. Their pulls are refused.
         """
-        effects: list[Effect] = []
-        places: dict[RangeMachine, tuple[TableId, RangeId]] = {}
+        shards: set[RangeMachine] = set()
         for place in [place for place in self._shards if place[1] in range_ids]:
             shard = self._suspended[place] = self._shards.pop(place)
-            places[shard] = place
+            shards.add(shard)
             self._timed.pop(shard, None)
             yield
-        for waiter in [waiter for waiter, shard in self._waiting.items() if shard in places]:
-            shard = self._waiting.pop(waiter)
-            table_id, range_id = places[shard]
+        server = f"server {self._node_id}"
+        return self._refuse_pulls_of(
+            shards, lambda state: NotOwner(f"{server} is not primary of range {state.range_id} now")
+        )
+
+    def _refuse_pulls_of(
+        self, shards: Collection[RangeMachine], error_of: Callable[[RangeState], PushpullError]
+    ) -> list[Effect]:
+        effects: list[Effect] = []
+        for waiter, shard in [item for item in self._waiting.items() if item[1] in shards]:
+            del self._waiting[waiter]
             shard.cancel(waiter)
-            error = NotOwner(f"server {self._node_id} is not primary of range {range_id} now")
-            effects.append(RefusePull(waiter, table_id, range_id, error))
+            state = shard.state
+            place = state.table.table_id, state.range_id
+            effects.append(RefusePull(waiter, *place, error_of(state)))
         return effects
 
     def resume(self, range_id: RangeId) -> None:
@@ -274,9 +280,7 @@ class ServerMachine:
         return at_once(self.observing_changes(now_s))
 
     def observing_changes(self, now_s: float) -> Work[list[Effect]]:
-        """Observe changes of tables' consistency in the newest view; called again when shards were
-        added.
-        """
+        """Observe the newest view's changes of tables; called again when shards were added."""
         effects: list[Effect] = []
         for (table_id, range_id), shard in self._shards.items():
             table = self._tables[table_id]
@@ -303,12 +307,13 @@ class ServerMachine:
             if clock is not None:
                 held[table_id] = max(clock, held.get(table_id, 0))
         outcomes = self._outcomes()
-        return tuple(
+        undecided = (
             PreparedChange(table_id, proposed.number, clock)
             for table_id, clock in held.items()
             if (proposed := self._tables[table_id].proposed) is not None
             and table_id not in outcomes
-        ) + tuple(outcomes.values())
+        )
+        return (*undecided, *outcomes.values())
 
     # --- changes that are decided without the scheduler, or before it knows
 
@@ -318,9 +323,7 @@ class ServerMachine:
         return self._shards.get((table_id, range_id))
 
     def _outcomes(self) -> dict[TableId, PreparedChange]:
-        """Outcomes that shards here have decided of changes that the newest view has as
-        proposed.
-        """
+        """Outcomes that shards here have decided of the newest view's proposed changes."""
         found: dict[TableId, PreparedChange] = {}
         for table_id, table in self._tables.items():
             if table.proposed is None:
@@ -342,7 +345,7 @@ class ServerMachine:
             schedule, table = shard.state.schedule, self._tables[table_id]
             is_freed = schedule.give_up_cut()
             if schedule.held_for and range_id == table.deciding_range(self.total_range_count):
-                is_freed = shard.give_up(schedule.held_for) or is_freed
+                is_freed = schedule.give_up(schedule.held_for) or is_freed
             if is_freed:
                 effects += shard.resume(now_s)
         return self._credited(effects)
@@ -368,7 +371,8 @@ class ServerMachine:
             TableNotFound, NotOwner: the range that decides is not here.
         """
         shard = self.decider(table_id)
-        return self._credited(shard.resume(now_s) if shard.give_up(number) else [])
+        is_freed = shard.state.schedule.give_up(number)
+        return self._credited(shard.resume(now_s) if is_freed else [])
 
     def decider(self, table_id: TableId) -> RangeMachine:
         """The shard that decides the table's changes.
@@ -443,7 +447,11 @@ class ServerMachine:
         table = self.table(place.table_id)
         assignment_epoch = self._epochs.get(place.range_id)
         if assignment_epoch is None:
-            self._check_exists(place.range_id)
+            if place.range_id >= self.total_range_count:
+                raise InvalidKeys(
+                    f"there is no range {place.range_id}; expected one below "
+                    f"{self.total_range_count}"
+                )
             raise NotOwner(
                 f"server {self._node_id} does not serve range {place.range_id} "
                 f"(view {self.view_number})"
@@ -457,12 +465,6 @@ class ServerMachine:
         if shard is None:
             raise InvalidKeys(f"range {place.range_id} holds no block of table '{table.spec.name}'")
         return shard
-
-    def _check_exists(self, range_id: RangeId) -> None:
-        if range_id >= self.total_range_count:
-            raise InvalidKeys(
-                f"there is no range {range_id}; expected one below {self.total_range_count}"
-            )
 
     def entry(self, event: EntryEvent, now_s: float) -> list[Effect]:
         try:
@@ -490,20 +492,18 @@ class ServerMachine:
 
     @staticmethod
     def _refusal(event: EntryEvent, error: PushpullError) -> ReplyTo:
+        table_id, range_id, _ = event.place
         return ReplyTo(
-            event.sender,
-            ReplyKind.ERROR,
-            event.place.table_id,
-            event.place.range_id,
-            event.sequence,
-            error=error,
+            event.sender, ReplyKind.ERROR, table_id, range_id, event.sequence, error=error
         )
 
     def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
         return self._shards[record.table_id, record.range_id].reduced(record, squares)
 
     def failed(self, record: Record, error: UpdateFailed, rest: Sequence[Effect]) -> list[Effect]:
-        """Fail the table of a record whose update could not be computed (SM-4).
+        """Fail the table of a record whose update could not be computed (SM-4). Meanwhile entries
+        may have ended as APPLIED, pulls been released and later updates formed; none of that has
+        left the server, so all of it is changed, in every range of the table.
 
         Args:
             record: what was to be applied; nothing of it has been.
@@ -514,10 +514,11 @@ class ServerMachine:
             What to carry out in the place of `rest`.
         """
         table_id = record.table_id
-        lost = lost_records(record, rest)
+        later = [effect.record for effect in rest if isinstance(effect, Apply | Assign)]
+        lost = [record, *(each for each in later if each.table_id == table_id)]
         for each in lost:
             self._shards[table_id, each.range_id].overturn(each, error)
-        out = list(instead(rest, lost, error))
+        out = list(_instead(rest, lost, error))
         for shard in self._shards_of(table_id):
             out += shard.fail(error)
         self._staging[table_id].credits(out)
@@ -572,11 +573,7 @@ class ServerMachine:
         return max(shard.begin_cut(cut_id, deadline_s) for shard in shards)
 
     def end_cut(self, table_id: TableId, cut_id: CutId, now_s: float) -> list[Effect]:
-        """End a cut.
-
-        Raises:
-            TableNotFound, NotOwner: as `begin_cut`.
-        """
+        """End a cut; raises as `begin_cut`."""
         effects: list[Effect] = []
         for shard in self._shards_of(table_id):
             effects += shard.end_cut(cut_id, now_s)
@@ -588,13 +585,11 @@ class ServerMachine:
     ) -> None:
         """Hold a range at `clock` until it is `copied` for a checkpoint."""
         shard = self._shards[key]
-        shard.hold(copies_cut(number), clock, deadline_s)
+        shard.state.schedule.hold(copies_cut(number), clock, deadline_s)
         self._timed[shard] = None
 
     def copied(self, key: tuple[TableId, RangeId], number: int, now_s: float) -> list[Effect]:
-        """Release a range that was held for a checkpoint's copies; nothing happens if the range is
-        gone.
-        """
+        """Release a range, if it is still here, that was held for a checkpoint's copies."""
         shard = self._shards.get(key)
         if shard is None:
             if key in self._suspended:  # its steps go on when the range does
@@ -645,12 +640,9 @@ class ServerMachine:
 
     @property
     def wake_s(self) -> float | None:
-        """The earliest time at which a shard's `tick` may do something; None: time alone changes
-        nothing.
-        """
-        return min(
-            (shard.wake_s for shard in self._timed if shard.wake_s is not None), default=None
-        )
+        """The time at which `tick` may do something; None: time alone changes nothing."""
+        times_s = (shard.wake_s for shard in self._timed)
+        return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     # --- views of the state
 
@@ -686,3 +678,30 @@ class ServerMachine:
     ) -> int:
         """The updates of the block in which the incarnation took no part."""
         return self._shards[place].state.peer_version(incarnation, block)
+
+
+def _instead(
+    rest: Sequence[Effect], lost: Sequence[Record], error: UpdateFailed
+) -> Iterator[Effect]:
+    """The effects to carry out in place of `rest` when the `lost` updates of a table could not be
+    computed: those of other tables, replies with an error for lost entries, and refused pulls.
+    """
+    table_id = lost[0].table_id
+    entries = {
+        (record.range_id, contributor.incarnation, sequence)
+        for record in lost
+        for contributor in record.contributors
+        for sequence in contributor.sequences
+    }
+    ending = Ending(Outcome.INVALID, error)
+    for effect in rest:
+        if place_of(effect)[0] != table_id:
+            yield effect
+        elif isinstance(effect, ReplyTo):
+            entry = effect.range_id, effect.sender.incarnation, effect.sequence
+            is_lost = effect.ending is not None and entry in entries
+            yield effect._replace(ending=ending) if is_lost else effect
+        elif isinstance(effect, AnswerPull):
+            yield RefusePull(effect.waiter, table_id, effect.range_id, error)
+        elif isinstance(effect, RefusePull):
+            yield effect

@@ -11,12 +11,10 @@
                       stale it is if the table says so
     SSP, ASP, eager   one push of it                      it arrives
 
-A table's schedule gives the mode of each clock. Where the mode changes between two clocks,
-everything before the change is decided before anything after it.
-
-Rules:
-    - A seal takes effect when every entry of a lower sequence has an outcome or is held, and the
-      seal of the clock before it is in effect; none does beyond the clock that a change holds.
+Where a table's schedule changes the mode between two clocks, everything before the change is
+decided before anything after it. A seal takes effect when every entry of a lower sequence has an
+outcome or is held, and the seal of the clock before it is in effect; none does beyond the clock
+that a change holds.
 
 Invariants:
     RM-6  No worker's clock goes past an update that has not formed, unless its own step is there.
@@ -43,6 +41,8 @@ from ps_server.ranges.range_state import HeldPush, PendingStep, RangeState, Rang
 from ps_server.ranges.read_gate import ReadGate
 from ps_server.ranges.update_scales import UpdateScales
 
+_WITHDRAWN = Ending(Outcome.WITHDRAWN)
+
 _NAMED_COUNT = 8
 """Most invalid pushes that an error names; there may be thousands."""
 
@@ -65,10 +65,7 @@ class UpdateGate:
     def _take_effects(self, worker: RangeWorker, out: list[Effect]) -> bool:
         """Let the worker's seals take effect; True if one did."""
         sealed_clock = worker.sealed_clock
-        while True:
-            step = self._next_step(worker)
-            if step is None or step.seal is None:
-                break
+        while (step := self._next_step(worker)) is not None and step.seal is not None:
             if not self._is_complete(worker, step.seal.sequence):
                 break
             if not self._take_effect(worker, step, step.seal, out):
@@ -84,9 +81,8 @@ class UpdateGate:
             ahead = min(worker.steps)
             if worker.sealed_clock < ahead <= self._state.clock + 1:
                 step = worker.steps[ahead]
-        if step is not None and self._state.schedule.holds(step.clock):
-            return None
-        return step
+        is_held = step is not None and self._state.schedule.holds(step.clock)
+        return None if is_held else step
 
     @staticmethod
     def _is_complete(worker: RangeWorker, sequence: int) -> bool:
@@ -109,10 +105,8 @@ class UpdateGate:
         problem = None if step.skip else self._step_problem(step, seal, invalid)
         if problem is not None:
             step.seal = None
-            del worker.held[seal.sequence]
-            self._state.end(
-                worker, seal.sender, seal.sequence, Ending(Outcome.INVALID, problem), out
-            )
+            ending = Ending(Outcome.INVALID, problem)
+            self._state.end(worker, seal.sender, seal.sequence, ending, out)
             return False
         worker.sealed_clock = step.clock
         step.edit = b"" if step.skip else seal.terms.edit
@@ -122,8 +116,7 @@ class UpdateGate:
         if step.edit and not self._state.takes_edits(step.clock):
             self._refuse_edit(worker, step)
         if step.skip:
-            for push in step.pushes.values():
-                self._state.unstage(step, worker, push)
+            self._state.unstage_step(step, worker)
         if seal.terms.last:
             worker.final_seal_clock = step.clock if step.skip else None
             self._leave(worker, step.clock, out)
@@ -151,23 +144,19 @@ class UpdateGate:
         return None
 
     def _end_gradients(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
-        """End the gradients of an edit's step, which left before its worker saw the edit; a
-        withdrawal may be on its way.
-        """
-        ending = Ending(Outcome.WITHDRAWN)
+        """End the gradients of an edit's step; a withdrawal may be on its way."""
         for push in [push for push in step.pushes.values() if not push.is_assign]:
             self._state.drop_push(step, worker, push.sequence)
-            self._state.end(worker, push.sender, push.sequence, ending, out)
+            self._state.end(worker, push.sender, push.sequence, _WITHDRAWN, out)
 
     def _refuse_edit(self, worker: RangeWorker, step: PendingStep) -> None:
-        """Refuse an edit: the clock ends for the worker, and nothing of the step is taken, so that
-        the worker is at the same clock on every table of its model.
+        """Refuse an edit: nothing of the step is taken, yet the clock ends for the worker, so that
+        it is at the same clock on every table of its model.
         """
         setting = self._state.schedule.at(step.clock)
         step.edit, step.skip = b"", True
-        what = "loaded optimizer state" if step.array else "changed parameters"
         step.problem = EditRefused(
-            f"worker {worker.rank} {what} of table '{self._state.name}' before clock "
+            f"worker {worker.rank} {step.edit_words} of table '{self._state.name}' before clock "
             f"{step.clock}, which is under {setting}: no step of it is all workers'"
         )
 
@@ -178,43 +167,34 @@ class UpdateGate:
         comes, too: the worker may confirm the outcome before the seal takes effect.
         """
         if worker.ledger.outcome(seal.sequence - 1) in (Outcome.INVALID, Outcome.WITHDRAWN):
-            step.invalid.add(seal.sequence - 1)
-            step.invalid_values.add(seal.sequence - 1)
+            step.invalid[seal.sequence - 1] = True
 
     def _is_late(self, worker: RangeWorker, step: PendingStep) -> bool:
         """True if the update has formed without the step, scaled or not."""
         if 0 < step.clock <= worker.done_clock:
             return True
-        summed = self._state.unscaled  # its squares are unknown before the sum is reduced
-        return (
-            summed is not None
-            and step.clock == summed.clock
-            and bool(self._scales.squares(step.clock))
-        )
+        summed = self._state.unscaled
+        is_summed = summed is not None and step.clock == summed.clock
+        return is_summed and bool(self._state.squares.get(step.clock))  # else it is being reduced
 
     def _depart(self, worker: RangeWorker, step: PendingStep, out: list[Effect]) -> None:
         """Let a worker leave by a skipped last step, without waiting for the update: otherwise two
         workers that leave one after the other would wait for ever.
         """
         worker.left_clock = step.clock - 1
-        self._records.commit(
-            self._records.record(step.clock, [self._records.contributor(worker, step)], (), ()), out
-        )
+        contributors = [self._records.contributor(worker, step)]
+        self._records.commit(self._records.record(step.clock, contributors, (), ()), out)
 
     def _leave(self, worker: RangeWorker, clock: int, out: list[Effect]) -> None:
         """Leave after `clock`: later entries of the worker are withdrawn."""
         worker.left_clock = clock
         for later in [c for c in worker.steps if c > clock]:
             step = worker.steps.pop(later)
-            if step.seal is not None:
-                seal = step.seal
-                self._state.end(worker, seal.sender, seal.sequence, Ending(Outcome.WITHDRAWN), out)
-            pushes = [step.pushes[sequence] for sequence in sorted(step.pushes)]
-            self._state.unstage_step(step, worker)
-            self._state.end_pushes(worker, pushes, Ending(Outcome.WITHDRAWN), out)
-            for sequence in sorted(step.missing):
-                sender = step.missing[sequence]
-                self._state.end(worker, sender, sequence, Ending(Outcome.WITHDRAWN), out)
+            if (seal := step.seal) is not None:
+                self._state.end(worker, seal.sender, seal.sequence, _WITHDRAWN, out)
+            self._state.end_step(step, worker, _WITHDRAWN, out)
+            for sequence, sender in sorted(step.missing.items()):
+                self._state.end(worker, sender, sequence, _WITHDRAWN, out)
 
     def ended(self, worker: RangeWorker, now_s: float, out: list[Effect]) -> None:
         """End a worker's membership: its steps in effect count, and nobody waits for more."""
@@ -266,12 +246,7 @@ class UpdateGate:
             self._read_gate.release(out)
 
     def _decide(self, moved: Sequence[RangeWorker], now_s: float, out: list[Effect]) -> None:
-        """Record the steps and updates that can be; `moved`: workers with perhaps more steps in
-        effect.
-
-        With backup workers a seal ahead may have its turn when an update has formed; where the
-        setting changes, steps of anyone may.
-        """
+        """Record the steps and updates that can be; `moved`: with perhaps more steps in effect."""
         state = self._state
         while state.failure is None:
             clock = state.clock
@@ -288,8 +263,8 @@ class UpdateGate:
             moved = self._those_who_may_go_on(clock, out)
 
     def _those_who_may_go_on(self, clock: int, out: list[Effect]) -> Sequence[RangeWorker]:
-        """The workers with perhaps more to record, now that everything up to a later clock than
-        `clock` is decided.
+        """The workers with perhaps more to record, now that more than `clock` is decided: with
+        backup workers a seal ahead may have its turn, where the setting changes any step.
         """
         state = self._state
         if not state.schedule.varies and not state.schedule.at(clock + 1).backup_workers:
@@ -321,17 +296,13 @@ class UpdateGate:
 
     def _record_sealed(self, worker: RangeWorker, out: list[Effect]) -> None:
         """Record each step of the worker whose seal is in effect, outside of BSP."""
-        while worker.done_clock < worker.sealed_clock:
-            if not self._is_by_itself(worker.done_clock + 1):
-                return
+        while worker.done_clock < worker.sealed_clock and self._is_by_itself(worker.done_clock + 1):
             step = worker.steps[worker.done_clock + 1]
             worker.done_clock = step.clock
             self._record_step(worker, step, out)
 
     def _is_by_itself(self, clock: int) -> bool:
-        """True if a step of `clock` is an update of its own, and each BSP update below it has
-        formed.
-        """
+        """True if a step of `clock` is an update of its own, and BSP updates below have formed."""
         schedule = self._state.schedule
         if schedule.is_bsp(clock):
             return False
@@ -343,13 +314,11 @@ class UpdateGate:
             contributors = [self._records.contributor(worker, step)]
             self._records.assign(step.clock, contributors, parts, out, of=step.of)
             return
+        accumulations: list[Accumulate] = []
         if not step.skip:
             self._records.reject_stale(worker, step, out)
-        accumulations = (
-            self._records.scaled_accumulations(worker, step)
-            if step.pushes and not step.skip
-            else []
-        )
+            if step.pushes:
+                accumulations = self._records.scaled_accumulations(worker, step)
         blocks = tuple(sorted(block for each in accumulations for block, _ in each.parts))
         contributor = self._records.contributor(worker, step)
         record = self._records.record(step.clock, [contributor], step.hyperparameters, blocks)
@@ -388,23 +357,20 @@ class UpdateGate:
             self._state.drop_push(step, worker, push.sequence)
             self._records.reject(worker, push, tau, out)
             return
-        hyperparameters = step.eager or ()
         part = (push.block, push.payload)
         self._state.unstage(step, worker, push)
         contributor = Contributor(worker.rank, worker.incarnation, (push.sequence,), False)
-        record = self._records.record(step.clock, [contributor], hyperparameters, (push.block,))
-        out.append(
-            Accumulate(
-                self._state.table.table_id,
-                self._state.range_id,
-                step.clock,
-                worker.rank,
-                (part,),
-                setting.scale(tau),
-                self._state.compensation(worker.incarnation, step.clock),
-            )
+        record = self._records.record(step.clock, [contributor], step.eager or (), (push.block,))
+        accumulation = Accumulate(
+            self._state.table.table_id,
+            self._state.range_id,
+            step.clock,
+            worker.rank,
+            (part,),
+            setting.scale(tau),
+            self._state.compensation(worker.incarnation, step.clock),
         )
-        out.append(Apply(record))
+        out += (accumulation, Apply(record))
         self._records.commit(record, out)
         del step.pushes[push.sequence]
 
@@ -425,13 +391,11 @@ class UpdateGate:
     # --- updates that wait for their scale
 
     def reduced(self, record: Record, squares: tuple[float, ...], out: list[Effect]) -> None:
-        """Take the squares of a reduced sum: tell those who took part, and those who came while it
-        was reduced.
-        """
+        """Take the squares of a reduced sum: tell those in it, and those who came meanwhile."""
         if self._state.failure is not None:
             return
         self._scales.reduced(record.clock, squares)
-        self._records.commit_sum(record, squares, out)
+        self._records.end_entries(record, squares, out)
         for worker in self._state.workers.values():
             step = worker.steps.get(record.clock)
             if step is not None and record.clock <= worker.sealed_clock:

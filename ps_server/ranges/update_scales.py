@@ -3,9 +3,9 @@
     formed --reduced--> its squares are told --UpdateScale--> applied, by that scale
                                              --nobody left to say it--> dropped
 
-The norm is that of the whole model, which lies in many ranges. Each range tells the workers its
-squares; each worker finds the same scale from the squares of all ranges, and says it to all of
-them. The first word counts, and the others must agree. The ranges know nothing of norms.
+The norm is that of the whole model, which lies in many ranges. Each worker finds the same scale
+from the squares of all ranges, and says it to all of them. The first to say it counts; the others
+must agree.
 
 Invariants:
     US-1  An update is applied once, by one scale, or dropped.
@@ -22,9 +22,7 @@ _KEPT_COUNT = 4
 """Clocks whose squares are kept for late steps: their workers are asked too."""
 
 _NAMED_COUNT = 64
-"""Clocks of which it is known whether anything was clipped; of those beyond `_KEPT_COUNT`, the
-squares are empty.
-"""
+"""Clocks of which it is known that they were clipped; beyond `_KEPT_COUNT`, squares are empty."""
 
 
 class UpdateScales:
@@ -37,14 +35,11 @@ class UpdateScales:
         """Keep the squares of the sum of `clock`."""
         found = self._state.squares
         found[clock] = squares
-        for old in [kept for kept in found if kept <= clock - _KEPT_COUNT]:
-            found[old] = ()
-        for old in [named for named in found if named <= clock - _NAMED_COUNT]:
-            del found[old]
-
-    def squares(self, clock: int) -> tuple[float, ...]:
-        """The squares of `clock`; empty if none were reported, or too long ago."""
-        return self._state.squares.get(clock, ())
+        for old in list(found):
+            if old <= clock - _NAMED_COUNT:
+                del found[old]
+            elif old <= clock - _KEPT_COUNT:
+                found[old] = ()
 
     def squares_of_late(self, step: PendingStep) -> tuple[float, ...]:
         """The squares for a worker whose step came too late. If nothing was clipped, a worker that
@@ -68,9 +63,15 @@ class UpdateScales:
             clock = self._state.clock
             words = f"update {event.clock} of table '{self._state.name}' waits for no scale"
             return Ending(Outcome.DISCARDED, AlreadyPast(words, clock=clock))
-        if not _same(said.scale, event.scale):
-            return Ending(Outcome.INVALID, self._disagreement(event, worker, said))
-        return Ending(Outcome.APPLIED)
+        are_nan = said.scale != said.scale and event.scale != event.scale
+        if said.scale == event.scale or are_nan:
+            return Ending(Outcome.APPLIED)
+        problem = InvalidConfig(
+            f"workers {said.rank} and {worker.rank} disagree about the scale of update "
+            f"{event.clock} of table '{self._state.name}': {said.scale!r} and {event.scale!r}. The "
+            "first was applied; do they clip by the same norm?"
+        )
+        return Ending(Outcome.INVALID, problem)
 
     def _waits(self, clock: int) -> bool:
         unscaled = self._state.unscaled
@@ -93,15 +94,6 @@ class UpdateScales:
             )
         return None
 
-    def _disagreement(
-        self, event: ScaleEvent, worker: RangeWorker, said: UpdateScale
-    ) -> PushpullError:
-        return InvalidConfig(
-            f"workers {said.rank} and {worker.rank} disagree about the scale of update "
-            f"{event.clock} of table '{self._state.name}': {said.scale!r} and {event.scale!r}. The "
-            "first was applied; do they clip by the same norm?"
-        )
-
     def take(self, event: ScaleEvent, worker: RangeWorker) -> Record:
         """Take the sum that waited for this scale."""
         unscaled = self._state.unscaled
@@ -112,19 +104,10 @@ class UpdateScales:
         return unscaled
 
     def orphan(self) -> Record | None:
-        """The update that waits although every worker that could say its scale is gone; it waits no
-        more.
-        """
-        unscaled = self._state.unscaled
-        if unscaled is None:
-            return None
-        workers = self._state.workers
-        for contributor in unscaled.contributors:
-            if not contributor.skip and not self._state.has_ended(workers[contributor.incarnation]):
+        """Take the update that waits although all workers that could say its scale are gone."""
+        state, unscaled = self._state, self._state.unscaled
+        for contributor in () if unscaled is None else unscaled.contributors:
+            if not contributor.skip and not state.has_ended(state.workers[contributor.incarnation]):
                 return None
-        self._state.unscaled = None
+        state.unscaled = None
         return unscaled
-
-
-def _same(one: float, other: float) -> bool:
-    return one == other or (one != one and other != other)

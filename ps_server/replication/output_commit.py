@@ -2,18 +2,13 @@
 
     effects --decide--> done at once | record to the backups, and held --committed--> released, done
 
-Rules:
-    - Sums are made at once: nobody sees them. An update's accumulator is detached when the update
-      is decided, since the next one may have its clock.
-    - Outcomes, reads and changes of values are held by the range's log. `RECEIVED`, credit and
-      refusals commit to nothing, and are not held.
-    - What changes without an effect, a prepared change, is told by `tell_prepared`.
+Sums are made at once: nobody sees them. An update's accumulator is detached when the update is
+decided, since the next one may have its clock. `RECEIVED`, credit and refusals commit to nothing,
+and are not held.
 
 Invariants:
     OC-1  Visible effects of a range are carried out in the order in which they were decided.
     OC-2  An effect is released under a lease that holds then, however long ago it was decided.
-
-The caller carries effects out, and sends.
 """
 
 from __future__ import annotations
@@ -37,6 +32,7 @@ from ps_server.ranges.events import (
     Reduce,
     RefusePull,
     ReplyTo,
+    place_of,
 )
 from ps_server.ranges.range_copy import RangeDelta, RangeFacts, WorkerFacts, delta_of, facts_of
 from ps_server.ranges.server_machine import PreparedChange, ServerMachine
@@ -87,8 +83,8 @@ class _LastTold:
 
 
 class ToldMark(NamedTuple):
-    """Mark in a range's log: the backups know what a table shard has prepared or decided.
-    `prepared` is None while there is no backup, and then nothing is held.
+    """Mark in a range's log: the backups know what a table shard has prepared or decided; None if
+    there is no backup, and then nothing is held.
     """
 
     place: _Place
@@ -143,7 +139,7 @@ class OutputCommit:
         if not work:
             return committed
         for effect in work:  # grows by what follows from a sum
-            place = _place_of(effect)
+            place = place_of(effect)
             if self._replication.decides_alone(place[1]):
                 committed.append(effect)
             elif isinstance(effect, Accumulate):
@@ -164,7 +160,7 @@ class OutputCommit:
         return committed + self.release(now(), {range_id for _, range_id in by_place})
 
     def _hold(self, effect: Effect, into: _Decided, work: list[Effect]) -> Work[None]:
-        change: Mutation | None = None
+        change: Mutation
         match effect:
             case Reduce(record):
                 squares = yield from self._sums.reducing(record)
@@ -186,12 +182,12 @@ class OutputCommit:
                 self._sums.drop(record)
                 self._kept.discard(_key_of(record))
                 change = Dropped(record)
-        if change is not None:
-            into.changes.append(change)
-            into.held.append(change)
-        else:
-            into.effects.append(effect)
-            into.held.append(effect)
+            case _:
+                into.effects.append(effect)
+                into.held.append(effect)
+                return
+        into.changes.append(change)
+        into.held.append(change)
 
     def _decide(self, place: _Place, decided: _Decided) -> Work[list[CommittedEffect]]:
         shard = self._machine.shards.get(place)
@@ -244,7 +240,7 @@ class OutputCommit:
         for place, shard in tuple(self._machine.shards.items()):
             yield
             schedule = shard.state.schedule
-            prepared = schedule.prepared, schedule.hold_point, schedule.taken
+            prepared = schedule.changes
             if self._replication.decides_alone(place[1]):
                 self._untold.pop(place, None)
                 self._known[place] = prepared
@@ -298,13 +294,9 @@ class OutputCommit:
         Raises:
             TableNotFound, NotOwner: that range is not here.
         """
-        settled, shard = self._machine.outcome(table_id, number), self._machine.decider(table_id)
+        shard = self._machine.decider(table_id)
         schedule, place = shard.state.schedule, (table_id, shard.state.range_id)
-        is_known = self._known.get(place) == (
-            schedule.prepared,
-            schedule.hold_point,
-            schedule.taken,
-        )
+        settled, is_known = schedule.settled(number), self._known.get(place) == schedule.changes
         return settled if is_known and place not in self._untold else None
 
     def release(self, now_s: float, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
@@ -349,15 +341,8 @@ class OutputCommit:
         self._kept = {key for key in self._kept if key[0] not in table_ids}
 
     def _forget_told(self, range_ids: Collection[RangeId]) -> None:
-        for place in [place for place in self._told if place[1] in range_ids]:
-            del self._told[place]
+        self._told = {p: told for p, told in self._told.items() if p[1] not in range_ids}
 
 
 def _key_of(record: Record) -> tuple[TableId, RangeId, int]:
     return record.table_id, record.range_id, record.clock
-
-
-def _place_of(effect: Effect) -> _Place:
-    if isinstance(effect, Apply | Reduce | Drop | Assign):
-        return effect.record.table_id, effect.record.range_id
-    return effect.table_id, effect.range_id

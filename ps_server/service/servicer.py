@@ -317,14 +317,14 @@ async def _range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.Get
             initialized=part.state.initialized,
             failure=part.state.failure.message if part.state.failure is not None else "",
         )
-        for worker in part.state.worker_places():
+        for worker in part.state.by_rank.values():
             stats.workers.add(
                 rank=worker.rank,
                 incarnation=worker.incarnation,
-                clock=worker.clock,
-                low_water_sequence=worker.low_water,
+                clock=max(worker.sealed_clock, 0),
+                low_water_sequence=worker.ledger.low_water,
                 last_heard_ms=max(0, int((now_s - worker.last_heard_s) * 1000)),
-                left=worker.left,
+                left=worker.left_clock is not None,
             )
     return response
 

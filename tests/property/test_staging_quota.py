@@ -41,19 +41,18 @@ class Rooms(RuleBasedStateMachine):
         if self._bytes(step) + size > STEP_BYTES:
             return  # no step is larger than a step
         lowest = min([step, *(other for other, _ in self.staged)])
-        admission = self.staging.admit(step, size)
+        given_back = self.staging.admit(step, size)
         if lowest == step:
-            assert admission.admitted, "the lowest step found no room (ROOM-2)"
-        assert all(other > step for other in admission.given_back)
-        if not admission.admitted:
-            assert not admission.given_back
+            assert given_back is not None, "the lowest step found no room (ROOM-2)"
+        if given_back is None:
             lower = sum(n for other, n in self.staged if other <= step)
             assert lower + size + self.summed > self.capacity, "refused although room could be made"
             self.waiting.add(step)
             return
+        assert all(other > step for other in given_back)
         self.waiting.discard(step)
-        self.staged = [item for item in self.staged if item[0] not in admission.given_back]
-        self.waiting.update(admission.given_back)
+        self.staged = [item for item in self.staged if item[0] not in given_back]
+        self.waiting.update(given_back)
         self.staged.append((step, size))
 
     @rule(draw=st.data())

@@ -205,8 +205,8 @@ _ONE_TABLE = (
         "a consistent read is torn: an eager step is in it",
         "S5",
         _READS,
-        "        return max(clock, state.changed_clock) > event.clock\n",
-        "        return clock > event.clock\n",
+        "        if max(clock, state.changed_clock) <= event.clock:\n",
+        "        if clock <= event.clock:\n",
         ("changes", "steps"),
     ),
     Mutant(

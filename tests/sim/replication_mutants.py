@@ -39,8 +39,8 @@ REPLICATION_MUTANTS = (
         "what was given up is prepared again",
         "S6",
         _SCHEDULE,
-        "        if table.proposed is not None and self._proposed > self._prepared:",
-        "        if table.proposed is not None and self.hold_point is None:",
+        "        if proposed is not None and self._proposed > self.prepared:",
+        "        if proposed is not None and self.hold_point is None:",
         _AWAY,
     ),
     Mutant(
@@ -254,8 +254,9 @@ REPLICATION_MUTANTS = (
         "what was prepared is not moved",
         "S6",
         _SCHEDULE,
-        "        self._prepared, self.hold_point, self._holds_reads, self._taken = prepared",
-        "        del prepared",
+        "        self.prepared, self.hold_point = prepared, hold_point\n"
+        "        self.taken, self.minds_reads = taken, minds_reads\n",
+        "",
         _FAILOVER,
     ),
     Mutant(
@@ -271,7 +272,7 @@ REPLICATION_MUTANTS = (
         "S6",
         _OUTPUT,
         "            if self._replication.decides_alone(place[1]):\n                self._untold",
-        "            if not part.state.workers or self._replication.decides_alone(place[1]):\n"
+        "            if not shard.state.workers or self._replication.decides_alone(place[1]):\n"
         "                self._untold",
         _FAILOVER,
     ),

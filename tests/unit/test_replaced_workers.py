@@ -221,7 +221,7 @@ def test_what_a_seal_came_with_is_known_when_its_worker_has_confirmed_that() -> 
     at = Bench(make_table(blocks=1), workers=2)
     carry(at)
     other, cut = moved(at), copies_cut(1)
-    other.machine.hold(cut, 0, 100.0)
+    other.machine.state.schedule.hold(cut, 0, 100.0)
     carry(other)
     again = SealEvent(PLACE, other.sender(0), 2, SealTerms(1, skip=True), 1)
     other.machine.seal(again, other.now_s)
