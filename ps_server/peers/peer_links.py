@@ -182,7 +182,7 @@ class PeerLink:
     ) -> None:
         """Write queued messages and read answers, until the stream ends."""
         self._call = call
-        self._queue.open()
+        self._queue.is_open = True
         stack.callback(call.cancel)
         self._reached()
         backoff.reset()

@@ -119,8 +119,9 @@ class CollectiveRounds:
     def _missing(self) -> list[int]:
         clock = max((share.clock for share in self._shares.values()), default=0)
         view = self._view
-        ranks = () if view is None else view.awaited_ranks
-        return [rank for rank in ranks if self._is_missing(view, rank, clock)]
+        if view is None:
+            return []
+        return [rank for rank in view.awaited_ranks if self._is_missing(view, rank, clock)]
 
     def _is_missing(self, view: ClusterView, rank: int, clock: int) -> bool:
         node = self._workers.get(rank)

@@ -3,8 +3,7 @@
     follows --promoted--> waits out its last grant --> serves, as `RangeMachine`s of what it has
 
 Rules:
-    - A backup takes the records of its epoch in the order of their numbers, each once, and
-      acknowledges the newest. A record of an older epoch is refused: its sender is primary no more.
+    - A record of an older epoch is refused: its sender is primary no more.
     - A record is applied when it comes, perhaps before it is committed. Only a backup that has it
       can be promoted, and a promoted backup commits everything that it has.
     - A backup grants the lease by answering a beat. Once promoted it grants no more, and it serves
@@ -13,8 +12,6 @@ Rules:
 
 Invariants:
     RE-1  `number` is the newest record, and every one before it was taken.
-
-The edge holds the values, and changes them in the order of the records.
 """
 
 from __future__ import annotations
@@ -71,9 +68,8 @@ class Replica:
         """Take a record of its primary if it is the next. `fresh` makes the copy of a table that is
         new here, if the newest view has it.
         """
-        if not self._is_next(record):
-            return False
-        copy = self.copies.get(record.table_id) or fresh()
+        is_next = self._is_next(record)
+        copy = (self.copies.get(record.table_id) or fresh()) if is_next else None
         if copy is None:
             return False
         self.follow(record.assignment_epoch)
@@ -82,13 +78,11 @@ class Replica:
         self.number = record.number
         return True
 
-    def skip(self, record: LogRecord) -> bool:
+    def skip(self, record: LogRecord) -> None:
         """Count a record of a removed table, of whose removal its primary had not heard."""
-        if not self._is_next(record):
-            return False
-        self.follow(record.assignment_epoch)
-        self.number = record.number
-        return True
+        if self._is_next(record):
+            self.follow(record.assignment_epoch)
+            self.number = record.number
 
     def _is_next(self, record: LogRecord) -> bool:
         return record.number == self.number + 1
@@ -108,10 +102,6 @@ class Replica:
         """Become primary of this epoch, and serve from `serves_s` on."""
         self.assignment_epoch = assignment_epoch
         self.is_promoted = True
-
-    def demote(self) -> None:
-        """Another server is primary: keep everything, serve nothing, and grant no older epoch."""
-        self.is_promoted = False
 
     @property
     def serves_s(self) -> float:

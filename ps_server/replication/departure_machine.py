@@ -45,12 +45,8 @@ class Departure:
     def answered(
         self, error: PushpullError | None, silent_s: float, *, is_fenced: bool = False
     ) -> DepartureStep:
-        """Take the scheduler's answer, or the failure to get one.
-
-        Args:
-            error: the refusal; None if the membership has ended.
-            silent_s: time since the scheduler was heard.
-            is_fenced: True if the server was told that it is no member any more.
+        """Take the scheduler's answer, or the failure to get one; None: the membership has ended.
+        `silent_s`: since the scheduler was heard. `is_fenced`: the server is no member any more.
         """
         if error is None:
             return DepartureStep.LEAVES

@@ -12,8 +12,8 @@ from ps_server.values.store_copy import StoreCopy
 
 
 class LogRecord(NamedTuple):
-    """Decision of one event in one table; `changes` are for the values, and opaque here. `term` is
-    the epoch in which its primary became one: numbers of two terms have nothing in common.
+    """Decision of one event in one table; `changes` are for the values. `term`: the epoch in which
+    its primary became one: numbers of two terms have nothing in common.
     """
 
     range_id: RangeId
@@ -26,9 +26,7 @@ class LogRecord(NamedTuple):
 
 
 class Ack(NamedTuple):
-    """A backup has all records of a range up to `number`. `assignment_epoch` is the newest that the
-    backup has heard of.
-    """
+    """A backup has all records of a range up to `number`, and has heard of `assignment_epoch`."""
 
     range_id: RangeId
     number: int
@@ -50,8 +48,8 @@ class Grant(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """All of a range as of record `number`, for a server that joins it. Its values come beside it,
-    as released: the changes in `held` are still to be made to them.
+    """All of a range as of record `number`, for a server that joins it. Its values come beside it;
+    the changes in `held` are still to be made to them.
     """
 
     range_id: RangeId

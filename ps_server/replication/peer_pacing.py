@@ -4,13 +4,9 @@
                                |  stream broke, refused, or no progress for half a lease
                                +--sent again
 
-Rules:
-    - A stream begins with every record that its server has not acknowledged: the records that an
-      earlier stream took may have arrived, or not, or arrive yet.
-    - Progress counts range by range. Nothing is sent again while a range makes progress, or while
-      the stream has not taken what it was given.
-    - Beats go out ten times a lease. Then messages to servers that back up no range of this one are
-      dropped.
+A stream begins with every record that its server has not acknowledged: those that an earlier stream
+took may have arrived, or not, or arrive yet. Nothing is sent again while a range makes progress, or
+while the stream has not taken what it was given.
 """
 
 from __future__ import annotations
@@ -32,20 +28,11 @@ the backup may have got them before it knew that it was to take them."""
 
 
 class Beats(NamedTuple):
-    """Beats by receiver, and requests to the scheduler; due ten times a lease. Streams to the
-    `useless` are to be ended, with the messages that wait for them.
-    """
+    """Beats by receiver, and requests to the scheduler; streams to the `useless` are to end."""
 
     beats: Mapping[NodeId, Beat]
     useless: Sequence[NodeId]
     backup_requests: Sequence[BackupRequest]
-
-
-class _Unacknowledged(NamedTuple):
-    """The first record of a range that a server has not acknowledged, and since when."""
-
-    number: int
-    since_s: float
 
 
 class PeerPacing:
@@ -56,21 +43,22 @@ class PeerPacing:
         self._lease_s = lease_s
         self._queues = queues
         self._beat_s = 0.0
-        self._unacknowledged: dict[tuple[NodeId, RangeId], _Unacknowledged] = {}
+        # The first record of a range that a server has not acknowledged, and since when.
+        self._unacknowledged: dict[tuple[NodeId, RangeId], tuple[int, float]] = {}
 
     def renewed(self) -> list[tuple[NodeId, LogRecord]]:
         """Records to send again after a view: servers that saw a range's new epoch before this one
         have refused records that named the old one.
         """
-        ranges, replication = self._replication.renewed, self._replication
-        resends = replication.resends(replication.all_holders)
-        return [(peer, record) for peer, record in resends if record.range_id in ranges]
+        resends = self._replication.resends(self._replication.all_holders)
+        renewed = self._replication.renewed
+        return [(peer, record) for peer, record in resends if record.range_id in renewed]
 
     def opened(self, peer: NodeId) -> list[tuple[NodeId, LogRecord]]:
         """Records that a new stream to the server begins with."""
         self._replication.lost(peer)
         self._unacknowledged = {
-            key: lack for key, lack in self._unacknowledged.items() if key[0] != peer
+            key: first for key, first in self._unacknowledged.items() if key[0] != peer
         }
         return list(self._replication.resends({peer}))
 
@@ -82,16 +70,17 @@ class PeerPacing:
         for peer, record in self._replication.resends(self._replication.all_holders):
             resends.setdefault((peer, record.range_id), []).append(record)
         idle = {peer for peer, _ in resends if self._queues.is_idle(peer)}
-        unacknowledged: dict[tuple[NodeId, RangeId], _Unacknowledged] = {}
+        unacknowledged: dict[tuple[NodeId, RangeId], tuple[int, float]] = {}
         found: list[tuple[NodeId, LogRecord]] = []
         for key, records in resends.items():
-            before, number = self._unacknowledged.get(key), records[0].number
-            since_s = now_s if before is None or before.number != number else before.since_s
+            number = records[0].number
+            before, since_s = self._unacknowledged.get(key, (number, now_s))
+            since_s = since_s if before == number else now_s
             is_late = now_s > since_s + _RESEND_LEASES * self._lease_s
             if is_late and key[0] in idle:
                 since_s = now_s
                 found += [(key[0], record) for record in records]
-            unacknowledged[key] = _Unacknowledged(number, since_s)
+            unacknowledged[key] = number, since_s
         self._unacknowledged = unacknowledged
         return found
 

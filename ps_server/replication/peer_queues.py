@@ -4,10 +4,8 @@
      |                        |
      +--no stream--> lost <---+ the stream ends
 
-Rules:
-    - Nothing waits for a stream that is not open: `PeerPacing.opened` says what it begins with.
-    - A beat goes before all other messages: the lease must not wait for values.
-    - No snapshot is begun for a server while many bytes wait for it.
+Nothing waits for a stream that is not open: `PeerPacing.opened` says what it begins with. A beat
+goes before all other messages: the lease must not wait for values.
 """
 
 from __future__ import annotations
@@ -25,12 +23,8 @@ _BUSY_BYTES = 8 * 1024 * 1024
 
 
 class Backlog:
-    """Bytes that wait to be written to one stream.
-
-    A non-empty queue does not mean a slow stream: under load it is refilled as fast as it drains.
-
-    Attributes:
-        is_slow: True if bytes wait that waited already at the last but one `look`.
+    """Bytes that wait to be written to one stream. `is_slow`: some waited already at the last but
+    one `look`; under load, a queue is refilled as fast as it drains.
     """
 
     def __init__(self) -> None:
@@ -59,9 +53,6 @@ class PeerQueue(Generic[MessageT]):
         self.is_open = False
         self.backlog = Backlog()
         self._waiting: deque[tuple[MessageT, int]] = deque()
-
-    def open(self) -> None:
-        self.is_open = True
 
     def end(self) -> None:
         """End the stream; messages that wait for it are lost."""
@@ -130,8 +121,6 @@ class PeerQueues(Generic[MessageT]):
         return sum(queue.backlog.queued_bytes for queue in self._queues.values())
 
     def useless(self, holders: Collection[NodeId]) -> list[NodeId]:
-        """Servers with waiting messages that back up no range any more: their streams are to be
-        ended, with the messages that these have taken.
-        """
+        """Servers with waiting messages that back up no range any more."""
         waiting = {peer for peer, queue in self._queues.items() if queue.backlog.queued_bytes}
         return sorted(waiting.difference(holders))

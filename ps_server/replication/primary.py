@@ -40,20 +40,14 @@ _LAG_LEASES = 5
 
 
 @dataclass(slots=True)
-class _CatchingUp:
-    """A server that is catching up since epoch `since`; `number` is -1 while it has nothing."""
+class _Progress:
+    """The newest record of a server, -1 while it has nothing, since when it makes no progress, and
+    the epoch since which it is catching up.
+    """
 
     number: int
     since_s: float
     since: AssignmentEpoch
-
-
-@dataclass(slots=True)
-class _Lagging:
-    """The newest record of a lagging backup, and since when it makes no progress."""
-
-    number: int
-    since_s: float
 
 
 class Primary:
@@ -68,8 +62,8 @@ class Primary:
         self._lease_s = lease_s
         self._configured = frozenset(log.backups)
         self._heard_s = {} if heard_s is None else dict.fromkeys(log.backups, heard_s)
-        self._lagging: dict[NodeId, _Lagging] = {}
-        self._catching_up: dict[NodeId, _CatchingUp] = {}
+        self._lagging: dict[NodeId, _Progress] = {}
+        self._catching_up: dict[NodeId, _Progress] = {}
         self._is_closed = False
         self._asked: frozenset[NodeId] | None = None
         self._in_question: frozenset[NodeId] = frozenset()
@@ -146,25 +140,19 @@ class Primary:
     # --- values that come without a record
 
     def close(self) -> None:
-        """Ask the scheduler to leave all backups out, since values are about to come without a
-        record. They join anew after `replaced`.
-        """
+        """Ask for no backups: values are about to come without a record. See `replaced`."""
         self._is_closed = True
         for node_id in list(self._catching_up):
             self.lost(node_id)
 
     @property
     def is_without_replicas(self) -> bool:
-        """True if no other server counts, and every decision was released, except those that wait
-        for more servers: these join only afterwards.
-        """
+        """True if no other server counts, and no decision waits except for more servers."""
         is_done = self.log.is_drained or self.log.is_short
         return not self.log.backups and not self._catching_up and is_done
 
     def replaced(self, *, is_last: bool) -> None:
-        """Values came without a record, while it `is_without_replicas`: servers that join are given
-        them. With `is_last` servers may join.
-        """
+        """Values came without a record: servers that join, after the last, are given them."""
         check(self.is_without_replicas, "PR-2", f"range {self.log.range_id} has {self.log.backups}")
         self.log.begin_anew()
         self.log.lose_logged_snapshot()
@@ -179,8 +167,8 @@ class Primary:
 
     @property
     def is_heard(self) -> bool:
-        """True if a record has a receiver. The update log does not count while there are too few
-        servers: it may be alone for long, and reads would wait for the record.
+        """True if a record has a receiver. With too few servers the update log does not count:
+        reads would wait for the record, perhaps for long.
         """
         return bool(self.holders) or (self.log.is_written and not self.log.is_short)
 
@@ -192,34 +180,25 @@ class Primary:
     @property
     def holders(self) -> tuple[NodeId, ...]:
         """Servers that get the records."""
-        followers = self.followers
         if not self._catching_up:
-            return followers
+            return self.followers
         # A server that is catching up and was asked for is both.
-        return tuple(dict.fromkeys((*followers, *self._catching_up)))
+        return tuple(dict.fromkeys((*self.followers, *self._catching_up)))
 
     @property
     def followers(self) -> tuple[NodeId, ...]:
         """Backups that follow this server, whose grants it needs."""
-        candidates = self.log.candidates
-        return (
-            tuple(n for n in self.log.backups if n not in candidates)
-            if candidates
-            else self.log.backups
-        )
+        backups, candidates = self.log.backups, self.log.candidates
+        return tuple(n for n in backups if n not in candidates) if candidates else backups
 
     def resends(self, peers: Container[NodeId]) -> Iterator[tuple[NodeId, LogRecord]]:
         """Records that these servers have not acknowledged."""
         if self.log.is_drained:
             return
-        for node_id in self.holders:
-            if node_id not in peers:
-                continue
-            if node_id in self.log.backups:
-                records = self.log.unacked(node_id)
-            else:
-                records = self.log.after(self._catching_up[node_id].number)
-            for record in records:
+        for node_id in [holder for holder in self.holders if holder in peers]:
+            is_backup = node_id in self.log.backups
+            number = self.log.acked_by(node_id) if is_backup else self._catching_up[node_id].number
+            for record in self.log.after(number):
                 yield node_id, record._replace(assignment_epoch=self.log.assignment_epoch)
 
     def begins_copy(
@@ -229,13 +208,11 @@ class Primary:
         if self._is_closed or not has_space(node_id):
             return False
         progress = self._catching_up.get(node_id)
-        if progress is not None and (
-            progress.number == self.log.number or not self._is_stuck(progress, now_s)
-        ):
-            return False  # it has everything, or makes progress
-        if node_id in self.log.backups:
-            return False  # asked for already
-        self._catching_up[node_id] = _CatchingUp(-1, now_s, self.log.assignment_epoch)
+        has_all = progress is not None and progress.number == self.log.number
+        moves = progress is not None and not self._is_stuck(progress, now_s)
+        if has_all or moves or node_id in self.log.backups:  # the last: asked for already
+            return False
+        self._catching_up[node_id] = _Progress(-1, now_s, self.log.assignment_epoch)
         return True
 
     # --- requests to the scheduler
@@ -267,16 +244,17 @@ class Primary:
         for node_id in self._configured & set(self.log.backups):
             number = self.log.acked_by(node_id)
             if number < self.log.number:
-                was = before.get(node_id)
-                now = was if was is not None and was.number == number else _Lagging(number, now_s)
-                self._lagging[node_id] = now
-                if now_s >= now.since_s + _LAG_LEASES * self._lease_s:
+                lagging = before.get(node_id)
+                if lagging is None or lagging.number != number:
+                    lagging = _Progress(number, now_s, self.log.assignment_epoch)
+                self._lagging[node_id] = lagging
+                if now_s >= lagging.since_s + _LAG_LEASES * self._lease_s:
                     found.add(node_id)
         return found
 
     def _include(self, living: set[NodeId], now_s: float) -> None:
-        """Count servers that are nearly caught up, while they live and make progress. Give up the
-        others: released records are not kept to be sent again.
+        """Count servers that are nearly caught up, and give up those that are stuck: released
+        records are not kept to be sent again.
         """
         for node_id, progress in list(self._catching_up.items()):
             is_short = progress.number < self.log.shown
@@ -286,7 +264,6 @@ class Primary:
             elif progress.number >= max(0, self.log.number - _NEAR_COUNT):
                 self.log.include(node_id, progress.number)
 
-    def _is_stuck(self, progress: _CatchingUp, now_s: float) -> bool:
-        """True if a server that is catching up makes no progress."""
+    def _is_stuck(self, progress: _Progress, now_s: float) -> bool:
         leases = _COPY_LEASES if progress.number < 0 else 1
         return now_s >= progress.since_s + leases * self._lease_s

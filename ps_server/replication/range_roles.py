@@ -6,16 +6,15 @@
                                                              +------primary again-----^
 
 Rules:
-    - The newest view gives a server its role in a range. A deposed primary is suspended while the
-      view names it as a backup: it keeps everything, decides, takes and grants nothing, and goes on
-      if it is primary again. Once it is not named, the new primary may have served: the server
-      gives the range up, whether it served or not, since it may have records that nobody else has.
-      It joins anew, from nothing.
-    - A server that the view names among a range's initial holders begins it empty, once, whichever
-      epoch it hears of first: nobody has seen records that it was not sent. A server that has left
-      the range since has missed records, and tells the scheduler that the range is missing.
-    - Of a table that was removed nothing is taken, given or done any more, though its records keep
-      their numbers: the view of a primary and those of its backups may differ for a while.
+    - A deposed primary is suspended while the view names it as a backup: it keeps everything,
+      decides, takes and grants nothing, and goes on if it is primary again. Once it is not named,
+      the new primary may have served: the server gives the range up, since it may have records that
+      nobody else has, and joins anew, from nothing.
+    - A range's initial holders begin it empty, once, whichever epoch they hear of first: nobody has
+      seen records that they were not sent. A server that has left the range since has missed
+      records, and tells the scheduler that the range is missing.
+    - Nothing of a removed table is taken or given, though its records keep their numbers: the views
+      of a primary and its backups may differ for a while.
 
 Invariants:
     RN-1  A server serves only ranges that some view gives it.
@@ -90,10 +89,7 @@ class Replication:
 
     def recover(self, replicas: Iterable[Replica], table_ids: Iterable[TableId] = ()) -> None:
         """Take the ranges that were recovered from an update log, before the first view.
-
-        Args:
-            replicas: the ranges.
-            table_ids: all tables that the log names, even if no range has anything of them.
+        `table_ids`: all tables that the log names, even if no range has anything of them.
         """
         self._logged_tables = set(table_ids)
         for replica in replicas:
@@ -113,15 +109,12 @@ class Replication:
         """Take the roles of a newer view. Returns the ranges that are lost here, and the effects on
         waiting reads. `serve` must follow.
         """
-        lost: list[RangeId] = []
         effects = yield from self._removing(self.removed_by(view))
         given_up: set[RangeId] = set()
         self._view = view
         self.renewed, self.deposed = set(), set()
-        self._with_catching_up = [
-            assignment for assignment in view.ranges if assignment.catching_up
-        ]
-        lost += self._not_given_back(view)
+        self._with_catching_up = [r for r in view.ranges if r.catching_up]
+        lost = self._not_given_back(view)
         for assignment in view.ranges:
             range_id = assignment.range_id
             if assignment.primary == self._node_id:
@@ -137,7 +130,7 @@ class Replication:
                 continue
             replica = self.replicas.get(range_id)
             if replica is not None and replica.is_promoted:  # deposed before it served
-                replica.demote()
+                replica.is_promoted = False  # it keeps everything, serves nothing, grants no older
                 if not is_backup:
                     del self.replicas[range_id]
                     lost.append(range_id)
@@ -189,7 +182,9 @@ class Replication:
             return []
         self.suspended[range_id] = primary
         self.deposed.add(range_id)
-        return [self._refused(held) for held in primary.log.take_out(_is_read)]  # type: ignore[arg-type]
+        error = NotOwner(f"server {self._node_id} is not primary of range {range_id} any more")
+        reads = primary.log.take_out(lambda held: isinstance(held, AnswerPull | RefusePull))
+        return [RefusePull(held.waiter, held.table_id, range_id, error) for held in reads]  # type: ignore[attr-defined]
 
     def _may_begin(self, assignment: RangeAssignment) -> bool:
         """True if this server has held the range since it was placed, and never had any of it."""
@@ -207,8 +202,8 @@ class Replication:
         return replica
 
     def _not_given_back(self, view: ClusterView) -> list[RangeId]:
-        """Drop recovered ranges that have another primary: their copies are of no use, not even for
-        joining it (LOG-2). Returns these ranges.
+        """Drop recovered ranges that have another primary, for joining which their copies are of no
+        use (LOG-2), and return them.
         """
         others = {a.range_id for a in view.ranges if a.primary != self._node_id}
         refused = sorted(self._recovered & others)
@@ -217,10 +212,6 @@ class Replication:
             self._had.discard(range_id)  # not in this cluster: it may be placed here, empty
             del self.replicas[range_id]
         return refused
-
-    def _refused(self, held: AnswerPull | RefusePull) -> RefusePull:
-        error = NotOwner(f"server {self._node_id} is not primary of range {held.range_id} any more")
-        return RefusePull(held.waiter, held.table_id, held.range_id, error)
 
     def _be_primary(self, assignment: RangeAssignment, now_s: float) -> None:
         range_id, assignment_epoch = assignment.range_id, assignment.assignment_epoch
@@ -255,31 +246,30 @@ class Replication:
         ranges = []
         for assignment in view.ranges:
             range_id, replica = assignment.range_id, self.replicas.get(assignment.range_id)
-            if assignment.primary == self._node_id and replica is None:
-                if range_id not in self.primaries:  # it must not begin anew, without the training
-                    assignment = replace(assignment, primary=None)
-            elif assignment.primary == self._node_id and replica is not None:
-                if now_s < replica.serves_s:
-                    assignment = replace(assignment, primary=None)
-                else:
+            if assignment.primary == self._node_id:
+                if replica is not None and now_s >= replica.serves_s:
                     del self.replicas[range_id]
                     log = self._log(assignment, replica.number, written=self._logged(replica))
                     log.inherit()
                     self.primaries[range_id] = Primary(log, self._lease_s)
                     self._machine.adopt(range_id, replica.copies, now_s)
+                elif replica is not None or range_id not in self.primaries:
+                    # It waits for the lease, or must not begin anew, without the training.
+                    assignment = replace(assignment, primary=None)
             ranges.append(assignment)
         return replace(view, ranges=tuple(ranges))
 
     @property
     def missing(self) -> tuple[RangeId, ...]:
         """Ranges that the newest view gives this server, and of which it has nothing."""
-        return tuple(
-            a.range_id
-            for a in (() if self._view is None else self._view.ranges)
-            if a.primary == self._node_id
-            and a.range_id not in self.primaries
-            and a.range_id not in self.replicas
-        )
+        return tuple(assignment.range_id for assignment in self._missing)
+
+    @property
+    def _missing(self) -> list[RangeAssignment]:
+        ranges = () if self._view is None else self._view.ranges
+        own = (assignment for assignment in ranges if assignment.primary == self._node_id)
+        held = self.primaries.keys() | self.replicas.keys()
+        return [assignment for assignment in own if assignment.range_id not in held]
 
     def _logged(self, replica: Replica) -> int:
         """The newest record of the replica that the update log has; -1: none."""
@@ -398,9 +388,7 @@ class Replication:
         return Snapshot(log.range_id, log.assignment_epoch, log.term, number, copies, held)
 
     def snapshotting_for_log(self, range_id: RangeId) -> Work[Snapshot]:
-        """Snapshot for the update log, which writes it with the values of that moment before later
-        records.
-        """
+        """Snapshot for the update log, to be written with its values before later records."""
         log = self.primaries[range_id].log
         snapshot = yield from self._copying(log)
         log.begin_logged_snapshot()
@@ -415,24 +403,16 @@ class Replication:
                 primary.forgive(paused_s, now_s)
         found = (primary.backup_request(now_s) for primary in self.primaries.values())
         return [
-            *self._missing_backup_requests(),
+            *(_request_of_missing(assignment) for assignment in self._missing),
             *(backup_request for backup_request in found if backup_request is not None),
         ]
-
-    def _missing_backup_requests(self) -> list[BackupRequest]:
-        """Requests for other primaries of ranges that are missing here."""
-        if self._view is None:
-            return []
-        given = (self._view.ranges[range_id] for range_id in self.missing)
-        return [BackupRequest(r.range_id, r.assignment_epoch, frozenset(), True) for r in given]
 
     # --- a backup
 
     def take(
         self, log_record: LogRecord, fresh: Callable[[], ShardCopy | None]
     ) -> tuple[bool, Ack | None]:
-        """Take a record: whether its changes are to be made now, and what to answer. A record of a
-        removed table is taken, and nothing is made of it.
+        """Take a record. Returns whether its changes are to be made now, and the answer.
 
         Raises:
             InvalidKeys: it contradicts the replica, which is of no use any more.
@@ -464,17 +444,17 @@ class Replication:
 
     def knows(self, snapshot: Snapshot) -> bool:
         """True if the newest view is not older than the assignment of a snapshot."""
-        ranges = self._view.ranges if self._view is not None else ()
-        return (
-            snapshot.range_id < len(ranges)
-            and ranges[snapshot.range_id].assignment_epoch >= snapshot.assignment_epoch
-        )
+        assignment = self._assignment(snapshot.range_id)
+        return assignment is not None and assignment.assignment_epoch >= snapshot.assignment_epoch
+
+    def _assignment(self, range_id: RangeId) -> RangeAssignment | None:
+        ranges = () if self._view is None else self._view.ranges
+        return ranges[range_id] if range_id < len(ranges) else None
 
     def join(self, snapshot: Snapshot) -> Ack | None:
         """Take a snapshot, if the newest view has this server catching up with its range."""
         range_id = snapshot.range_id
-        ranges = self._view.ranges if self._view is not None else ()
-        assignment = ranges[range_id] if range_id < len(ranges) else None
+        assignment = self._assignment(range_id)
         if assignment is None or self._node_id not in assignment.catching_up:
             return None
         if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.primaries:
@@ -518,8 +498,8 @@ def table_of(held: object) -> TableId | None:
     return None if found is None else TableId(found)
 
 
-def _is_read(effect: object) -> bool:
-    return isinstance(effect, AnswerPull | RefusePull)
+def _request_of_missing(missing: RangeAssignment) -> BackupRequest:
+    return BackupRequest(missing.range_id, missing.assignment_epoch, frozenset(), True)
 
 
 def _ack(replica: Replica) -> Ack:

@@ -2,27 +2,23 @@
 
     decided --numbered, sent--> held by every in-sync backup --released--> applied, answered
 
-A decision changes at once what the machines know, and nothing that anyone can see: changes of
-values, answers and reads wait until every in-sync backup has the decision, in the order in which
-they came about. So nobody saw what a failover takes back.
+A decision changes at once what the machines know; changes of values, answers and reads wait, in
+their order, until every in-sync backup has it. So nobody saw what a failover takes back.
 
 Rules:
-    - Records are numbered from 1 without gap, over all tables of the range. A lagging backup gets
-      every record that it has not acknowledged once more.
+    - Records are numbered from 1 without gap, over all tables of the range.
     - The right to serve comes from the backups: the primary releases nothing unless each of them
       has granted a beat that was sent less than `lease_s` ago. Without backups nobody else can be
       made primary, and it needs no lease.
-    - A promoted primary has as candidates the former primary and its other backups: they may be a
-      record behind or ahead. While there are any, each of them can be made primary in its place, so
-      it releases nothing; it asks the scheduler to leave them out, and they join anew. They are
-      told nothing, and do not count.
-    - A deposed primary that is primary again goes on with all its decisions, under another term.
-      Its candidates are the servers that could have been primary in its place.
-    - While fewer than `min_in_sync` servers hold the range, nothing more is committed; a server
-      that is catching up does not count before the scheduler has configured it. Reads of committed
-      values go on.
-    - An update log of this server must have a decision, too, before it is committed (SEMANTICS
-      S13): it is a backup that grants no lease and counts as no replica.
+    - A promoted primary has as candidates the former primary and its other backups, which may be a
+      record behind or ahead, and be made primary in its place. While there are any it releases
+      nothing; it asks the scheduler to leave them out, and they join anew.
+    - A deposed primary that is primary again goes on with all its decisions, under another term;
+      its candidates are the servers that could have been primary in its place.
+    - While fewer than `min_in_sync` configured servers hold the range, nothing more is committed.
+      Reads of committed values go on.
+    - An update log must have a decision, too (SEMANTICS S13): it is a backup that grants no lease
+      and counts as no replica.
 
 Invariants:
     LOG-1  Nothing is released that the update log does not have, if there is one.
@@ -64,9 +60,9 @@ class RangeLog:
         assignment_epoch: the newest.
         term: the epoch since which this server is primary, or is again.
         number: of the newest record.
+        released: the number up to which everything was released, and may have been seen.
         candidates: servers that held the range under the former primary, and are not left out yet.
-        is_written: True if records go to the update log, which has a snapshot or the beginning of
-            the range.
+        is_written: True if records go to the update log, which has all before them.
     """
 
     def __init__(
@@ -86,8 +82,8 @@ class RangeLog:
         self._entries: deque[_LogEntry] = deque()
         self._acked = dict.fromkeys(backups, number)
         self._configured_count = len(self._acked)
-        self._released = number
-        self._is_past = False
+        self.released = number
+        self._is_past = False  # something was decided, and carried out, without a record
         self._anew = 0  # values that came without a record are in no copy of an earlier number
         self._granted_s: dict[NodeId, float] = {}
         self.candidates: frozenset[NodeId] = frozenset()
@@ -100,9 +96,7 @@ class RangeLog:
         self._configured_count = 0
 
     def resume(self, assignment_epoch: AssignmentEpoch, candidates: Iterable[NodeId]) -> None:
-        """Be primary again after another was made one, perhaps without hearing of that: nobody else
-        was seen to serve meanwhile. Decisions wait until the candidates are left out.
-        """
+        """Be primary again after another was made one, which nobody saw serve meanwhile."""
         self.assignment_epoch = self.term = assignment_epoch
         self._acked = dict.fromkeys(candidates, self.number)
         self._granted_s.clear()
@@ -126,11 +120,9 @@ class RangeLog:
 
     @property
     def committed(self) -> int:
-        """Number up to which every in-sync backup and the update log have all records, if there are
-        enough of them.
-        """
+        """Number up to which enough in-sync backups, and the update log, have all records."""
         if self.is_short:
-            return self._released
+            return self.released
         held = min(self._acked.values(), default=self.number)
         return held if self._written is None else min(held, self._written)
 
@@ -146,14 +138,9 @@ class RangeLog:
         return is_only_here and not self._entries and not self.is_short
 
     @property
-    def released(self) -> int:
-        """Number up to which everything was released, and may have been seen."""
-        return self._released
-
-    @property
     def shown(self) -> int:
         """A server that has everything up to this number has all that anybody may have seen."""
-        return max(self._released, self._anew)
+        return max(self.released, self._anew)
 
     @property
     def is_drained(self) -> bool:
@@ -196,7 +183,7 @@ class RangeLog:
         committed = self.committed
         while self._entries and self._entries[0].number <= committed:
             entry = self._entries.popleft()
-            self._released = entry.number
+            self.released = entry.number
             out += entry.effects
         return out
 
@@ -212,34 +199,29 @@ class RangeLog:
     # --- alone
 
     def decide_alone(self) -> None:
-        """Something was decided, and carried out, without a record."""
         self._is_past = True
 
     def begin_snapshot(self) -> int:
-        """Number of a snapshot of this moment. It is a new one if anything was decided alone: a
-        server with the newest record does not have that.
-        """
+        """Number of a snapshot of this moment; a new one if anything was decided alone."""
         if self._is_past:
             self.begin_anew()
             self.lose_logged_snapshot()
         return self.number
 
     def begin_anew(self) -> None:
-        """Count values that came without a record: a server with the newest record does not have
-        them. Held effects wait on, until others were given all of the range.
+        """Count what came without a record: a server with the newest record does not have it. Held
+        effects wait on, until others were given all of the range.
         """
         self.number += 1
         self._anew = self.number
         self._is_past = False
         if not self._entries:
-            self._released = self.number
+            self.released = self.number
 
     # --- the update log
 
     def keep_log(self, written: int) -> None:
-        """Keep an update log too, which has everything up to record `written`; -1: nothing of the
-        range. To be called before anything is decided.
-        """
+        """Keep an update log too, which has all up to record `written`; -1: nothing at all."""
         self._written, self.is_written = written, written >= 0
 
     @property
@@ -248,7 +230,7 @@ class RangeLog:
         return self._written is not None and not self.is_written
 
     def begin_logged_snapshot(self) -> None:
-        """A snapshot, as of `begin_snapshot`, is on its way to the update log; records follow."""
+        """A snapshot is on its way to the update log; records follow."""
         self.is_written = True
 
     def lose_logged_snapshot(self) -> None:
@@ -274,10 +256,6 @@ class RangeLog:
         """Number up to which a backup that counts has everything."""
         return self._acked[backup]
 
-    def unacked(self, backup: NodeId) -> list[LogRecord]:
-        """Records that the backup has not acknowledged."""
-        return self.after(self._acked.get(backup, self.number))
-
     def after(self, number: int) -> list[LogRecord]:
         """Held records after `number`."""
         return [e.record for e in self._entries if e.record is not None and e.number > number]
@@ -295,25 +273,20 @@ class RangeLog:
     # --- other configurations
 
     def reconfigure(self, assignment_epoch: AssignmentEpoch, backups: Iterable[NodeId]) -> None:
-        """The scheduler committed this set of backups, which this primary had asked for; new ones
-        were included before.
-        """
+        """The scheduler committed this set of backups; new ones were included before."""
         self.assignment_epoch = assignment_epoch
         wanted = set(backups)
         self.candidates &= wanted
         self._configured_count = len(wanted - self.candidates)
         check(wanted <= self._acked.keys(), "RL-2", f"{wanted} were not all asked for")
-        for backup in [b for b in self._acked if b not in wanted]:
-            del self._acked[backup]
-            self._granted_s.pop(backup, None)
+        for backup in self._acked.keys() - wanted:
+            self.exclude(backup)
 
     def include(self, backup: NodeId, number: int) -> None:
-        """Count a backup that has everything up to `number`: the scheduler may be asked for it. It
-        catches up, since nothing more is released without it.
-        """
+        """Count a backup that has all up to `number`: nothing more is released without it."""
         self._acked.setdefault(backup, number)
 
     def exclude(self, backup: NodeId) -> None:
-        """Stop counting a backup that was included, and that the scheduler was not asked for."""
+        """Stop counting a backup."""
         self._acked.pop(backup, None)
         self._granted_s.pop(backup, None)

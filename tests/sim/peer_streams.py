@@ -311,7 +311,7 @@ class SimLink:
             return False
         self._world.counts["streams"] += 1
         self._stream, self._attempt = stream, None
-        self._queue.open()
+        self._queue.is_open = True
         lasts_s = self._world.draw.expovariate(1 / self._world.faults.peer_reset_every_s)
         self._world.after(lasts_s, lambda: self._break_by_chance(stream))
         return True

@@ -398,7 +398,7 @@ REPLICATION_MUTANTS = (
         "who has nothing of a range tells nobody",
         "S8",
         _REPLICATION,
-        "            *self._missing_backup_requests(),\n",
+        "            *(_request_of_missing(assignment) for assignment in self._missing),\n",
         "",
         ("effects",),
     ),

@@ -73,7 +73,7 @@ def test_what_was_not_acknowledged_is_sent_again() -> None:
     log = log_with(TWO)
     records = [log.decide(TABLE, delta(), (), []) for _ in range(3)]
     log.acked(TWO, 1)
-    assert log.unacked(TWO) == records[1:]
+    assert log.after(log.acked_by(TWO)) == records[1:]
 
 
 def test_an_acknowledgement_of_what_was_not_decided_is_a_bug() -> None:
