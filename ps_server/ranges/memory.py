@@ -33,10 +33,7 @@ class StagingQuota:
     """A quota of staging memory, shared by the steps of all ranges of a table."""
 
     def __init__(self, capacity_bytes: int, step_bytes: int) -> None:
-        """Args:
-        capacity_bytes: bound of staged payloads and sums; at least two steps.
-        step_bytes: the most that one step stages on this server.
-        """
+        """`step_bytes`: the most that a step stages here; the capacity is at least two of them."""
         self._capacity_bytes = max(capacity_bytes, 2 * step_bytes)
         self._step_bytes = step_bytes
         self._summed_bytes = 0

@@ -229,9 +229,7 @@ class RangeMachine:
         return out
 
     def _join(self, join: Join, now_s: float) -> None:
-        """Give a worker its rank beyond `join.after_clock`, as in every range; what is before that
-        is decided without it.
-        """
+        """Give a worker its rank beyond `join.after_clock`, as in every range."""
         state = self.state
         holder = state.by_rank.get(join.rank)
         if holder is not None and holder.incarnation >= join.incarnation:
@@ -341,9 +339,7 @@ class RangeMachine:
     def _answer_again(
         self, event: PushEvent | SealEvent, worker: RangeWorker, out: list[Effect]
     ) -> None:
-        """Answer a held entry that came again. Later replies go to its newest stream, since the one
-        before may have broken.
-        """
+        """Answer a held entry that came again; its stream before may have broken."""
         step = worker.steps[worker.held[event.sequence]]
         push = step.pushes.get(event.sequence)
         if push is not None:
@@ -636,9 +632,7 @@ class EntryRules:
         return None
 
     def _scale_problem(self, terms: SealTerms) -> PushpullError | None:
-        """The fault of scales that are not finite in the accumulator's type: otherwise the step
-        would fail after it was decided.
-        """
+        """The fault of scales with which the accumulator would overflow, after the decision."""
         most, scale, clip = self._most_scale, terms.contribution_scale, terms.clip_scale
         if not 0.0 < scale <= most:
             return InvalidConfig(

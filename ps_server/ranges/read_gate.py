@@ -70,9 +70,7 @@ class ReadGate:
         )
 
     def _mixed(self, event: PullEvent) -> PushpullError | None:
-        """The error of a consistent pull at a clock at which ranges may hold different steps. It
-        needs a clock of BSP, or one that its reader has cut at.
-        """
+        """The error of a consistent pull at a clock at which ranges may hold different steps."""
         state = self._state
         if not event.consistent:
             return None

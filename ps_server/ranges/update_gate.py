@@ -150,9 +150,7 @@ class UpdateGate:
             self._state.end(worker, push.sender, push.sequence, _WITHDRAWN, out)
 
     def _refuse_edit(self, worker: RangeWorker, step: PendingStep) -> None:
-        """Refuse an edit: nothing of the step is taken, yet the clock ends for the worker, so that
-        it is at the same clock on every table of its model.
-        """
+        """Refuse an edit; its clock ends nevertheless, as on the other tables of the model."""
         setting = self._state.schedule.at(step.clock)
         step.edit, step.skip = b"", True
         step.problem = EditRefused(
