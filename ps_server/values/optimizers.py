@@ -24,9 +24,11 @@ Reference: DESIGN's measurements of torch's fused, foreach and single-tensor ker
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +55,8 @@ Steps = int | npt.NDArray[np.int64]
 """
 
 StepsT = TypeVar("StepsT", int, npt.NDArray[np.int64])
+
+_Function = Callable[..., Any]
 
 _MAX_RUN_COUNT = 32
 """Most runs of segments for each step count. Beyond it the kernel runs on the whole block, and its
@@ -90,6 +94,13 @@ class BlockState:
         """Tensors that overlap the block."""
         return len(self.bounds) - 1
 
+    def segment_steps(self) -> npt.NDArray[np.int64]:
+        """A copy of the steps that each segment has taken."""
+        return np.broadcast_to(np.int64(self.steps), self.segment_count).copy()
+
+    def set_segment_steps(self, steps: npt.NDArray[np.int64]) -> None:
+        self.steps = int(steps[0]) if (steps == steps[0]).all() else steps
+
     @property
     def state_bytes(self) -> int:
         """Bytes of values and optimizer state, padding included."""
@@ -105,25 +116,48 @@ class Piece(NamedTuple):
     steps: int
 
 
-class Kernel(Protocol):
-    """The arithmetic of one optimizer."""
+class _Kernel(ABC):
+    """The arithmetic of one optimizer.
 
-    @property
-    def is_cut_sensitive(self) -> bool:
-        """True if it must run on multiples of 64 elements."""
-        ...
+    Attributes:
+        names: the hyperparameters that torch's function takes.
+        flags: the settings of the spec that it takes, beside `maximize`.
+        is_fused: it must run on multiples of 64 elements.
+    """
 
-    def fills(self, hyperparameters: HyperparameterValues, /) -> Mapping[str, float]:
+    names: ClassVar[tuple[str, ...]]
+    flags: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self, spec: OptimizerSpec, pool: BufferPool, exact: _Function, fused: _Function | None
+    ) -> None:
+        self._spec = spec
+        self._pool = pool
+        self.is_fused = spec.kernels is Kernels.FAST and fused is not None
+        self._function = fused if fused is not None and self.is_fused else exact
+        self._fixed = {name: getattr(spec, name) for name in ("maximize", *self.flags)}
+        if not self.is_fused:
+            self._fixed["foreach"] = False
+        # Refilling the tensor from which torch reads a step count costs a third of making it.
+        self._step = torch.zeros((), dtype=torch.float32)
+
+    @abstractmethod
+    def fills(self, hyperparameters: HyperparameterValues) -> Mapping[str, float]:
         """The optimizer state that a step needs, and its initial values."""
-        ...
 
-    def steps_after(
-        self, steps: StepsT, hyperparameters: HyperparameterValues, /
-    ) -> StepsT | int: ...
+    def steps_after(self, steps: StepsT, _hyperparameters: HyperparameterValues) -> StepsT | int:
+        return steps + 1
 
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues, /) -> None:
+    @abstractmethod
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         """One step on `piece`, in place."""
-        ...
+
+    def _options(self, hyperparameters: HyperparameterValues) -> dict[str, Any]:
+        return {**self._fixed, **{name: hyperparameters[name] for name in self.names}}
+
+    def _steps(self, piece: Piece) -> list[Tensor]:
+        """The step count as the function takes it: a fused one counts the step itself, too."""
+        return [self._step.fill_(piece.steps + self.is_fused)]
 
 
 class Optimizer:
@@ -137,7 +171,8 @@ class Optimizer:
     __slots__ = ("_kernel",)
 
     def __init__(self, spec: OptimizerSpec, pool: BufferPool) -> None:
-        self._kernel = _kernel_of(spec, pool)
+        kernel, exact, fused = _KERNELS[spec.kind]
+        self._kernel = kernel(spec, pool, exact, fused)
 
     def apply(
         self,
@@ -159,7 +194,7 @@ class Optimizer:
                 state.slots[name] = torch.full_like(state.values, fill)
         steps = state.steps
         if present is None and isinstance(steps, int):
-            end = state.values.numel() if kernel.is_cut_sensitive else state.length
+            end = state.values.numel() if kernel.is_fused else state.length
             kernel.run(_piece(state, gradient, (0, end, steps)), hyperparameters)
             state.steps = kernel.steps_after(steps, hyperparameters)
         else:
@@ -178,7 +213,7 @@ class Optimizer:
     ) -> None:
         """One step on segments that are not all present, or have taken different steps."""
         kernel = self._kernel
-        steps = np.broadcast_to(np.int64(state.steps), state.segment_count).copy()
+        steps = state.segment_steps()
         here = np.ones(len(steps), dtype=np.bool_) if present is None else present
         counts = np.where(here, steps, -1)
         distinct = np.unique(steps[here])
@@ -188,12 +223,12 @@ class Optimizer:
                 self._run_masked(state, gradient, (counts == count, count), hyperparameters)
         else:
             for run in runs:
-                if kernel.is_cut_sensitive:
+                if kernel.is_fused:
                     self._run_aligned(state, gradient, run, hyperparameters)
                 else:
                     kernel.run(_piece(state, gradient, run), hyperparameters)
         steps[here] = kernel.steps_after(steps[here], hyperparameters)
-        state.steps = int(steps[0]) if (steps == steps[0]).all() else steps
+        state.set_segment_steps(steps)
 
     def _run_masked(
         self,
@@ -271,15 +306,9 @@ def _runs(
     return [(int(begin), int(end), int(steps)) for begin, end, steps in found if steps >= 0]
 
 
-def _scalar() -> Tensor:
-    """The tensor from which torch reads a step count; refilling it costs a third of making it."""
-    return torch.zeros((), dtype=torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sgd:
-    spec: OptimizerSpec
-    is_cut_sensitive: bool
+class _Sgd(_Kernel):
+    names = ("lr", "momentum", "dampening", "weight_decay")
+    flags = ("nesterov",)
 
     def fills(self, hyperparameters: HyperparameterValues) -> Mapping[str, float]:
         return {"momentum_buffer": 0.0} if hyperparameters["momentum"] != 0 else {}
@@ -287,179 +316,86 @@ class _Sgd:
     def steps_after(self, steps: StepsT, hyperparameters: HyperparameterValues) -> StepsT | int:
         return 1 if hyperparameters["momentum"] != 0 else steps
 
-    def _options(self, hyperparameters: HyperparameterValues) -> dict[str, Any]:
-        return {
-            "weight_decay": hyperparameters["weight_decay"],
-            "momentum": hyperparameters["momentum"],
-            "lr": hyperparameters["lr"],
-            "dampening": hyperparameters["dampening"],
-            "nesterov": self.spec.nesterov,
-            "maximize": self.spec.maximize,
-        }
-
-
-class _SgdExact(_Sgd):
     def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
+        tensors = [piece.values], [piece.gradient]
         kept = piece.slots.get("momentum_buffer")
+        options = self._options(hyperparameters)
+        if self.is_fused:
+            buffers = [kept] if hyperparameters["momentum"] != 0 else []
+            self._function(*tensors, buffers, is_first_step=piece.steps == 0, **options)
+            return
         buffers = [kept if piece.steps else None]
-        sgd(
-            [piece.values],
-            [piece.gradient],
-            buffers,
-            foreach=False,
-            **self._options(hyperparameters),
-        )
+        self._function(*tensors, buffers, **options)
         if kept is not None and buffers[0] is not None and buffers[0] is not kept:
             kept.copy_(buffers[0])
 
 
-class _SgdFast(_Sgd):
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
-        torch._fused_sgd_(
-            [piece.values],
-            [piece.gradient],
-            [piece.slots["momentum_buffer"]] if hyperparameters["momentum"] != 0 else [],
-            is_first_step=piece.steps == 0,
-            **self._options(hyperparameters),
-        )
+class _Adam(_Kernel):
+    names = ("lr", "beta1", "beta2", "eps", "weight_decay")
+    flags = ("amsgrad",)
 
-
-_AdamTensors = tuple[
-    list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[Tensor]
-]
-
-
-@dataclass(frozen=True, slots=True)
-class _Adam:
-    spec: OptimizerSpec
-    is_cut_sensitive: bool
-    step: Tensor = field(default_factory=_scalar)
-
-    def fills(self, _numbers: HyperparameterValues) -> Mapping[str, float]:
+    def fills(self, _hyperparameters: HyperparameterValues) -> Mapping[str, float]:
         names = ["exp_avg", "exp_avg_sq"]
-        return dict.fromkeys([*names, "max_exp_avg_sq"] if self.spec.amsgrad else names, 0.0)
+        return dict.fromkeys([*names, "max_exp_avg_sq"] if self._spec.amsgrad else names, 0.0)
 
-    def steps_after(self, steps: StepsT, _numbers: HyperparameterValues) -> StepsT | int:
-        return steps + 1
-
-    def _tensors(self, piece: Piece, steps: int) -> _AdamTensors:
-        largest = [piece.slots["max_exp_avg_sq"]] if self.spec.amsgrad else []
+    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
+        largest = [piece.slots["max_exp_avg_sq"]] if self._spec.amsgrad else []
         moments = [piece.slots["exp_avg"]], [piece.slots["exp_avg_sq"]], largest
-        return [piece.values], [piece.gradient], *moments, [self.step.fill_(steps)]
-
-    def _options(self, hyperparameters: HyperparameterValues) -> dict[str, Any]:
-        names = ("lr", "beta1", "beta2", "eps", "weight_decay")
-        flags = {"amsgrad": self.spec.amsgrad, "maximize": self.spec.maximize}
-        return {**{name: hyperparameters[name] for name in names}, **flags}
+        tensors = [piece.values], [piece.gradient], *moments
+        self._function(*tensors, self._steps(piece), **self._options(hyperparameters))
 
 
-class _AdamExact(_Adam):
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
-        function = adamw if self.spec.kind is OptimizerKind.ADAMW else adam
-        function(
-            *self._tensors(piece, piece.steps), foreach=False, **self._options(hyperparameters)
-        )
+class _Adagrad(_Kernel):
+    names = ("lr", "lr_decay", "eps", "weight_decay")
 
+    @cached_property
+    def _sum(self) -> Mapping[str, float]:
+        return {"sum": initial_state_value(self._spec, "sum")}
 
-class _AdamFast(_Adam):
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
-        is_adamw = self.spec.kind is OptimizerKind.ADAMW
-        function = torch._fused_adamw_ if is_adamw else torch._fused_adam_
-        function(*self._tensors(piece, piece.steps + 1), **self._options(hyperparameters))
+    def fills(self, _hyperparameters: HyperparameterValues) -> Mapping[str, float]:
+        return self._sum
 
-
-@dataclass(frozen=True, slots=True)
-class _Adagrad:
-    spec: OptimizerSpec
-    is_cut_sensitive: bool
-    initial: float
-    step: Tensor = field(default_factory=_scalar)
-
-    def fills(self, _numbers: HyperparameterValues) -> Mapping[str, float]:
-        return {"sum": self.initial}
-
-    def steps_after(self, steps: StepsT, _numbers: HyperparameterValues) -> StepsT | int:
-        return steps + 1
-
-    def _options(self, hyperparameters: HyperparameterValues) -> dict[str, Any]:
-        names = ("lr", "lr_decay", "eps", "weight_decay")
-        return {**{name: hyperparameters[name] for name in names}, "maximize": self.spec.maximize}
-
-
-class _AdagradExact(_Adagrad):
     def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
-        adagrad(
-            *tensors,
-            [self.step.fill_(piece.steps)],
-            foreach=False,
-            **self._options(hyperparameters),
-        )
+        self._function(*tensors, self._steps(piece), **self._options(hyperparameters))
 
 
-class _AdagradFast(_Adagrad):
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
-        tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
-        torch._fused_adagrad_(
-            *tensors, [self.step.fill_(piece.steps + 1)], **self._options(hyperparameters)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Rmsprop:
-    spec: OptimizerSpec
-    pool: BufferPool
-    is_cut_sensitive: bool = False
-    step: Tensor = field(default_factory=_scalar)
+class _Rmsprop(_Kernel):
+    names = ("lr", "alpha", "eps", "weight_decay", "momentum")
+    flags = ("centered",)
 
     def fills(self, hyperparameters: HyperparameterValues) -> Mapping[str, float]:
         names = ["square_avg"]
-        if self.spec.centered:
+        if self._spec.centered:
             names.append("grad_avg")
         if hyperparameters["momentum"] > 0:
             names.append("momentum_buffer")
         return dict.fromkeys(names, 0.0)
 
-    def steps_after(self, steps: StepsT, _numbers: HyperparameterValues) -> StepsT | int:
-        return steps + 1
-
-
-class _RmspropExact(_Rmsprop):
     def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
+        if self._spec.kernels is Kernels.FAST:
+            self._run_fast(piece, hyperparameters)
+            return
         slots = piece.slots
-        rmsprop(
-            [piece.values],
-            [piece.gradient],
-            [slots["square_avg"]],
-            [slots["grad_avg"]] if self.spec.centered else [],
-            [slots["momentum_buffer"]] if hyperparameters["momentum"] > 0 else [],
-            [self.step.fill_(0)],
-            foreach=False,
-            maximize=self.spec.maximize,
-            centered=self.spec.centered,
-            lr=hyperparameters["lr"],
-            alpha=hyperparameters["alpha"],
-            eps=hyperparameters["eps"],
-            weight_decay=hyperparameters["weight_decay"],
-            momentum=hyperparameters["momentum"],
-        )
+        averages = [slots["grad_avg"]] if self._spec.centered else []
+        buffers = [slots["momentum_buffer"]] if hyperparameters["momentum"] > 0 else []
+        tensors = [piece.values], [piece.gradient], [slots["square_avg"]], averages, buffers
+        self._function(*tensors, self._steps(piece), **self._options(hyperparameters))
 
-
-class _RmspropFast(_Rmsprop):
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
+    def _run_fast(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
         """Torch's single-tensor arithmetic, operation by operation, into pooled scratch."""
         values, gradient, square = piece.values, piece.gradient, piece.slots["square_avg"]
         lr, alpha = hyperparameters["lr"], hyperparameters["alpha"]
         # Sizes are powers of two, so that the runs of changing presence do not fill the pool.
         size = 1 << (values.numel() - 1).bit_length()
-        buffers = [self.pool.take(size, values.dtype)]
+        buffers = [self._pool.take(size, values.dtype)]
         scratch = buffers[0][: values.numel()]
-        if self.spec.maximize or hyperparameters["weight_decay"] != 0:
-            buffers.append(self.pool.take(size, values.dtype))
+        if self._spec.maximize or hyperparameters["weight_decay"] != 0:
+            buffers.append(self._pool.take(size, values.dtype))
             adjusted = buffers[1][: values.numel()]
             gradient = self._adjusted(piece, hyperparameters["weight_decay"], adjusted)
         square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
-        if self.spec.centered:
+        if self._spec.centered:
             average = piece.slots["grad_avg"].lerp_(gradient, 1 - alpha)
             torch.addcmul(square, average, average, value=-1, out=scratch).sqrt_()
         else:
@@ -471,22 +407,19 @@ class _RmspropFast(_Rmsprop):
         else:
             values.addcdiv_(gradient, scratch, value=-lr)
         for used in buffers:
-            self.pool.give_back(used)
+            self._pool.give_back(used)
 
     def _adjusted(self, piece: Piece, weight_decay: float, out: Tensor) -> Tensor:
-        gradient = torch.neg(piece.gradient, out=out) if self.spec.maximize else piece.gradient
+        gradient = torch.neg(piece.gradient, out=out) if self._spec.maximize else piece.gradient
         if weight_decay == 0:
             return gradient
         return torch.add(gradient, piece.values, alpha=weight_decay, out=out)
 
 
-def _kernel_of(spec: OptimizerSpec, pool: BufferPool) -> Kernel:
-    is_fast = spec.kernels is Kernels.FAST
-    if spec.kind is OptimizerKind.SGD:
-        return _SgdFast(spec, True) if is_fast else _SgdExact(spec, False)
-    if spec.kind in (OptimizerKind.ADAM, OptimizerKind.ADAMW):
-        return _AdamFast(spec, True) if is_fast else _AdamExact(spec, False)
-    if spec.kind is OptimizerKind.ADAGRAD:
-        initial = initial_state_value(spec, "sum")
-        return _AdagradFast(spec, True, initial) if is_fast else _AdagradExact(spec, False, initial)
-    return _RmspropFast(spec, pool) if is_fast else _RmspropExact(spec, pool)
+_KERNELS: dict[OptimizerKind, tuple[type[_Kernel], _Function, _Function | None]] = {
+    OptimizerKind.SGD: (_Sgd, sgd, torch._fused_sgd_),
+    OptimizerKind.ADAM: (_Adam, adam, torch._fused_adam_),
+    OptimizerKind.ADAMW: (_Adam, adamw, torch._fused_adamw_),
+    OptimizerKind.ADAGRAD: (_Adagrad, adagrad, torch._fused_adagrad_),
+    OptimizerKind.RMSPROP: (_Rmsprop, rmsprop, None),
+}
