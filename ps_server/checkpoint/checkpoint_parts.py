@@ -6,17 +6,14 @@
              -> as it was in the base: referred to ----------------> durable -> reported
 
 Rules:
-    - With a base, blocks that have not changed since it are not captured, copied or written.
-    - Everything but the files belongs to the loop that owns the values. Threads write, from copies:
-      the loop waits for no file.
-    - Copies that wait to be written are bounded. A range whose copies would not fit is held at its
-      cut until they do (`CopyQuota`): its steps wait, and the cause of the wait is told.
+    - Everything but the files belongs to the loop that owns the values. Threads write, from copies.
+    - A range whose copies would not fit in memory is held at its cut until they do (`CopyQuota`):
+      its steps wait, and the cause of the wait is told.
     - The part fails if its store takes nothing for a while when training waits for it.
     - While updates come, blocks are written at a bounded rate, which leaves the processor to
       training. The writing threads give way to others.
     - Copies lie in memory of their own (`copy_memory`), which is touched when the checkpoint is
       proposed and kept for the next one: the step after the cut waits for the copies.
-    - A failure is reported once; training goes on.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from ps_core.change import Checkpoint
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import Internal, PushpullError
 from ps_core.keys import TableId
-from ps_core.manifest import PartReport, ReportedTable
+from ps_core.manifest import PartReport, ReportedTable, place_in
 from ps_core.tables import DType, OptimizerKind, Table
 from ps_core.work import Work
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
@@ -47,11 +44,10 @@ from ps_runtime.system.background import give_way
 from ps_runtime.system.disk import DISK, Disk
 from ps_server.checkpoint.copy_memory import CopyMemory, Piece
 from ps_server.checkpoint.written_blocks import (
-    Base,
     BlockKey,
     WrittenBlock,
     WrittenBlocks,
-    written_in,
+    unchanged,
 )
 from ps_server.ranges.events import AnswerPull, RefusePull
 from ps_server.service.node import ParameterNode
@@ -80,7 +76,6 @@ class CheckpointParts:
     """The parts that one server writes, one at a time. Belongs to its event loop.
 
     Args:
-        report: reports to the scheduler.
         rate_bytes_s: bytes written in a second while updates come; 0: no bound.
         buffer_bytes: memory for copies that wait to be written.
         disk: writes local files.
@@ -122,9 +117,7 @@ class CheckpointParts:
             self._node.works.begin(self._part.cutting(view))
 
     def _planned(self) -> list[_Planned]:
-        """Tables and blocks that may be in the file: all that are here now. Tables of named runs
-        are in no checkpoint.
-        """
+        """All tables and blocks that are here now; tables of named runs are in no checkpoint."""
         planned: dict[TableId, _Planned] = {}
         for (table_id, _), shard in self._node.machine.shards.items():
             table = shard.state.table
@@ -155,8 +148,6 @@ class CheckpointParts:
 
 
 class _Means(NamedTuple):
-    """Means of writing parts."""
-
     rate_bytes_s: int
     copies: CopyMemory
     disk: Disk
@@ -164,7 +155,7 @@ class _Means(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """A table that will be in a part: the tensors of its blocks, and the blocks of each range."""
+    """A table of a part: the tensors of its blocks, and the blocks of each range."""
 
     table: Table
     tensors: tuple[str, ...]
@@ -178,13 +169,6 @@ class _Planned(NamedTuple):
             self.tensors,
             sum(len(self.table.segments(block)) for some in self.blocks for block in some),
         )
-
-
-class _Finished(NamedTuple):
-    """A durable part: its report, and the place of each block."""
-
-    report: PartReport
-    blocks: dict[BlockKey, WrittenBlock]
 
 
 class _CheckpointPart:
@@ -207,7 +191,7 @@ class _CheckpointPart:
         self._threads = ThreadPoolExecutor(_THREAD_COUNT, "checkpoint", give_way)
         self._snapshots = RangeSnapshots(self._about_to_change)
         self._memory = written
-        self._base: Base = written.base(checkpoint.base)
+        self._base = written.base(checkpoint.base)
         self._referred: dict[BlockKey, WrittenBlock] = {}
         self._lineages: dict[BlockKey, object] = {}  # of blocks that are written
         self._waiters: dict[int, Key] = {}
@@ -226,17 +210,18 @@ class _CheckpointPart:
         self._file = f"server-{session.node_id}-{session.incarnation}.safetensors"
 
     def _has_ended(self) -> bool:
-        """True if the part was written or given up."""
         return self._is_over
 
     def begin(self, planned: list[_Planned]) -> None:
-        """Make the file."""
         self._specs = {each.table.table_id: each.table for each in planned}
         self._opening = self._threads.submit(self._open, planned)
         self._opening.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._opened, done)
         )
-        self._threads.submit(self._copies.touch, self._max_copy_bytes())
+        stores = self._node.shards.stores.items()
+        may_be_copied = [store for (table_id, _), store in stores if table_id in self._specs]
+        max_copy_bytes = sum(store.state_bytes for store in may_be_copied)
+        self._threads.submit(self._copies.touch, max_copy_bytes)
         self._task = self._loop.create_task(self._run())
 
     def _open(self, planned: list[_Planned]) -> tuple[CheckpointDirectory, Path, PartWriter]:
@@ -252,11 +237,6 @@ class _CheckpointPart:
             self._problem = self._problem or _words(error)
         self._progress_s = self._loop.time()
         self._wake.set()
-
-    def _max_copy_bytes(self) -> int:
-        """Bytes that may have to be copied, at most."""
-        stores = self._node.shards.stores.items()
-        return sum(store.state_bytes for (table_id, _), store in stores if table_id in self._specs)
 
     def cutting(self, view: ClusterView) -> Work[None]:
         """Read each range at its cut, one after the other."""
@@ -293,7 +273,7 @@ class _CheckpointPart:
             return
         blocks = self._node.machine.shards[key].state.blocks
         store = self._node.shards.stores[key]
-        same = self._base.unchanged(key[0], store, blocks)
+        same = unchanged(self._base, key[0], store, blocks)
         self._referred |= same
         if same:
             self._start((0, None), self._refer, same)
@@ -352,17 +332,15 @@ class _CheckpointPart:
             writer.append(spec.name, block.block, name, payload, dtype)
 
     def _written(self, done: Future[None], copied: tuple[int, Piece | None]) -> None:
-        self._give_back(*copied)
+        byte_count, piece = copied
+        self._quota.written(byte_count)
+        if piece is not None:
+            self._copies.give_back(piece)
         self._progress_s = self._loop.time()
         self._writing_count -= 1
         if not done.cancelled() and (error := done.exception()) is not None:
             self._problem = self._problem or _words(error)
         self._wake.set()
-
-    def _give_back(self, byte_count: int, piece: Piece | None) -> None:
-        self._quota.written(byte_count)
-        if piece is not None:
-            self._copies.give_back(piece)
 
     async def _run(self) -> None:
         try:
@@ -397,9 +375,9 @@ class _CheckpointPart:
         if not self._specs:
             await asyncio.wrap_future(self._threads.submit(self._abort))
             return PartReport()
-        finished = await asyncio.wrap_future(self._threads.submit(self._finish))
-        self._memory.wrote(self.number, finished.blocks)
-        return finished.report
+        report, blocks = await asyncio.wrap_future(self._threads.submit(self._finish))
+        self._memory.wrote(self.number, blocks)
+        return report
 
     def _blocks(self, written: WrittenPart) -> dict[BlockKey, WrittenBlock]:
         """Blocks that the next checkpoint may refer to, and their places."""
@@ -413,7 +391,8 @@ class _CheckpointPart:
             width = 8 if table.spec.dtype is DType.FLOAT64 else 4
             byte_count = len(stored.crc32s) * table.block_length(block) * width
             key = table.table_id, block
-            found[key] = written_in(directory, self._file, self._lineages[key], stored, byte_count)
+            placed = replace(stored, place=place_in(directory, self._file))
+            found[key] = WrittenBlock(self._lineages[key], placed, byte_count)
         return found
 
     def _check(self) -> None:
@@ -465,8 +444,8 @@ class _CheckpointPart:
         is_busy = self._rate_bytes_s and is_training
         await asyncio.sleep(block.byte_count / self._rate_bytes_s if is_busy else 0)
 
-    def _finish(self) -> _Finished:
-        """Make the part durable. For a thread, since it takes time for each block."""
+    def _finish(self) -> tuple[PartReport, dict[BlockKey, WrittenBlock]]:
+        """Make the part durable. For a thread: it takes time for each block."""
         directory, path, writer = self._opening.result()
         written = writer.finish(self.number, self._node.session.cluster_id)
         directory.commit(self._file, path)
@@ -479,10 +458,10 @@ class _CheckpointPart:
             referred_byte_count=sum(each.byte_count for each in self._referred.values()),
             bases=tuple(sorted({each.directory for each in self._referred.values()})),
         )
-        finished = _Finished(report, self._blocks(written))
+        blocks = self._blocks(written)
         for of_all in (written.blocks, self._lineages, self._referred):
             clear_by_entry(of_all)
-        return finished
+        return report, blocks
 
     def _abort(self) -> None:
         with contextlib.suppress(PushpullError):
@@ -491,7 +470,6 @@ class _CheckpointPart:
     # --- its end
 
     def abandon(self) -> None:
-        """Give the part up."""
         self._problem = self._problem or "the checkpoint was given up"
         self._release()
         self._wake.set()

@@ -48,7 +48,7 @@ class CopyMemory:
         Raises:
             OSError: the system refuses the mapping.
         """
-        length = _aligned(byte_count)
+        length = max(1, -(-byte_count // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
         with self._lock:
             for at, (begin, end) in enumerate(self._free):
                 if end - begin >= length:
@@ -56,7 +56,6 @@ class CopyMemory:
         return None
 
     def give_back(self, piece: Piece) -> None:
-        """End the caller's use of a piece."""
         begin, end = piece.begin, piece.end
         with self._lock:
             at = bisect.bisect_left(self._free, (begin, end))
@@ -100,7 +99,3 @@ class CopyMemory:
         rest = [(free[0], begin), (end, free[1])]
         self._free[at : at + 1] = [each for each in rest if each[0] < each[1]]
         return Piece(begin, end, self._memory[begin : begin + byte_count])
-
-
-def _aligned(byte_count: int) -> int:
-    return max(1, -(-byte_count // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES

@@ -36,12 +36,7 @@ class Replicas(Protocol):
 
 
 class RestoredRanges:
-    """The restored table shards of one server.
-
-    Args:
-        shards: all that it serves, as they change.
-        replicas: None if there are no backups.
-    """
+    """The restored table shards of one server, among all that it serves, as they change."""
 
     def __init__(self, shards: Mapping[Key, RangeMachine], replicas: Replicas | None) -> None:
         self._shards = shards
@@ -106,7 +101,6 @@ class RestoredRanges:
 
 
 def is_missing(shard: RangeMachine) -> bool:
-    """True if the shard waits for values of a checkpoint."""
     state = shard.state
     is_restored = state.table.restored_clock is not None
     return is_restored and not state.initialized and state.failure is None

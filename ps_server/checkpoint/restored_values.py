@@ -4,9 +4,8 @@
                 -> loaded: pulls are answered, and backups join
 
 Rules:
-    - Until a range is loaded it has no initial values: pulls and steps wait.
-    - Backups have nothing of loaded values: they are left out before, and get all of the range when
-      they join anew. Until then a range has one replica.
+    - Until a range is loaded it has no initial values: pulls and steps wait. Until its backups have
+      joined anew, as `restored_ranges` says, it has one replica.
     - Every byte is checked against its checksum before the range counts as loaded. A block that
       cannot be read fails its table, with the file and the reason: nobody trains on half a
       checkpoint.
@@ -25,7 +24,6 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import PushpullError, UpdateFailed, check
@@ -37,14 +35,10 @@ from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
-from ps_server.ranges.range_machine import RangeMachine
 from ps_server.service.node import ParameterNode
 
 _THREAD_COUNT = min(4, os.cpu_count() or 1)
 """A thread reads, checks and finds new memory for about half a GB a second; a disk is faster."""
-
-_BlockTargets = tuple[int, Callable[[str], memoryview]]
-"""A block, and the memory of each of its tensors."""
 
 
 class RestoredValues:
@@ -90,11 +84,7 @@ class RestoredValues:
             logs.info("restored", url=url, parts=len(keys), bytes=byte_count, took_s=took_s)
 
     async def _load_ranges(self, reader: CheckpointReader, keys: list[Key]) -> int:
-        """Load all shards, several at once. Returns their bytes.
-
-        Raises:
-            Exception: the first failure; shards that were not begun by then are left.
-        """
+        """Load all shards, several at once, until one fails. Returns their bytes."""
         rest = deque(keys)
         readers = [reader, *(reader.twin() for _ in range(_THREAD_COUNT - 1))]
 
@@ -122,15 +112,16 @@ class RestoredValues:
         if shard is None:
             return 0
         store, found = self._node.shards.stores[key], restored.blocks_of(shard.state.table)
-        versions, targets = {}, list[_BlockTargets]()
+        versions: dict[int, int] = {}
+        targets: dict[int, Callable[[str], memoryview]] = {}  # the memory of each tensor
         for block in shard.state.blocks:
             saved = found.stored(block)
             versions[block] = saved.version
-            targets.append((block, store.load(block, saved.version, saved.steps)))
+            targets[block] = store.load(block, saved.version, saved.steps)
 
         def read() -> int:
             byte_count = 0
-            for block, target_of in targets:
+            for block, target_of in targets.items():
                 for tensor in found.stored(block).tensors:
                     target = target_of(tensor)
                     found.read_into(block, tensor, target)
@@ -138,12 +129,13 @@ class RestoredValues:
             return byte_count
 
         byte_count = await asyncio.to_thread(read)
-        await self._node.works.in_turn(lambda: self._was_read(key, shard, versions))
-        return byte_count
 
-    def _was_read(self, key: Key, shard: RangeMachine, versions: dict[int, int]) -> None:
-        self._ranges.was_read(key, shard, versions)
-        self._hand_over()
+        def was_read() -> None:
+            self._ranges.was_read(key, shard, versions)
+            self._hand_over()
+
+        await self._node.works.in_turn(was_read)
+        return byte_count
 
     def _hand_over(self) -> None:
         """Serve loaded shards of whose range no other server has anything."""
@@ -163,59 +155,34 @@ class RestoredValues:
                 self._node.refuse_table(table_id, error)
 
     async def close(self) -> None:
-        """Load no more."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-class RestoredBlocks(Protocol):
-    """Blocks of a table in a checkpoint, for one thread at a time."""
-
-    def stored(self, block: int) -> StoredBlock:
-        """A block's version, steps and tensors.
-
-        Raises:
-            InvalidCheckpoint, InvalidKeys: there is no such block.
-        """
-        ...
-
-    def read_into(self, block: int, tensor: str, target: memoryview) -> None:
-        """Read one tensor of a block into `target`.
-
-        Shapes:
-            target: writable bytes ("B"), C-contiguous, as long as the tensor.
-
-        Blocking: reads it.
-
-        Raises:
-            InvalidCheckpoint: it is damaged, or of another length.
-        """
-        ...
-
-
 class RestoredTables:
-    """Tables of a cluster in an open checkpoint."""
+    """Tables of a cluster in an open checkpoint, for one thread at a time."""
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
-        self._found: dict[str, RestoredBlocks] = {}
+        self._found: dict[str, _Saved | _Imported] = {}
 
-    def blocks_of(self, table: Table) -> RestoredBlocks:
-        """Blocks of a table that is restored.
+    def blocks_of(self, table: Table) -> _Saved | _Imported:
+        """The blocks of a table that is restored.
 
         Raises:
             InvalidCheckpoint: the checkpoint has no such tensors.
         """
         name, reader = table.spec.name, self._reader
         if name not in self._found:
-            is_imported = reader.manifest.is_imported
-            found = _Imported(reader, table) if is_imported else _Saved(reader, table)
-            self._found[name] = found
+            kind = _Imported if reader.manifest.is_imported else _Saved
+            self._found[name] = kind(reader, table)
         return self._found[name]
 
 
 class _Saved:
+    """Blocks that a cluster has saved."""
+
     def __init__(self, reader: CheckpointReader, table: Table) -> None:
         self._reader, self._name = reader, table.spec.name
 
@@ -223,10 +190,19 @@ class _Saved:
         return self._reader.block(self._name, block)
 
     def read_into(self, block: int, tensor: str, target: memoryview) -> None:
+        """Read one tensor of a block into `target`, as many writable bytes ("B").
+
+        Blocking: reads it.
+
+        Raises:
+            InvalidCheckpoint: it is damaged, or of another length.
+        """
         self._reader.read_block_into(self._name, block, tensor, target)
 
 
 class _Imported:
+    """Blocks that are put together from a state dict's; as `_Saved`."""
+
     def __init__(self, reader: CheckpointReader, table: Table) -> None:
         self._reader, self._table = reader, table
         specs = [each.spec for each in reader.tables.values()]

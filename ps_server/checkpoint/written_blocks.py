@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ps_core.keys import TableId
-from ps_core.manifest import place_in
 from ps_runtime.checkpoint.part_file import StoredBlock
 from ps_runtime.checkpoint.part_header import clear_by_entry
 from ps_server.values.shard_store import ShardStore
@@ -39,7 +38,7 @@ class WrittenBlock:
 
     @property
     def directory(self) -> str:
-        """Directory of the checkpoint that has its bytes."""
+        """The directory of the checkpoint that has its bytes."""
         return self.stored.place.partition("/")[0]
 
 
@@ -50,12 +49,12 @@ class WrittenBlocks:
         self._known: dict[int, dict[BlockKey, WrittenBlock]] = {}
         self._forgotten: deque[dict[BlockKey, WrittenBlock]] = deque()
 
-    def base(self, number: int) -> Base:
+    def base(self, number: int) -> Mapping[BlockKey, WrittenBlock]:
         """Take checkpoint `number` as the base; 0: none. Blocks of others are forgotten."""
         known = self._known.pop(number, {})
         self._forgotten += self._known.values()
         self._known = {number: known} if known else {}
-        return Base(known)
+        return known
 
     def wrote(self, number: int, blocks: dict[BlockKey, WrittenBlock]) -> None:
         """The part of checkpoint `number` is written, and has these blocks."""
@@ -67,30 +66,20 @@ class WrittenBlocks:
             clear_by_entry(self._forgotten.popleft())
 
 
-class Base:
-    """Blocks of this server to which a checkpoint may refer."""
-
-    def __init__(self, blocks: Mapping[BlockKey, WrittenBlock]) -> None:
-        self._blocks = blocks
-
-    def unchanged(
-        self, table_id: TableId, store: ShardStore, blocks: Iterable[int]
-    ) -> dict[BlockKey, WrittenBlock]:
-        """The blocks that have not changed since they were written."""
-        found = {}
-        for block in blocks:
-            known = self._blocks.get((table_id, block))
-            if (
-                known is not None
-                and known.lineage is store.lineage
-                and known.stored.version == store.version(block)
-            ):
-                found[table_id, block] = known
-        return found
-
-
-def written_in(
-    directory: str, file: str, lineage: object, stored: StoredBlock, byte_count: int
-) -> WrittenBlock:
-    """A block that a checkpoint has just written itself."""
-    return WrittenBlock(lineage, replace(stored, place=place_in(directory, file)), byte_count)
+def unchanged(
+    base: Mapping[BlockKey, WrittenBlock],
+    table_id: TableId,
+    store: ShardStore,
+    blocks: Iterable[int],
+) -> dict[BlockKey, WrittenBlock]:
+    """The blocks that have not changed since they were written to the base."""
+    found = {}
+    for block in blocks:
+        known = base.get((table_id, block))
+        if (
+            known is not None
+            and known.lineage is store.lineage
+            and known.stored.version == store.version(block)
+        ):
+            found[table_id, block] = known
+    return found

@@ -325,7 +325,7 @@ class Shards:
         store = self.stores[key]
         accumulator = store.take(record.clock)
         terms = record.hyperparameters, record.contributor_count, record.update_scale
-        store.apply_brief(accumulator, *terms, self._changes(key))
+        store.apply_brief(record.clock, accumulator, *terms, self._changes(key))
 
     def assign(self, effect: Assign) -> None:
         """`assigning`, at once."""

@@ -16,15 +16,14 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidUpdateLog, PushpullError, check
 from ps_core.keys import TableId
-from ps_core.tables import DType, OptimizerKind, Reduction, Table
+from ps_core.tables import NATIVE_CODEC, OptimizerKind, Reduction, Table
+from ps_core.work import at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.ranges.server_machine import ShardAdded
@@ -32,7 +31,6 @@ from ps_server.replay.run_log import RunLog, read_run
 from ps_server.replay.versions import (
     History,
     Origin,
-    Reached,
     ReplayedChange,
     ShardKey,
     Version,
@@ -46,7 +44,14 @@ from ps_server.values import contributions
 from ps_server.values.block_values import arithmetic_dtype
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
-from ps_server.values.mutations import Assigned, Dropped, Elements, KeptSum, Put, SentAccumulator
+from ps_server.values.mutations import (
+    Assigned,
+    Dropped,
+    KeptSum,
+    Put,
+    SentAccumulator,
+    fixed_elements,
+)
 from ps_server.values.store_copy import SavedBlock, StoreCopy
 from ps_server.wire.replication_reader import Came, ReplicationReader
 
@@ -54,24 +59,10 @@ __all__ = [
     "History", "Replay", "RunLog", "Version", "has_parameters", "kernel_fingerprint", "read_run",
 ]  # fmt: skip
 
-_TORCH_DTYPE = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT64: torch.float64,
-}
-
 
 def has_parameters(table: Table) -> bool:
     """False for an AGGREGATE table, which has sums of gradients only."""
     return table.spec.optimizer.kind is not OptimizerKind.AGGREGATE
-
-
-@dataclass(slots=True)
-class _Squares:
-    """Sum of the squares of one step's gradient, so far."""
-
-    total: float = 0.0
 
 
 class Replay:
@@ -91,18 +82,14 @@ class Replay:
         self.checked_count = 0
         self._tables = {table.table_id: table for table in tables}
         self._range_count = run.range_count
-        self._reached: Mapping[ShardKey, Reached] = {
-            place: each for place, each in run.reached.items() if place[0] in self._tables
-        }
+        self._reached = {k: each for k, each in run.reached.items() if k[0] in self._tables}
         changes = [change for change in run.changes if change.place[0] in self._tables]
         self.history = history_of(changes, self._reached)
-        self._changes = self.history.changes
-        if by_clock:
-            self._changes = arranged_by_clock(changes)
+        self._changes = arranged_by_clock(changes) if by_clock else self.history.changes
         self._raw_changes = changes
         self._next = 0
         self._pool = BufferPool()
-        self._watched: dict[VersionStep, _Squares] = {}
+        self._watched: dict[VersionStep, float] = {}  # sums of the squares of gradients, so far
         self._kept: dict[tuple[ShardKey, int], float] = {}
         self._shards = Shards(SharedLanes(), {})
         self._blocks = {
@@ -110,14 +97,9 @@ class Replay:
             for table in tables
             for range_id, blocks in table.blocks_by_range(run.range_count).items()
         }
-        for table in tables:
-            shards = [
-                ShardAdded(table, range_id, blocks)
-                for (table_id, range_id), blocks in self._blocks.items()
-                if table_id == table.table_id and (table_id, range_id) in self._reached
-            ]
-            if shards:
-                self._shards.add(shards)
+        for (table_id, range_id), blocks in self._blocks.items():
+            if (table_id, range_id) in self._reached:
+                self._shards.add([ShardAdded(self._tables[table_id], range_id, blocks)])
 
     # --- making
 
@@ -131,7 +113,7 @@ class Replay:
 
     def watch(self, versions: Iterable[Version]) -> None:
         """Measure the gradients of these versions; to be called before they are made."""
-        self._watched = {v.step: _Squares() for v in versions if v.step is not None}
+        self._watched = {v.step: 0.0 for v in versions if v.step is not None}
 
     def go_to(self, position: int, most: int = sys.maxsize) -> bool:
         """Make the changes up to a position, at most `most` of them. True if that was all.
@@ -163,9 +145,8 @@ class Replay:
                 lagging.discard(place)
         problems = []
         for place in sorted(self._reached):
-            store = self._shards.stores[place]
             for block in self._blocks[place]:
-                has, wants = store.version(block), wanted[place[0], block]
+                has, wants = self._shards.stores[place].version(block), wanted[place[0], block]
                 if has != wants:
                     problems.append(
                         f"block {block} has had {has} updates in range {place[1]}; expected {wants}"
@@ -258,7 +239,7 @@ class Replay:
                 length = table.block_length(block)
                 source = torch.frombuffer(bytearray(values), dtype=flat.dtype)
                 flat[block * size : block * size + length] = source
-            flat = flat.to(_TORCH_DTYPE[table.spec.dtype])
+            flat = flat.to(contributions.TORCH_DTYPE[NATIVE_CODEC[table.spec.dtype]])
             for tensor in table.spec.tensors:
                 if tensor.name in found:
                     raise InvalidUpdateLog(
@@ -285,8 +266,10 @@ class Replay:
         """Norm of the gradient that the version's step gave its optimizer: averaged and scaled,
         without weight decay. None if it was not watched, or has none.
         """
-        squares = None if version.step is None else self._watched.get(version.step)
-        return None if squares is None or not version.step[0] else math.sqrt(squares.total)  # type: ignore[index]
+        step = version.step
+        if step is None or step not in self._watched or not step[0]:
+            return None
+        return math.sqrt(self._watched[step])
 
     def _measure(self, change: ReplayedChange, log_record: LogRecord) -> None:
         decided = iter(change.decisions)
@@ -294,15 +277,15 @@ class Replay:
             key = change.place, each.record.clock
             match each:
                 case Put(record, accumulator):
-                    squares = self._watched.get(next(decided).step)
-                    if squares is None:
+                    step = next(decided).step
+                    if step not in self._watched:
                         self._kept.pop(key, None)
                     elif accumulator is None:
-                        squares.total += self._kept.pop(key, 0.0) * record.update_scale**2
+                        self._watched[step] += self._kept.pop(key, 0.0) * record.update_scale**2
                     else:
                         scale = self._scale(change, accumulator, record.contributor_count)
                         found = self._square_sum(change.place, accumulator)
-                        squares.total += found * (scale * record.update_scale) ** 2
+                        self._watched[step] += found * (scale * record.update_scale) ** 2
                 case KeptSum(_, accumulator):
                     self._kept[key] = self._square_sum(change.place, accumulator)
                 case Dropped():
@@ -318,24 +301,14 @@ class Replay:
         return 1.0 / contributor_count if is_mean and contributor_count else 1.0
 
     def _square_sum(self, place: ShardKey, accumulator: SentAccumulator) -> float:
-        received = self._shards.stores[place].received(accumulator)
+        received = at_once(self._shards.stores[place].receiving(accumulator))
         return sum(contributions.square_sum(part, self._pool) for part in received.parts.values())
 
 
-class _Padded(NamedTuple):
-    """A store's copy, in a fixed order."""
-
-    blocks: Sequence[object]
-    sums: Sequence[object]
-
-
-def _comparable(copy: StoreCopy) -> _Padded:
-    sums = sorted(copy.sums, key=lambda each: (each.clock, each.waits))
-    return _Padded(copy.blocks, [(s.clock, s.waits, _elements(s.accumulator.blocks)) for s in sums])
-
-
-def _elements(blocks: Iterable[Elements]) -> list[tuple[int, bytes, bytes]]:
-    return [(each.block, each.presence, bytes(each.payload)) for each in blocks]
+def _comparable(copy: StoreCopy) -> tuple[object, object]:
+    """The copy in a fixed order, without running means."""
+    sums = [(s.clock, s.waits, fixed_elements(s.accumulator.blocks)) for s in copy.sums]
+    return copy.blocks, sorted(sums)
 
 
 def _whole(payloads: Collection[memoryview]) -> Came | None:

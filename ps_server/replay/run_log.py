@@ -36,7 +36,7 @@ from ps_server.replay.versions import (
     ReplayedChange,
     ShardKey,
 )
-from ps_server.replication.messages import LogRecord, RangeCopy
+from ps_server.replication.messages import LogRecord, RangeCopy, Snapshot
 from ps_server.update_log.directory import segments_in
 from ps_server.update_log.format import FrameKind, frame_bytes
 from ps_server.update_log.reader import LogContents, LogFrame, scan
@@ -74,8 +74,6 @@ class _Event(NamedTuple):
 
 
 class _ReadRecord(NamedTuple):
-    """A log record without its payloads."""
-
     table_id: TableId
     clock: int
     has_changes: bool
@@ -124,11 +122,7 @@ class RunLog:
 
 
 def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
-    """Read the logs of a run.
-
-    Args:
-        path: the directory of all logs, or one server's own.
-        progress: called while reading.
+    """Read the logs of a run, in `path` or in the directories in it.
 
     Blocking: reads all logs.
 
@@ -211,11 +205,11 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
         try:
             if head.kind in (FrameKind.SNAPSHOT, FrameKind.RECORD):
                 frames.append(frame)
-                read = reader.read(frame.payload)
-                if isinstance(read, LogRecord):
-                    event = _log_record(read, (index, order), time_s, tuple(frames))
-                elif isinstance(read, RangeCopy):
-                    event = _snapshot(read, (index, order), time_s, tuple(frames))
+                came = reader.read(frame.payload)
+                whole = came.snapshot if isinstance(came, RangeCopy) else came
+                if isinstance(whole, LogRecord | Snapshot):
+                    at = whole.term, index, order, whole.number, time_s
+                    event = _Event(*at, tuple(frames), _read(whole))
                 if head.is_last:
                     frames = []
             elif head.kind is FrameKind.TABLE:
@@ -230,67 +224,43 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
         yield RangeId(head.range_id), event, byte_count
 
 
-def _log_record(
-    log_record: LogRecord, at: tuple[int, int], time_s: float, frames: tuple[LogFrame, ...]
-) -> _Event:
-    facts = log_record.delta.facts
-    decisions = []
-    for change in log_record.changes:
-        record: Record = change.record
-        if isinstance(change, Put | Assigned):
-            decisions.append(_decision(record, log_record))
-    read = _ReadRecord(
-        log_record.table_id,
-        max((change.record.clock for change in log_record.changes), default=0),
-        bool(log_record.changes),
-        tuple(decisions),
-        facts,
-        tuple((worker.incarnation, worker.done_clock) for worker in log_record.delta.workers),
+def _read(whole: LogRecord | Snapshot) -> _ReadRecord | _ReadSnapshot:
+    if isinstance(whole, Snapshot):
+        tables = {}
+        for table_id, shard in whole.copies.items():
+            facts = [worker.facts for worker in shard.workers.values()]
+            done = tuple((each.incarnation, each.done_clock) for each in facts)
+            tables[table_id] = shard.facts, done
+        return _ReadSnapshot(tables)
+    changes, delta = whole.changes, whole.delta
+    decided = [change.record for change in changes if isinstance(change, Put | Assigned)]
+    return _ReadRecord(
+        whole.table_id,
+        max((change.record.clock for change in changes), default=0),
+        bool(changes),
+        tuple(_decision(record, whole) for record in decided),
+        delta.facts,
+        tuple((worker.incarnation, worker.done_clock) for worker in delta.workers),
     )
-    return _Event(log_record.term, *at, log_record.number, time_s, frames, read)
 
 
 def _decision(record: Record, log_record: LogRecord) -> Decision:
     contributors = record.summed_by or record.contributors
     sequences = {(c.incarnation, s) for c in contributors for s in c.sequences}
-    staleness = max(
-        (
-            ending.staleness
-            for incarnation, sequence, ending in log_record.delta.endings
-            if (incarnation, sequence) in sequences
-        ),
-        default=0,
-    )
-    return Decision(
-        record.clock,
-        False,  # `_Chain` knows
-        tuple(Participant(c.rank, c.incarnation, c.skip) for c in contributors),
-        record.gone_count,
-        staleness,
-    )
+    found = [
+        ending.staleness
+        for incarnation, sequence, ending in log_record.delta.endings
+        if (incarnation, sequence) in sequences
+    ]
+    participants = tuple(Participant(c.rank, c.incarnation, c.skip) for c in contributors)
+    is_bsp = False  # `_Chain` knows
+    return Decision(record.clock, is_bsp, participants, record.gone_count, max(found, default=0))
 
 
 def _is_bsp(settings: Mapping[int, Consistency], clock: int) -> bool:
     """As `Schedule.is_bsp`."""
     after = max((after for after in settings if clock > after), default=min(settings))
     return settings[after].mode is Mode.BSP
-
-
-def _snapshot(
-    copy: RangeCopy, at: tuple[int, int], time_s: float, frames: tuple[LogFrame, ...]
-) -> _Event:
-    tables = {
-        table_id: (
-            shard.facts,
-            tuple(
-                (worker.facts.incarnation, worker.facts.done_clock)
-                for worker in shard.workers.values()
-            ),
-        )
-        for table_id, shard in copy.snapshot.copies.items()
-    }
-    snapshot = copy.snapshot
-    return _Event(snapshot.term, *at, snapshot.number, time_s, frames, _ReadSnapshot(tables))
 
 
 # --- the terms of one range
@@ -397,15 +367,9 @@ class _Chain:
         clock: int,
         decisions: tuple[Decision, ...],
     ) -> None:
-        change = ReplayedChange(
-            place,
-            origin,
-            clock,
-            event.time_s,
-            decisions,
-            tuple(frame.payload for frame in event.frames),
-            self._where(event),
-        )
+        payloads = tuple(frame.payload for frame in event.frames)
+        values = event.time_s, decisions, payloads, self._where(event)
+        change = ReplayedChange(place, origin, clock, *values)
         key = event.time_s, event.log, event.order
         self._found.append((event.number, (key, change)))
 

@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -56,7 +57,6 @@ class Decision(NamedTuple):
 
     @property
     def step(self) -> VersionStep:
-        """The step that the decision belongs to."""
         if self.is_bsp or not self.clock or not self.participants:
             return self.clock, None
         return self.clock, self.participants[0].incarnation
@@ -141,7 +141,7 @@ class History:
     """Changes and versions of the chosen tables.
 
     Attributes:
-        is_by_clock: True if a version is a clock.
+        is_by_clock: a version is a clock.
         changes: with their positions, in the order in which they are made again.
         unfinished: steps that are not in every range.
         lost_count: clocks that are no version, because some of their updates are in no log.
@@ -155,12 +155,7 @@ class History:
 
 
 def history_of(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reached]) -> History:
-    """Versions of tables.
-
-    Args:
-        changes: of the tables, in the order of the log.
-        reached: all their shards.
-    """
+    """Versions of tables, from their changes in the order of the log, and all their shards."""
     decided = [d for change in changes for d in change.decisions if d.clock]
     if all(decision.is_bsp for decision in decided):
         return _by_clock(changes, reached)
@@ -192,16 +187,11 @@ def torn_at(changes: Iterable[ReplayedChange], clock: int) -> str:
                 f"range {change.place[1]} got clock {before.clock} ({before.where}) before all of "
                 f"clock {clock} ({change.where})"
             )
-        if change.origin in (Origin.BEGIN, Origin.JUMP) and change.clock > clock and _skips(
-            change, before, clock
-        ):  # fmt: skip
+        is_short = before is not None and before.clock < clock
+        comes_instead = change.origin is Origin.BEGIN or (change.origin is Origin.JUMP and is_short)
+        if comes_instead and change.clock > clock:
             return f"range {change.place[1]} is at clock {change.clock} where its log goes on"
     return ""
-
-
-def _skips(change: ReplayedChange, before: ReplayedChange | None, clock: int) -> bool:
-    """True if a snapshot comes instead of the clock."""
-    return change.origin is Origin.BEGIN or (before is not None and before.clock < clock)
 
 
 # --- a version is a clock
@@ -209,9 +199,8 @@ def _skips(change: ReplayedChange, before: ReplayedChange | None, clock: int) ->
 
 def _by_clock(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reached]) -> History:
     placed = arranged_by_clock(changes)
-    first = max((each.first_clock for each in reached.values()), default=0)
-    begins = [c.clock for c in changes if c.origin is Origin.BEGIN]
-    first = max([first, *begins])
+    begins = [change.clock for change in changes if change.origin is Origin.BEGIN]
+    first = max([0, *begins, *(each.first_clock for each in reached.values())])
     found: dict[int, _Gathered] = {}
     times: list[float] = []
     for clock, change in placed:
@@ -271,8 +260,7 @@ def _by_order(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reac
     if not (is_initial or is_snapshot):
         begin = -1  # the tables begin with what their specs say
     begin_s = changes[max(begin, 0)].time_s if changes else 0.0
-    step = INITIAL if is_initial else None
-    versions = [Version(0, first_clock, step, begin, begin_s)]
+    versions = [Version(0, first_clock, INITIAL if is_initial else None, begin, begin_s)]
     history = History(False, placed, versions, [])
     for step, end in sorted(ends.items(), key=lambda each: each[1]):
         if end <= begin:
@@ -288,52 +276,43 @@ def _is_everywhere(
     step: VersionStep, tables: set[TableId], reached: Mapping[ShardKey, Reached]
 ) -> bool:
     clock, incarnation = step
-    for place, each in reached.items():
-        if place[0] in tables:
-            done = each.clock if incarnation is None else each.done.get(incarnation, 0)
-            if done < clock:
-                return False
-    return True
+    return all(
+        (each.clock if incarnation is None else each.done.get(incarnation, 0)) >= clock
+        for (table_id, _), each in reached.items()
+        if table_id in tables
+    )
 
 
+@dataclass(slots=True)
 class _Gathered:
-    """Changes of one step."""
-
-    __slots__ = ("_counts", "_gone_count", "_place_count", "_skipped", "_staleness", "_time_s",
-                 "tables")  # fmt: skip
-
-    def __init__(self) -> None:
-        self.tables: set[TableId] = set()
-        self._time_s = 0.0
-        self._counts: dict[int, int] = {}
-        self._skipped: set[int] = set()
-        self._place_count = 0
-        self._gone_count = 0
-        self._staleness = 0
+    tables: set[TableId] = field(default_factory=set)
+    time_s: float = 0.0
+    place_count: int = 0
+    counts: Counter[int] = field(default_factory=Counter)  # of contributions, by rank
+    skipped: set[int] = field(default_factory=set)
+    gone_count: int = 0
+    staleness: int = 0
 
     def add(self, change: ReplayedChange, decision: Decision) -> None:
         self.tables.add(change.place[0])
-        self._time_s = max(self._time_s, change.time_s)
-        self._place_count += 1
-        self._gone_count = max(self._gone_count, decision.gone_count)
-        self._staleness = max(self._staleness, decision.staleness)
-        for each in decision.participants:
-            if each.skip:
-                self._skipped.add(each.rank)
-            else:
-                self._counts[each.rank] = self._counts.get(each.rank, 0) + 1
+        self.time_s = max(self.time_s, change.time_s)
+        self.place_count += 1
+        self.counts.update(each.rank for each in decision.participants if not each.skip)
+        self.skipped.update(each.rank for each in decision.participants if each.skip)
+        self.gone_count = max(self.gone_count, decision.gone_count)
+        self.staleness = max(self.staleness, decision.staleness)
 
     def version(self, number: int, step: VersionStep, position: int) -> Version:
-        is_whole = self._place_count if step[1] is None else 0  # a push at a time: eager
+        is_whole = self.place_count if step[1] is None else 0  # a push at a time: eager
         return Version(
             number,
             step[0],
             step,
             position,
-            self._time_s,
-            tuple(sorted(rank for rank, n in self._counts.items() if n >= is_whole)),
-            tuple(sorted(rank for rank, n in self._counts.items() if n < is_whole)),
-            tuple(sorted(self._skipped - self._counts.keys())),
-            self._gone_count,
-            self._staleness,
+            self.time_s,
+            tuple(sorted(rank for rank, n in self.counts.items() if n >= is_whole)),
+            tuple(sorted(rank for rank, n in self.counts.items() if n < is_whole)),
+            tuple(sorted(self.skipped - self.counts.keys())),
+            self.gone_count,
+            self.staleness,
         )

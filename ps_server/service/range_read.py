@@ -34,7 +34,6 @@ from ps_server.ranges.events import AnswerPull, Place, PullEvent
 from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.server_machine import ServerMachine
-from ps_server.values.block_values import arithmetic_codec
 from ps_server.wire.parameter_wire import block_answer, range_error
 from pushpull.v1 import parameters_pb2
 
@@ -133,7 +132,7 @@ class RangeRead:
         self._store = shards.stores[key]
         self._codec = terms.codec or NATIVE_CODEC[state.table.spec.dtype]
         if terms.array:
-            self._codec = arithmetic_codec(state.table)
+            self._codec = state.table.spec.arithmetic_codec
         self._shared: SharedValues | None = None
         if terms.shared and not terms.array:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)

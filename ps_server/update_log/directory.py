@@ -15,6 +15,8 @@ import fcntl
 import os
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -44,26 +46,20 @@ class LogDirectory:
         try:
             disk.make_durable_directory(path)
             self._lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise InvalidUpdateLog(f"{path}: no update log can be kept there: {error}") from error
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.log_id = self._known_id() or self._drawn_id()
+            with ExitStack() as cleanup:
+                cleanup.callback(self.close)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.log_id = self._known_id() or self._drawn_id()
+                cleanup.pop_all()
         except BlockingIOError:
-            os.close(self._lock)
             raise Recovering(
                 f"{path}: another server writes this update log; it is free when that server ends",
                 retry_after_ms=_RETRY_MS,
             ) from None
         except OSError as error:
-            os.close(self._lock)
             raise InvalidUpdateLog(f"{path}: no update log can be kept there: {error}") from error
-        except BaseException:
-            os.close(self._lock)
-            raise
 
     def _known_id(self) -> bytes:
-        """The directory's id; empty if it has none."""
         name = self.path / _LOG_ID
         try:
             found = bytes.fromhex(name.read_text(encoding="ascii").strip())
@@ -76,15 +72,10 @@ class LogDirectory:
         return found
 
     def _drawn_id(self) -> bytes:
-        """Give the directory a new id."""
         name, drawn = self.path / _LOG_ID, secrets.token_bytes(_ID_BYTES)
         beside = name.with_suffix(".tmp")
-        descriptor = self.disk.create(beside)
-        try:
+        with self._synced(self.disk.create(beside)) as descriptor:
             self.disk.write(descriptor, drawn.hex().encode(), 0)
-            self.disk.sync(descriptor)
-        finally:
-            self.disk.close(descriptor)
         self.disk.rename(beside, name)
         for directory in (self.path, self.path.parent):  # which may be new
             self.disk.sync_directory(directory)
@@ -106,8 +97,16 @@ class LogDirectory:
         except OSError as error:
             raise InvalidUpdateLog(f"{self.path}: it cannot be set aside: {error}") from error
 
+    @contextmanager
+    def _synced(self, descriptor: int) -> Iterator[int]:
+        """A file that is on the disk after the body, and closed."""
+        try:
+            yield descriptor
+            self.disk.sync(descriptor)
+        finally:
+            self.disk.close(descriptor)
+
     def segments(self) -> dict[int, Path]:
-        """Segments by number, ascending."""
         return segments_in(self.path)
 
     def segment(self, number: int) -> Path:
@@ -118,12 +117,8 @@ class LogDirectory:
 
         Blocking: until the disk has it.
         """
-        descriptor = self.disk.reopen(self.segment(number))
-        try:
+        with self._synced(self.disk.reopen(self.segment(number))) as descriptor:
             self.disk.truncate(descriptor, size_bytes)
-            self.disk.sync(descriptor)
-        finally:
-            self.disk.close(descriptor)
 
     def make_durable(self, number: int, content: memoryview, begin: int) -> None:
         """Have a segment on the disk, with this content and nothing behind it.
@@ -134,15 +129,11 @@ class LogDirectory:
 
         Blocking: until the disk has it.
         """
-        descriptor = self.disk.reopen(self.segment(number))
-        try:
+        with self._synced(self.disk.reopen(self.segment(number))) as descriptor:
             for at in range(begin, len(content), _PIECE_BYTES):
                 # A copy: it lies in the memory of the file that is written.
                 self.disk.write(descriptor, bytes(content[at : at + _PIECE_BYTES]), at)
             self.disk.truncate(descriptor, len(content))
-            self.disk.sync(descriptor)
-        finally:
-            self.disk.close(descriptor)
         self.disk.sync_directory(self.path)
 
     def close(self) -> None:

@@ -22,12 +22,8 @@ _BUSY_BYTES = 8 * 1024 * 1024
 
 
 class EncodedLog:
-    """A `LogWriter` that encodes for an `UpdateLog`.
-
-    Args:
-        shards: the values of snapshots.
-        messages: encodes a record as backups get it, in pieces that do not change until all of
-            them are written.
+    """A `LogWriter` that encodes for an `UpdateLog`. `messages` encodes a record as backups get it,
+    in pieces that do not change until all of them are written.
     """
 
     def __init__(
@@ -70,10 +66,8 @@ class EncodedLog:
         self._log.append(LogItem(FrameKind.SNAPSHOT, messages, range_id, number, snapshot.term))
 
     def write_record(self, record: LogRecord) -> None:
-        item = LogItem(
-            FrameKind.RECORD, self._messages(record), record.range_id, record.number, record.term
-        )
-        self._log.append(item)
+        place = record.range_id, record.number, record.term
+        self._log.append(LogItem(FrameKind.RECORD, self._messages(record), *place))
 
     def end(self, range_id: RangeId) -> None:
         mark = update_log_pb2.UpdateLogRange(range_id=range_id)
@@ -87,5 +81,5 @@ class EncodedLog:
             assignment_epoch=log.assignment_epoch,
             number=log.released,
         )
-        raw = mark.SerializeToString()
-        self._log.append(LogItem(kind, ((raw,),), log.range_id, log.released, log.term))
+        messages = ((mark.SerializeToString(),),)
+        self._log.append(LogItem(kind, messages, log.range_id, log.released, log.term))

@@ -72,12 +72,10 @@ class Head(NamedTuple):
 
 
 def frame_bytes(length: int) -> int:
-    """Bytes of a frame whose payload has `length` bytes."""
     return HEAD_BYTES + -(-length // _ALIGNMENT) * _ALIGNMENT
 
 
 def padding(length: int) -> bytes:
-    """Zeros behind a payload of `length` bytes."""
     return bytes(frame_bytes(length) - HEAD_BYTES - length)
 
 
@@ -141,7 +139,6 @@ def payload_at(written: memoryview, offset: int, head: Head) -> memoryview:
 
 
 def is_intact(written: memoryview, offset: int, head: Head) -> bool:
-    """True if the frame's checksum is right."""
     covered = written[offset : offset + HEAD_BYTES - _CHECKSUM_BYTES]
     said = written[offset + HEAD_BYTES - _CHECKSUM_BYTES : offset + HEAD_BYTES]
     found = zlib.crc32(payload_at(written, offset, head), zlib.crc32(covered))

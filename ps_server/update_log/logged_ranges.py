@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ps_core.keys import AssignmentEpoch, RangeId
-from ps_core.work import Work, at_once
+from ps_core.work import Work
 from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.output_commit import OutputCommit
 from ps_server.replication.range_roles import Replication
@@ -67,20 +67,14 @@ class LoggedRanges:
         self._terms: dict[RangeId, AssignmentEpoch] = {}  # of the ranges that are in the log
 
     def recover(self, range_ids: Iterable[RangeId]) -> None:
-        """These ranges were recovered from the log."""
         self._recovered = set(range_ids)
 
     def observe(self, lost: Iterable[RangeId]) -> None:
-        """This server has lost these ranges, by a newer view."""
         for range_id in lost:
             was_here = self._terms.pop(range_id, None) is not None
             if was_here or range_id in self._recovered:
                 self._recovered.discard(range_id)
                 self._writer.end(range_id)
-
-    def look(self) -> None:
-        """`looking`, at once."""
-        at_once(self.looking())
 
     def looking(self) -> Work[None]:
         """Begin the ranges that are served now, and take the snapshots that the log needs. To be
@@ -90,9 +84,8 @@ class LoggedRanges:
         for primary in primaries.values():
             if primary.log.is_written:
                 self._begin(primary.log)
-        for range_id in [
-            r for r, p in primaries.items() if p.needs_snapshot
-        ] or self._writer.lagging:
+        needing = [range_id for range_id, each in primaries.items() if each.needs_snapshot]
+        for range_id in needing or self._writer.lagging:
             if self._writer.is_busy:
                 return
             if range_id in primaries:

@@ -71,8 +71,7 @@ class Segment:
     mapped: memoryview
     end: int = 0
     last_group: int = 0
-    is_torn: bool = False
-    """True if bytes lie behind its end."""
+    is_torn: bool = False  # bytes lie behind its end
 
 
 @dataclass(slots=True)
@@ -96,7 +95,7 @@ class LogContents:
         """Frames of the segments from number `since` on, in the order of their decisions.
 
         Raises:
-            InvalidUpdateLog: a frame is damaged; the message names the file and the byte.
+            InvalidUpdateLog: a frame is damaged; names the file and the byte.
         """
         for number, segment in self.segments.items():
             if number >= since:
@@ -104,10 +103,7 @@ class LogContents:
 
 
 def scan(paths: Mapping[int, Path]) -> LogContents:
-    """Find the segments and ranges of a log, from the heads of its frames.
-
-    Args:
-        paths: of its segments, by number, ascending.
+    """Find the segments and ranges of a log, from the heads of its frames. `paths` ascend.
 
     Blocking: reads the heads.
 
@@ -163,42 +159,43 @@ def _header_at(mapped: memoryview) -> Head | None:
 
 
 def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_newest: bool) -> None:
-    mapped, offset, group = segment.mapped, len(MAGIC), 0
+    end, group = len(MAGIC), 0
     snapshot: RangeStart | None = None
-    while True:
-        try:
-            head = head_at(mapped, offset)
-        except InvalidUpdateLog as error:
-            if not (is_newest and segment.header.is_synced):  # after a power cut there may be zeros
-                raise InvalidUpdateLog(f"{segment.path}: {error.message}") from None
-            head = None
-        if head is None:
-            break
-        here, range_id = RangeStart(segment.number, offset), RangeId(head.range_id)
-        if head.kind is FrameKind.SNAPSHOT:
-            snapshot = snapshot or here
-            if head.is_last:
-                starts[range_id], snapshot = snapshot, None
-        else:
-            snapshot = None
-        if head.kind is FrameKind.BEGIN:
-            starts[range_id] = here
-        elif head.kind is FrameKind.END:
-            starts.pop(range_id, None)
-        if head.group != group and offset > len(MAGIC):
-            segment.last_group = offset
-        offset, group = offset + frame_bytes(head.length), head.group
-    segment.end, segment.is_torn = offset, offset < len(mapped)
-    if segment.is_torn and not (is_newest and not _goes_on(segment, offset, group)):
-        raise InvalidUpdateLog(f"{segment.path}: at byte {offset}: the segment ends within a frame")
+    try:
+        for offset, head in _heads(segment.mapped):
+            here, range_id = RangeStart(segment.number, offset), RangeId(head.range_id)
+            if head.kind is FrameKind.SNAPSHOT:
+                snapshot = snapshot or here
+                if head.is_last:
+                    starts[range_id], snapshot = snapshot, None
+            else:
+                snapshot = None
+            if head.kind is FrameKind.BEGIN:
+                starts[range_id] = here
+            elif head.kind is FrameKind.END:
+                starts.pop(range_id, None)
+            if head.group != group and offset > len(MAGIC):
+                segment.last_group = offset
+            end, group = offset + frame_bytes(head.length), head.group
+    except InvalidUpdateLog as error:
+        if not (is_newest and segment.header.is_synced):  # after a power cut there may be zeros
+            raise InvalidUpdateLog(f"{segment.path}: {error.message}") from None
+    segment.end, segment.is_torn = end, end < len(segment.mapped)
+    if segment.is_torn and not (is_newest and not _goes_on(segment, end, group)):
+        raise InvalidUpdateLog(f"{segment.path}: at byte {end}: the segment ends within a frame")
+
+
+def _heads(mapped: memoryview) -> Iterator[tuple[int, Head]]:
+    """The places and heads of whole frames."""
+    offset = len(MAGIC)
+    while (head := head_at(mapped, offset)) is not None:
+        yield offset, head
+        offset += frame_bytes(head.length)
 
 
 def _frames(segment: Segment, *, is_newest: bool) -> Iterator[LogFrame]:
-    mapped, offset, group = segment.mapped, len(MAGIC), 0
-    while offset < segment.end:
-        head = head_at(mapped, offset)
-        if head is None:
-            break
+    mapped, group = segment.mapped, 0
+    for offset, head in _heads(mapped[: segment.end]):
         if not is_intact(mapped, offset, head):
             is_torn = is_newest and segment.header.is_synced  # only a power cut leaves such ones
             if is_torn and not _goes_on(segment, offset, group):
@@ -208,19 +205,15 @@ def _frames(segment: Segment, *, is_newest: bool) -> Iterator[LogFrame]:
                 f"{segment.path}: at byte {offset}: a frame is damaged: its checksum is another"
             )
         yield LogFrame(segment.number, offset, head, payload_at(mapped, offset, head))
-        offset, group = offset + frame_bytes(head.length), head.group
+        group = head.group
 
 
 def _goes_on(segment: Segment, offset: int, group: int) -> bool:
     """True if frames behind a broken one show that it is damaged, and not a torn end.
 
     A process that dies leaves nothing behind the frame that it wrote in part. In a synced log only
-    frames of a later group, which were written after the broken one was synced, show damage.
-
-    Args:
-        segment: the newest.
-        offset: of the broken frame.
-        group: of the frame before.
+    frames of a later group, which were written after the broken one was synced, show damage. The
+    broken frame, in the newest segment, is at `offset`; the one before is of `group`.
     """
     header = segment.header
     found = intact_behind(segment.mapped, offset, header.range_count)

@@ -39,8 +39,6 @@ class RecoveredLog:
         replicas: the recovered ranges, whose values are in the server's stores.
         segments: the segment in which each of these begins.
         sizes: bytes of each segment, by number.
-        kernel_fingerprint: of this server.
-        boot_id: of this machine.
     """
 
     directory: LogDirectory
@@ -52,7 +50,6 @@ class RecoveredLog:
     boot_id: str
 
     def claim(self) -> scheduler_pb2.UpdateLogClaim:
-        """Claim for the recovered ranges, for the scheduler."""
         return scheduler_pb2.UpdateLogClaim(
             log_id=self.directory.log_id, timeline=self.timeline, range_ids=sorted(self.replicas)
         )
@@ -85,9 +82,7 @@ class RecoveredLog:
 async def open_log(
     path: Path, shards: Shards, kernel_fingerprint: str, deadline_s: float
 ) -> RecoveredLog:
-    """Take a log's lock, and recover its ranges into the server's stores, which are empty.
-
-    Blocking: until the lock is free, at most `deadline_s`; then while the log is read.
+    """Take a log's lock, waiting at most `deadline_s`, and `read_log`.
 
     Raises:
         Recovering: another process still has the lock.
@@ -147,7 +142,7 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
         if newest is None:
             return nothing
         starts = claimable(contents, boot, kernel_fingerprint)
-        replay = replayed(replace(contents, starts=starts or {}), shards)
+        replicas = replayed(replace(contents, starts=starts or {}), shards)
         if newest.header.is_synced:
             directory.make_durable(newest.number, newest.mapped[: newest.end], newest.last_group)
         elif newest.is_torn:
@@ -165,17 +160,13 @@ def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> R
     logs.info(
         "update_log_read",
         path=str(directory.path),
-        ranges=len(replay.replicas),
-        records=sum(replica.number for replica in replay.replicas.values()),
+        ranges=len(replicas),
+        records=sum(replica.number for replica in replicas.values()),
         took_s=round(clock.now_s() - begin_s, 3),
     )
     segments = {range_id: start.segment for range_id, start in starts.items()}
-    return replace(
-        nothing,
-        timeline=newest.header.timeline,
-        replicas=replay.replicas,
-        segments=segments,
-    )
+    timeline = newest.header.timeline
+    return replace(nothing, timeline=timeline, replicas=replicas, segments=segments)
 
 
 def claimable(
@@ -187,17 +178,17 @@ def claimable(
     newest = contents.newest
     if newest is None:
         return {}
-    timeline = newest.header.timeline
+    headers = {number: segment.header for number, segment in contents.segments.items()}
     present = {
         range_id: start
         for range_id, start in contents.starts.items()
-        if contents.segments[start.segment].header.timeline == timeline
+        if headers[start.segment].timeline == newest.header.timeline
     }
-    first = newest.number + 1  # of the segments that hold in this boot, without a break
-    for number, segment in reversed(contents.segments.items()):
-        header = segment.header
-        lasts = header.is_synced or header.boot_id == boot
-        if not (lasts and header.kernel_fingerprint == kernel_fingerprint):
-            break
-        first = number
-    return present if all(start.segment >= first for start in present.values()) else None
+    broken = [
+        number
+        for number, header in headers.items()
+        if not (header.is_synced or header.boot_id == boot)
+        or header.kernel_fingerprint != kernel_fingerprint
+    ]
+    first = max(broken, default=0)  # ranges must begin in the segments after it
+    return present if all(start.segment > first for start in present.values()) else None

@@ -13,7 +13,6 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -33,55 +32,39 @@ from ps_server.wire.replication_reader import ReplicationReader
 from pushpull.v1 import types_pb2, update_log_pb2
 
 
-class Applied(NamedTuple):
-    """A record that was taken, and the time of its write."""
-
-    record: LogRecord
-    time_s: float
-
-
-class LogReplay:
-    """The ranges of one log, as of the newest frame that was taken.
-
-    Args:
-        shards: get the values.
-        range_count: of the cluster.
-        starts: the ranges that are replayed, and where each begins.
-
-    Attributes:
-        replicas: the ranges as a backup knows them.
-    """
+class _LogReplay:
+    """The ranges of one log, as of the newest frame that was taken, as a backup knows them."""
 
     def __init__(
         self, shards: Shards, range_count: int, starts: Mapping[RangeId, RangeStart]
     ) -> None:
         self.replicas: dict[RangeId, Replica] = {}
-        self.tables: dict[TableId, Table] = {}
         self._shards = shards
         self._range_count = range_count
         self._starts = starts
+        self._tables: dict[TableId, Table] = {}
         self._blocks: dict[TableId, Mapping[RangeId, tuple[int, ...]]] = {}
         self._segment = 0
         self._reader = ReplicationReader(is_open=True)
 
-    def take(self, frame: LogFrame) -> Applied | None:
-        """Take the next frame. Returns the record that is whole with it, if it is a record's.
+    def take(self, frame: LogFrame) -> None:
+        """Take the next frame.
 
         Raises:
-            InvalidUpdateLog: the frame does not follow the frames before.
+            InvalidUpdateLog: it does not follow the frames before.
         """
         if frame.segment != self._segment:
             self._segment = frame.segment
             self._reader = ReplicationReader(is_open=True)
         try:
-            return self._take(frame)
+            self._take(frame)
         except (PushpullError, DecodeError) as error:
             raise InvalidUpdateLog(
                 f"segment {frame.segment}, byte {frame.offset}: range {frame.head.range_id}, "
                 f"number {frame.head.number}: {error}"
             ) from error
 
-    def _take(self, frame: LogFrame) -> Applied | None:
+    def _take(self, frame: LogFrame) -> None:
         head = frame.head
         range_id = RangeId(head.range_id)
         if head.kind is FrameKind.TABLE:
@@ -89,7 +72,7 @@ class LogReplay:
         start = self._starts.get(range_id)
         is_of_range = head.kind not in (FrameKind.HEADER, FrameKind.TABLE)
         if not is_of_range or start is None or (frame.segment, frame.offset) < start:
-            return None
+            return
         match head.kind:
             case FrameKind.BEGIN | FrameKind.TAKEN_OVER:
                 mark = update_log_pb2.UpdateLogRange.FromString(bytes(frame.payload))
@@ -102,24 +85,19 @@ class LogReplay:
                         self._join(copy)
                     case LogRecord() as record:
                         self._follow(record)
-                        return Applied(record, head.time_s)
-        return None
 
     def _add_table(self, table: Table) -> None:
-        if table.table_id in self.tables:
+        if table.table_id in self._tables:
             return
-        self.tables[table.table_id] = table
-        self._blocks[table.table_id] = table.blocks_by_range(self._range_count)
+        self._tables[table.table_id] = table
+        by_range = self._blocks[table.table_id] = table.blocks_by_range(self._range_count)
         parts = [
-            ShardAdded(table, range_id, blocks)
-            for range_id, blocks in self._blocks[table.table_id].items()
-            if range_id in self._starts
+            ShardAdded(table, r, blocks) for r, blocks in by_range.items() if r in self._starts
         ]
         if parts:
             self._shards.add(parts)
 
     def _mark(self, mark: update_log_pb2.UpdateLogRange, kind: FrameKind) -> None:
-        """The range is of the mark's term from now on, as of the mark's number."""
         range_id = RangeId(mark.range_id)
         copies = {}
         if kind is FrameKind.TAKEN_OVER:
@@ -140,8 +118,8 @@ class LogReplay:
     def _join(self, copy: RangeCopy) -> None:
         snapshot = copy.snapshot
         before = self.replicas.get(snapshot.range_id)
-        is_known = before is not None and before.term == snapshot.term
-        if is_known and before is not None and before.number == snapshot.number:
+        newest = snapshot.term, snapshot.number
+        if before is not None and (before.term, before.number) == newest:
             return
         self._shards.restore(copy)
         self.replicas[snapshot.range_id] = Replica(
@@ -157,7 +135,7 @@ class LogReplay:
         replica = self.replicas.get(record.range_id)
         if replica is None or not replica.follows(record):
             raise InvalidUpdateLog(f"a record of term {record.term} follows another term")
-        table = self.tables.get(record.table_id)
+        table = self._tables.get(record.table_id)
         if table is None:
             raise InvalidUpdateLog(f"a record is of table {record.table_id}, which the log lacks")
         blocks = self._blocks[record.table_id].get(record.range_id, ())
@@ -169,18 +147,18 @@ class LogReplay:
                 raise failure
 
 
-def replayed(contents: LogContents, shards: Shards) -> LogReplay:
-    """Replay all ranges of a log that have not ended.
+def replayed(contents: LogContents, shards: Shards) -> dict[RangeId, Replica]:
+    """Replay all ranges of a log that have not ended; their values go to `shards`.
 
     Blocking: reads the log from the first segment that is needed.
 
     Raises:
         InvalidUpdateLog: the log is damaged.
     """
-    newest = contents.newest
-    range_count = 0 if newest is None else newest.header.range_count
-    replay = LogReplay(shards, range_count, contents.starts)
-    since = min((start.segment for start in contents.starts.values()), default=0)
-    for frame in contents.frames(since) if contents.starts else ():
+    newest, starts = contents.newest, contents.starts
+    if newest is None or not starts:
+        return {}
+    replay = _LogReplay(shards, newest.header.range_count, starts)
+    for frame in contents.frames(since=min(starts.values()).segment):
         replay.take(frame)
-    return replay
+    return replay.replicas

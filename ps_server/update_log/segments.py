@@ -29,7 +29,6 @@ class LogSegments:
     """The segments of one log, as its event loop knows them.
 
     Args:
-        bound_bytes: above it the oldest segments go that no range needs.
         sizes: bytes of each segment, by number.
         starts: the ranges that the segments have all of, and the segment in which each begins.
     """
@@ -46,7 +45,7 @@ class LogSegments:
 
     @property
     def newest(self) -> int:
-        """Number of the segment that is written to; 0 before the first."""
+        """The segment that is written to; 0 before the first."""
         return max(self._sizes, default=0)
 
     @property
@@ -63,7 +62,6 @@ class LogSegments:
 
     @property
     def _coming(self) -> set[RangeId]:
-        """Ranges whose beginning waits to be written."""
         return {each[0] for each in self._on_its_way if each is not None}
 
     def begin(self, byte_count: int) -> int:
@@ -74,7 +72,6 @@ class LogSegments:
         return number
 
     def append(self, kind: FrameKind, range_id: RangeId, byte_count: int) -> None:
-        """Count frames that go to the newest segment."""
         self._sizes[self.newest] += byte_count
         if kind is FrameKind.RECORD:
             self._update_bytes += byte_count
@@ -93,10 +90,8 @@ class LogSegments:
                 self._starts[written[0]] = written[1]
 
     def is_full(self, state_bytes: int) -> bool:
-        """True if another segment should begin.
-
-        Args:
-            state_bytes: size of the snapshots of all ranges, about.
+        """True if another segment should begin; snapshots of all ranges have about
+        `state_bytes`.
         """
         if self.lagging or self._coming:
             return False

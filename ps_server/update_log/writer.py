@@ -3,12 +3,10 @@
     append --queue--> thread: written, synced --loop--> on_written: released
 
 Rules:
-    - Items are written in the order in which they were appended, each whole.
     - `on_written` is called when the system has a record; with `is_synced` when the disk has it.
     - A log whose write failed has failed: nothing counts as written after that.
     - Written bytes go to the disk, and out of the system's memory, window by window.
-    - The thread also removes old segments, so that a slow disk holds up no loop. A segment that
-      cannot be removed is left, with a warning.
+    - The thread also removes old segments, so that a slow disk holds up no loop.
 
 Everything but the thread belongs to one event loop.
 """
@@ -60,11 +58,8 @@ class LogItem(NamedTuple):
 
 @dataclass(slots=True)
 class Written:
-    """Frames that were written together.
-
-    Attributes:
-        numbers: of the newest record, by range and term.
-        begin_count: ranges that begin in these frames.
+    """Frames that were written together; `numbers` are those of the newest records, by range and
+    term, and `begin_count` counts the ranges that begin in them.
     """
 
     numbers: dict[tuple[RangeId, AssignmentEpoch], int] = field(default_factory=dict)
@@ -93,8 +88,7 @@ class UpdateLog:
 
     Args:
         header: of its segments; the segment's number is put in.
-        sizes: bytes of each segment, by number.
-        starts: the ranges that the segments have all of, and the segment in which each begins.
+        sizes: as for `LogSegments`, like `starts`.
 
     Attributes:
         on_written: called on the loop with what was written since the last call.
@@ -137,14 +131,11 @@ class UpdateLog:
         self.append(LogItem(FrameKind.TABLE, ((raw,),)))
 
     def forget_table(self, table_id: TableId) -> None:
-        """Leave a removed table out of later segments."""
         del self._tables[table_id]
 
     def turn(self, state_bytes: int) -> None:
-        """Begin another segment if this one is full, and remove those that no range needs.
-
-        Args:
-            state_bytes: size of the snapshots of all ranges, about.
+        """Begin another segment if this one is full, and remove those that no range needs; for
+        `state_bytes` see `LogSegments.is_full`.
         """
         if self.segments.is_full(state_bytes):
             self._next_segment()
@@ -152,10 +143,8 @@ class UpdateLog:
             self._queue.put(_OldSegment(number))
 
     def _next_segment(self) -> None:
-        header = update_log_pb2.UpdateLogHeader()
-        header.CopyFrom(self._header)
-        header.segment = self.segments.newest + 1
-        first = [LogItem(FrameKind.HEADER, ((header.SerializeToString(),),))]
+        self._header.segment = self.segments.newest + 1
+        first = [LogItem(FrameKind.HEADER, ((self._header.SerializeToString(),),))]
         first += [LogItem(FrameKind.TABLE, ((raw,),)) for raw in self._tables.values()]
         number = self.segments.begin(len(MAGIC) + sum(map(_size, first)))
         self._queue.put(_NextSegment(number, first))
@@ -240,18 +229,18 @@ class _Writer(threading.Thread):
         self._group += 1
         written = Written()
         for item in items:
-            if isinstance(item, _NextSegment):
-                self._begin(item)
-                continue
-            if isinstance(item, _OldSegment):
-                self._remove(item.number)
-                continue
-            self._put(item)
-            written.byte_count += _size(item)
-            if item.kind in (FrameKind.SNAPSHOT, FrameKind.RECORD):
-                written.numbers[item.range_id, item.term] = item.number
-            if item.kind in (FrameKind.SNAPSHOT, FrameKind.BEGIN):
-                written.begin_count += 1
+            match item:
+                case _NextSegment():
+                    self._begin(item)
+                case _OldSegment(number):
+                    self._remove(number)
+                case LogItem(kind):
+                    self._put(item)
+                    written.byte_count += _size(item)
+                    if kind in (FrameKind.SNAPSHOT, FrameKind.RECORD):
+                        written.numbers[item.range_id, item.term] = item.number
+                    if kind in (FrameKind.SNAPSHOT, FrameKind.BEGIN):
+                        written.begin_count += 1
         if self._is_synced and self._descriptor is not None:
             self._disk.sync(self._descriptor)
         return written

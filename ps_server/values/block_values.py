@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ps_core.codec import check_length
 from ps_core.errors import check
-from ps_core.tables import NATIVE_CODEC, Codec, DType, InitializerKind, Table
+from ps_core.tables import NATIVE_CODEC, Codec, InitializerKind, Table
 from ps_server.values import contributions
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import TORCH_DTYPE, Contribution
@@ -23,19 +23,17 @@ from ps_server.values.optimizers import BlockState, padded_length
 
 
 def arithmetic_dtype(table: Table) -> torch.dtype:
-    return torch.float64 if table.spec.dtype is DType.FLOAT64 else torch.float32
+    return TORCH_DTYPE[table.spec.arithmetic_codec]
 
 
-def arithmetic_codec(table: Table) -> Codec:
-    return table.spec.arithmetic_codec
+ReadyBlock = tuple[BlockState, memoryview]
+"""A block in its initial state, and a live payload of its values."""
 
 
-def initial_state(table: Table, block: int, home: Callable[[int], Tensor] | None) -> BlockState:
-    """A block in its initial state: zeros if its values come from rank 0.
+def ready_block(table: Table, block: int, home: Callable[[int], Tensor] | None) -> ReadyBlock:
+    """A block for a store: zeros if its values come from rank 0.
 
     Args:
-        table: the block's.
-        block: its number.
         home: the memory that a block's values live in; None means memory of their own.
 
     Raises:
@@ -55,30 +53,11 @@ def initial_state(table: Table, block: int, home: Callable[[int], Tensor] | None
         begin = block * table.spec.block_elements * codec.element_bytes
         inline = initializer.inline[begin : begin + length * codec.element_bytes]
         values[:length] = contributions.view(inline, codec)
-    return BlockState(values, bounds)
-
-
-ReadyBlock = tuple[BlockState, memoryview]
-"""A block in its initial state, and a live payload of its values."""
-
-
-def ready_block(table: Table, block: int, home: Callable[[int], Tensor] | None) -> ReadyBlock:
-    """A block for a store; arguments and errors as `initial_state`."""
-    state = initial_state(table, block, home)
-    return state, live_payload(state)
-
-
-def live_payload(state: BlockState) -> memoryview:
-    """A view of the block's values, which follows their changes."""
-    return state.values.numpy()[: state.length].data.cast("B").toreadonly()
+    return BlockState(values, bounds), values.numpy()[:length].data.cast("B").toreadonly()
 
 
 def encoded(values: Tensor, length: int, codec: Codec, pool: BufferPool) -> bytes | memoryview:
-    """The first `length` of `values`, rounded to nearest even.
-
-    Shapes:
-        result: in the dtype of `values` a view of them.
-    """
+    """The first `length` of `values`, rounded to nearest even; a view in their own dtype."""
     dtype = TORCH_DTYPE[codec]
     elements = values[:length]
     if dtype is values.dtype:
@@ -97,12 +76,10 @@ def received(table: Table, state: BlockState, elements: Elements) -> Contributio
         InvalidKeys: its presence bitmap has the wrong length.
         InvalidTensor: its payload has.
     """
-    present = None
-    if elements.presence:
-        present = contributions.presence_mask(
-            table.spec.name, elements.block, state.segment_count, elements.presence
-        )
-    codec = arithmetic_codec(table)
-    check_length(len(elements.payload), codec, state.length)
-    values = contributions.view(elements.payload, codec)
-    return Contribution(elements.block, state.length, values, present, state.bounds, is_owned=False)
+    block, presence, payload = elements
+    count = state.segment_count
+    present = contributions.presence_mask(table.spec.name, block, count, presence)
+    codec = table.spec.arithmetic_codec
+    check_length(len(payload), codec, state.length)
+    values = contributions.view(payload, codec)
+    return Contribution(block, state.length, values, present, state.bounds, is_owned=False)

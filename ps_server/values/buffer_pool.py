@@ -25,7 +25,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class _Free:
-    """Free buffers of one kind, and the fewest that were free since the last trim."""
+    """Buffers of one kind; `least_count` is the fewest that were free since the last trim."""
 
     buffers: list[Tensor] = field(default_factory=list)
     least_count: int = 0
@@ -41,9 +41,7 @@ class BufferPool:
 
     def take(self, element_count: int, dtype: torch.dtype) -> Tensor:
         """A flat contiguous tensor of unspecified content, the caller's until it is given back."""
-        free = self._free.get((dtype, element_count))
-        if free is None:
-            free = self._free.setdefault((dtype, element_count), _Free())
+        free = self._of(element_count, dtype)
         try:
             buffer = free.buffers.pop()
         except IndexError:
@@ -53,17 +51,14 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """Give back a tensor that `take` gave."""
-        key = (buffer.dtype, buffer.numel())
-        free = self._free.get(key)
-        if free is None:
-            free = self._free.setdefault(key, _Free())
-        free.buffers.append(buffer)
+        self._of(buffer.numel(), buffer.dtype).buffers.append(buffer)
+
+    def _of(self, element_count: int, dtype: torch.dtype) -> _Free:
+        free = self._free.get((dtype, element_count))
+        return self._free.setdefault((dtype, element_count), _Free()) if free is None else free
 
     def trim(self) -> None:
-        """Free the buffers that were not needed since the last call. On the thread that owns the
-        pool.
-        """
+        """Free the buffers that were not needed since the last call. By the pool's own thread."""
         for key, free in list(self._free.items()):
             if free.least_count == len(free.buffers):  # all of it, or there is nothing
                 del self._free[key]
@@ -74,8 +69,5 @@ class BufferPool:
     @property
     def held_bytes(self) -> int:
         """Bytes of free buffers."""
-        held_bytes = 0
-        # Other threads may add sizes meanwhile.
-        for (dtype, element_count), free in tuple(self._free.items()):
-            held_bytes += dtype.itemsize * element_count * len(free.buffers)
-        return held_bytes
+        kinds = tuple(self._free.items())  # other threads may add some meanwhile
+        return sum(dtype.itemsize * count * len(free.buffers) for (dtype, count), free in kinds)

@@ -3,10 +3,9 @@
 Rules:
     - A payload of the table's own float32 or float64 is read where it lies. A 16-bit payload is
       converted once, into a pooled buffer, which then serves as accumulator.
-    - Elements of absent tensors do not count: they may hold anything.
+    - Elements of absent tensors may hold anything.
     - A sum is taken in the order of the calls, over the workers that have the tensor. Absent is
       zero: a tensor of one worker of three is summed over one and divided by three.
-    - A tensor that is absent everywhere is absent from the sum.
 
 Invariants:
     CON-1  Memory that is not `is_owned` is never written to.
@@ -68,15 +67,12 @@ class Contribution:
 
     @property
     def byte_count(self) -> int:
-        """Bytes that it holds on to."""
         return self.values.nbytes
 
 
 def view(payload: bytes | memoryview, codec: Codec) -> Tensor:
-    """The payload as a flat tensor of the codec's dtype, without a copy where it is aligned.
-
-    Shapes:
-        result: shares the payload's memory and keeps it alive; must not be written to.
+    """The payload as a flat tensor of the codec's dtype, which must not be written to: where it is
+    aligned it shares the payload's memory, and keeps it alive.
     """
     dtype = TORCH_DTYPE[codec]
     values = torch.frombuffer(payload, dtype=dtype)
@@ -94,16 +90,18 @@ def take_padded(pool: BufferPool, length: int, dtype: torch.dtype) -> Tensor:
 
 
 def element_mask(bounds: npt.NDArray[np.int64], present: Mask) -> npt.NDArray[np.bool_]:
-    """A mask over the block's elements: true where their segment is present."""
+    """The mask over the block's elements."""
     return np.repeat(present, np.diff(bounds))
 
 
 def presence_mask(table: str, block: int, segment_count: int, presence: bytes) -> Mask | None:
-    """The mask of segments that a bitmap has; None for all.
+    """The mask of segments that a bitmap has; None for all, as of an empty one.
 
     Raises:
         InvalidKeys: it has the wrong length.
     """
+    if not presence:
+        return None
     expected = presence_bytes(segment_count)
     if len(presence) != expected:
         raise InvalidKeys(
@@ -120,17 +118,13 @@ def packed_presence(present: Mask) -> bytes:
 
 
 def elements(part: Contribution) -> Elements:
-    """The contribution for another server: a view of its memory, without padding."""
+    """A view of the contribution, without padding, for another server."""
     presence = b"" if part.present is None else packed_presence(part.present)
     return Elements(part.block, presence, _array(part.values, part.length).data.cast("B"))
 
 
 def copy_present(part: Contribution, target: Tensor) -> None:
-    """Copy the elements of the present segments to `target`, and no others.
-
-    Shapes:
-        target: flat; the block's length or padded.
-    """
+    """Copy the elements of the present segments to `target`, of the block's length or padded."""
     if part.present is None:
         head(target, part.length).copy_(head(part.values, part.length))
         return
@@ -139,11 +133,7 @@ def copy_present(part: Contribution, target: Tensor) -> None:
 
 
 def add_present(part: Contribution, target: Tensor) -> None:
-    """Add the elements of the present segments to `target`, and no others.
-
-    Shapes:
-        target: flat; the block's length or padded.
-    """
+    """Add the elements of the present segments to `target`, of the block's length or padded."""
     if part.present is None:
         head(target, part.length).add_(head(part.values, part.length))
         return
@@ -153,11 +143,8 @@ def add_present(part: Contribution, target: Tensor) -> None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """True if all values are finite.
-
-    A sum is finite only if all its terms are, and costs a thirtieth of a test of each element; a
-    sum that overflowed is looked at again.
-    """
+    # A sum is finite only if all its terms are, and costs a thirtieth of a test of each element; a
+    # sum that overflowed is looked at again.
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
@@ -168,9 +155,8 @@ def first_non_finite(part: Contribution) -> int | None:
     broken = ~np.isfinite(_array(part.values, part.length))
     if part.present is not None:
         broken &= element_mask(part.bounds, part.present)
-    if not broken.any():
-        return None
-    return int(np.searchsorted(part.bounds, broken.argmax(), side="right")) - 1
+    at = np.searchsorted(part.bounds, broken.argmax(), side="right")
+    return int(at) - 1 if broken.any() else None
 
 
 def scaled(part: Contribution, scale: float, pool: BufferPool) -> Contribution:
@@ -190,7 +176,7 @@ def owned(part: Contribution, pool: BufferPool) -> Contribution:
     if part.is_owned:
         return part
     target = take_padded(pool, part.length, part.values.dtype)
-    head(target, part.length).copy_(head(part.values, part.length))
+    head(target, part.length).copy_(part.values)
     return _with(part, target, part.present)
 
 
@@ -211,19 +197,15 @@ def added(total: Contribution, part: Contribution, pool: BufferPool) -> Contribu
 
 
 def _added_where_present(total: Contribution, part: Contribution, pool: BufferPool) -> Contribution:
-    have = _mask(total)
-    comes = _mask(part)
-    target = total.values
-    if not total.is_owned:
-        target = take_padded(pool, total.length, target.dtype)
-        copy_present(total, target)
-    sums, terms = _array(target, total.length), _array(part.values, total.length)
+    have, comes = _mask(total), _mask(part)
+    total = owned(total, pool)
+    sums, terms = _array(total.values, total.length), _array(part.values, total.length)
     with np.errstate(over="ignore", invalid="ignore"):  # as torch: infinity is a value too
         np.add(sums, terms, out=sums, where=element_mask(total.bounds, have & comes))
     np.copyto(sums, terms, where=element_mask(total.bounds, comes & ~have))
     release(part, pool)
     present = have | comes
-    return _with(total, target, None if present.all() else present)
+    return _with(total, total.values, None if present.all() else present)
 
 
 def averaged(total: Contribution, contributor_count: int, pool: BufferPool) -> Contribution:
@@ -232,11 +214,8 @@ def averaged(total: Contribution, contributor_count: int, pool: BufferPool) -> C
 
 
 def square_sum(part: Contribution, pool: BufferPool) -> float:
-    """The sum of the squares of the present values, in float64: the squares of float32 are exact
-    there.
-
-    numpy adds in one order whatever the processor does beside; torch's order is that of its
-    threads.
+    """The sum of the squares of the present values, in float64, where those of float32 are exact.
+    numpy adds in one order whatever the processor does beside; torch's is that of its threads.
     """
     scratch = pool.take(part.values.numel(), torch.float64)
     squares = _array(scratch, part.length)
@@ -251,15 +230,11 @@ def square_sum(part: Contribution, pool: BufferPool) -> float:
 
 def padded(part: Contribution, pool: BufferPool) -> Contribution:
     """`part` with at least the padded length: itself, but for a view of an odd last block."""
-    if part.is_owned or part.length == padded_length(part.length):
-        return part
-    buffer = take_padded(pool, part.length, part.values.dtype)
-    buffer[: part.length].copy_(part.values)
-    return _with(part, buffer, part.present)
+    return part if part.length == padded_length(part.length) else owned(part, pool)
 
 
 def release(part: Contribution, pool: BufferPool) -> None:
-    """Gives the memory of `part` back, if it owns any."""
+    """Give the memory of `part` back, if it owns any."""
     if part.is_owned:
         pool.give_back(part.values)
 
@@ -270,8 +245,7 @@ def head(values: Tensor, length: int) -> Tensor:
 
 
 def _array(values: Tensor, length: int) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = values.numpy()
-    return array[:length]
+    return values.numpy()[:length]
 
 
 def _mask(part: Contribution) -> Mask:

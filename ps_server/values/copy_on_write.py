@@ -10,8 +10,6 @@ a range may change before it is written only if its copies fit in memory (S10).
 
 Rules:
     - A range is captured in the stretch in which its cut was answered: between two updates.
-    - A block that is about to change is handed over at once, whatever waits already. Other blocks
-      are handed over when the writer asks for more.
     - Copies that open ranges may still need count as taken: an open range always has space.
     - Updates decided before a range is held may still be applied: their blocks are copied beyond
       the quota.
@@ -35,11 +33,7 @@ TakeBlock = Callable[[Key, SavedBlock], None]
 
 
 class RangeSnapshots:
-    """Blocks that a server has captured for one checkpoint.
-
-    Args:
-        take: where blocks go that are about to change.
-    """
+    """Blocks that a server has captured for one checkpoint; `take` gets those about to change."""
 
     def __init__(self, take: TakeBlock) -> None:
         self._take = take
@@ -72,11 +66,8 @@ class RangeSnapshots:
         return key in self._blocks
 
     def next(self, of: Iterable[Key]) -> tuple[Key, SavedBlock] | None:
-        """Hand over a captured block: views that are valid until anything changes. None if none is
-        left.
-
-        Args:
-            of: the ranges that it may be of; the first that has one.
+        """Hand over a block of the first of these ranges that has one: views that are valid until
+        anything changes.
         """
         key = next((each for each in of if each in self._blocks), None)
         if key is None:
@@ -90,7 +81,6 @@ class RangeSnapshots:
 
     def end(self) -> None:
         """Forget all captured blocks."""
-        self._take = _nothing
         self._stores.clear()
         self._blocks.clear()
 
@@ -99,22 +89,14 @@ class RangeSnapshots:
             del self._blocks[key], self._stores[key]
 
 
-def _nothing(key: Key, block: SavedBlock) -> None:
-    del key, block
-
-
 class CopyQuota:
-    """A memory quota for the copies of one checkpoint.
-
-    Args:
-        bound_bytes: what copies that wait to be written may take.
-    """
+    """A memory quota for the copies of one checkpoint that wait to be written."""
 
     def __init__(self, bound_bytes: int) -> None:
         self._bound_bytes = bound_bytes
         self._open: dict[Key, int] = {}  # bytes that are captured and not copied
         self._held: dict[Key, int] = {}
-        self._waiting_bytes = 0
+        self.waiting_bytes = 0  # copied and not yet written
 
     @property
     def held(self) -> Sequence[Key]:
@@ -126,13 +108,8 @@ class CopyQuota:
         """Ranges whose blocks may be copied although nothing changes them, the best first: those
         that training waits for, one by one where others may need the space.
         """
-        is_free = 2 * self._taken_bytes <= self._bound_bytes or not self._waiting_bytes
+        is_free = 2 * self._taken_bytes <= self._bound_bytes or not self.waiting_bytes
         return [*self._held, *self._open] if is_free else list(self._open)
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that are copied and not yet written."""
-        return self._waiting_bytes
 
     def plan(self, key: Key, byte_count: int) -> bool:
         """Plan to capture a range of at most so many bytes; True if it may change then."""
@@ -146,14 +123,13 @@ class CopyQuota:
         of[key] = byte_count
 
     def copied(self, key: Key, byte_count: int, *, is_last: bool) -> None:
-        self._waiting_bytes += byte_count
+        self.waiting_bytes += byte_count
         of = self._held if key in self._held else self._open
         if key in of:
             of[key] = 0 if is_last else max(0, of[key] - byte_count)
 
     def written(self, byte_count: int) -> None:
-        """Free the bytes of a written copy."""
-        self._waiting_bytes -= byte_count
+        self.waiting_bytes -= byte_count
 
     def opened(self) -> list[Key]:
         """Open the held ranges that fit now."""
@@ -167,7 +143,7 @@ class CopyQuota:
 
     @property
     def _taken_bytes(self) -> int:
-        return self._waiting_bytes + sum(self._open.values())
+        return self.waiting_bytes + sum(self._open.values())
 
     def _fits(self, byte_count: int) -> bool:
         return not byte_count or self._taken_bytes + byte_count <= self._bound_bytes

@@ -1,16 +1,11 @@
 """Custom updates: the contract, and an update that runs on blocks.
 
 An update is a function of the values, state, gradient and hyperparameters of some elements. It gets
-copies and returns new values and state; nothing of the table is written before the results for all
-blocks have been checked. So an update that raises, or returns something wrong, leaves values and
-state bit for bit as they were.
-
-An update returns results, where torch's own kernels work in place, so that this module, and not
-every author, ensures that nothing is half applied. It may work in place on its copies.
+copies, on which it may work in place, and returns new values and state, so that this module, and
+not every author, ensures that nothing is half applied.
 
 Rules:
-    - Elements of tensors that are absent from an update are not handed over; their state and step
-      count stay, as with the other optimizers.
+    - Elements of tensors that are absent from an update are not handed over.
     - Elements of several tensors with equal step counts are handed over as one vector. Its length
       is a multiple of 64: zeros follow the last element, and their results are dropped. So no
       element is ever in the tail of a vector, which torch rounds differently.
@@ -65,8 +60,7 @@ class CustomUpdate(Protocol):
         numbers: Mapping[str, float],
         step: int,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Returns the new values and state. The same arguments give the same bits, always; each
-        element's result depends on that element alone.
+        """Returns the new values and state.
 
         The same arguments give the same bits, always; each element's result depends on that element
         alone.
@@ -134,7 +128,7 @@ class CheckedUpdate:
 
 
 def checked(name: str, named: object) -> CheckedUpdate:
-    """Check the object of an entry point, and wrap it as an update.
+    """The object of an entry point as an update.
 
     Raises:
         InvalidConfig: it lacks what the contract asks for; says what.
@@ -160,11 +154,14 @@ def checked(name: str, named: object) -> CheckedUpdate:
 
 def _numbers(what: str, made: object, member: str) -> dict[str, float]:
     found = getattr(made, member, None)
-    expected = f"{what}: {member} is {_kind(found)}; expected a mapping of names to numbers"
-    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
-        raise InvalidConfig(expected)
-    if any(isinstance(v, bool) or not isinstance(v, int | float) for v in found.values()):
-        raise InvalidConfig(expected)
+    if (
+        not isinstance(found, Mapping)
+        or not all(isinstance(name, str) for name in found)
+        or any(isinstance(v, bool) or not isinstance(v, int | float) for v in found.values())
+    ):
+        raise InvalidConfig(
+            f"{what}: {member} is {_kind(found)}; expected a mapping of names to numbers"
+        )
     return {name: float(value) for name, value in found.items()}
 
 
@@ -199,31 +196,22 @@ def _check_tensor(what: str, tensor: object, like: tuple[torch.Size, torch.dtype
 
 
 class _Part(NamedTuple):
-    """New values of some elements of a block: those of `mask`, or all of them."""
+    """New values of `length` elements of a block, those at `chosen`; padding follows them."""
 
-    mask: Tensor | None
+    chosen: slice | Tensor
+    length: int
     values: Tensor
     state: dict[str, Tensor]
 
 
 class _Change(NamedTuple):
-    """New values of a block."""
-
     block: BlockState
     parts: list[_Part]
     steps: np.ndarray[Any, np.dtype[np.int64]]
 
 
 class CustomOptimizer:
-    """Runs an update on the blocks of one table.
-
-    Args:
-        update: what to run.
-        table: the table's name, for people.
-        allow_non_finite: whether values may become infinite or NaN.
-    """
-
-    __slots__ = ("_allow_non_finite", "_table", "_update")
+    """Runs an update on the blocks of one table, whose name is `table`."""
 
     def __init__(self, update: CheckedUpdate, table: str, *, allow_non_finite: bool) -> None:
         self._update = update
@@ -259,76 +247,52 @@ class CustomOptimizer:
     def _change(
         self, state: BlockState, total: Contribution, numbers: Mapping[str, float]
     ) -> _Change:
-        steps = np.broadcast_to(np.int64(state.steps), state.segment_count).copy()
+        steps = state.segment_steps()
         here = np.ones(len(steps), dtype=np.bool_) if total.present is None else total.present
         parts = []
-        for count in np.unique(steps[here]).tolist():
-            chosen = here & (steps == count)
-            mask = None
-            if not chosen.all():
-                mask = torch.from_numpy(element_mask(state.bounds, chosen))
+        for step in np.unique(steps[here]).tolist():
+            segments = here & (steps == step)
+            chosen: slice | Tensor = slice(state.length)
+            if not segments.all():
+                chosen = torch.from_numpy(np.flatnonzero(element_mask(state.bounds, segments)))
+            values, gradient = padded_copy(state.values[chosen]), padded_copy(total.values[chosen])
             slots = {
-                name: _picked(state.slots[name], state.length, mask)
+                name: padded_copy(state.slots[name][chosen])
                 if name in state.slots
-                else _full(state, mask, start)
+                else torch.full_like(values, start)
                 for name, start in self._update.slots.items()
             }
-            result = self._update.call(
-                _picked(state.values, state.length, mask),
-                slots,
-                _picked(total.values, state.length, mask),
-                numbers,
-                count + 1,
-            )
-            part = _Part(mask, *result)
-            self._check(part, state.length)
+            result = self._update.call(values, slots, gradient, numbers, step + 1)
+            part = _Part(chosen, state.values[chosen].numel(), *result)
+            if not self._allow_non_finite:
+                _check_finite(part)
             parts.append(part)
         steps[here] += 1
         return _Change(state, parts, steps)
 
-    def _check(self, part: _Part, length: int) -> None:
-        count = _count(length, part.mask)
-        if not self._allow_non_finite and not is_finite(part.values[:count]):
-            raise Broken("values came back with an infinity or a NaN; expected finite ones")
-        for name, tensor in part.state.items():
-            if not self._allow_non_finite and bool(torch.isnan(tensor[:count]).any()):
-                raise Broken(f"state '{name}' came back with a NaN; expected numbers")
-
     def _write(self, change: _Change) -> None:
-        state, steps = change.block, change.steps
+        state = change.block
         for name, start in self._update.slots.items():
             if name not in state.slots:
                 state.slots[name] = torch.full_like(state.values, start)
         for part in change.parts:
-            _put(state.values, state.length, part.mask, part.values)
+            state.values[part.chosen] = part.values[: part.length]
             for name, tensor in part.state.items():
-                _put(state.slots[name], state.length, part.mask, tensor)
-        state.steps = int(steps[0]) if (steps == steps[0]).all() else steps
+                state.slots[name][part.chosen] = tensor[: part.length]
+        state.set_segment_steps(change.steps)
 
 
-def _count(length: int, mask: Tensor | None) -> int:
-    return length if mask is None else int(mask.sum())
+def _check_finite(part: _Part) -> None:
+    if not is_finite(part.values[: part.length]):
+        raise Broken("values came back with an infinity or a NaN; expected finite ones")
+    for name, tensor in part.state.items():
+        if bool(torch.isnan(tensor[: part.length]).any()):
+            raise Broken(f"state '{name}' came back with a NaN; expected numbers")
 
 
-def _picked(source: Tensor, length: int, mask: Tensor | None) -> Tensor:
-    """A copy of the elements of `mask`, padded with zeros."""
-    elements = source[:length] if mask is None else source[:length][mask]
-    target = torch.empty(padded_length(elements.numel()), dtype=source.dtype)
-    target[elements.numel() :] = 0
-    target[: elements.numel()] = elements
-    return target
-
-
-def _full(state: BlockState, mask: Tensor | None, start: float) -> Tensor:
-    """Initial state."""
-    count = padded_length(_count(state.length, mask))
-    return torch.full((count,), start, dtype=state.values.dtype)
-
-
-def _put(target: Tensor, length: int, mask: Tensor | None, elements: Tensor) -> None:
-    """The inverse of `_picked`."""
-    elements = elements[: _count(length, mask)]
-    if mask is None:
-        target[:length].copy_(elements)
-    else:
-        target[:length][mask] = elements
+def padded_copy(elements: Tensor) -> Tensor:
+    """A copy with zeros up to the next multiple of 64 elements."""
+    count = elements.numel()
+    copy = torch.zeros(padded_length(count), dtype=elements.dtype)
+    copy[:count] = elements
+    return copy

@@ -46,7 +46,6 @@ class ReaderValues:
         kept.copy_(values)
 
     def find(self, reader: Incarnation, block: int) -> Tensor | None:
-        """The values that the reader was given; None if it never was."""
         return self._kept.get((reader, block))
 
     def forget(self, reader: Incarnation) -> None:
@@ -66,18 +65,13 @@ def compensate(
     mean: Contribution | None,
     scratch: Tensor,
 ) -> None:
-    """Correct `part` in place.
+    """Correct `part`, an owned gradient, in place.
 
     Args:
-        part: the gradient; owned.
-        state: the block's values.
-        kept: the values that the gradient was computed at.
+        kept: the values that the gradient was computed at, like `state.values`.
         strength: lambda.
         mean: the adaptive form: the running mean, with this gradient in it.
-        scratch: working memory.
-
-    Shapes:
-        kept, scratch: like `state.values`.
+        scratch: working memory, like `state.values`.
     """
     length = part.length
     gradient, change = head(part.values, length), head(scratch, length)
@@ -92,13 +86,7 @@ def compensate(
 
 
 def mean_after(part: Contribution, before: Tensor | None, pool: BufferPool) -> Contribution:
-    """The running mean of a block with this gradient in it; what is absent keeps its own.
-
-    Args:
-        part: the gradient.
-        before: the mean before; None: there is none yet.
-        pool: where the result's memory comes from.
-    """
+    """The running mean of a block with this gradient in it; what is absent keeps its own."""
     length = part.length
     result = take_padded(pool, length, part.values.dtype)
     mean, gradient = head(result, length), head(part.values, length)

@@ -8,11 +8,12 @@ fixed inputs and hashes values and optimizer state: a few milliseconds, once in 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ps_core.tables import Kernels, OptimizerKind, OptimizerSpec
 from ps_server.values.buffer_pool import BufferPool
@@ -37,39 +38,28 @@ def kernel_fingerprint() -> str:
     digest = hashlib.sha256()
     for spec in _SPECS:
         for kernels in Kernels:
-            for dtype in (np.dtype("<f4"), np.dtype("<f8")):
-                _run(_with_kernels(spec, kernels), dtype, digest)
+            for dtype in (torch.float32, torch.float64):
+                complete = replace(spec, hyperparameters=spec.merged(()), kernels=kernels)
+                _run(complete, dtype, digest)
     return (
         f"torch={torch.__version__};cpu={torch.backends.cpu.get_cpu_capability()};"
         f"selftest={digest.hexdigest()[:_DIGEST_CHARS]}"
     )
 
 
-def _with_kernels(spec: OptimizerSpec, kernels: Kernels) -> OptimizerSpec:
-    return OptimizerSpec(
-        kind=spec.kind,
-        hyperparameters=spec.merged(()),
-        amsgrad=spec.amsgrad,
-        centered=spec.centered,
-        kernels=kernels,
-    )
-
-
-def _run(spec: OptimizerSpec, dtype: np.dtype[np.floating], digest: hashlib._Hash) -> None:
+def _run(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) -> None:
     optimizer = Optimizer(spec, BufferPool())
-    hyperparameters = dict(spec.hyperparameters)
-    state = BlockState(
-        values=torch.from_numpy(_inputs(0, dtype)),
-        bounds=np.array([0, _ELEMENT_COUNT], dtype=np.int64),
-    )
+    bounds = np.array([0, _ELEMENT_COUNT], dtype=np.int64)
+    state = BlockState(fixed_input(0, _ELEMENT_COUNT, dtype), bounds)
     for step in range(1, _STEP_COUNT + 1):
-        gradient = torch.from_numpy(_inputs(step, dtype))
-        optimizer.apply(state, gradient, None, hyperparameters)
+        gradient = fixed_input(step, _ELEMENT_COUNT, dtype)
+        optimizer.apply(state, gradient, None, dict(spec.hyperparameters))
     for _, tensor in sorted([("values", state.values), *state.slots.items()]):
         digest.update(tensor.numpy().tobytes())
 
 
-def _inputs(step: int, dtype: np.dtype[np.floating]) -> npt.NDArray[np.floating]:
+def fixed_input(step: int, count: int, dtype: torch.dtype) -> Tensor:
     """Signed fractions that use all their bits, made of integers and one division."""
-    counter = np.arange(1, _ELEMENT_COUNT + 1, dtype=np.int64) + step * _ELEMENT_COUNT
-    return ((counter * 2_654_435_761 % 2_000_003 - 1_000_001) / 999_983.0).astype(dtype)
+    counter = torch.arange(1, count + 1, dtype=torch.int64) + step * count
+    numbers = (counter * 2_654_435_761 % 2_000_003 - 1_000_001).to(torch.float64)
+    return (numbers / 999_983.0).to(dtype)

@@ -40,10 +40,8 @@ class SentAccumulator(NamedTuple):
     """An accumulator on its way to a backup, block by block.
 
     Attributes:
-        blocks: the sums.
         is_reduced: it is only to be scaled.
-        means: what the running mean of delay compensation becomes
-            (`ps_server.values.delay_compensation`), of those blocks that have one.
+        means: the running means of delay compensation, of those blocks that have one.
     """
 
     blocks: tuple[Elements, ...]
@@ -76,7 +74,7 @@ class Dropped(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """Initial values, or an edit's: (block, payload) pairs; `Elements` on their way to a backup."""
+    """`parts` are (block, payload) pairs; `Elements` on their way to a backup."""
 
     record: Record
     parts: tuple[Any, ...]

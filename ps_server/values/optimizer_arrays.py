@@ -3,7 +3,6 @@
     exp_avg --laid beside--> exp_avg_sq --laid beside--> step: all in place, at one clock
 
 Rules:
-    - State that no update has made yet reads as its initial value.
     - State is loaded array by array, a clock for each. An array is laid beside the present state,
       which goes on; `step`, the last, puts all arrays in place. So neither a reader nor a
       checkpoint sees half of a load.
@@ -11,7 +10,6 @@ Rules:
     - `step` is an array too: each element has the steps that its tensor has taken. When it is
       loaded, the first element of each tensor in the block counts. Whatever is written there
       becomes a count: by then it is decided, and is the same on every replica.
-    - Absent tensors keep what they had when their array was laid beside.
 
 Invariants:
     STO-6  An array is one that the table's optimizer has.
@@ -41,11 +39,7 @@ _BESIDE = "beside/"
 
 
 def check_array(table: Table, name: str) -> None:
-    """Check that the table's optimizer has the array.
-
-    Raises:
-        InvalidKeys: it has none of that name.
-    """
+    """Raise InvalidKeys if the table's optimizer has no array of that name."""
     optimizer = table.spec.optimizer
     if not optimizer.has_array(name):
         raise InvalidKeys(
@@ -58,14 +52,12 @@ def read_array(state: BlockState, optimizer: OptimizerSpec, name: str) -> bytes:
     """The block's elements of an array, in the dtype of its values."""
     check(optimizer.has_array(name), "STO-6", f"{name} is read")
     if name == STEP_ARRAY:
-        steps = np.broadcast_to(np.int64(state.steps), state.segment_count)
-        counts = np.repeat(steps, np.diff(state.bounds))
+        counts = np.repeat(state.segment_steps(), np.diff(state.bounds))
         return counts.astype(state.values.numpy().dtype).tobytes()
     return _array(state, optimizer, name).numpy()[: state.length].tobytes()
 
 
 def is_laid_beside(slot: str) -> bool:
-    """True if a state of that name is laid beside."""
     return slot.startswith(_BESIDE)
 
 
@@ -80,13 +72,8 @@ def _array(state: BlockState, optimizer: OptimizerSpec, name: str) -> Tensor:
 def assign_array(
     state: BlockState, optimizer: OptimizerSpec, of: tuple[str, bytes], part: Contribution
 ) -> None:
-    """Lay an array beside what there is, or, of `step`, put in place what was laid beside.
-
-    Args:
-        state: the block.
-        optimizer: the table's.
-        of: the array, and the name of the edit.
-        part: what comes of it.
+    """Lay an array beside what there is, or, of `step`, put in place what was laid beside. `of` is
+    the array, and the name of the edit.
     """
     name, edit = of
     check(optimizer.has_array(name), "STO-6", f"{name} is assigned")
@@ -113,13 +100,9 @@ def _put_in_place(state: BlockState, own: str) -> None:
 
 
 def _assign_steps(state: BlockState, part: Contribution) -> None:
-    steps = np.broadcast_to(np.int64(state.steps), state.segment_count).copy()
-    said = np.clip(_numbers(part.values)[state.bounds[:-1]], 0, MAX_LOADED_STEP_COUNT)
-    counts = np.nan_to_num(said).astype(np.int64)
+    steps = state.segment_steps()
+    loaded = part.values.numpy()[state.bounds[:-1]].astype(np.float64)
+    counts = np.nan_to_num(np.clip(loaded, 0, MAX_LOADED_STEP_COUNT)).astype(np.int64)
     here = slice(None) if part.present is None else part.present
     steps[here] = counts[here]
-    state.steps = int(steps[0]) if (steps == steps[0]).all() else steps
-
-
-def _numbers(values: Tensor) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return values.numpy().astype(np.float64)
+    state.set_segment_steps(steps)

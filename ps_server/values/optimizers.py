@@ -91,15 +91,20 @@ class BlockState:
 
     @property
     def segment_count(self) -> int:
-        """Tensors that overlap the block."""
         return len(self.bounds) - 1
 
     def segment_steps(self) -> npt.NDArray[np.int64]:
         """A copy of the steps that each segment has taken."""
         return np.broadcast_to(np.int64(self.steps), self.segment_count).copy()
 
-    def set_segment_steps(self, steps: npt.NDArray[np.int64]) -> None:
-        self.steps = int(steps[0]) if (steps == steps[0]).all() else steps
+    def set_segment_steps(self, steps: npt.ArrayLike) -> None:
+        counts = np.asarray(steps, dtype=np.int64)
+        self.steps = int(counts[0]) if (counts == counts[0]).all() else counts
+
+    @property
+    def step_counts(self) -> tuple[int, ...]:
+        """One number if all segments have taken as many steps, else one for each."""
+        return (self.steps,) if isinstance(self.steps, int) else tuple(self.steps.tolist())
 
     @property
     def state_bytes(self) -> int:
@@ -161,17 +166,10 @@ class _Kernel(ABC):
 
 
 class Optimizer:
-    """Runs a table's kernel on blocks.
-
-    Args:
-        spec: the table's optimizer; not AGGREGATE, ASSIGN or ADD, which need none.
-        pool: where scratch comes from.
-    """
-
-    __slots__ = ("_kernel",)
+    """Runs a table's kernel, one of `KERNELS`, on blocks."""
 
     def __init__(self, spec: OptimizerSpec, pool: BufferPool) -> None:
-        kernel, exact, fused = _KERNELS[spec.kind]
+        kernel, exact, fused = KERNELS[spec.kind]
         self._kernel = kernel(spec, pool, exact, fused)
 
     def apply(
@@ -298,9 +296,7 @@ def _piece(state: BlockState, gradient: Tensor, run: tuple[int, int, int]) -> Pi
 def _runs(
     bounds: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> list[tuple[int, int, int]]:
-    """The maximal runs (begin, end, steps) of neighbours with equal step counts; those below 0 are
-    absent.
-    """
+    """The maximal runs (begin, end, steps) of equal step counts; those below 0 are absent."""
     firsts = np.flatnonzero(np.diff(counts, prepend=-1, append=-1))
     found = zip(bounds[firsts[:-1]], bounds[firsts[1:]], counts[firsts[:-1]], strict=True)
     return [(int(begin), int(end), int(steps)) for begin, end, steps in found if steps >= 0]
@@ -416,7 +412,7 @@ class _Rmsprop(_Kernel):
         return torch.add(gradient, piece.values, alpha=weight_decay, out=out)
 
 
-_KERNELS: dict[OptimizerKind, tuple[type[_Kernel], _Function, _Function | None]] = {
+KERNELS: dict[OptimizerKind, tuple[type[_Kernel], _Function, _Function | None]] = {
     OptimizerKind.SGD: (_Sgd, sgd, torch._fused_sgd_),
     OptimizerKind.ADAM: (_Adam, adam, torch._fused_adam_),
     OptimizerKind.ADAMW: (_Adam, adamw, torch._fused_adamw_),

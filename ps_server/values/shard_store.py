@@ -9,19 +9,16 @@ Rules:
       bfloat16 tables see them rounded to nearest even.
     - `decode` refuses whatever is wrong and changes nothing. Every other call checks before it
       changes anything.
-    - Absent is zero: a mean divides by all contributors, whether or not they had the tensor. A
-      tensor that no contributor had is skipped: values, optimizer state and step count stay as they
-      were. A block without a present tensor is not touched and keeps its version.
+    - A tensor that no contributor had is skipped: values, optimizer state and step count stay. A
+      block without a present tensor is not touched and keeps its version.
     - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
       reads as zeros, with its presence bit off. The sums of the last two clocks are kept; clock 0
       is the initial value.
-    - Delay compensation: the values that a worker was given last are kept, block by block, until
-      it goes. The running mean of the adaptive form covers the accumulated steps, in their order.
-      It goes with the accumulator, and becomes the block's with the update: a sum that is dropped
-      is in no mean that is copied, saved or sent.
+    - Delay compensation: the running mean of the adaptive form covers the accumulated steps, in
+      their order. It goes with the accumulator, and becomes the block's with the update: a sum that
+      is dropped is in no mean that is copied, saved or sent.
     - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
       to them.
-    - An edit replaces values, or goes to optimizer state (`optimizer_arrays`).
 
 Invariants:
     STO-1  A contribution is accumulated at most once: its memory becomes the accumulator's.
@@ -32,8 +29,8 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -79,13 +76,12 @@ from ps_server.values.store_copy import (
     copy_of_block,
     restore_block,
     saved_block,
-    set_steps,
 )
-from ps_server.values.update_arithmetic import Accumulator, KeptSums, UpdateArithmetic
+from ps_server.values.update_arithmetic import Accumulator, KeptSums, Terms, UpdateArithmetic
 
 
 class ChangeHooks(NamedTuple):
-    """Hooks that are called with blocks before they change and after."""
+    """Called with blocks before they change and after."""
 
     begin: Callable[[Sequence[int]], None]
     end: Callable[[Sequence[int]], None]
@@ -103,8 +99,6 @@ class ShardStore:
     """The blocks `blocks` of `table`, with their initial values (zeros if they come from rank 0).
 
     Args:
-        table: the table, its spec validated.
-        blocks: the blocks of the range.
         pool: working memory; one pool may serve all stores of a server. None means its own.
         home: the memory that a block's values live in: zeros, of its padded length. None means the
             store's own.
@@ -141,7 +135,7 @@ class ShardStore:
         self._block_bytes = self._bytes_of(self._states)  # counted on: a store may have thousands
         self.lineage = object()
         self._kept = delay.ReaderValues(self._pool)
-        self._accumulators: dict[int, Accumulator] = {}
+        self._accumulators: defaultdict[int, Accumulator] = defaultdict(Accumulator)
         self._means_ahead: dict[int, Contribution] = {}  # the newest, of sums not applied yet
         self._sums = KeptSums(self._name, self._pool)
         self._arithmetic = UpdateArithmetic(table, self._pool, update)
@@ -149,11 +143,8 @@ class ShardStore:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of values, optimizer state, kept sums and what readers were given; sums in the
-        making do not count.
-        """
-        sums = self._kept.byte_count + self._sums.byte_count
-        return sums + self._block_bytes
+        """Bytes of all that is kept, for readers too; sums in the making do not count."""
+        return self._kept.byte_count + self._sums.byte_count + self._block_bytes
 
     def _bytes_of(self, blocks: Iterable[int]) -> int:
         return sum(self._states[block].state_bytes for block in blocks)
@@ -170,9 +161,6 @@ class ShardStore:
         """The payload as a contribution, checked. Changes nothing.
 
         Args:
-            block: the block.
-            codec: how the payload is encoded.
-            payload: the block's elements.
             presence: one bit for each of the block's tensors; empty means all.
             is_shared: another process may write to the payload at any time. It is copied before
                 it is checked, and the copy is what is checked and kept.
@@ -187,10 +175,8 @@ class ShardStore:
                 holds a value that is not finite (unless the table allows it).
         """
         state = self._state(block)
-        present = None
-        if presence:
-            count = state.segment_count
-            present = contributions.presence_mask(self._name, block, count, presence)
+        count = state.segment_count
+        present = contributions.presence_mask(self._name, block, count, presence)
         self._check_codec(codec)
         view = memoryview(payload)
         dtype = TORCH_DTYPE[codec]
@@ -221,9 +207,7 @@ class ShardStore:
     def _compensated(
         self, accumulator: Accumulator, compensation: Compensation, part: Contribution
     ) -> Contribution:
-        """The gradient at the present values, to first order (DC-ASGD); unchanged if the reader was
-        never given the block.
-        """
+        """The gradient at the present values; unchanged if the reader was never given the block."""
         kept = self._kept.find(compensation.reader, part.block)
         if kept is None:
             return part
@@ -257,13 +241,10 @@ class ShardStore:
 
         Args:
             clock: the update.
-            parts: as below.
-            scale: what the contributions are multiplied by.
-            compensation: how they are corrected for the updates that they missed, if so.
-
-        Shapes:
             parts: (block, contribution) pairs. The store takes the contributions over (STO-1); a
                 lone float32 or float64 one with scale 1 is used where it lies.
+            scale: what the contributions are multiplied by.
+            compensation: how they are corrected for the updates that they missed, if so.
 
         Raises:
             InvalidConfig: the scale is not finite and above 0.
@@ -271,7 +252,7 @@ class ShardStore:
         if not 0.0 < scale < math.inf:
             raise InvalidConfig(f"contribution scale is {scale}; expected finite and above 0")
         self._check_parts(parts)
-        accumulator = self._accumulator(clock)
+        accumulator = self._accumulators[clock]
         for _, part in parts:
             if part.present is not None and not part.present.any():
                 contributions.release(part, self._pool)
@@ -285,17 +266,18 @@ class ShardStore:
         """Form the reduced gradient of `clock` from what was accumulated; `apply` then only scales
         it.
 
-        Args:
-            clock: the update.
-            contributor_count: as in `apply`.
-
         Returns:
             Of each block of the range, ascending, the sum of the squares of its reduced gradient,
             in float64; absent tensors count as zeros.
         """
-        accumulator = self._accumulator(clock)
+        accumulator = self._accumulators[clock]
         yield from self._arithmetic.reducing(accumulator, contributor_count)
-        return (yield from accumulator.squaring(self._states, self._pool))
+        squares = []
+        for block in self._states:
+            part = accumulator.parts.get(block)
+            squares.append(0.0 if part is None else contributions.square_sum(part, self._pool))
+            yield
+        return tuple(squares)
 
     def apply(
         self,
@@ -304,27 +286,12 @@ class ShardStore:
         contributor_count: int,
         update_scale: float = 1.0,
     ) -> tuple[int, ...]:
-        """Form update `clock` from what was accumulated and apply it: `take` and `applying` in one.
-
-        Args, Raises: as `applying`; what was accumulated is still there after an InvalidConfig.
+        """`take` and `applying`, at once; what was accumulated is still there after an
+        InvalidConfig.
         """
         self._arithmetic.merged(hyperparameters)
-        accumulator = self.take(clock)
-        return self.apply_accumulator(
-            clock, accumulator, hyperparameters, contributor_count, update_scale
-        )
-
-    def apply_accumulator(
-        self,
-        clock: int,
-        accumulator: Accumulator,
-        hyperparameters: Hyperparameters,
-        contributor_count: int,
-        update_scale: float = 1.0,
-    ) -> tuple[int, ...]:
-        """`applying`, at once."""
         terms = hyperparameters, contributor_count, update_scale
-        return at_once(self.applying(clock, accumulator, *terms))
+        return at_once(self.applying(clock, self.take(clock), *terms))
 
     def applying(
         self,
@@ -354,8 +321,8 @@ class ShardStore:
         """
         arithmetic = self._arithmetic
         merged = arithmetic.merged(hyperparameters)
+        terms = Terms(clock, merged, contributor_count, update_scale)
         blocks = tuple(sorted(accumulator.parts))
-        terms = accumulator, merged, contributor_count, update_scale
         means, accumulator.means = accumulator.means, {}
         if arithmetic.is_aggregate:  # the sums before it change place, whatever its blocks are
             for some in pieces_of(tuple(self._states)):
@@ -363,13 +330,10 @@ class ShardStore:
                 changes.end(some)
                 yield
         if arithmetic.is_whole:
-            self._change(
-                blocks, changes, lambda: arithmetic.apply_whole(self._states, clock, *terms), means
-            )
+            self._change(blocks, changes, accumulator, terms, means)
         else:
             for some in pieces_of(blocks):
-                change = partial(arithmetic.apply, self._states, some, *terms)
-                self._change(some, changes, change, means)
+                self._change(some, changes, accumulator, terms, means)
                 yield
         accumulator.is_reduced = True
         if arithmetic.is_aggregate:
@@ -382,6 +346,7 @@ class ShardStore:
 
     def apply_brief(
         self,
+        clock: int,
         accumulator: Accumulator,
         hyperparameters: Hyperparameters,
         contributor_count: int,
@@ -389,26 +354,25 @@ class ShardStore:
         changes: ChangeHooks,
     ) -> None:
         """As `applying`, where the update `is_brief`: most are, and steps cost more than these."""
-        blocks = tuple(sorted(accumulator.parts))
         merged = self._arithmetic.merged(hyperparameters)
+        terms = Terms(clock, merged, contributor_count, update_scale)
         means, accumulator.means = accumulator.means, {}
-        terms = accumulator, merged, contributor_count, update_scale
-        change = partial(self._arithmetic.apply, self._states, blocks, *terms)
-        self._change(blocks, changes, change, means)
+        self._change(sorted(accumulator.parts), changes, accumulator, terms, means)
         accumulator.is_reduced = True
 
     def _change(
         self,
         blocks: Sequence[int],
         changes: ChangeHooks,
-        change: Callable[[], None],
+        accumulator: Accumulator,
+        terms: Terms,
         means: dict[int, Contribution],
     ) -> None:
         all_states = self._states
         slot_counts = [len(all_states[block].slots) for block in blocks]
         changes.begin(blocks)
         try:
-            change()
+            self._arithmetic.apply(all_states, blocks, accumulator, terms)
         except UpdateFailed:
             changes.end(blocks)
             raise
@@ -422,7 +386,6 @@ class ShardStore:
                 self._block_bytes += (len(state.slots) - slot_count) * state.values.nbytes
 
     def _put_means(self, blocks: Sequence[int], means: dict[int, Contribution]) -> None:
-        """Put the running means of an applied update in place."""
         for block in blocks:
             mean = means.pop(block, None)
             if mean is None:
@@ -440,25 +403,17 @@ class ShardStore:
             del self._means_ahead[mean.block]
 
     def take(self, clock: int) -> Accumulator:
-        """Take the accumulator of `clock`, for `apply_accumulator`. Later steps of the same clock
-        go into another one.
-        """
+        """Take the accumulator of `clock`; later steps of the same clock go into another one."""
         return self._accumulators.pop(clock, None) or Accumulator()
 
     def kept_accumulator(self, clock: int) -> Accumulator:
-        """The accumulator of `clock` as `reduce` left it; it stays here, and must not be
-        changed.
-        """
-        return self._accumulator(clock)
+        """The accumulator of `clock` as `reducing` left it; it stays, and must not be changed."""
+        return self._accumulators[clock]
 
     def put_accumulator(self, clock: int, accumulator: Accumulator) -> None:
         """Put another server's sum of `clock` in place of the one here."""
         self.drop(clock)
         self._accumulators[clock] = accumulator
-
-    def received(self, sent: SentAccumulator) -> Accumulator:
-        """`receiving`, at once."""
-        return at_once(self.receiving(sent))
 
     def receiving(self, sent: SentAccumulator) -> Work[Accumulator]:
         """Check a sum that came from another server. Changes nothing.
@@ -472,13 +427,12 @@ class ShardStore:
                 length; or a mean is of another block, or of a part of one.
             InvalidTensor: a payload has the wrong length.
         """
-        parts, means = {}, {}
-        for each in sent.blocks:
-            parts[each.block] = received(self._table, self._state(each.block), each)
-            yield
-        for each in sent.means:
-            means[each.block] = received(self._table, self._state(each.block), each)
-            yield
+        parts: dict[int, Contribution] = {}
+        means: dict[int, Contribution] = {}
+        for found, elements in ((parts, sent.blocks), (means, sent.means)):
+            for each in elements:
+                found[each.block] = received(self._table, self._state(each.block), each)
+                yield
         if len(parts) != len(sent.blocks) or len(means) != len(sent.means):
             raise InvalidKeys(f"a sum of table '{self._name}' has a block twice")
         if means.keys() - parts.keys() or any(mean.presence for mean in sent.means):
@@ -489,7 +443,6 @@ class ShardStore:
         return Accumulator(parts, sent.is_reduced, means)
 
     def drop(self, clock: int) -> None:
-        """Drop the accumulator of `clock`."""
         accumulator = self._accumulators.pop(clock, None)
         if accumulator is not None:
             for mean in accumulator.means.values():
@@ -501,17 +454,17 @@ class ShardStore:
         return at_once(self.copying())
 
     def copying(self) -> Work[StoreCopy]:
-        """Copy the store's lasting state: values, optimizer state, versions, kept sums, sums that
-        wait for their scale. Shares nothing with the store.
-        """
+        """Copy the store's lasting state, sums that wait for their scale too."""
         blocks = []
         for block, state in self._states.items():
             blocks.append(copy_of_block(block, self._versions[block], state))
             yield
-        sums = [SumCopy(clock, False, each.copied()) for clock, each in self._sums.all.items()]
-        for clock, accumulator in self._accumulators.items():
-            if accumulator.is_reduced:
-                sums.append(SumCopy(clock, True, accumulator.copied()))
+        waiting = {clock: each for clock, each in self._accumulators.items() if each.is_reduced}
+        sums = [
+            SumCopy(clock, waits, each.sent().fixed())
+            for waits, some in ((False, self._sums.all), (True, waiting))
+            for clock, each in some.items()
+        ]
         return StoreCopy(tuple(blocks), tuple(sums))
 
     def saved(self, block: int) -> SavedBlock:
@@ -519,13 +472,11 @@ class ShardStore:
         return saved_block(block, self._versions[block], self._state(block))
 
     def load(self, block: int, version: int, steps: Sequence[int]) -> Callable[[str], memoryview]:
-        """Load a block of a checkpoint; returns a function that gives the memory of each tensor to
-        write to.
-        """
+        """Load a block of a checkpoint: the result gives the memory of each tensor to write to."""
         state = self._state(block)
         self.lineage = object()
         self._versions[block] = version
-        set_steps(state, steps)
+        state.set_segment_steps(steps)
 
         def buffer(name: str) -> memoryview:
             before = state.state_bytes
@@ -534,10 +485,6 @@ class ShardStore:
             return found
 
         return buffer
-
-    def check(self, copy: StoreCopy) -> None:
-        """`checking`, at once."""
-        at_once(self.checking(copy))
 
     def checking(self, copy: StoreCopy) -> Work[None]:
         """Check that the copy is of these blocks. Changes nothing.
@@ -567,7 +514,7 @@ class ShardStore:
         Sums stay in the memory of `copy`.
 
         Raises:
-            As `check`; then nothing has changed.
+            As `checking`; then nothing has changed.
         """
         yield from self.checking(copy)
         self.abandon()
@@ -578,17 +525,12 @@ class ShardStore:
             self._versions[block.block] = block.version
             changes.end((block.block,))
             yield
-        sums: list[tuple[SumCopy, Accumulator]] = []
-        for kept in copy.sums:
-            accumulator = yield from self.receiving(kept.accumulator)
-            sums.append((kept, accumulator))
+        kept: dict[int, Accumulator] = {}
+        for each in copy.sums:
+            sums = self._accumulators if each.waits else kept
+            sums[each.clock] = yield from self.receiving(each.accumulator)
         self._block_bytes = self._bytes_of(self._states)
-        self._sums.restore(
-            {each.clock: accumulator for each, accumulator in sums if not each.waits}
-        )
-        self._accumulators.update(
-            (each.clock, accumulator) for each, accumulator in sums if each.waits
-        )
+        self._sums.restore(kept)
 
     def abandon(self) -> None:
         """Drop all accumulators, and the values kept for readers."""
@@ -604,12 +546,9 @@ class ShardStore:
         tensors keep theirs. Versions and all else do not change.
 
         Args:
-            parts: as below.
+            parts: (block, contribution) pairs; the store takes them over.
             array: of optimizer state (`assign_array`); empty means that values are replaced.
             edit: under which name.
-
-        Shapes:
-            parts: (block, contribution) pairs; the store takes them over.
 
         Raises:
             InvalidKeys: the table's optimizer has no such array; nothing has changed.
@@ -632,7 +571,7 @@ class ShardStore:
         """A block's elements of an array of optimizer state, in the table's arithmetic.
 
         Raises:
-            InvalidKeys: the block is not here, or the table's optimizer has no such array.
+            InvalidKeys: the block, or the array, is not here.
         """
         state = self._state(block)
         check_array(self._table, array)
@@ -644,7 +583,6 @@ class ShardStore:
         """A block's elements as a payload, and its presence bits.
 
         Args:
-            block: the block.
             codec: how to encode; None means the table's dtype. Values are rounded to nearest even.
             clock: AGGREGATE: whose sum; None means the newest, 0 the initial values. Other tables
                 ignore it.
@@ -677,11 +615,7 @@ class ShardStore:
         return self._states.keys()
 
     def version(self, block: int) -> int:
-        """Updates that have touched the block.
-
-        Raises:
-            InvalidKeys: the block is not here.
-        """
+        """Updates that have touched the block."""
         self._state(block)
         return self._versions[block]
 
@@ -717,9 +651,3 @@ class ShardStore:
             self._state(block)
             if part.block != block:
                 raise InvariantViolation("STO-1", f"block {part.block} given as block {block}")
-
-    def _accumulator(self, clock: int) -> Accumulator:
-        accumulator = self._accumulators.get(clock)
-        if accumulator is None:
-            accumulator = self._accumulators[clock] = Accumulator()
-        return accumulator

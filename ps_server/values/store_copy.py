@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ class BlockCopy(NamedTuple):
     """A copy of a block.
 
     Shapes:
-        steps: one number if all tensors have taken as many, else one for each.
+        steps: as `BlockState.step_counts`.
         values: little-endian, in the dtype of the table's arithmetic, with the padding.
         slots: (name, as values).
     """
@@ -42,9 +41,7 @@ class BlockCopy(NamedTuple):
 
 
 class SumCopy(NamedTuple):
-    """A copy of a sum: one that waits for its scale, or one that an AGGREGATE table is pulled
-    as.
-    """
+    """A copy of a sum that waits for its scale, or that an AGGREGATE table is pulled as."""
 
     clock: int
     waits: bool
@@ -59,15 +56,8 @@ class StoreCopy(NamedTuple):
 
 
 def copy_of_block(block: int, version: int, state: BlockState) -> BlockCopy:
-    """A copy of the block."""
-    steps = state.steps
-    return BlockCopy(
-        block,
-        version,
-        (steps,) if isinstance(steps, int) else tuple(steps.tolist()),
-        state.values.numpy().tobytes(),
-        tuple((name, slot.numpy().tobytes()) for name, slot in sorted(state.slots.items())),
-    )
+    slots = tuple((name, slot.numpy().tobytes()) for name, slot in sorted(state.slots.items()))
+    return BlockCopy(block, version, state.step_counts, state.values.numpy().tobytes(), slots)
 
 
 def check_block(what: str, copy: BlockCopy, state: BlockState) -> None:
@@ -94,23 +84,16 @@ def check_block(what: str, copy: BlockCopy, state: BlockState) -> None:
 def restore_block(copy: BlockCopy, state: BlockState) -> None:
     """Restore the block from the copy, in its own memory."""
     _overwrite(state.values, copy.values)
-    slots = dict(copy.slots)
     state.slots = {
         name: _overwrite(state.slots.get(name, torch.empty_like(state.values)), payload)
-        for name, payload in slots.items()
+        for name, payload in copy.slots
     }
-    state.steps = _steps(copy.steps)
+    state.set_segment_steps(copy.steps)
 
 
 def _overwrite(target: Tensor, payload: bytes | memoryview) -> Tensor:
     target.numpy().view(np.uint8)[:] = np.frombuffer(payload, np.uint8)
     return target
-
-
-def _steps(steps: Sequence[int]) -> int | np.ndarray[tuple[int], np.dtype[np.int64]]:
-    if len(set(steps)) == 1:
-        return steps[0]
-    return np.array(steps, dtype=np.int64)
 
 
 class SavedBlock(NamedTuple):
@@ -128,15 +111,10 @@ class SavedBlock(NamedTuple):
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all its tensors."""
         return sum(payload.nbytes for _, payload in self.tensors)
 
     def copied_to(self, buffer: memoryview) -> SavedBlock:
-        """A copy that shares nothing with the block.
-
-        Args:
-            buffer: writable bytes ("B"), `byte_count` of them; the copy's from now on.
-        """
+        """A copy that shares nothing with the block, in `buffer`: `byte_count` writable bytes."""
         tensors = []
         begin = 0
         for name, payload in self.tensors:
@@ -149,7 +127,6 @@ class SavedBlock(NamedTuple):
 
 VALUES = "values"
 """The checkpoint's tensor for a block's values; the others are its optimizer's."""
-
 
 _ESCAPES = (("%", "%25"), ("/", "%2F"))
 _ESCAPED_VALUES = "%76alues"
@@ -175,19 +152,10 @@ def slot_of(tensor: str) -> str:
 
 def saved_block(block: int, version: int, state: BlockState) -> SavedBlock:
     """A view of the block for a checkpoint."""
-    slots = (
-        (tensor_of(slot), tensor)
-        for slot, tensor in state.slots.items()
-        if not is_laid_beside(slot)
-    )
-    named = ((VALUES, state.values), *sorted(slots, key=lambda item: item[0]))
-    steps = state.steps
-    return SavedBlock(
-        block,
-        version,
-        (steps,) if isinstance(steps, int) else tuple(steps.tolist()),
-        tuple((name, _elements(tensor, state)) for name, tensor in named),
-    )
+    slots = state.slots.items()
+    named = sorted((tensor_of(slot), tensor) for slot, tensor in slots if not is_laid_beside(slot))
+    tensors = [(name, _elements(each, state)) for name, each in ((VALUES, state.values), *named)]
+    return SavedBlock(block, version, state.step_counts, tuple(tensors))
 
 
 def buffer_for(name: str, state: BlockState) -> memoryview:
@@ -198,11 +166,6 @@ def buffer_for(name: str, state: BlockState) -> memoryview:
     if slot not in state.slots:
         state.slots[slot] = torch.zeros_like(state.values)
     return _elements(state.slots[slot], state)
-
-
-def set_steps(state: BlockState, steps: Sequence[int]) -> None:
-    """Set the steps that each tensor of the block has taken, as in `BlockCopy`."""
-    state.steps = _steps(steps)
 
 
 def _elements(tensor: Tensor, state: BlockState) -> memoryview:

@@ -1,5 +1,4 @@
-"""The arithmetic of an update: contributions summed, averaged, scaled, and run through the
-optimizer.
+"""The arithmetic of an update: sums that are averaged, scaled, and run through the optimizer.
 
 Invariants:
     SUM-1  An accumulator is of one update: once it was applied or released it is nobody's.
@@ -9,9 +8,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -31,18 +30,21 @@ from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution
 from ps_server.values.custom_updates import CheckedUpdate, CustomOptimizer
 from ps_server.values.mutations import SentAccumulator
-from ps_server.values.optimizers import BlockState, Optimizer
+from ps_server.values.optimizers import KERNELS, BlockState, Optimizer
 
 _KEPT_SUM_COUNT = 2
 """Kept sums of an AGGREGATE table: a worker that has sealed clock c may still ask for c - 1."""
 
-_WITHOUT_ARITHMETIC = (
-    OptimizerKind.AGGREGATE,
-    OptimizerKind.ASSIGN,
-    OptimizerKind.ADD,
-    OptimizerKind.CUSTOM,
-)
-"""Optimizers that are no kernel of `ps_server.values.optimizers`."""
+
+class Terms(NamedTuple):
+    """The terms of update `clock`. The hyperparameters are complete; `contributor_count` counts
+    workers without gradients too.
+    """
+
+    clock: int
+    hyperparameters: dict[str, float]
+    contributor_count: int
+    update_scale: float
 
 
 @dataclass(slots=True, eq=False)
@@ -50,10 +52,9 @@ class Accumulator:
     """The accumulator of one update: its sums, block by block.
 
     Attributes:
-        parts: the sums.
-        is_reduced: whether they are averaged already, and only a scale is missing.
-        means: what the running mean of delay compensation is with the update in it, of the blocks
-            that have one.
+        is_reduced: they are averaged already, and only a scale is missing.
+        means: the running means of delay compensation with the update in them, of the blocks that
+            have one.
     """
 
     parts: dict[int, Contribution] = field(default_factory=dict)
@@ -67,50 +68,23 @@ class Accumulator:
             part if sum_before is None else contributions.added(sum_before, part, pool)
         )
 
-    def averaging(self, contributor_count: int, pool: BufferPool) -> Work[None]:
-        """Make a mean of every sum."""
-        for block, part in self.parts.items():
-            self.parts[block] = contributions.averaged(part, contributor_count, pool)
-            yield
-
-    def squaring(self, blocks: Iterable[int], pool: BufferPool) -> Work[tuple[float, ...]]:
-        """Returns the sum of squares of each of `blocks`, in float64; absent values count as 0."""
-        parts, found = self.parts, []
-        for block in blocks:
-            part = parts.get(block)
-            found.append(0.0 if part is None else contributions.square_sum(part, pool))
-            yield
-        return tuple(found)
-
     def release(self, pool: BufferPool) -> None:
-        """Drop the sums."""
         for part in (*self.parts.values(), *self.means.values()):
             contributions.release(part, pool)
         self.parts.clear()
         self.means.clear()
 
     def sent(self) -> SentAccumulator:
-        """The sums for another server, blocks ascending.
-
-        Shapes:
-            payload: a view of the sum's memory, without padding; what is absent may be anything.
+        """The sums for another server, blocks ascending: views, in which what is absent may be
+        anything.
         """
         blocks = [contributions.elements(self.parts[block]) for block in sorted(self.parts)]
         means = [contributions.elements(self.means[block]) for block in sorted(self.means)]
         return SentAccumulator(tuple(blocks), self.is_reduced, tuple(means))
 
-    def copied(self) -> SentAccumulator:
-        """As `sent`, sharing nothing."""
-        return self.sent().fixed()
-
 
 class KeptSums:
-    """The newest reduced sums of an AGGREGATE table, by clock.
-
-    Args:
-        table: the table's name, for people.
-        pool: where the sums' memory comes from.
-    """
+    """The newest reduced sums of an AGGREGATE table, by clock; `table` is its name."""
 
     __slots__ = ("_pool", "_sums", "_table")
 
@@ -121,7 +95,6 @@ class KeptSums:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of the sums."""
         return sum(part.byte_count for kept in self._sums.values() for part in kept.parts.values())
 
     def keep(self, clock: int, accumulator: Accumulator) -> None:
@@ -132,7 +105,7 @@ class KeptSums:
 
     @property
     def all(self) -> Mapping[int, Accumulator]:
-        return MappingProxyType(self._sums)
+        return self._sums
 
     def restore(self, sums: Mapping[int, Accumulator]) -> None:
         for accumulator in self._sums.values():
@@ -142,11 +115,7 @@ class KeptSums:
     def read(
         self, state: BlockState, block: int, codec: Codec, clock: int | None
     ) -> tuple[bytes | memoryview, bytes]:
-        """The sum of `clock` in a block, as `ShardStore.read` gives it; None: the newest.
-
-        Raises:
-            InvalidConfig: it is not kept.
-        """
+        """The sum of `clock` in a block, as `ShardStore.read`; InvalidConfig if it is not kept."""
         newest = max(self._sums, default=0)
         wanted = newest if clock is None else clock
         if wanted == 0 and newest < _KEPT_SUM_COUNT:
@@ -169,18 +138,12 @@ class KeptSums:
 
 
 class UpdateArithmetic:
-    """The arithmetic of one table's updates.
-
-    Args:
-        table: the table.
-        pool: working memory.
-        update: CUSTOM: what the table's optimizer names.
+    """The arithmetic of one table's updates; for the arguments see `ShardStore`.
 
     Attributes:
-        is_aggregate: whether the sums themselves are what is read; they are left to the caller.
+        is_aggregate: the sums themselves are what is read; they are left to the caller.
+        is_whole: an update is of all its blocks at once, or of none.
     """
-
-    __slots__ = ("_adds", "_custom", "_is_mean", "_optimizer", "_pool", "_table", "is_aggregate")
 
     def __init__(self, table: Table, pool: BufferPool, update: CheckedUpdate | None) -> None:
         spec = table.spec
@@ -189,90 +152,60 @@ class UpdateArithmetic:
         self._is_mean = spec.reduction is Reduction.MEAN
         self.is_aggregate = spec.optimizer.kind is OptimizerKind.AGGREGATE
         self._adds = spec.optimizer.kind is OptimizerKind.ADD
-        self._custom = _custom_optimizer(table, update)
-        has_kernel = spec.optimizer.kind not in _WITHOUT_ARITHMETIC
+        expected = spec.optimizer.custom_update
+        named = "" if update is None else update.name
+        check(expected == named, "STO-5", f"'{expected}' is not here")
+        self._custom: CustomOptimizer | None = None
+        if update is not None:
+            may_be_any = spec.allow_non_finite
+            self._custom = CustomOptimizer(update, spec.name, allow_non_finite=may_be_any)
+        self.is_whole = self._custom is not None
+        has_kernel = spec.optimizer.kind in KERNELS
         self._optimizer = Optimizer(spec.optimizer, pool) if has_kernel else None
 
     def merged(self, hyperparameters: Hyperparameters) -> dict[str, float]:
-        """The optimizer's hyperparameters: these over the table's own.
-
-        Raises:
-            InvalidConfig: one that the optimizer does not have or cannot use.
-        """
+        """The optimizer's hyperparameters: these over the table's own. Raises InvalidConfig."""
         return dict(self._table.step_hyperparameters.merged(hyperparameters))
 
     def reducing(self, accumulator: Accumulator, contributor_count: int) -> Work[None]:
         """Reduce the sums, so that only a scale is missing."""
-        check(
-            contributor_count >= 1 or not accumulator.parts, "STO-3", "a sum without contributors"
-        )
+        parts = accumulator.parts
+        check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
         if self._is_mean:
-            yield from accumulator.averaging(contributor_count, self._pool)
+            for block, part in parts.items():
+                parts[block] = contributions.averaged(part, contributor_count, self._pool)
+                yield
         accumulator.is_reduced = True
-
-    @property
-    def is_whole(self) -> bool:
-        """True if an update is of all its blocks at once, or of none."""
-        return self._custom is not None
 
     def apply(
         self,
         states: Mapping[int, BlockState],
         blocks: Sequence[int],
         accumulator: Accumulator,
-        hyperparameters: dict[str, float],
-        contributor_count: int,
-        update_scale: float,
+        terms: Terms,
     ) -> None:
-        """Update some of the accumulator's blocks, and use up their sums."""
-        parts = accumulator.parts
-        check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
-        for block in blocks:
-            part = self._scaled(parts[block], accumulator, contributor_count, update_scale)
-            if self.is_aggregate:
-                parts[block] = part
-            else:
-                del parts[block]
-                self._apply_block(states[block], part, hyperparameters)
-
-    def apply_whole(
-        self,
-        states: Mapping[int, BlockState],
-        clock: int,
-        accumulator: Accumulator,
-        hyperparameters: dict[str, float],
-        contributor_count: int,
-        update_scale: float,
-    ) -> None:
-        """Update all of the accumulator's blocks, where `is_whole`, and use it up.
+        """Update some of the accumulator's blocks, or all where `is_whole`, and use up their sums.
 
         Raises:
             UpdateFailed: the custom update failed; values and state are as they were.
         """
-        parts = accumulator.parts
-        check(contributor_count >= 1 or not parts, "STO-3", "a sum without contributors")
-        blocks = sorted(parts)
-        try:
-            for block in blocks:
-                parts[block] = self._scaled(
-                    parts[block], accumulator, contributor_count, update_scale
-                )
-            if self._custom is not None:
-                changed = [(states[block], parts[block]) for block in blocks]
-                self._custom.apply(clock, changed, hyperparameters)
-        finally:
-            accumulator.release(self._pool)
-
-    def _scaled(
-        self,
-        part: Contribution,
-        accumulator: Accumulator,
-        contributor_count: int,
-        update_scale: float,
-    ) -> Contribution:
-        if self._is_mean and not accumulator.is_reduced:
-            part = contributions.averaged(part, contributor_count, self._pool)
-        return contributions.scaled(part, update_scale, self._pool)
+        parts, count = accumulator.parts, terms.contributor_count
+        check(count >= 1 or not parts, "STO-3", "a sum without contributors")
+        is_averaged = accumulator.is_reduced or not self._is_mean
+        for block in blocks:
+            part = parts[block]
+            if not is_averaged:
+                part = contributions.averaged(part, count, self._pool)
+            parts[block] = part = contributions.scaled(part, terms.update_scale, self._pool)
+            if not (self.is_aggregate or self.is_whole):
+                del parts[block]
+                self._apply_block(states[block], part, terms.hyperparameters)
+        if self._custom is not None:
+            changed = [(states[block], parts[block]) for block in blocks]
+            try:
+                self._custom.apply(terms.clock, changed, terms.hyperparameters)
+            finally:
+                accumulator.release(self._pool)
 
     def _apply_block(
         self, state: BlockState, total: Contribution, hyperparameters: dict[str, float]
@@ -285,12 +218,3 @@ class UpdateArithmetic:
             total = contributions.padded(total, self._pool)
             self._optimizer.apply(state, total.values, total.present, hyperparameters)
         contributions.release(total, self._pool)
-
-
-def _custom_optimizer(table: Table, update: CheckedUpdate | None) -> CustomOptimizer | None:
-    spec = table.spec
-    expected = spec.optimizer.custom_update
-    check(expected == ("" if update is None else update.name), "STO-5", f"'{expected}' is not here")
-    if update is None:
-        return None
-    return CustomOptimizer(update, spec.name, allow_non_finite=spec.allow_non_finite)

@@ -17,16 +17,16 @@ servers whose updates differ differ there.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidConfig
-from ps_server.values.custom_updates import Broken, CheckedUpdate, checked
-from ps_server.values.optimizers import padded_length
+from ps_server.values.custom_updates import Broken, CheckedUpdate, checked, padded_copy
+from ps_server.values.kernel_fingerprint import fixed_input
 
 _MOST_ELEMENTS = 400
 _STEP_COUNT = 3
@@ -78,10 +78,8 @@ def check_update(
     for number in range(rounds):
         dtype = _DTYPES[number % len(_DTYPES)]
         count = 1 + int(torch.randint(_MOST_ELEMENTS, (), generator=draws))
-        case = _Case(
-            _uniform(draws, count, dtype, values), _started(found, count, dtype),
-            _uniform(draws, count, dtype, (-1.0, 1.0)), given, 1,
-        )  # fmt: skip
+        drawn, state = _uniform(draws, count, dtype, values), _started(found, count, dtype)
+        case = _Case(drawn, state, _uniform(draws, count, dtype, (-1.0, 1.0)), given, 1)
         for _ in range(_STEP_COUNT):
             ends = torch.randint(count + 1, (3,), generator=draws).sort().values.tolist()
             result = _tried(found, case, ends)
@@ -104,14 +102,12 @@ def self_test(update: CheckedUpdate) -> str:
     digest = hashlib.sha256()
     count = 150  # two whole vectors of 64 and a part
     for dtype in _DTYPES:
-        values = _fixed(0, count, dtype).add(1.0).mul(0.5)  # positive: some updates need it
-        case = _Case(
-            values, _started(update, count, dtype), _fixed(1, count, dtype),
-            dict(update.defaults), 1,
-        )  # fmt: skip
+        values = fixed_input(0, count, dtype).add(1.0).mul(0.5)  # positive: some updates need it
+        state, gradient = _started(update, count, dtype), fixed_input(1, count, dtype)
+        case = _Case(values, state, gradient, dict(update.defaults), 1)
         for _ in range(_STEP_COUNT):
             result = _tried(update, case, (7, 64, 101))
-            gradient = _fixed(case.step + 1, count, dtype)
+            gradient = fixed_input(case.step + 1, count, dtype)
             case = _Case(result.values, result.state, gradient, case.numbers, case.step + 1)
         for _, tensor in sorted([("", case.values), *case.state.items()]):
             digest.update(tensor.contiguous().numpy().tobytes())
@@ -121,10 +117,10 @@ def self_test(update: CheckedUpdate) -> str:
 def _tried(update: CheckedUpdate, case: _Case, ends: Sequence[int]) -> _Result:
     """The result, computed in four ways that must agree."""
     first = _run(update, case)
-    said = _copied(first)
+    state = {name: tensor.clone() for name, tensor in first.state.items()}
+    said = _Result(first.values.clone(), state)
     _require(said, _run(update, case), update, "gives other results for the same input")
-    other = case._replace(gradient=case.gradient.neg(), step=case.step + 1)
-    _run(update, other)
+    _run(update, case._replace(gradient=case.gradient.neg(), step=case.step + 1))
     _require(said, first, update, "changes what it has given back before, or keeps memory of it")
     _require(said, _run(update, case), update, "remembers what it was called with before")
     pieces = [_run(update, piece) for piece in _cut(case, ends)]
@@ -132,20 +128,18 @@ def _tried(update: CheckedUpdate, case: _Case, ends: Sequence[int]) -> _Result:
         torch.cat([piece.values for piece in pieces]),
         {name: torch.cat([piece.state[name] for piece in pieces]) for name in said.state},
     )
-    _require(
-        said, joined, update, "depends on how the vector is cut, or on an element's neighbours"
-    )
+    what = "depends on how the vector is cut, or on an element's neighbours"
+    _require(said, joined, update, what)
     return said
 
 
 def _run(update: CheckedUpdate, case: _Case) -> _Result:
     """As a server runs it: on copies, padded to a multiple of 64."""
     count = case.values.numel()
-    state = {name: _padded(tensor) for name, tensor in case.state.items()}
+    state = {name: padded_copy(tensor) for name, tensor in case.state.items()}
+    elements = padded_copy(case.values), state, padded_copy(case.gradient)
     try:
-        values, new_state = update.call(
-            _padded(case.values), state, _padded(case.gradient), case.numbers, case.step
-        )
+        values, new_state = update.call(*elements, case.numbers, case.step)
     except Broken as failure:
         raise InvalidConfig(f"custom update '{update.name}' is none: {failure}") from None
     return _Result(values[:count], {name: tensor[:count] for name, tensor in new_state.items()})
@@ -168,25 +162,9 @@ def _bits(tensor: Tensor) -> Tensor:
 def _cut(case: _Case, ends: Sequence[int]) -> Iterator[_Case]:
     count = case.values.numel()
     bounds = sorted({0, *(end for end in ends if end < count), count})
-    for begin, end in pairwise(bounds):
-        yield _part(case, slice(begin, end))
-
-
-def _part(case: _Case, part: slice) -> _Case:
-    state = {name: tensor[part] for name, tensor in case.state.items()}
-    return case._replace(values=case.values[part], state=state, gradient=case.gradient[part])
-
-
-def _copied(result: _Result) -> _Result:
-    state = {name: tensor.clone() for name, tensor in result.state.items()}
-    return _Result(result.values.clone(), state)
-
-
-def _padded(tensor: Tensor) -> Tensor:
-    count = tensor.numel()
-    copy = torch.zeros(padded_length(count), dtype=tensor.dtype)
-    copy[:count] = tensor
-    return copy
+    for part in itertools.starmap(slice, itertools.pairwise(bounds)):
+        state = {name: tensor[part] for name, tensor in case.state.items()}
+        yield case._replace(values=case.values[part], state=state, gradient=case.gradient[part])
 
 
 def _started(update: CheckedUpdate, count: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -198,10 +176,3 @@ def _uniform(
 ) -> Tensor:
     low, high = bounds
     return torch.rand(count, generator=draws, dtype=dtype) * (high - low) + low
-
-
-def _fixed(step: int, count: int, dtype: torch.dtype) -> Tensor:
-    """Signed fractions that use all their bits, made of whole numbers and one division."""
-    counter = torch.arange(1, count + 1, dtype=torch.int64) + step * count
-    numbers = (counter * 2_654_435_761 % 2_000_003 - 1_000_001).to(torch.float64)
-    return (numbers / 999_983.0).to(dtype)

@@ -21,6 +21,7 @@ from ps_core.tables import (
     Reduction,
     Table,
 )
+from ps_core.work import at_once
 from ps_server.lane.shards import for_backup
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import RangeDelta, fresh_copy
@@ -102,14 +103,13 @@ def told(store: ShardStore, change: Mutation) -> None:
     """What a backup makes of a change, as `ps_server.lane.shards` does."""
     record = change.record
     if isinstance(change, KeptSum):
-        store.put_accumulator(record.clock, store.received(change.accumulator))
+        store.put_accumulator(record.clock, at_once(store.receiving(change.accumulator)))
     elif isinstance(change, Put):
         accumulator = change.accumulator
-        taken = store.take(record.clock) if accumulator is None else store.received(accumulator)
-        store.apply_accumulator(
-            record.clock, taken, record.hyperparameters, record.contributor_count,
-            record.update_scale,
-        )  # fmt: skip
+        is_kept = accumulator is None
+        taken = store.take(record.clock) if is_kept else at_once(store.receiving(accumulator))
+        terms = record.hyperparameters, record.contributor_count, record.update_scale
+        at_once(store.applying(record.clock, taken, *terms))
     else:
         store.drop(record.clock)
 

@@ -16,13 +16,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ps_core.manifest import Manifest, SavedPart, SavedTable
+from ps_core.manifest import Manifest, SavedPart, SavedTable, place_in
 from ps_core.tables import Codec
 from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint.store import CheckpointStore
-from ps_server.checkpoint.written_blocks import BlockKey, WrittenBlock, WrittenBlocks, written_in
+from ps_server.checkpoint.written_blocks import BlockKey, WrittenBlock, WrittenBlocks, unchanged
 from ps_server.values.shard_store import ShardStore
 from tests.examples import examples
 from tests.property.shard_twin import table
@@ -135,7 +135,7 @@ class Row:
         same = dict[BlockKey, WrittenBlock]()
         for half in {block // 3 for block in blocks}:
             owned = [block for block in blocks if block // 3 == half]
-            same |= known.unchanged(MODEL.table_id, self.stores[half], owned)
+            same |= unchanged(known, MODEL.table_id, self.stores[half], owned)
         path = directory.begin(file)
         writer = PartWriter(path, [PlannedTable(NAME, len(blocks), ("values",))])
         for block in blocks:
@@ -150,9 +150,8 @@ class Row:
         now = dict(same)
         for (_, block), stored in written.blocks.items():
             if not stored.place:
-                now[MODEL.table_id, block] = written_in(
-                    directory.name, file, self.store_of(block).lineage, stored, 256
-                )
+                placed = replace(stored, place=place_in(directory.name, file))
+                now[MODEL.table_id, block] = WrittenBlock(self.store_of(block).lineage, placed, 256)
         memory.wrote(self.number, now)
         named = {each.directory for each in same.values()}
         digest = written.header_sha256

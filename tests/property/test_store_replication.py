@@ -224,9 +224,8 @@ def test_what_is_restored_is_not_what_was_kept_for_readers() -> None:
 
 def apply(store: ShardStore, put: Put, accumulator: Accumulator) -> None:
     record = put.record
-    store.apply_accumulator(
-        record.clock, accumulator, (), record.contributor_count, record.update_scale
-    )  # fmt: skip
+    terms = record.contributor_count, record.update_scale
+    at_once(store.applying(record.clock, accumulator, (), *terms))
 
 
 def test_what_is_folded_after_a_sum_was_taken_is_another_sum() -> None:
@@ -236,7 +235,7 @@ def test_what_is_folded_after_a_sum_was_taken_is_another_sum() -> None:
     store.accumulate(1, [(0, store.decode(0, Codec.FP32, one, b""))], 1.0)
     first = store.take(1)
     store.accumulate(1, [(0, store.decode(0, Codec.FP32, one, b""))], 3.0)
-    store.apply_accumulator(1, first, (), 1)
+    at_once(store.applying(1, first, (), 1))
     assert store.read(0, None, None)[0] == b"\0\0\x80\xbf" * 64
     store.apply(1, (), 1)
     assert store.read(0, None, None)[0] == b"\0\0\x80\xc0" * 64
@@ -257,13 +256,14 @@ def test_a_sum_that_is_none_is_refused(
     elements: tuple[Elements, ...], error: type[Exception], text: str
 ) -> None:
     with pytest.raises(error, match=text):
-        ShardStore(table([64, 64]), [0]).received(SentAccumulator(elements))
+        at_once(ShardStore(table([64, 64]), [0]).receiving(SentAccumulator(elements)))
 
 
 def test_a_received_sum_is_read_where_it_lies() -> None:
     store = ShardStore(table([64]), range(1))
     payload = bytes(256)
-    part = store.received(SentAccumulator((Elements(0, b"", payload),))).parts[0]
+    sent = SentAccumulator((Elements(0, b"", payload),))
+    part = at_once(store.receiving(sent)).parts[0]
     assert not part.is_owned
 
     assert part.values.data_ptr() == np.frombuffer(payload, np.uint8).ctypes.data

@@ -209,11 +209,11 @@ class Numbers:
     def taken(self, record: Record, grads: Sequence[Grad]) -> Sum:
         """The sum of the record's clock, detached."""
         accumulator = self.shards.take(record)
-        return Sum(tuple(grads), accumulator, accumulator.copied())
+        return Sum(tuple(grads), accumulator, accumulator.sent().fixed())
 
     def kept(self, record: Record, grads: Sequence[Grad]) -> Sum:
         """The sum that was reduced; it stays."""
-        return Sum(tuple(grads), None, self.shards.kept(record).copied())
+        return Sum(tuple(grads), None, self.shards.kept(record).sent().fixed())
 
     def putting(self, record: Record, accumulator: Sum) -> Work[None]:
         """A sum of this server's own becomes values."""
@@ -243,9 +243,7 @@ class Numbers:
     def restore(self, range_id: RangeId, copies: dict[TableId, StoreCopy]) -> None:
         """Make the range what was copied; there is room for it."""
         for table_id, copy in copies.items():
-            store = self.shards.stores[table_id, range_id]
-            store.check(copy)
-            store.restore(copy)
+            self.shards.stores[table_id, range_id].restore(copy)
 
     def read(
         self, table: Table, range_id: RangeId, block: int, clock: int | None

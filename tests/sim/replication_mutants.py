@@ -90,8 +90,8 @@ REPLICATION_MUTANTS = (
         "optimizer state does not move",
         "S9",
         "ps_server/values/store_copy.py",
-        "    slots = dict(copy.slots)\n    state.slots = {",
-        "    slots: dict[str, bytes] = {}\n    state.slots = {",
+        "        for name, payload in copy.slots\n",
+        "        for name, payload in ()\n",
         _FAILOVER,
     ),
     Mutant(
@@ -106,8 +106,8 @@ REPLICATION_MUTANTS = (
         "sums that a table keeps do not move",
         "S12",
         "ps_server/values/shard_store.py",
-        "            {each.clock: accumulator for each, accumulator in sums if not each.waits}",
-        "            {}",
+        "        self._sums.restore(kept)",
+        "        self._sums.restore({})",
         _FAILOVER,
     ),
     Mutant(

@@ -9,7 +9,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
-from ps_core.work import Work
+from ps_core.work import Work, at_once
 from ps_server.ranges.server_machine import ServerMachine
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import LogRecord, Snapshot
@@ -84,7 +84,7 @@ class Server:
         self.logged.observe(lost)
         self.replication.serve(0.0)
         if looks:
-            self.logged.look()
+            at_once(self.logged.looking())
 
     def log(self, range_id: RangeId = ZERO) -> RangeLog:
         return self.replication.primaries[range_id].log
@@ -131,7 +131,7 @@ def test_a_range_that_is_taken_over_waits_for_its_base() -> None:
     assert server.says(record) == []
     assert server.paper.lines == []
     server.paper.is_busy = False
-    server.logged.look()
+    at_once(server.logged.looking())
     assert server.paper.lines == [("snapshot", 0, 1)]
     assert server.says(record) == ["done"]
 
@@ -194,10 +194,10 @@ def test_bases_of_lagging_ranges_wait_while_much_is_written() -> None:
     server = Server()
     server.see((ME, PLACED_EPOCH, ()), (ME, PLACED_EPOCH, ()))
     server.paper.lagging, server.paper.is_busy = (ONE,), True
-    server.logged.look()
+    at_once(server.logged.looking())
     assert server.paper.lines == [("begin", 0, 0), ("begin", 1, 0)]
     server.paper.is_busy = False
-    server.logged.look()
+    at_once(server.logged.looking())
     assert server.paper.lines[2:] == [("snapshot", 1, 0)]
 
 
@@ -207,12 +207,12 @@ def test_values_from_elsewhere_need_a_base() -> None:
     primary = server.replication.primaries[ZERO]
     primary.close()
     primary.replaced(is_last=False)
-    server.logged.look()
+    at_once(server.logged.looking())
     assert server.paper.lines == [("begin", 0, 0)]  # more comes
     primary.replaced(is_last=True)
     record = server.decide()
     assert server.says(record) == []
-    server.logged.look()
+    at_once(server.logged.looking())
     assert server.paper.lines == [("begin", 0, 0), ("snapshot", 0, record.number)]
     assert server.says(record) == ["done"]
 
