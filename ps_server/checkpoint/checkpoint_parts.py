@@ -109,10 +109,8 @@ class CheckpointParts:
             return
         if checkpoint.number > self._newest:
             self._newest = checkpoint.number
-            self._part = _CheckpointPart(
-                self._node, checkpoint, self._written, self._report, self._means
-            )
-            self._part.begin(self._planned())
+            how = self._written, self._report, self._means
+            self._part = _CheckpointPart(self._node, checkpoint, self._planned(), *how)
         if checkpoint.is_cut and self._part is not None:
             self._node.works.begin(self._part.cutting(view))
 
@@ -178,6 +176,7 @@ class _CheckpointPart:
         self,
         node: ParameterNode,
         checkpoint: Checkpoint,
+        planned: list[_Planned],
         written: WrittenBlocks,
         report: Report,
         means: _Means,
@@ -196,7 +195,7 @@ class _CheckpointPart:
         self._lineages: dict[BlockKey, object] = {}  # of blocks that are written
         self._waiters: dict[int, Key] = {}
         self._tables: dict[TableId, ReportedTable] = {}
-        self._specs: dict[TableId, Table] = {}
+        self._specs = {each.table.table_id: each.table for each in planned}
         self._is_cut = self._is_over = False
         self._problem = ""
         self._quota = CopyQuota(self._copies.byte_count)
@@ -204,25 +203,18 @@ class _CheckpointPart:
         self._copied: deque[_Copied] = deque()
         self._writing_count = 0
         self._wake = asyncio.Event()
-        self._opening: Future[tuple[CheckpointDirectory, Path, PartWriter]]
-        self._task: asyncio.Task[None]
         session = node.session
         self._file = f"server-{session.node_id}-{session.incarnation}.safetensors"
-
-    def _has_ended(self) -> bool:
-        return self._is_over
-
-    def begin(self, planned: list[_Planned]) -> None:
-        self._specs = {each.table.table_id: each.table for each in planned}
-        self._opening = self._threads.submit(self._open, planned)
-        self._opening.add_done_callback(
-            lambda done: self._loop.call_soon_threadsafe(self._opened, done)
-        )
+        self._opening: Future[tuple[CheckpointDirectory, Path, PartWriter]]
+        self._opening = self._start((0, None), self._open, planned)
         stores = self._node.shards.stores.items()
         may_be_copied = [store for (table_id, _), store in stores if table_id in self._specs]
         max_copy_bytes = sum(store.state_bytes for store in may_be_copied)
         self._threads.submit(self._copies.touch, max_copy_bytes)
         self._task = self._loop.create_task(self._run())
+
+    def _has_ended(self) -> bool:
+        return self._is_over
 
     def _open(self, planned: list[_Planned]) -> tuple[CheckpointDirectory, Path, PartWriter]:
         self._memory.end_forgotten()
@@ -231,12 +223,6 @@ class _CheckpointPart:
         path = directory.begin(self._file)
         tables = [each.counted() for each in planned]
         return directory, path, PartWriter(path, tables, self._disk)
-
-    def _opened(self, done: Future[tuple[CheckpointDirectory, Path, PartWriter]]) -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
-            self._problem = self._problem or _words(error)
-        self._progress_s = self._loop.time()
-        self._wake.set()
 
     def cutting(self, view: ClusterView) -> Work[None]:
         """Read each range at its cut, one after the other."""
@@ -309,14 +295,15 @@ class _CheckpointPart:
         self._copied.append((key[0], block.copied_to(view), piece))
 
     def _start(
-        self, copied: tuple[int, Piece | None], work: Callable[..., None], *told: Any
-    ) -> None:
+        self, copied: tuple[int, Piece | None], work: Callable[..., Any], *told: Any
+    ) -> Future[Any]:
         """Let a thread do the work, and then give back what was copied for it."""
         self._writing_count += 1
         writing = self._threads.submit(work, *told)
         writing.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._written, done, copied)
         )
+        return writing
 
     def _refer(self, blocks: dict[BlockKey, WrittenBlock]) -> None:
         _, _, writer = self._opening.result()
@@ -331,7 +318,7 @@ class _CheckpointPart:
         for name, payload in block.tensors:
             writer.append(spec.name, block.block, name, payload, dtype)
 
-    def _written(self, done: Future[None], copied: tuple[int, Piece | None]) -> None:
+    def _written(self, done: Future[Any], copied: tuple[int, Piece | None]) -> None:
         byte_count, piece = copied
         self._quota.written(byte_count)
         if piece is not None:

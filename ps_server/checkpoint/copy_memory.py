@@ -44,9 +44,7 @@ class CopyMemory:
 
     def take(self, byte_count: int) -> Piece | None:
         """Take a piece of unspecified content until it is given back; None if there is no space.
-
-        Raises:
-            OSError: the system refuses the mapping.
+        Raises OSError if the system refuses the mapping, as `touch` does.
         """
         length = max(1, -(-byte_count // _ALIGNMENT_BYTES)) * _ALIGNMENT_BYTES
         with self._lock:
@@ -70,25 +68,18 @@ class CopyMemory:
         """Touch the pages of the first `byte_count` bytes, except those in use.
 
         Blocking: a page fault each, 0.1 s for 256 MiB.
-
-        Raises:
-            OSError: the system refuses the mapping.
         """
         wanted = min(byte_count, self.byte_count)
         while self._touched_bytes < wanted:
             begin = self._touched_bytes
-            self._touched_bytes = min(begin + _TOUCHED_AT_ONCE_BYTES, self.byte_count)
-            piece = self._take_at(begin, self._touched_bytes)
+            end = self._touched_bytes = min(begin + _TOUCHED_AT_ONCE_BYTES, self.byte_count)
+            with self._lock:
+                at = bisect.bisect_right(self._free, (begin, self.byte_count)) - 1
+                is_free = at >= 0 and self._free[at][1] >= end
+                piece = self._taken(at, begin, end, end - begin) if is_free else None
             if piece is not None:
                 np.frombuffer(piece.view, np.uint8)[:: mmap.PAGESIZE] = 0
                 self.give_back(piece)
-
-    def _take_at(self, begin: int, end: int) -> Piece | None:
-        with self._lock:
-            at = bisect.bisect_right(self._free, (begin, self.byte_count)) - 1
-            if at < 0 or self._free[at][1] < end:
-                return None
-            return self._taken(at, begin, end, end - begin)
 
     def _taken(self, at: int, begin: int, end: int, byte_count: int) -> Piece:
         """Take bytes out of the free stretch number `at`, under the lock."""

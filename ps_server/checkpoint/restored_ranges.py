@@ -5,8 +5,7 @@
                                        +--read--> read ------------> handed over: `loaded`
 
 Rules:
-    - A shard is read once for each time that it is served; values of a shard that was given up
-      meanwhile are forgotten.
+    - A shard is read once for each time that it is served.
     - A shard is handed over when no other server has anything of its range: backups get the range
       when they join anew, after its last table.
 """
@@ -65,9 +64,8 @@ class RestoredRanges:
         being read: a second read would write into values that are served.
         """
         shard = self._shards.get(key)
-        if shard is None or not is_missing(shard) or self._reading.get(key) is shard:
-            return None
-        if key in self._ready:
+        is_needed = shard is not None and is_missing(shard) and key not in self._ready
+        if shard is None or not is_needed or self._reading.get(key) is shard:
             return None
         self._reading[key] = shard
         return shard
@@ -95,8 +93,8 @@ class RestoredRanges:
             versions = self._ready.pop(key)
             self._begun.discard(key)
             if replicas is not None:
-                others = [each for each in self._begun if each[1] == key[1]]
-                replicas.replaced(key[1], is_last=not others)
+                is_last = all(range_id != key[1] for _, range_id in self._begun)
+                replicas.replaced(key[1], is_last=is_last)
             yield key, versions
 
 

@@ -10,8 +10,7 @@ Rules:
       (`ShardStore.lineage`): no initial values, copy from another server, loaded checkpoint, or
       range that left and came back.
     - A checkpoint counts when it is named as the base: the scheduler, which made its manifest,
-      knows that it is complete. A failed one is forgotten when the next begins; a thread frees it,
-      which takes time for each block.
+      knows that it is complete. A failed one is forgotten when the next begins.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class WrittenBlock:
 
     @property
     def directory(self) -> str:
-        """The directory of the checkpoint that has its bytes."""
         return self.stored.place.partition("/")[0]
 
 
@@ -61,7 +59,7 @@ class WrittenBlocks:
         self._known[number] = blocks
 
     def end_forgotten(self) -> None:
-        """Free forgotten blocks. For a thread."""
+        """Free forgotten blocks. For a thread: it takes time for each block."""
         while self._forgotten:
             clear_by_entry(self._forgotten.popleft())
 

@@ -4,9 +4,6 @@
 
 The command line knows this module of the servers only.
 
-Rules:
-    - A snapshot is compared, bit by bit, with the values that the changes before it have made.
-
 Invariants:
     RP-1  No change is made twice, or undone.
 """
@@ -15,7 +12,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -53,7 +50,7 @@ from ps_server.values.mutations import (
     fixed_elements,
 )
 from ps_server.values.store_copy import SavedBlock, StoreCopy
-from ps_server.wire.replication_reader import Came, ReplicationReader
+from ps_server.wire.replication_reader import ReplicationReader
 
 __all__ = [
     "History", "Replay", "RunLog", "Version", "has_parameters", "kernel_fingerprint", "read_run",
@@ -74,6 +71,7 @@ class Replay:
 
     Attributes:
         history: versions of the tables.
+        made_count: changes that were made.
         checked_count: snapshots that were compared, and are equal.
     """
 
@@ -87,7 +85,7 @@ class Replay:
         self.history = history_of(changes, self._reached)
         self._changes = arranged_by_clock(changes) if by_clock else self.history.changes
         self._raw_changes = changes
-        self._next = 0
+        self.made_count = 0
         self._pool = BufferPool()
         self._watched: dict[VersionStep, float] = {}  # sums of the squares of gradients, so far
         self._kept: dict[tuple[ShardKey, int], float] = {}
@@ -107,10 +105,6 @@ class Replay:
     def change_count(self) -> int:
         return len(self._changes)
 
-    @property
-    def made_count(self) -> int:
-        return self._next
-
     def watch(self, versions: Iterable[Version]) -> None:
         """Measure the gradients of these versions; to be called before they are made."""
         self._watched = {v.step: 0.0 for v in versions if v.step is not None}
@@ -121,11 +115,11 @@ class Replay:
         Raises:
             InvalidUpdateLog: a change cannot be made, or a snapshot differs from the values here.
         """
-        until = min(len(self._changes), self._next + most)
-        while self._next < until and self._changes[self._next][0] <= position:
-            self._make(self._changes[self._next][1])
-            self._next += 1
-        return self._next < until or self._next == len(self._changes)
+        until = min(len(self._changes), self.made_count + most)
+        while self.made_count < until and self._changes[self.made_count][0] <= position:
+            self._make(self._changes[self.made_count][1])
+            self.made_count += 1
+        return self.made_count < until or self.made_count == len(self._changes)
 
     def go_to_versions(self, wanted: Mapping[tuple[TableId, int], int]) -> list[str]:
         """Make the changes of each range until its blocks have had the wanted updates. Nothing can
@@ -134,15 +128,19 @@ class Replay:
         Args:
             wanted: number of updates of each block, by table.
         """
-        check(not self._next, "RP-1", f"{self._next} changes have been made already")
-        self._next = len(self._changes)
+        check(not self.made_count, "RP-1", f"{self.made_count} changes have been made already")
+        self.made_count = len(self._changes)
+
+        def is_short(place: ShardKey) -> bool:
+            store = self._shards.stores[place]
+            return any(store.version(b) < wanted[place[0], b] for b in self._blocks[place])
+
         lagging = set(self._reached)
         for _, change in self._changes:
-            place = change.place
-            if place in lagging and self._is_short(place, wanted):
+            if change.place in lagging and is_short(change.place):
                 self._make(change)
             else:
-                lagging.discard(place)
+                lagging.discard(change.place)
         problems = []
         for place in sorted(self._reached):
             for block in self._blocks[place]:
@@ -152,10 +150,6 @@ class Replay:
                         f"block {block} has had {has} updates in range {place[1]}; expected {wants}"
                     )
         return problems
-
-    def _is_short(self, place: ShardKey, wanted: Mapping[tuple[TableId, int], int]) -> bool:
-        store = self._shards.stores[place]
-        return any(store.version(b) < wanted[place[0], b] for b in self._blocks[place])
 
     def torn_at(self, clock: int) -> str:
         """Reason that these tables never were at a clock; empty if they were."""
@@ -167,7 +161,8 @@ class Replay:
 
     def _make(self, change: ReplayedChange) -> None:
         try:
-            came = _whole(change.payloads)
+            reader = ReplicationReader(is_open=True)
+            *_, came = map(reader.read, change.payloads)
             if isinstance(came, LogRecord):
                 self._make_record(change, came)
             elif isinstance(came, RangeCopy):
@@ -309,11 +304,3 @@ def _comparable(copy: StoreCopy) -> tuple[object, object]:
     """The copy in a fixed order, without running means."""
     sums = [(s.clock, s.waits, fixed_elements(s.accumulator.blocks)) for s in copy.sums]
     return copy.blocks, sorted(sums)
-
-
-def _whole(payloads: Collection[memoryview]) -> Came | None:
-    reader = ReplicationReader(is_open=True)
-    came = None
-    for payload in payloads:
-        came = reader.read(payload)
-    return came

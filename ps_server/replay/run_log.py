@@ -14,6 +14,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,6 @@ _ATTEMPT_COUNT = 5
 """A running server may remove its oldest segments while they are looked for."""
 
 _NAMED_COUNT = 8
-
 
 Progress = Callable[[int, int], object]
 """Called with the bytes that were read, and those of all logs."""
@@ -129,9 +129,8 @@ def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
     Raises:
         InvalidUpdateLog: there is no log, or one is damaged; the message names the file and byte.
     """
-    directories = [path] if segments_in(path) else sorted(
-        each for each in (path.iterdir() if path.is_dir() else ()) if segments_in(each)
-    )  # fmt: skip
+    inside = sorted(path.iterdir()) if path.is_dir() else []
+    directories = [each for each in ([path] if segments_in(path) else inside) if segments_in(each)]
     if not directories:
         raise InvalidUpdateLog(f"{path} has no update log: no segment, and no server's directory")
     run = _newest_run([ServerLog(each, _scanned(each)) for each in directories], path)
@@ -156,10 +155,8 @@ def read_run(path: Path, progress: Progress = _nothing) -> RunLog:
 
 def _scanned(path: Path) -> LogContents:
     for _ in range(_ATTEMPT_COUNT):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return scan(segments_in(path))
-        except FileNotFoundError:
-            continue
     raise InvalidUpdateLog(f"{path}: its segments go while they are read")
 
 
@@ -281,7 +278,7 @@ class _Chain:
         self._number: int | None = None  # of the newest log record; None before a beginning
         self._term = 0
         self._is_cut = False  # the term's begin is in no log
-        self._settings: dict[ShardKey, dict[int, Consistency]] = {}
+        self._settings: dict[ShardKey, dict[int, Consistency]] = {}  # as in `RangeFacts`
         self._found: list[tuple[int, _Keyed]] = []  # by the number of their log record
         self._reached: dict[ShardKey, list[tuple[int, int, Done]]] = {}
 
@@ -318,17 +315,12 @@ class _Chain:
         self._number = event.number
         place = read.table_id, self._range_id
         self._reached.setdefault(place, []).append((event.number, read.facts.clock, read.done))
-        settings = self._known_settings(place, read.facts)
+        # A setting whose last update this record has is not in its own facts.
+        before, self._settings[place] = self._settings.get(place, {}), dict(read.facts.settings)
+        settings = before | self._settings[place]
         decisions = [d._replace(is_bsp=_is_bsp(settings, d.clock)) for d in read.decisions]
         if read.has_changes:
             self._add(event, place, Origin.RECORD, read.clock, tuple(decisions))
-
-    def _known_settings(self, place: ShardKey, facts: RangeFacts) -> dict[int, Consistency]:
-        """Settings by the clock after which each holds, with those of the record before: a setting
-        whose last update this record has is not in its own facts.
-        """
-        before, self._settings[place] = self._settings.get(place, {}), dict(facts.settings)
-        return before | self._settings[place]
 
     def _snapshot(self, event: _Event, read: _ReadSnapshot) -> None:
         before = self._number
@@ -343,7 +335,8 @@ class _Chain:
                 self._reached[place] = [each for each in steps if each[0] <= event.number]
             before = event.number
         origin = Origin.SAME if before == event.number else Origin.JUMP
-        if before is None or (origin is Origin.JUMP and not self._has_updates):
+        has_updates = any(d.clock for _, (_, change) in self._found for d in change.decisions)
+        if before is None or (origin is Origin.JUMP and not has_updates):
             origin, self._found = Origin.BEGIN, []
         elif origin is Origin.JUMP:
             self._run.lost_count += event.number - before
@@ -354,10 +347,6 @@ class _Chain:
             self._reached.setdefault(place, []).append((event.number, facts.clock, done))
             self._settings[place] = dict(facts.settings)
             self._add(event, place, origin, clock, ())
-
-    @property
-    def _has_updates(self) -> bool:
-        return any(d.clock for _, (_, change) in self._found for d in change.decisions)
 
     def _add(
         self,
@@ -385,8 +374,8 @@ class _Chain:
             if self._range_id not in table.blocks_by_range(self._run.range_count):
                 continue
             place = table.table_id, self._range_id
-            reached = Reached(table.restored_clock or 0)
-            reached.clock = reached.first_clock
+            first_clock = table.restored_clock or 0
+            reached = Reached(first_clock, first_clock)
             for _, clock, done in self._reached.get(place, ()):
                 reached.clock = clock
                 reached.done.update(done)
@@ -414,11 +403,8 @@ def _note(run: RunLog) -> None:
             f"{run.lost_count} records are in no log; the values after them come from a snapshot"
         )
     for table in run.tables.values():
-        missing = [
-            range_id
-            for range_id in table.blocks_by_range(run.range_count)
-            if (table.table_id, range_id) not in run.reached
-        ]
+        ranges = table.blocks_by_range(run.range_count)
+        missing = [each for each in ranges if (table.table_id, each) not in run.reached]
         if missing:
             named = ", ".join(map(str, missing[:_NAMED_COUNT]))
             more = ", ..." * (len(missing) > _NAMED_COUNT)

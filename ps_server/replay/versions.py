@@ -216,8 +216,7 @@ def _by_clock(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reac
     for clock, gathered in sorted(found.items()):
         if clock <= first:
             continue
-        tables = gathered.tables
-        if any(each.clock < clock for place, each in reached.items() if place[0] in tables):
+        if not _is_everywhere((clock, None), gathered.tables, reached):
             history.unfinished.append((clock, None))
         elif clock in lost:
             history.lost_count += 1

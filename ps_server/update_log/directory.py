@@ -91,7 +91,7 @@ class LogDirectory:
             self.log_id = self._drawn_id()
             for old in self.path.glob(f"*{_SET_ASIDE}"):
                 self.disk.remove(old)
-            for segment in self.segments().values():
+            for segment in segments_in(self.path).values():
                 self.disk.rename(segment, segment.with_suffix(_SET_ASIDE))
             self.disk.sync_directory(self.path)
         except OSError as error:
@@ -105,9 +105,6 @@ class LogDirectory:
             self.disk.sync(descriptor)
         finally:
             self.disk.close(descriptor)
-
-    def segments(self) -> dict[int, Path]:
-        return segments_in(self.path)
 
     def segment(self, number: int) -> Path:
         return self.path / f"{number:08d}.log"

@@ -55,7 +55,7 @@ class Head(NamedTuple):
 
     Attributes:
         length: bytes of the payload.
-        is_last: True if a snapshot, or a record, is whole with this frame.
+        is_last: a snapshot, or a record, is whole with this frame.
         range_id: 0 for headers and tables.
         group: frames of one group were written, and synced, together; 0 before they are.
         number: of the record, or of the newest record that a snapshot has; otherwise 0.
@@ -92,10 +92,8 @@ def packed(head: Head, *payload: bytes | memoryview) -> bytes:
 
 
 def head_at(written: memoryview, offset: int) -> Head | None:
-    """Head of the frame at `offset`; None if `written` ends before the frame does.
-
-    Raises:
-        InvalidUpdateLog: the frame is whole, and of no known kind.
+    """Head of the frame at `offset`; None if `written` ends before the frame does. Raises
+    InvalidUpdateLog for a whole frame of no known kind.
     """
     if offset + HEAD_BYTES > len(written):
         return None
@@ -118,10 +116,7 @@ def group_at(written: memoryview, offset: int) -> int | None:
 
 
 def intact_behind(written: memoryview, offset: int, range_count: int) -> Iterator[Head]:
-    """Intact frames behind a broken one, whose length may be wrong: at any multiple of 16 bytes.
-
-    Blocking: looks through the rest of the segment.
-    """
+    """Intact frames behind a broken one, whose length may be wrong: at any multiple of 16 bytes."""
     begin = min(offset + _ALIGNMENT, len(written))
     count = max(0, len(written) - begin) // _ALIGNMENT
     pieces = np.frombuffer(written, np.uint8, count * _ALIGNMENT, begin).reshape(count, _ALIGNMENT)

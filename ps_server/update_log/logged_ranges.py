@@ -7,7 +7,6 @@
 
 Rules:
     - A snapshot is taken between two events, like the copy for a backup that joins.
-    - While much waits to be written, no snapshot is taken.
 
 Invariants:
     LOG-2  A range that is not given back to a server is ended in its log, and not gone on with.

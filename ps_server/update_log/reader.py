@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -132,8 +133,10 @@ def _mapped(number: int, path: Path) -> Segment | None:
     magic = bytes(mapped[: len(MAGIC)])
     if magic != MAGIC[: len(mapped)] and any(magic):  # after a power cut there may be zeros
         raise InvalidUpdateLog(f"{path}: this is no segment of an update log of this version")
-    head = _header_at(mapped)
-    if head is None:
+    head = None
+    with contextlib.suppress(InvalidUpdateLog):
+        head = head_at(mapped, len(MAGIC))
+    if head is None or not is_intact(mapped, len(MAGIC), head):
         if any(each.kind is not FrameKind.TABLE for each in intact_behind(mapped, 0, _RANGES)):
             raise InvalidUpdateLog(f"{path}: its header is damaged")
         return None
@@ -147,15 +150,6 @@ def _mapped(number: int, path: Path) -> Segment | None:
             f"{path}: format version {header.format_version}; expected {FORMAT_VERSION}"
         )
     return Segment(number, path, header, mapped)
-
-
-def _header_at(mapped: memoryview) -> Head | None:
-    """The first frame's head, if the frame is intact."""
-    try:
-        head = head_at(mapped, len(MAGIC))
-    except InvalidUpdateLog:
-        return None
-    return head if head is not None and is_intact(mapped, len(MAGIC), head) else None
 
 
 def _look_through(segment: Segment, starts: dict[RangeId, RangeStart], *, is_newest: bool) -> None:

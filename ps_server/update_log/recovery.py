@@ -22,7 +22,7 @@ from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from ps_server.lane.shards import Shards
 from ps_server.replication.backup import Replica
-from ps_server.update_log.directory import LogDirectory, boot_id
+from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.reader import FORMAT_VERSION, LogContents, RangeStart, scan
 from ps_server.update_log.replay import replayed
 from ps_server.update_log.writer import LogSetting, UpdateLog
@@ -34,7 +34,6 @@ class RecoveredLog:
     """An open log with the ranges that were recovered from it.
 
     Attributes:
-        directory: its lock is held.
         timeline: of the recovered ranges; empty if there are none.
         replicas: the recovered ranges, whose values are in the server's stores.
         segments: the segment in which each of these begins.
@@ -128,7 +127,7 @@ def read_log(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -
 
 def _read(directory: LogDirectory, shards: Shards, kernel_fingerprint: str) -> RecoveredLog:
     begin_s = clock.now_s()
-    paths = directory.segments()
+    paths = segments_in(directory.path)
     sizes = {number: path.stat().st_size for number, path in paths.items()}
     boot = boot_id()
     nothing = RecoveredLog(directory, b"", {}, {}, sizes, kernel_fingerprint, boot)

@@ -3,7 +3,6 @@
     frames --BEGIN | SNAPSHOT | RECORD--> replicas, and values in the stores
 
 Rules:
-    - Frames before their range's start are passed over.
     - A record that was torn at the end of a segment is dropped.
 
 Invariants:
@@ -48,11 +47,7 @@ class _LogReplay:
         self._reader = ReplicationReader(is_open=True)
 
     def take(self, frame: LogFrame) -> None:
-        """Take the next frame.
-
-        Raises:
-            InvalidUpdateLog: it does not follow the frames before.
-        """
+        """Take the next frame; InvalidUpdateLog if it does not follow the frames before."""
         if frame.segment != self._segment:
             self._segment = frame.segment
             self._reader = ReplicationReader(is_open=True)

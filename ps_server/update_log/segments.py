@@ -90,9 +90,7 @@ class LogSegments:
                 self._starts[written[0]] = written[1]
 
     def is_full(self, state_bytes: int) -> bool:
-        """True if another segment should begin; snapshots of all ranges have about
-        `state_bytes`.
-        """
+        """True if another segment should begin; all snapshots have about `state_bytes`."""
         if self.lagging or self._coming:
             return False
         return self._update_bytes >= max(self._bound_bytes // _SEGMENTS_A_BOUND, state_bytes)

@@ -134,9 +134,7 @@ class UpdateLog:
         del self._tables[table_id]
 
     def turn(self, state_bytes: int) -> None:
-        """Begin another segment if this one is full, and remove those that no range needs; for
-        `state_bytes` see `LogSegments.is_full`.
-        """
+        """Begin another segment if this one `is_full`, and remove those that no range needs."""
         if self.segments.is_full(state_bytes):
             self._next_segment()
         for number in self.segments.let_go():

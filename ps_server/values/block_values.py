@@ -70,11 +70,8 @@ def encoded(values: Tensor, length: int, codec: Codec, pool: BufferPool) -> byte
 
 
 def received(table: Table, state: BlockState, elements: Elements) -> Contribution:
-    """A block of another server's sum, where it lies.
-
-    Raises:
-        InvalidKeys: its presence bitmap has the wrong length.
-        InvalidTensor: its payload has.
+    """A block of another server's sum, where it lies. Raises InvalidKeys if its presence bitmap has
+    the wrong length, InvalidTensor if its payload has.
     """
     block, presence, payload = elements
     count = state.segment_count

@@ -34,8 +34,6 @@ class _Free:
 class BufferPool:
     """Flat tensors by dtype and number of elements."""
 
-    __slots__ = ("_free",)
-
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, int], _Free] = {}
 

@@ -95,10 +95,8 @@ def element_mask(bounds: npt.NDArray[np.int64], present: Mask) -> npt.NDArray[np
 
 
 def presence_mask(table: str, block: int, segment_count: int, presence: bytes) -> Mask | None:
-    """The mask of segments that a bitmap has; None for all, as of an empty one.
-
-    Raises:
-        InvalidKeys: it has the wrong length.
+    """The mask of segments that a bitmap has; None for all, as of an empty one. Raises InvalidKeys
+    if it has the wrong length.
     """
     if not presence:
         return None

@@ -13,7 +13,6 @@ Rules:
     - Copies that open ranges may still need count as taken: an open range always has space.
     - Updates decided before a range is held may still be applied: their blocks are copied beyond
       the quota.
-    - A range larger than the quota is open when enough of it has been written.
 
 Invariants:
     CW-1  Each block of a captured range is handed over once, as it was when the range was captured.
@@ -37,56 +36,50 @@ class RangeSnapshots:
 
     def __init__(self, take: TakeBlock) -> None:
         self._take = take
-        self._stores: dict[Key, ShardStore] = {}
-        self._blocks: dict[Key, dict[int, None]] = {}
+        self._captured: dict[Key, tuple[ShardStore, dict[int, None]]] = {}
 
     def add(self, key: Key, store: ShardStore, blocks: Iterable[int]) -> None:
         """Capture these blocks as they are."""
         captured = dict.fromkeys(blocks)
         if captured:
-            self._stores[key], self._blocks[key] = store, captured
+            self._captured[key] = store, captured
 
     def before_change(self, key: Key, blocks: Iterable[int]) -> None:
         """Hand over captured blocks among these, which are about to change."""
-        captured = self._blocks.get(key)
-        if not captured:
+        if key not in self._captured:
             return
-        store = self._stores[key]
+        _, captured = self._captured[key]
         for block in blocks:
             if block in captured:
-                del captured[block]
-                self._forget_if_done(key)
-                self._take(key, store.saved(block))
+                self._take(key, self._handed_over(key, block))
 
     @property
     def has_more(self) -> bool:
-        return bool(self._blocks)
+        return bool(self._captured)
 
     def has(self, key: Key) -> bool:
-        return key in self._blocks
+        return key in self._captured
 
     def next(self, of: Iterable[Key]) -> tuple[Key, SavedBlock] | None:
         """Hand over a block of the first of these ranges that has one: views that are valid until
         anything changes.
         """
-        key = next((each for each in of if each in self._blocks), None)
-        if key is None:
-            return None
-        captured = self._blocks[key]
-        block = next(iter(captured))
-        del captured[block]
-        saved = self._stores[key].saved(block)
-        self._forget_if_done(key)
-        return key, saved
+        for key in of:
+            if key in self._captured:
+                _, captured = self._captured[key]
+                return key, self._handed_over(key, next(iter(captured)))
+        return None
 
     def end(self) -> None:
         """Forget all captured blocks."""
-        self._stores.clear()
-        self._blocks.clear()
+        self._captured.clear()
 
-    def _forget_if_done(self, key: Key) -> None:
-        if not self._blocks[key]:
-            del self._blocks[key], self._stores[key]
+    def _handed_over(self, key: Key, block: int) -> SavedBlock:
+        store, captured = self._captured[key]
+        del captured[block]
+        if not captured:
+            del self._captured[key]
+        return store.saved(block)
 
 
 class CopyQuota:

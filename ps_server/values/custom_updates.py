@@ -102,11 +102,7 @@ class CheckedUpdate:
         numbers: Mapping[str, float],
         step: int,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the update on tensors of its own, and check shapes and dtypes of its result.
-
-        Raises:
-            Broken: it raised, or gave back something else.
-        """
+        """Call the update on tensors of its own, and check its result; Broken says what it did."""
         like = values.shape, values.dtype
         try:
             with torch.no_grad():
@@ -128,11 +124,7 @@ class CheckedUpdate:
 
 
 def checked(name: str, named: object) -> CheckedUpdate:
-    """The object of an entry point as an update.
-
-    Raises:
-        InvalidConfig: it lacks what the contract asks for; says what.
-    """
+    """The object of an entry point as an update; InvalidConfig says what it lacks."""
     what = f"custom update '{name}'"
     try:
         made = named() if isinstance(named, type) else named
@@ -224,13 +216,8 @@ class CustomOptimizer:
         parts: Sequence[tuple[BlockState, Contribution]],
         numbers: Mapping[str, float],
     ) -> None:
-        """Run update `clock` on the present tensors of all blocks, or of none (CU-1).
-
-        Shapes:
-            parts: blocks, each with its reduced gradient, which is only read.
-
-        Raises:
-            UpdateFailed: the update raised, or gave back what it must not; nothing has changed.
+        """Run update `clock` on the present tensors of all blocks, or raise UpdateFailed and change
+        none (CU-1). Each block has its reduced gradient, which is only read.
         """
         changes = []
         for state, total in parts:

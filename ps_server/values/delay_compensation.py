@@ -39,11 +39,9 @@ class ReaderValues:
         return sum(kept.nbytes for kept in self._kept.values())
 
     def keep(self, reader: Incarnation, block: int, values: Tensor) -> None:
-        kept = self._kept.get((reader, block))
-        if kept is None:
-            kept = self._pool.take(values.numel(), values.dtype)
-            self._kept[reader, block] = kept
-        kept.copy_(values)
+        if (reader, block) not in self._kept:
+            self._kept[reader, block] = self._pool.take(values.numel(), values.dtype)
+        self._kept[reader, block].copy_(values)
 
     def find(self, reader: Incarnation, block: int) -> Tensor | None:
         return self._kept.get((reader, block))

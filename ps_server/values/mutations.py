@@ -1,10 +1,5 @@
 """Mutations: a committed decision's changes of values, done by the primary and sent to backups.
 
-    Put        a sum becomes values
-    KeptSum    a sum was reduced, and waits for its scale; `Put` follows
-    Dropped    a kept sum, or an accumulator, is dropped
-    Assigned   initial values, or an edit's: values, or optimizer state that it lays beside
-
 An accumulator holds the sums of an update, is detached from the store, and opaque here. On its way
 to a backup it is a `SentAccumulator`: before it is averaged (after it, where it was kept), in the
 table's own arithmetic. Both ends run the same arithmetic on the same numbers.
@@ -61,7 +56,7 @@ class Put(NamedTuple):
 
 
 class KeptSum(NamedTuple):
-    """A sum was reduced, and waits for its scale."""
+    """A sum was reduced, and waits for its scale; `Put` follows."""
 
     record: Record
     accumulator: Any
@@ -74,7 +69,9 @@ class Dropped(NamedTuple):
 
 
 class Assigned(NamedTuple):
-    """`parts` are (block, payload) pairs; `Elements` on their way to a backup."""
+    """Initial values, or an edit's: values, or optimizer state that it lays beside. `parts` are
+    (block, payload) pairs; `Elements` on their way to a backup.
+    """
 
     record: Record
     parts: tuple[Any, ...]

@@ -72,9 +72,7 @@ def _array(state: BlockState, optimizer: OptimizerSpec, name: str) -> Tensor:
 def assign_array(
     state: BlockState, optimizer: OptimizerSpec, of: tuple[str, bytes], part: Contribution
 ) -> None:
-    """Lay an array beside what there is, or, of `step`, put in place what was laid beside. `of` is
-    the array, and the name of the edit.
-    """
+    """Lay an edit's array beside what there is, or, of `step`, put in place what lies beside."""
     name, edit = of
     check(optimizer.has_array(name), "STO-6", f"{name} is assigned")
     own = f"{_BESIDE}{edit.hex()}/"

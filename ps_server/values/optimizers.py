@@ -25,7 +25,8 @@ Reference: DESIGN's measurements of torch's fused, foreach and single-tensor ker
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -198,9 +199,8 @@ class Optimizer:
         else:
             self._apply_in_part(state, gradient, present, hyperparameters)
         if "clamp_min" in hyperparameters or "clamp_max" in hyperparameters:
-            _clamp(
-                state, present, hyperparameters.get("clamp_min"), hyperparameters.get("clamp_max")
-            )
+            low, high = hyperparameters.get("clamp_min"), hyperparameters.get("clamp_max")
+            _clamp(state, present, low, high)
 
     def _apply_in_part(
         self,
@@ -218,54 +218,42 @@ class Optimizer:
         runs = _runs(state.bounds, counts)
         if len(runs) > _MAX_RUN_COUNT * len(distinct):
             for count in distinct.tolist():
-                self._run_masked(state, gradient, (counts == count, count), hyperparameters)
+                with _only(state, counts == count):
+                    whole = _piece(state, gradient, (0, state.values.numel(), count))
+                    kernel.run(whole, hyperparameters)
         else:
             for run in runs:
-                if kernel.is_fused:
-                    self._run_aligned(state, gradient, run, hyperparameters)
-                else:
+                if not kernel.is_fused:
                     kernel.run(_piece(state, gradient, run), hyperparameters)
+                    continue
+                begin, end, count = run
+                low, high = begin - begin % BLOCK_ALIGNMENT_ELEMENTS, padded_length(end)
+                with _kept(state, (low, begin), (end, min(high, state.length))):
+                    kernel.run(_piece(state, gradient, (low, high, count)), hyperparameters)
         steps[here] = kernel.steps_after(steps[here], hyperparameters)
         state.set_segment_steps(steps)
 
-    def _run_masked(
-        self,
-        state: BlockState,
-        gradient: Tensor,
-        part: tuple[Mask, int],
-        hyperparameters: HyperparameterValues,
-    ) -> None:
-        """Run the kernel on the whole block; undo what it did to segments outside the mask."""
-        mask, steps = part
-        outside = torch.ones(state.values.numel(), dtype=torch.bool)
-        outside[: state.length] = torch.from_numpy(np.repeat(~mask, np.diff(state.bounds)))
-        touched = (state.values, *state.slots.values())
-        saved = [tensor.clone() for tensor in touched]
-        self._kernel.run(_piece(state, gradient, (0, state.values.numel(), steps)), hyperparameters)
-        for tensor, before in zip(touched, saved, strict=True):
-            torch.where(outside, before, tensor, out=tensor)
 
-    def _run_aligned(
-        self,
-        state: BlockState,
-        gradient: Tensor,
-        run: tuple[int, int, int],
-        hyperparameters: HyperparameterValues,
-    ) -> None:
-        """Run the kernel on the 64-aligned hull of `run`; undo what it did to the neighbours."""
-        begin, end, steps = run
-        low, high = begin - begin % BLOCK_ALIGNMENT_ELEMENTS, padded_length(end)
-        sides = ((low, begin), (end, min(high, state.length)))
-        edges = [side for side in sides if side[0] < side[1]]
-        touched = (state.values, *state.slots.values()) if edges else ()
-        saved = [
-            (tensor[first:last], tensor[first:last].clone())
-            for tensor in touched
-            for first, last in edges
-        ]
-        self._kernel.run(_piece(state, gradient, (low, high, steps)), hyperparameters)
-        for neighbour, before in saved:
-            neighbour.copy_(before)
+@contextmanager
+def _only(state: BlockState, mask: Mask) -> Iterator[None]:
+    """Undo at the end what was done to segments outside the mask."""
+    outside = torch.ones(state.values.numel(), dtype=torch.bool)
+    outside[: state.length] = torch.from_numpy(np.repeat(~mask, np.diff(state.bounds)))
+    saved = [(tensor, tensor.clone()) for tensor in (state.values, *state.slots.values())]
+    yield
+    for tensor, before in saved:
+        torch.where(outside, before, tensor, out=tensor)
+
+
+@contextmanager
+def _kept(state: BlockState, *sides: tuple[int, int]) -> Iterator[None]:
+    """Undo at the end what was done to neighbours of a run, which its 64-aligned hull has."""
+    touched = [state.values, *state.slots.values()]
+    cuts = [tensor[low:high] for low, high in sides if low < high for tensor in touched]
+    saved = [(cut, cut.clone()) for cut in cuts]
+    yield
+    for neighbour, before in saved:
+        neighbour.copy_(before)
 
 
 def initial_state_value(optimizer: OptimizerSpec, name: str) -> float:

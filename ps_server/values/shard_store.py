@@ -7,8 +7,7 @@ between threads.
 Rules:
     - Values are kept and summed in float32, for float64 tables in float64; workers of float16 and
       bfloat16 tables see them rounded to nearest even.
-    - `decode` refuses whatever is wrong and changes nothing. Every other call checks before it
-      changes anything.
+    - Every call checks before it changes anything.
     - A tensor that no contributor had is skipped: values, optimizer state and step count stay. A
       block without a present tensor is not touched and keeps its version.
     - AGGREGATE: the value after clock c is the reduced sum of clock c; a tensor absent from it
@@ -30,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -125,14 +124,14 @@ class ShardStore:
         spec = table.spec
         self._table = table
         self._name = spec.name
-        self._pool = pool if pool is not None else BufferPool()
+        self._pool = pool or BufferPool()
         self._dtype = arithmetic_dtype(table)
         if ready is None:
             ready = {block: ready_block(table, block, home) for block in sorted(blocks)}
         self._states = {block: state for block, (state, _) in ready.items()}
         self._payloads = {block: payload for block, (_, payload) in ready.items()}
         self._versions = dict.fromkeys(self._states, 0)
-        self._block_bytes = self._bytes_of(self._states)  # counted on: a store may have thousands
+        self._block_bytes = self._counted_bytes()  # counted on: a store may have thousands
         self.lineage = object()
         self._kept = delay.ReaderValues(self._pool)
         self._accumulators: defaultdict[int, Accumulator] = defaultdict(Accumulator)
@@ -146,8 +145,8 @@ class ShardStore:
         """Bytes of all that is kept, for readers too; sums in the making do not count."""
         return self._kept.byte_count + self._sums.byte_count + self._block_bytes
 
-    def _bytes_of(self, blocks: Iterable[int]) -> int:
-        return sum(self._states[block].state_bytes for block in blocks)
+    def _counted_bytes(self) -> int:
+        return sum(state.state_bytes for state in self._states.values())
 
     def decode(
         self,
@@ -224,9 +223,8 @@ class ShardStore:
         ahead = self._means_ahead.get(part.block)
         slot = self._states[part.block].slots.get(delay.MEAN_SQUARE)
         mean = delay.mean_after(part, slot if ahead is None else ahead.values, self._pool)
-        replaced = accumulator.means.get(part.block)
-        if replaced is not None:
-            contributions.release(replaced, self._pool)
+        if part.block in accumulator.means:
+            contributions.release(accumulator.means[part.block], self._pool)
         accumulator.means[part.block] = self._means_ahead[part.block] = mean
         return mean
 
@@ -240,10 +238,8 @@ class ShardStore:
         """Add one worker's step to the sums of `clock`; called in rank order.
 
         Args:
-            clock: the update.
             parts: (block, contribution) pairs. The store takes the contributions over (STO-1); a
                 lone float32 or float64 one with scale 1 is used where it lies.
-            scale: what the contributions are multiplied by.
             compensation: how they are corrected for the updates that they missed, if so.
 
         Raises:
@@ -263,12 +259,8 @@ class ShardStore:
             accumulator.add(part, self._pool)
 
     def reducing(self, clock: int, contributor_count: int) -> Work[tuple[float, ...]]:
-        """Form the reduced gradient of `clock` from what was accumulated; `apply` then only scales
-        it.
-
-        Returns:
-            Of each block of the range, ascending, the sum of the squares of its reduced gradient,
-            in float64; absent tensors count as zeros.
+        """Form the reduced gradient of `clock`; `apply` then only scales it. Returns the sum of the
+        squares of its present elements, of each block of the range, ascending, in float64.
         """
         accumulator = self._accumulators[clock]
         yield from self._arithmetic.reducing(accumulator, contributor_count)
@@ -305,12 +297,9 @@ class ShardStore:
         """Apply a sum that was taken, or came from another server, some blocks after others.
 
         Args:
-            clock: the update.
-            accumulator: its sum, which is used up.
-            hyperparameters: put over the table's own; empty means those.
+            accumulator: the sum, which is used up.
+            hyperparameters: put over the table's own.
             contributor_count: the workers that took part, with or without gradients.
-            update_scale: what the reduced gradient is multiplied by.
-            changes: who is told of blocks before they change and after.
 
         Returns:
             The blocks touched, ascending.
@@ -391,10 +380,9 @@ class ShardStore:
             if mean is None:
                 continue
             state = self._states[block]
-            slot = state.slots.get(delay.MEAN_SQUARE)
-            if slot is None:
-                slot = state.slots[delay.MEAN_SQUARE] = torch.zeros_like(state.values)
-            contributions.copy_present(mean, slot)
+            if delay.MEAN_SQUARE not in state.slots:
+                state.slots[delay.MEAN_SQUARE] = torch.zeros_like(state.values)
+            contributions.copy_present(mean, state.slots[delay.MEAN_SQUARE])
             self._forget_ahead(mean)
             contributions.release(mean, self._pool)
 
@@ -510,11 +498,8 @@ class ShardStore:
         at_once(self.restoring(copy))
 
     def restoring(self, copy: StoreCopy, changes: ChangeHooks = NOBODY_LOOKS) -> Work[None]:
-        """Restore the store from `copy`, in the memory that the values have; nothing else stays.
-        Sums stay in the memory of `copy`.
-
-        Raises:
-            As `checking`; then nothing has changed.
+        """After `checking`, restore the store from `copy`, in the memory that the values have;
+        nothing else stays. Sums stay in the memory of `copy`.
         """
         yield from self.checking(copy)
         self.abandon()
@@ -529,7 +514,7 @@ class ShardStore:
         for each in copy.sums:
             sums = self._accumulators if each.waits else kept
             sums[each.clock] = yield from self.receiving(each.accumulator)
-        self._block_bytes = self._bytes_of(self._states)
+        self._block_bytes = self._counted_bytes()
         self._sums.restore(kept)
 
     def abandon(self) -> None:
@@ -551,7 +536,7 @@ class ShardStore:
             edit: under which name.
 
         Raises:
-            InvalidKeys: the table's optimizer has no such array; nothing has changed.
+            InvalidKeys: the table's optimizer has no such array.
         """
         self._check_parts(parts)
         if array:
@@ -568,11 +553,7 @@ class ShardStore:
             contributions.release(part, self._pool)
 
     def read_array(self, block: int, array: str) -> bytes:
-        """A block's elements of an array of optimizer state, in the table's arithmetic.
-
-        Raises:
-            InvalidKeys: the block, or the array, is not here.
-        """
+        """A block's elements of an array of optimizer state; InvalidKeys if either is not here."""
         state = self._state(block)
         check_array(self._table, array)
         return read_array(state, self._table.spec.optimizer, array)

@@ -116,12 +116,10 @@ class SavedBlock(NamedTuple):
     def copied_to(self, buffer: memoryview) -> SavedBlock:
         """A copy that shares nothing with the block, in `buffer`: `byte_count` writable bytes."""
         tensors = []
-        begin = 0
         for name, payload in self.tensors:
-            target = buffer[begin : begin + payload.nbytes]
+            target, buffer = buffer[: payload.nbytes], buffer[payload.nbytes :]
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(payload, np.uint8))
             tensors.append((name, target))
-            begin += payload.nbytes
         return self._replace(tensors=tuple(tensors))
 
 

@@ -63,10 +63,9 @@ class Accumulator:
 
     def add(self, part: Contribution, pool: BufferPool) -> None:
         """Add a contribution, which is taken over."""
-        sum_before = self.parts.get(part.block)
-        self.parts[part.block] = (
-            part if sum_before is None else contributions.added(sum_before, part, pool)
-        )
+        if part.block in self.parts:
+            part = contributions.added(self.parts[part.block], part, pool)
+        self.parts[part.block] = part
 
     def release(self, pool: BufferPool) -> None:
         for part in (*self.parts.values(), *self.means.values()):
@@ -85,8 +84,6 @@ class Accumulator:
 
 class KeptSums:
     """The newest reduced sums of an AGGREGATE table, by clock; `table` is its name."""
-
-    __slots__ = ("_pool", "_sums", "_table")
 
     def __init__(self, table: str, pool: BufferPool) -> None:
         self._table = table
@@ -185,9 +182,7 @@ class UpdateArithmetic:
         terms: Terms,
     ) -> None:
         """Update some of the accumulator's blocks, or all where `is_whole`, and use up their sums.
-
-        Raises:
-            UpdateFailed: the custom update failed; values and state are as they were.
+        After UpdateFailed values and state are as they were.
         """
         parts, count = accumulator.parts, terms.contributor_count
         check(count >= 1 or not parts, "STO-3", "a sum without contributors")
