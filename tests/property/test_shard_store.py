@@ -75,7 +75,7 @@ def test_a_store_does_what_its_dumb_twin_does(data: st.DataObject) -> None:
             clock += 1
             assert touched == twin.apply(clock, count, scale)
         check_reads(store, twin, clock)
-        assert store._block_bytes == store._bytes_of(store._states)
+        assert store._block_bytes == store._counted_bytes()
         assert before == [[part.payload for part in parts] for parts, _ in steps]
     if subject.spec.optimizer.kind is not OptimizerKind.AGGREGATE:
         assert not pool.out
