@@ -5,10 +5,16 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ps_core import limits
 from ps_core.errors import InvalidConfig
 from ps_runtime.settings.config import argument_parser, check_choice
+
+
+def _option(default: Any, text: str) -> Any:
+    """A field with its default and its line of help."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,75 +24,48 @@ class ServerConfig:
     scheduler: tuple[str, ...] = field(
         metadata={"help": "scheduler addresses, host:port, comma-separated"}
     )
-    listen: str = field(
-        default="127.0.0.1:0",
-        metadata={"help": "host:port to serve gRPC on; port 0 takes a free one"},
+    listen: str = _option("127.0.0.1:0", "host:port to serve gRPC on; port 0 takes a free one")
+    advertise: str | None = _option(None, "host:port or host under which others reach this server")
+    http_listen: str = _option("127.0.0.1:0", "host:port of /metrics, /healthz and /readyz")
+    stream_listen: str = _option(
+        "auto",
+        "host:port of the stream port, where pushpull's own faster HTTP/2 serves gRPC; "
+        "auto takes a free one at listen's host, off has none",
     )
-    advertise: str | None = field(
-        default=None, metadata={"help": "host:port or host under which others reach this server"}
-    )
-    http_listen: str = field(
-        default="127.0.0.1:0", metadata={"help": "host:port of /metrics, /healthz and /readyz"}
-    )
-    stream_listen: str = field(
-        default="auto",
-        metadata={
-            "help": "host:port of the stream port, where pushpull's own faster HTTP/2 serves gRPC; "
-            "auto takes a free one at listen's host, off has none"
-        },
-    )
-    cluster_id: str = field(default="", metadata={"help": "the cluster meant; empty: any"})
-    log_level: str = field(default="info", metadata={"help": "debug, info, warning or error"})
-    log_format: str = field(default="text", metadata={"help": "text, or json: an object a line"})
+    cluster_id: str = _option("", "the cluster meant; empty: any")
+    log_level: str = _option("info", "debug, info, warning or error")
+    log_format: str = _option("text", "text, or json: an object a line")
     ready_file: Path | None = field(
         default=None, metadata={"help": "file to write when serving: the addresses as JSON"}
     )
-    connect_deadline_s: float = field(
-        default=60.0, metadata={"help": "seconds to go on trying to reach the scheduler at start"}
+    connect_deadline_s: float = _option(
+        60.0, "seconds to go on trying to reach the scheduler at start"
     )
-    drain_grace_s: float = field(
-        default=25.0,
-        metadata={
-            "help": "seconds that a server told to stop by SIGTERM stays while it has the only "
-            "copy of anything, until another server or a checkpoint has it; calls may finish in "
-            "them too"
-        },
+    drain_grace_s: float = _option(
+        25.0,
+        "seconds that a server told to stop by SIGTERM stays while it has the only copy of "
+        "anything, until another server or a checkpoint has it; calls may finish in them too",
     )
-    lane: str = field(
-        default="auto",
-        metadata={
-            "help": "auto shares memory with clients on this host, where it can; shm must; grpc "
-            "does not"
-        },
+    lane: str = _option(
+        "auto",
+        "auto shares memory with clients on this host, where it can; shm must; grpc does not",
     )
-    threads: int = field(
-        default=1, metadata={"help": "torch threads for updates; 0 leaves torch's own choice"}
+    threads: int = _option(1, "torch threads for updates; 0 leaves torch's own choice")
+    checkpoint_rate_mb_s: float = _option(
+        limits.CHECKPOINT_RATE_BYTES_S / 1e6,
+        "MB a second read for a checkpoint while training goes on, not counting blocks that are "
+        "about to change; 0: no bound",
     )
-
-    checkpoint_rate_mb_s: float = field(
-        default=limits.CHECKPOINT_RATE_BYTES_S / 1e6,
-        metadata={
-            "help": "MB a second read for a checkpoint while training goes on, not counting blocks "
-            "that are about to change; 0: no bound"
-        },
+    memory_mb: int = _option(
+        0,
+        "MiB that tables may take here; 0: nine tenths of what the machine has, or the container, "
+        "shared with the other servers there",
     )
-
-    memory_mb: int = field(
-        default=0,
-        metadata={
-            "help": "MiB that tables may take here; 0: nine tenths of what the machine has, or the "
-            "container, shared with the other servers there"
-        },
+    checkpoint_buffer_mb: int = _option(
+        limits.CHECKPOINT_BUFFER_BYTES // 2**20,
+        "MiB of copies that may wait to be written to a checkpoint; where a step would need more "
+        "it waits for the checkpoint's store",
     )
-
-    checkpoint_buffer_mb: int = field(
-        default=limits.CHECKPOINT_BUFFER_BYTES // 2**20,
-        metadata={
-            "help": "MiB of copies that may wait to be written to a checkpoint; where a step would "
-            "need more it waits for the checkpoint's store"
-        },
-    )
-
     update_log: Path | None = field(
         default=None,
         metadata={
@@ -94,30 +73,22 @@ class ServerConfig:
             "started again there goes on from it; unset: none"
         },
     )
-    update_log_mb: int = field(
-        default=limits.UPDATE_LOG_BYTES // 1_000_000,
-        metadata={"help": "MB of the update log above which the oldest updates go"},
+    update_log_mb: int = _option(
+        limits.UPDATE_LOG_BYTES // 1_000_000,
+        "MB of the update log above which the oldest updates go",
     )
-    update_log_sync: bool = field(
-        default=False,
-        metadata={
-            "help": "an update counts when the disk has it, so that the log survives a power cut, "
-            "and not the server's death alone"
-        },
+    update_log_sync: bool = _option(
+        False,
+        "an update counts when the disk has it, so that the log survives a power cut, and not the "
+        "server's death alone",
     )
 
     def __post_init__(self) -> None:
         check_choice("lane", self.lane, limits.LANES)
-        if self.memory_mb < 0:
-            raise InvalidConfig(f"memory_mb is {self.memory_mb}; expected at least 0")
-        if self.checkpoint_buffer_mb < 0:
-            raise InvalidConfig(
-                f"checkpoint_buffer_mb is {self.checkpoint_buffer_mb}; expected at least 0"
-            )
-        if self.update_log_mb < 1:
-            raise InvalidConfig(f"update_log_mb is {self.update_log_mb}; expected at least 1")
+        for name, least in (("memory_mb", 0), ("checkpoint_buffer_mb", 0), ("update_log_mb", 1)):
+            if getattr(self, name) < least:
+                raise InvalidConfig(f"{name} is {getattr(self, name)}; expected at least {least}")
 
 
 def parser() -> argparse.ArgumentParser:
-    description = "Runs a parameter server of a cluster."
-    return argument_parser(ServerConfig, description, "pushpull server")
+    return argument_parser(ServerConfig, "Runs a parameter server of a cluster.", "pushpull server")

@@ -73,56 +73,41 @@ def decides(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Param
     """Wrap a method that hands an event to a machine, which may refuse it. A generator is guarded
     from its first step to its last.
     """
-    if inspect.isgeneratorfunction(method):
-        return cast("_Method[MortalT, Params, ResultT]", _in_steps(method, is_refusable=True))
-
-    @functools.wraps(method)
-    def guarded(self: MortalT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
-        self.health.check()
-        try:
-            return method(self, *args, **kwargs)
-        except InvariantViolation as failure:
-            self.health.failed(failure)
-            raise
-        except PushpullError:
-            raise
-        except Exception as failure:
-            self.health.failed(failure)
-            raise
-
-    return guarded
+    return _guarded(method, may_refuse=True)
 
 
 def carries_out(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Params, ResultT]:
     """Wrap a method that carries decisions out: none can be refused. Generators as in `decides`."""
-    if inspect.isgeneratorfunction(method):
-        return cast("_Method[MortalT, Params, ResultT]", _in_steps(method, is_refusable=False))
+    return _guarded(method, may_refuse=False)
+
+
+def _guarded(
+    method: _Method[MortalT, Params, ResultT], *, may_refuse: bool
+) -> _Method[MortalT, Params, ResultT]:
+    def note(self: _Mortal, failure: Exception) -> None:
+        is_refusal = isinstance(failure, PushpullError)
+        if not (may_refuse and is_refusal) or isinstance(failure, InvariantViolation):
+            self.health.failed(failure)
 
     @functools.wraps(method)
-    def guarded(self: MortalT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
+    def call(self: MortalT, /, *args: Params.args, **kwargs: Params.kwargs) -> ResultT:
         self.health.check()
         try:
             return method(self, *args, **kwargs)
         except Exception as failure:
-            self.health.failed(failure)
+            note(self, failure)
             raise
 
-    return guarded
-
-
-def _in_steps(steps_of: Callable[..., Generator[Any, Any, Any]], *, is_refusable: bool) -> Any:
-    @functools.wraps(steps_of)
-    def guarded(self: _Mortal, /, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+    @functools.wraps(method)
+    def steps(self: Any, /, *args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         self.health.check()
         try:
-            return (yield from steps_of(self, *args, **kwargs))
+            return (yield from cast("Any", method)(self, *args, **kwargs))
         except Exception as failure:
-            is_refusal = isinstance(failure, PushpullError)
-            if not (is_refusable and is_refusal) or isinstance(failure, InvariantViolation):
-                self.health.failed(failure)
+            note(self, failure)
             raise
 
-    return guarded
+    return cast("Any", steps) if inspect.isgeneratorfunction(method) else call
 
 
 def _nothing(failure: Exception) -> None:

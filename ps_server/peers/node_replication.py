@@ -347,11 +347,6 @@ class ReplicatedRanges:
     # --- figures
 
     @property
-    def backed_up_count(self) -> int:
-        """Ranges that this server backs up."""
-        return len(self.replication.replicas)
-
-    @property
     def held_count(self) -> int:
         """Decisions that wait for backups or the update log."""
         return sum(p.log.held_count for p in self.replication.primaries.values())

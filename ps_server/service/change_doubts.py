@@ -13,11 +13,10 @@ import contextlib
 import grpc
 
 from ps_core.change import ChangeResult
-from ps_core.cluster_view import ClusterView, Session
-from ps_core.errors import NotOwner, PushpullError
+from ps_core.cluster_view import ClusterView
+from ps_core.errors import NotOwner
 from ps_core.keys import NodeId
 from ps_runtime.cluster import wire
-from ps_runtime.cluster.wire import change_outcome_from_proto
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.observe import logs
@@ -29,16 +28,10 @@ _ANSWER_S = 2.0
 
 
 class ChangeDoubts:
-    """Asks for the outcomes that one server doubts. Belongs to its event loop.
+    """Asks for the outcomes that one server doubts. Belongs to its event loop."""
 
-    Args:
-        node: the server.
-        session: its own.
-    """
-
-    def __init__(self, node: ParameterNode, session: Session) -> None:
+    def __init__(self, node: ParameterNode) -> None:
         self._node = node
-        self._session = session
         self._addresses: dict[NodeId, str] = {}
         self._asking: dict[Doubt, asyncio.Task[None]] = {}
 
@@ -54,7 +47,7 @@ class ChangeDoubts:
                 logs.warning("scheduler_silent", prepared_changes=len(self._node.prepared_changes))
         if is_alone:
             self._node.go_on_alone()
-        doubts = set(self._node.doubts) if is_alone else set()
+        doubts = set(self._node.machine.doubts) if is_alone else set()
         for old in self._asking.keys() - doubts:
             self._asking.pop(old).cancel()
         for doubt in doubts:
@@ -66,7 +59,7 @@ class ChangeDoubts:
 
     async def _ask(self, doubt: Doubt) -> None:
         request = parameters_pb2.SettleChangeRequest(
-            session=wire.session_to_proto(self._session),
+            session=wire.session_to_proto(self._node.session),
             table_id=doubt.table_id,
             number=doubt.number,
         )
@@ -75,14 +68,11 @@ class ChangeDoubts:
                 stub = parameters_pb2_grpc.ParameterServiceStub(channel)
                 answer = await stub.SettleChange(request, timeout=_ANSWER_S)
         except grpc.RpcError as failure:
-            self._unanswered(doubt, from_rpc_error(failure))
+            reason = from_rpc_error(failure).message
+            logs.debug("change_in_doubt", table_id=doubt.table_id, reason=reason)
             return
-        outcome = change_outcome_from_proto(answer.outcome)
+        outcome = wire.change_outcome_from_proto(answer.outcome)
         self._learn(doubt, None if outcome is None else ChangeResult(outcome, answer.after_clock))
-
-    @staticmethod
-    def _unanswered(doubt: Doubt, error: PushpullError) -> None:
-        logs.debug("change_in_doubt", table_id=doubt.table_id, reason=error.message)
 
     def _learn(self, doubt: Doubt, settled: ChangeResult | None) -> None:
         if settled is not None:

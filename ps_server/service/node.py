@@ -233,11 +233,6 @@ class ParameterNode:
         self.works.finish()
         self._settled(self.machine.go_on_alone(self.now()))
 
-    @property
-    def doubts(self) -> tuple[Doubt, ...]:
-        """Undecided changes that hold steps here."""
-        return self.machine.doubts
-
     def change_outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
         """The outcome of a change, in the deciding range, for a server that does not hear the
         scheduler. If this server does not hear it either, an untaken change is given up.

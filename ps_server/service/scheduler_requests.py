@@ -1,9 +1,11 @@
-"""Messages of a server to the scheduler: prepared changes, and requests for backups of its ranges.
-Later views bring the answers.
+"""Messages of a server to the scheduler: prepared changes, requests for backups of its ranges, and
+its departure.
 
 Rules:
     - A prepared change is sent until the scheduler has it, or the change is no longer open.
-    - Requests for backups are made one call at a time.
+    - Requests for backups are made one call at a time. Later views bring the answers.
+    - A server that is told to stop leaves when others have all that it holds (`departure_machine`
+      decides). SIGINT is a person's: nothing is waited for.
 """
 
 from __future__ import annotations
@@ -13,19 +15,24 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from ps_core.cluster_view import BackupRequest
 from ps_core.errors import PushpullError, WaitExpired
+from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.observe import logs
+from ps_runtime.system import clock
 from ps_server.ranges.server_machine import PreparedChange
+from ps_server.replication.departure_machine import Departure, DepartureStep
 
-Send = Callable[[PreparedChange], Awaitable[None]]
-"""Sends one prepared change. WaitExpired: no answer came in time; it may be sent again."""
-
-Ask = Callable[[Sequence[BackupRequest]], Awaitable[object]]
+REASON = "the server stops"
+_ASK_AGAIN_S = 0.2
 
 
 class PrepareReports:
-    """Sends one server's prepared changes. Belongs to one event loop."""
+    """Sends one server's prepared changes. Belongs to one event loop.
 
-    def __init__(self, send: Send) -> None:
+    Args:
+        send: sends one. WaitExpired: no answer came in time; it may be sent again.
+    """
+
+    def __init__(self, send: Callable[[PreparedChange], Awaitable[None]]) -> None:
         self._send = send
         self._sending: dict[PreparedChange, asyncio.Task[None]] = {}
 
@@ -41,21 +48,20 @@ class PrepareReports:
         while True:
             try:
                 await self._send(change)
-            except WaitExpired:  # the scheduler was reached and did not answer in time
+            except WaitExpired:
                 continue
             except PushpullError as error:
                 logs.warning("prepare_unheard", table_id=change.table_id, error=error.message)
             return
 
     def close(self) -> None:
-        """Send no more."""
         self.send(())
 
 
 class BackupRequests:
     """Sends one server's requests for backups. Belongs to one event loop."""
 
-    def __init__(self, ask: Ask) -> None:
+    def __init__(self, ask: Callable[[Sequence[BackupRequest]], Awaitable[object]]) -> None:
         self._ask = ask
         self._asking: asyncio.Task[None] | None = None
         self._is_unheard = False
@@ -78,6 +84,56 @@ class BackupRequests:
         self._is_unheard = False
 
     def close(self) -> None:
-        """Ask no more."""
         if self._asking is not None:
             self._asking.cancel()
+
+
+async def until_kept(link: SchedulerLink, end_s: float) -> None:
+    """Leave the cluster as soon as that loses nothing, or when `end_s` has come by `clock.now_s`.
+    The server goes on serving, since others copy from it.
+
+    Blocking: until then. One that the scheduler has not answered for a lease is not waited for:
+        without it nobody becomes a holder of anything.
+    """
+    departure = Departure(end_s, link.lease_s)
+    while (left_s := departure.left_s(clock.now_s())) > 0:
+        said, alone = departure.awaited, _held_alone(link)
+        error = await _asked(link, left_s)
+        silent_s = clock.now_s() - link.last_scheduler_contact_s
+        match departure.answered(error, silent_s, is_fenced=link.fenced_by is not None):
+            case DepartureStep.LEAVES:
+                if alone and link.replica_count == 1 and not link.checkpoint_url:
+                    why = "one replica, and no place for checkpoints"
+                    logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
+                return
+            case DepartureStep.LEAVES_UNHEARD:
+                logs.warning("leaves_unheard", error="" if error is None else error.message)
+                return
+        if departure.awaited != said:
+            left = round(left_s, 1)
+            logs.info("stays_for_now", reason=departure.awaited, grace_left_s=left)
+        await asyncio.sleep(min(_ASK_AGAIN_S, left_s))
+    alone = _held_alone(link)
+    if alone or departure.awaited:
+        why = departure.awaited or "no answer"
+        logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
+
+
+async def _asked(link: SchedulerLink, timeout_s: float) -> PushpullError | None:
+    """The reason for which the membership has not ended; None: it has."""
+    try:
+        await link.deregister_if_kept(REASON, timeout_s)
+    except PushpullError as error:
+        return error
+    return None
+
+
+def _held_alone(link: SchedulerLink) -> int:
+    """Ranges that no other server has, as far as this one knows."""
+    view, own = link.view, link.session.node_id
+    if view is None or view.finished:
+        return 0
+    return sum(
+        own in r.in_sync and view.living_servers.isdisjoint(set(r.in_sync) - {own})
+        for r in view.ranges
+    )

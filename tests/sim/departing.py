@@ -1,4 +1,4 @@
-"""Servers that are told to stop, as `ps_server.service.departure` does it, beside all else (S8).
+"""Servers that are told to stop, as `until_kept` of a server does it, beside all else (S8).
 
     told --asks, again and again--> the scheduler lets it go --the answer comes--> ended
       +-- the scheduler is not heard for a lease --> ended, if a server may be lost then
