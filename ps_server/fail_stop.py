@@ -30,12 +30,7 @@ ResultT = TypeVar("ResultT")
 
 
 class FailStop:
-    """Health of one server.
-
-    Attributes:
-        failure: the first failure, if there was any.
-        on_failure: called once, with the first failure.
-    """
+    """Health of one server; `on_failure` is called once, with the first failure."""
 
     def __init__(self) -> None:
         self.failure: Exception | None = None
@@ -48,16 +43,10 @@ class FailStop:
             self.on_failure(failure)
 
     def check(self) -> None:
-        """Refuse to begin anything after a failure (FS-1).
-
-        Raises:
-            Draining: the server has failed.
-        """
+        """Refuse to begin anything after a failure (FS-1)."""
         if self.failure is not None:
-            raise Draining(
-                f"the server has failed ({type(self.failure).__name__}) and ends",
-                retry_after_ms=_RETRY_MS,
-            )
+            problem = f"the server has failed ({type(self.failure).__name__}) and ends"
+            raise Draining(problem, retry_after_ms=_RETRY_MS)
 
 
 class _Mortal(Protocol):
@@ -70,14 +59,12 @@ _Method = Callable[Concatenate[MortalT, Params], ResultT]
 
 
 def decides(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Params, ResultT]:
-    """Wrap a method that hands an event to a machine, which may refuse it. A generator is guarded
-    from its first step to its last.
-    """
+    """Wrap a method, or generator, that hands an event to a machine, which may refuse it."""
     return _guarded(method, may_refuse=True)
 
 
 def carries_out(method: _Method[MortalT, Params, ResultT]) -> _Method[MortalT, Params, ResultT]:
-    """Wrap a method that carries decisions out: none can be refused. Generators as in `decides`."""
+    """Wrap a method, or generator, that carries decisions out: none can be refused."""
     return _guarded(method, may_refuse=False)
 
 
@@ -110,5 +97,4 @@ def _guarded(
     return cast("Any", steps) if inspect.isgeneratorfunction(method) else call
 
 
-def _nothing(failure: Exception) -> None:
-    del failure
+def _nothing(_: Exception) -> None: ...

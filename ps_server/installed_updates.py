@@ -35,7 +35,6 @@ class InstalledUpdates:
     updates: dict[str, CheckedUpdate]
 
     def to_proto(self) -> list[scheduler_pb2.CustomUpdate]:
-        """Offers for a registration."""
         return [
             scheduler_pb2.CustomUpdate(
                 name=offer.name,

@@ -198,9 +198,7 @@ class _Membership:
         metrics: ServerMetrics,
         node_metrics: NodeMetrics,
     ) -> None:
-        """Register, serve, and end when the cluster has finished or replaced this server, or when
-        it is told to stop.
-        """
+        """Serve until the cluster has finished or replaced this server, or a signal ends it."""
         stack = self._stack
         await self._register(metrics)
         link, node = self._link, self._node
@@ -366,13 +364,8 @@ class _Membership:
         return restored
 
     async def _see_first_view(self) -> None:
-        """Wait for the first view, and check that this server can write checkpoints.
-
-        If the cluster trains already, a server that cannot write only logs it: others may be
-        waiting for this server.
-
-        Raises:
-            InvalidConfig: the server cannot write there.
+        """Wait for the first view, and check that this server can write checkpoints. If the cluster
+        trains already, it only logs that it cannot: others may be waiting for this server.
         """
         view = await self._link.view_at_least(1, self._settings.connect_deadline_s)
         url = self._link.checkpoint_url

@@ -1,8 +1,8 @@
 """The server's end of the same-host lane: a Unix socket on which sessions and server share memory.
 
-A session that can connect to the socket is on this host. It shows the nonce that OpenSession gave
-it, hands over the segments that its pushes will name, and gets the segments that its pulls are
-answered from. Payloads never travel here, only file descriptors.
+A session that can connect is on this host. It shows the nonce that OpenSession gave it, hands over
+the segments that its pushes will name, and gets those that its pulls are answered from. Payloads
+never travel here, only file descriptors.
 
 Rules:
     - The socket has a name in the abstract namespace: nothing is left behind, however the server
@@ -58,6 +58,10 @@ class _Connection:
     shared_ids: set[int] = field(default_factory=set)
     withdrawn: list[int] = field(default_factory=list)
 
+    @property
+    def shared_words(self) -> str:
+        return f"this session shares {', '.join(map(str, self.segments)) or 'none'}"
+
 
 class SharedLanes:
     """The socket, and its sessions."""
@@ -72,11 +76,7 @@ class SharedLanes:
         self._last_ids: dict[Incarnation, int] = {}
 
     def open(self) -> None:
-        """Listen.
-
-        Raises:
-            OSError: the system has no such sockets.
-        """
+        """Listen; OSError if the system has no such sockets."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
             listener.bind(f"\0{self._name}")
@@ -112,11 +112,8 @@ class SharedLanes:
         """The offer by which a session connects; None if the socket is closed."""
         if self._listener is None:
             return None
-        nonce = self._nonces.get(session.incarnation)
-        if nonce is None:
-            nonce = secrets.token_bytes(_NONCE_BYTES)
-            self._nonces[session.incarnation] = nonce
-            self._sessions[nonce] = session.incarnation
+        nonce = self._nonces.setdefault(session.incarnation, secrets.token_bytes(_NONCE_BYTES))
+        self._sessions[nonce] = session.incarnation
         return parameters_pb2.SameHostOffer(socket_name=self._name, nonce=nonce)
 
     def forget(self, incarnation: Incarnation) -> None:
@@ -132,30 +129,23 @@ class SharedLanes:
     # --- what sessions share
 
     def payload(self, incarnation: Incarnation, shared: parameters_pb2.SharedPayload) -> memoryview:
-        """A pushed payload where its sender shares it. The sender can change it at any moment.
-
-        Raises:
-            Recovering: the connection that shared it has ended: the payload must be sent itself.
-            InvalidTensor: it lies in what was never shared, outside of it, or not aligned.
-        """
+        """A pushed payload where its sender shares it. The sender can change it at any moment."""
         connection = self._connections.get(incarnation)
         if connection is None:
             raise Recovering(
                 "a payload in shared memory came without a connection on the server's Unix socket: "
-                "send the payload itself",
-                retry_after_ms=0,
+                "send the payload itself"
             )
         segment = connection.segments.get(shared.segment_id)
         if segment is None:
             if shared.segment_id <= self._last_ids.get(incarnation, 0):
                 raise Recovering(  # of a connection before this one, on a stream that outlived it
                     f"a payload lies in segment {shared.segment_id}, which is shared no more: "
-                    "send the payload itself",
-                    retry_after_ms=0,
+                    "send the payload itself"
                 )
             raise InvalidTensor(
-                f"a payload lies in segment {shared.segment_id}, which is not shared; this session "
-                f"shares {', '.join(map(str, connection.segments)) or 'none'}"
+                f"a payload lies in segment {shared.segment_id}, which is not shared; "
+                f"{connection.shared_words}"
             )
         begin, end = shared.offset_bytes, shared.offset_bytes + shared.byte_count
         if end > segment.nbytes or begin % limits.LANE_ALIGNMENT_BYTES:
@@ -202,13 +192,13 @@ class SharedLanes:
     def _accept(self) -> None:
         if self._listener is None:
             return
+        loop = asyncio.get_running_loop()
         try:
             stranger, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:  # no descriptors left: waiting sessions use the other lane
             logs.warning("lane_not_accepted", error=str(error))
-            loop = asyncio.get_running_loop()
             loop.remove_reader(self._listener.fileno())
             loop.call_later(_ACCEPT_PAUSE_S, self._listen)
             return
@@ -217,10 +207,8 @@ class SharedLanes:
             stranger.close()
             return
         connection = _Connection(stranger)
-        loop = asyncio.get_running_loop()
-        self._strangers[stranger] = loop.call_later(
-            limits.STREAM_HEADER_DEADLINE_S, self._end, connection
-        )
+        timer = loop.call_later(limits.STREAM_HEADER_DEADLINE_S, self._end, connection)
+        self._strangers[stranger] = timer
         loop.add_reader(stranger.fileno(), self._read, connection)
 
     def _end(self, connection: _Connection) -> None:
@@ -254,8 +242,7 @@ class SharedLanes:
             return
         except PushpullError as error:
             logs.warning("lane_refused", error=error.message)
-            refusal = parameters_pb2.LaneResponse(error=errors.error_to_proto(error))
-            self._send(connection, refusal)
+            self._send(connection, parameters_pb2.LaneResponse(error=errors.error_to_proto(error)))
             self._end(connection)
             return
         except OSError:
@@ -277,7 +264,12 @@ class SharedLanes:
         if connection.incarnation is None:
             return self._welcome(connection, request)
         if request.HasField("dropped"):
-            self._drop(connection, request.dropped.segment_id)
+            segment_id = request.dropped.segment_id
+            if connection.segments.pop(segment_id, None) is None:
+                raise InvalidConfig(
+                    f"segment {segment_id} is dropped, which is not shared; "
+                    f"{connection.shared_words}"
+                )
             return None
         if not request.HasField("segment"):
             raise InvalidConfig("a message on the Unix socket holds no segment; expected one")
@@ -326,14 +318,6 @@ class SharedLanes:
             )
         connection.segments[shared.segment_id] = map_segment(descriptor, shared.byte_count)
         self._last_ids[incarnation] = shared.segment_id
-
-    @staticmethod
-    def _drop(connection: _Connection, segment_id: int) -> None:
-        if connection.segments.pop(segment_id, None) is None:
-            raise InvalidConfig(
-                f"segment {segment_id} is dropped, which is not shared; this session shares "
-                f"{', '.join(map(str, connection.segments)) or 'none'}"
-            )
 
     @staticmethod
     def _send(

@@ -1,36 +1,61 @@
 """The values of one server: the stores of its shards, and the segments that sessions on this host
 read.
 
+    view with new ranges --reserve, a thread--> spare --add--> in use --remove--> freed with the
+    rest of its segment
+
+Reserving memory takes the system a second a GB, or several, in which the loop would answer nobody,
+and send no heartbeat. So memory is reserved before the view that needs it is observed; a range that
+is added without that reserves its memory at once.
+
+Rules:
+    - Ranges of a table that are added together lie in one segment.
+    - Memory is zeros when a range gets it: it never holds another range's values.
+    - Each block has a sequence lock beside the values (see `ps_core.sequence_locks`): a reader
+      copies the values, then checks that the lock still has the value that its answer named.
+    - x86-64 alone ensures that order: stores become visible in the order in which they are made,
+      and loads are made in theirs. Elsewhere values are not shared.
+
 Invariants:
     SH-1  Each accumulated or assigned block has its payload.
     SH-2  A block that is shared changes only while its sequence lock is odd.
     SH-3  A range has one store of a table, from when it is added until it is removed.
+
+Everything belongs to one event loop, but for the thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+import platform
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import ref
 
-from ps_core import limits
-from ps_core.cluster_view import ClusterView
+import numpy as np
+import torch
+from torch import Tensor
+
+from ps_core import limits, sequence_locks
+from ps_core.cluster_view import ClusterView, Session
 from ps_core.errors import InvalidKeys, InvariantViolation, Recovering, UpdateFailed
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.tables import Codec, Table
+from ps_core.tables import NATIVE_CODEC, Codec, OptimizerKind, Table
 from ps_core.work import Work, at_once, pieces_of
+from ps_runtime.cluster import wire
+from ps_runtime.observe import logs
+from ps_runtime.system.shared_memory import SharedSegment
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.segments import SharedValues, ValueSegments, held_ranges
-from ps_server.ranges.events import Accumulate, Assign, Forget, Place, Record, Sender
+from ps_server.ranges.events import Accumulate, AnswerPull, Assign, Forget, Place, Record, Sender
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.values import contributions
-from ps_server.values.block_values import ReadyBlock, ready_block
+from ps_server.values.block_values import ReadyBlock, arithmetic_dtype, ready_block
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution
 from ps_server.values.copy_on_write import RangeSnapshots
@@ -45,30 +70,295 @@ from ps_server.values.mutations import (
     fixed_elements,
 )
 from ps_server.values.optimizer_arrays import check_array
+from ps_server.values.optimizers import padded_length
 from ps_server.values.shard_store import ChangeHooks, ShardStore, nobody
 from ps_server.values.update_arithmetic import Accumulator
 from pushpull.v1 import parameters_pb2
 
 _Key = tuple[TableId, RangeId]
 
-
 _AGAIN_MS = 100
+_HELD_COUNT = 32
+"""Held answers of a range beyond which dead ones are looked for."""
+
 _FREEZE_COUNT = 1024
 """Blocks made between two freezes of the garbage collector, which would otherwise look at them
 again and again: a tenth of a second for those of a large table.
 """
 
+ALIGNMENT_BYTES = 64
+
+CAN_SHARE = platform.machine() in ("x86_64", "AMD64")
+"""True if this processor orders loads and stores as the sequence locks need it."""
+
+
+class SharedPlace(NamedTuple):
+    """A block's place in the segment, in bytes."""
+
+    offset_bytes: int
+    byte_count: int
+    lock_number: int
+
+    @property
+    def lock_offset_bytes(self) -> int:
+        return self.lock_number * sequence_locks.LOCK_BYTES
+
+
+class SharedValues:
+    """The values of some blocks of one table, in one shared segment.
+
+    Args:
+        lengths: block -> its elements.
+
+    Raises:
+        OSError: there is no memory for them, or this system cannot share any.
+    """
+
+    def __init__(
+        self,
+        table_id: TableId,
+        segment_id: int,
+        lengths: Mapping[int, int],
+        dtype: torch.dtype,
+    ) -> None:
+        self.segment_id = segment_id
+        self._dtype = dtype
+        self.codec = Codec.FP64 if dtype is torch.float64 else Codec.FP32
+        at = _aligned(len(lengths) * sequence_locks.LOCK_BYTES)
+        self._places: dict[int, SharedPlace] = {}
+        self._numbers = {block: number for number, block in enumerate(lengths)}  # of its lock
+        for number, (block, length) in enumerate(lengths.items()):
+            self._places[block] = SharedPlace(at, length * dtype.itemsize, number)
+            at = _aligned(at + padded_length(length) * dtype.itemsize)
+        self.segment = SharedSegment(f"pushpull-table-{table_id}", at)
+        head = self.segment.array[: len(lengths) * sequence_locks.LOCK_BYTES]
+        self._locks: sequence_locks.SequenceLocks = head.view(np.uint64)
+
+    def values(self, block: int) -> Tensor:
+        """The memory of a block's values, zeros at first; flat, of its padded length."""
+        at, byte_count, _ = self._places[block]
+        length = padded_length(byte_count // self._dtype.itemsize)
+        array = self.segment.array[at : at + length * self._dtype.itemsize]
+        return torch.from_numpy(array).view(self._dtype)
+
+    def place(self, block: int) -> tuple[SharedPlace, int]:
+        """A block's place, and its lock's value: even, since blocks are read between changes."""
+        place = self._places[block]
+        return place, sequence_locks.now(self._locks, place.lock_number)
+
+    def shared_value(self, effect: AnswerPull, block: int) -> parameters_pb2.SharedValue:
+        place, lock = self.place(block)
+        version = effect.versions[block]
+        return parameters_pb2.SharedValue(
+            block=block,
+            version=version,
+            peer_version=version - effect.own_updates.get(block, 0),
+            clock=effect.range_clock,
+            codec=wire.codec_to_proto(self.codec),
+            segment_id=self.segment_id,
+            offset_bytes=place.offset_bytes,
+            byte_count=place.byte_count,
+            stamp_offset_bytes=place.lock_offset_bytes,
+            stamp=lock,
+        )
+
+    def begin_change(self, blocks: Iterable[int]) -> None:
+        sequence_locks.begin(self._locks, map(self._numbers.__getitem__, blocks))
+
+    def end_change(self, blocks: Iterable[int]) -> None:
+        sequence_locks.end(self._locks, map(self._numbers.__getitem__, blocks))
+
+
+def shared_values(table: Table, segment_id: int, blocks: Sequence[int]) -> SharedValues | None:
+    """A segment for blocks of a table; None if they cannot be shared. Sums (AGGREGATE) are not:
+    each is new memory.
+    """
+    if not CAN_SHARE or table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+        return None
+    lengths = {block: table.block_length(block) for block in sorted(blocks)}
+    try:
+        return SharedValues(table.table_id, segment_id, lengths, arithmetic_dtype(table))
+    except OSError as error:
+        logs.warning("values_not_shared", table=table.spec.name, error=str(error))
+        return None
+
+
+def _aligned(byte_count: int) -> int:
+    return -(-byte_count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
 
 @dataclass(slots=True, eq=False)
-class _Ready:
-    """A prepared store of a shard that is not here yet."""
+class _TableSegment:
+    """The segment of ranges of one table that were added together."""
 
-    shared: SharedValues | None
-    store: ShardStore
+    values: SharedValues | None  # None: there is none to share, and each range has its own
+    spare: set[RangeId]  # reserved for these, which have not come
+    range_ids: set[RangeId]
 
 
-_HELD_COUNT = 32
-"""Held answers of a range beyond which dead ones are looked for."""
+def held_ranges(view: ClusterView, node_id: NodeId) -> set[RangeId]:
+    """Ranges that a server has or gets by a view."""
+    return {
+        each.range_id
+        for each in view.ranges
+        if node_id in (each.primary, *each.backups, *each.catching_up)
+    }
+
+
+class ValueSegments:
+    """All segments of one server."""
+
+    def __init__(self, lanes: SharedLanes) -> None:
+        self._lanes = lanes
+        self._shared: dict[_Key, SharedValues] = {}
+        self._segments: dict[TableId, list[_TableSegment]] = {}
+        self._codecs: dict[TableId, Codec] = {}
+        self._segment_ids = itertools.count(1)
+
+    def _of(self, table_id: TableId, range_id: RangeId) -> _TableSegment | None:
+        """The segment in which the range is, or which was reserved for it."""
+        for segment in self._segments.get(table_id, ()):
+            if range_id in segment.range_ids or range_id in segment.spare:
+                return segment
+        return None
+
+    # --- memory reserved in advance
+
+    async def reserve(self, view: ClusterView, node_id: NodeId, turns: Turns) -> None:
+        """Reserve memory for the ranges of a view that is about to be observed."""
+        held = held_ranges(view, node_id)
+        for table_id, segments in list(self._segments.items()):
+            for segment in segments:
+                segment.spare.intersection_update(held)
+            self._free_empty(table_id)
+        if not self._lanes.is_open:
+            return
+        for table in view.tables:
+            await turns.breathe()
+            blocks = {
+                range_id: blocks
+                for range_id, blocks in table.blocks_by_range(len(view.ranges)).items()
+                if range_id in held and self._of(table.table_id, range_id) is None
+            }
+            if blocks:
+                found = await self._reserved(table, list(itertools.chain(*blocks.values())))
+                here = {r for r in blocks if self._of(table.table_id, r) is not None}
+                segment = _TableSegment(found, blocks.keys() - here, set())
+                self._segments.setdefault(table.table_id, []).append(segment)
+                self._free_empty(table.table_id)
+
+    async def _reserved(self, table: Table, blocks: Sequence[int]) -> SharedValues | None:
+        number = next(self._segment_ids)
+        loop = asyncio.get_running_loop()
+        reserving = loop.run_in_executor(None, shared_values, table, number, blocks)
+        try:
+            return await asyncio.shield(reserving)
+        except asyncio.CancelledError:  # the server ends, or begins anew
+            reserving.add_done_callback(_close)
+            raise
+
+    def spare(self, key: _Key) -> SharedValues | None:
+        segment = self._of(*key)
+        return None if segment is None or key[1] not in segment.spare else segment.values
+
+    def _free_empty(self, table_id: TableId) -> None:
+        """Free a table's segments without ranges; sessions that have them mapped are told."""
+        for segment in self._segments.pop(table_id, ()):
+            if segment.spare or segment.range_ids:
+                self._segments.setdefault(table_id, []).append(segment)
+            elif segment.values is not None:
+                segment.values.segment.close()
+                self._lanes.withdraw(segment.values.segment_id)
+
+    # --- ranges added and removed
+
+    def add(self, parts: Sequence[ShardAdded]) -> dict[RangeId, SharedValues | None]:
+        """The segments of shards of one table that are added together; None: nothing is shared."""
+        table = parts[0].table
+        self._codecs[table.table_id] = NATIVE_CODEC[table.spec.dtype]
+        segments: dict[RangeId, _TableSegment] = {}
+        missing = []
+        for part in parts:
+            segment = self._of(table.table_id, part.range_id)
+            if segment is None:
+                missing.append(part)
+            else:
+                segments[part.range_id] = segment
+        if missing:
+            made = None
+            if self._lanes.is_open:
+                blocks = [block for part in missing for block in part.blocks]
+                made = shared_values(table, next(self._segment_ids), blocks)
+            new = _TableSegment(made, set(), set())
+            self._segments.setdefault(table.table_id, []).append(new)
+            segments |= {part.range_id: new for part in missing}
+        for range_id, segment in segments.items():
+            segment.spare.discard(range_id)
+            segment.range_ids.add(range_id)
+            if segment.values is not None:
+                self._shared[table.table_id, range_id] = segment.values
+        return {range_id: segment.values for range_id, segment in segments.items()}
+
+    def removing(self, range_ids: Collection[RangeId]) -> Work[None]:
+        """Remove ranges, of all tables. Sessions keep what they have mapped until they unmap it."""
+        for key in [key for key in self._shared if key[1] in range_ids]:
+            del self._shared[key]
+        for table_id, segments in list(self._segments.items()):
+            for segment in segments:
+                segment.range_ids.difference_update(range_ids)
+            self._free_empty(table_id)
+            yield
+
+    def remove_tables(self, table_ids: Collection[TableId]) -> None:
+        for key in [key for key in self._shared if key[0] in table_ids]:
+            del self._shared[key]
+        for table_id in table_ids:
+            for segment in self._segments.get(table_id, ()):
+                segment.range_ids.clear()
+                segment.spare.clear()
+            self._free_empty(table_id)
+            self._codecs.pop(table_id, None)
+
+    def close(self) -> None:
+        """Free all segments; sessions keep what they have mapped."""
+        for segment in itertools.chain(*self._segments.values()):
+            if segment.values is not None:
+                segment.values.segment.close()
+
+    # --- shared values
+
+    def find(self, key: _Key) -> SharedValues | None:
+        return self._shared.get(key)
+
+    def shares(self, session: Session, table_id: TableId, codec: Codec | None) -> bool:
+        """True if the session reads all of the table's values, as `codec`, from shared memory."""
+        segments = [segment for segment in self._segments.get(table_id, ()) if segment.range_ids]
+        if not segments:
+            return False
+        codec = codec or self._codecs[table_id]
+        return all(
+            segment.values is not None
+            and codec is segment.values.codec
+            and self._is_open_to(session, segment.values)
+            for segment in segments
+        )
+
+    def shared_with(self, session: Session, key: _Key, codec: Codec) -> SharedValues | None:
+        """The range's shared values, if the session reads them as `codec`."""
+        shared = self._shared.get(key)
+        if shared is None or codec is not shared.codec or not self._is_open_to(session, shared):
+            return None
+        return shared
+
+    def _is_open_to(self, session: Session, shared: SharedValues) -> bool:
+        return self._lanes.share(session.incarnation, shared.segment_id, shared.segment)
+
+
+def _close(reserving: asyncio.Future[SharedValues | None]) -> None:
+    if not reserving.cancelled() and reserving.exception() is None:
+        found = reserving.result()
+        if found is not None:
+            found.segment.close()
 
 
 class HeldAnswer(Protocol):
@@ -81,17 +371,10 @@ class HeldAnswer(Protocol):
 class Shards:
     """All stores of one server.
 
-    Args:
-        lanes: the sessions on this host.
-        updates: the custom updates that the server offers, by name.
-
     Attributes:
-        stores: by table and range.
         received_bytes: payload bytes that came, in messages or in shared memory.
         sent_bytes: those of answers to pulls.
-        lanes: the sessions on this host.
         snapshots: blocks to write for a checkpoint before they change, if any.
-        segments: the memory of shared values.
         pool: the working memory of all stores.
     """
 
@@ -99,7 +382,7 @@ class Shards:
         self.stores: dict[_Key, ShardStore] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
-        self._ready: dict[_Key, _Ready] = {}
+        self._ready: dict[_Key, tuple[SharedValues | None, ShardStore]] = {}  # not here yet
         self._held: dict[_Key, list[ref[HeldAnswer]]] = {}
         self.snapshots: RangeSnapshots | None = None
         self.lanes = lanes
@@ -124,8 +407,8 @@ class Shards:
         for part in parts:
             key = table.table_id, part.range_id
             shared, ready = segments[part.range_id], self._ready.pop(key, None)
-            if ready is not None and ready.shared is shared:
-                self.stores[key] = ready.store
+            if ready is not None and ready[0] is shared:
+                self.stores[key] = ready[1]
             else:
                 self.stores[key] = self._store_of(table, part.blocks, shared)
 
@@ -169,7 +452,7 @@ class Shards:
                     await turns.breathe()
                 if not made_count % _FREEZE_COUNT:
                     gc.freeze()
-            self._ready[key] = _Ready(shared, self._store_of(part.table, part.blocks, shared, made))
+            self._ready[key] = shared, self._store_of(part.table, part.blocks, shared, made)
             on_ready(part)
 
     async def _lacking(self, view: ClusterView, node_id: NodeId, turns: Turns) -> list[ShardAdded]:
@@ -191,22 +474,21 @@ class Shards:
 
     def removing(self, range_ids: Collection[RangeId]) -> Work[None]:
         """Remove ranges, of all tables."""
-        for key in [key for key in self.stores if key[1] in range_ids]:
-            self._keep_held(key, self.stores[key].blocks)
-            del self.stores[key]
-            self._held.pop(key, None)
-            yield
+        yield from self._removing([key for key in self.stores if key[1] in range_ids])
         yield from self.segments.removing(range_ids)
 
     def removing_tables(self, table_ids: Collection[TableId]) -> Work[None]:
         """Remove tables, in all ranges."""
-        for key in [key for key in self.stores if key[0] in table_ids]:
+        yield from self._removing([key for key in self.stores if key[0] in table_ids])
+        self._ready = {key: each for key, each in self._ready.items() if key[0] not in table_ids}
+        self.segments.remove_tables(table_ids)
+
+    def _removing(self, keys: Iterable[_Key]) -> Work[None]:
+        for key in keys:
             self._keep_held(key, self.stores[key].blocks)
             del self.stores[key]
             self._held.pop(key, None)
             yield
-        self._ready = {key: each for key, each in self._ready.items() if key[0] not in table_ids}
-        self.segments.remove_tables(table_ids)
 
     def custom_state(self, name: str) -> tuple[str, ...]:
         """Names of a custom update's state; none if the update is not here."""
@@ -233,8 +515,8 @@ class Shards:
         return store.decode(message.block, codec, payload, message.presence, is_shared=True)
 
     def _store_at(self, place: Place) -> ShardStore:
-        """The store of an entry. The entry may wait for its turn, and reach a machine that has come
-        meanwhile: that its payload was not decoded is no fault of its sender.
+        """The store of an entry, which may reach a machine that has come meanwhile: that its
+        payload was not decoded is no fault of its sender.
         """
         store = self.stores.get((place.table_id, place.range_id))
         if store is None:
@@ -257,44 +539,24 @@ class Shards:
         parts = _contributions(effect.parts)
         store.accumulate(effect.clock, parts, effect.scale, effect.compensation)
 
-    def accumulating(self, effect: Accumulate) -> Work[None]:
-        """`accumulate`, a few blocks at a time."""
-        for some in effect.pieces:
-            self.accumulate(some)
-            yield
-
     def reducing(self, record: Record) -> Work[tuple[float, ...]]:
-        """Reduce the sum of the record's clock, and return its squares.
-
-        Returns:
-            As `ShardStore.reduce`.
-        """
+        """Reduce the sum of the record's clock, as `ShardStore.reducing`."""
         store = self.stores[record.table_id, record.range_id]
         return store.reducing(record.clock, record.contributor_count)
 
     def take(self, record: Record) -> Accumulator:
-        """Take the accumulator of the record's clock, for `apply`; later steps of the clock go into
-        another one.
-        """
+        """Take the accumulator of the record's clock; its later steps go into another one."""
         return self.stores[record.table_id, record.range_id].take(record.clock)
 
     def kept(self, record: Record) -> Accumulator:
         """The reduced accumulator of the record's clock; it stays where it is."""
         return self.stores[record.table_id, record.range_id].kept_accumulator(record.clock)
 
-    def apply(self, record: Record, accumulator: Accumulator | None = None) -> UpdateFailed | None:
-        """`applying`, at once."""
-        return at_once(self.applying(record, accumulator))
-
     def applying(
         self, record: Record, accumulator: Accumulator | None = None
     ) -> Work[UpdateFailed | None]:
         """Apply a record. Returns the error if the update could not be computed; nothing has
-        changed then.
-
-        Args:
-            record: the decision.
-            accumulator: the sum, which is used up; None means what was accumulated for its clock.
+        changed then. The accumulator is used up; None means what was accumulated for its clock.
         """
         if accumulator is None and self.is_brief(record):
             self.apply_brief(record)
@@ -327,10 +589,6 @@ class Shards:
         terms = record.hyperparameters, record.contributor_count, record.update_scale
         store.apply_brief(record.clock, accumulator, *terms, self._changes(key))
 
-    def assign(self, effect: Assign) -> None:
-        """`assigning`, at once."""
-        at_once(self.assigning(effect))
-
     def assigning(self, effect: Assign) -> Work[None]:
         """Put initial values, or an edit's, in place."""
         key = effect.record.table_id, effect.record.range_id
@@ -344,7 +602,6 @@ class Shards:
             yield
 
     def _changes(self, key: _Key) -> ChangeHooks:
-        """The hooks for changes in a range."""
         shared = self.segments.find(key)
         if shared is None:
             return ChangeHooks(partial(self._before_change, key), nobody)
@@ -365,22 +622,18 @@ class Shards:
         """Hold an unfinished answer: it is told before the range changes."""
         held = self._held.setdefault(key, [])
         if len(held) >= _HELD_COUNT:  # most of them have been made since
-            held[:] = _living(held)
+            held[:] = [each for each in held if each() is not None]
         held.append(ref(answer))
 
     def _keep_held(self, key: _Key, blocks: Collection[int]) -> None:
-        living = _living(self._held.get(key, ()))
-        for each in living:
+        held = self._held.pop(key, ())
+        for each in held:
             answer = each()
             if answer is not None:
                 answer.keep(blocks)
-        if living:
-            self._held[key] = living
-        else:
-            self._held.pop(key, None)
+                self._held.setdefault(key, []).append(each)
 
     def drop(self, record: Record) -> None:
-        """Drop the accumulator of the record's clock."""
         self.stores[record.table_id, record.range_id].drop(record.clock)
 
     def make(self, change: Mutation) -> UpdateFailed | None:
@@ -388,14 +641,8 @@ class Shards:
         return at_once(self.making(change))
 
     def making(self, change: Mutation) -> Work[UpdateFailed | None]:
-        """Do a primary's mutation at a backup, as the primary does it.
-
-        Returns:
-            As `apply`.
-
-        Raises:
-            InvalidKeys: the change is of what is not here, or of more than its record.
-            InvalidTensor: a payload has the wrong length.
+        """Do a primary's mutation at a backup, as the primary does it. Returns as `applying`;
+        InvalidKeys or InvalidTensor: the primary's blocks or lengths are not those here.
         """
         record = change.record
         store = self._store(record.table_id, record.range_id)
@@ -420,18 +667,13 @@ class Shards:
 
     # --- for servers that join
 
-    def copy(self, snapshot: Snapshot) -> RangeCopy:
-        """`copying`, at once."""
-        return at_once(self.copying(snapshot))
-
     def copying(self, snapshot: Snapshot) -> Work[RangeCopy]:
         """Copy the values of a range beside `snapshot`; the copy shares nothing with them."""
         range_id = snapshot.range_id
-        held = []
+        held, stores = [], {}
         for change in snapshot.held:
             held.append(fixed_for_backup(change))
             yield
-        stores = {}
         for table_id in snapshot.copies:
             stores[table_id] = yield from self.stores[table_id, range_id].copying()
         return RangeCopy(snapshot._replace(held=tuple(held)), stores)
@@ -441,12 +683,7 @@ class Shards:
         at_once(self.restoring(copy))
 
     def restoring(self, copy: RangeCopy) -> Work[None]:
-        """Restore the stores of a range, which exist, from the copy.
-
-        Raises:
-            InvalidKeys: the copy has a table that is not here, or other blocks.
-            InvalidTensor: something in it has the wrong length.
-        """
+        """Restore the stores of a range, which exist, from the copy; errors as of `making`."""
         range_id = copy.snapshot.range_id
         for table_id, each in copy.stores.items():
             yield from self._store(table_id, range_id).checking(each)
@@ -457,7 +694,6 @@ class Shards:
             yield from self.making(change)
 
     def forget(self, effect: Forget) -> None:
-        """Forget the values kept for a reader."""
         self.stores[effect.table_id, effect.range_id].forget(effect.reader)
 
     def abandon(self, table_id: TableId) -> None:
@@ -508,7 +744,3 @@ def _receiving(store: ShardStore, record: Record, sent: SentAccumulator) -> Work
             f"{list(record.blocks)}, its record's"
         )
     return accumulator
-
-
-def _living(held: Sequence[ref[HeldAnswer]]) -> list[ref[HeldAnswer]]:
-    return [answer for answer in held if answer() is not None]

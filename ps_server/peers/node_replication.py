@@ -30,11 +30,11 @@ from ps_server.lane.shards import Shards, fixed_for_backup, for_backup
 from ps_server.peers.peer_links import PeerLinks
 from ps_server.ranges.events import Effect
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
-from ps_server.ranges.server_machine import PreparedChange, ServerMachine, ShardAdded
+from ps_server.ranges.server_machine import ServerMachine, ShardAdded
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, RangeCopy, Snapshot
 from ps_server.replication.output_commit import CommittedEffect, OutputCommit
-from ps_server.replication.peer_pacing import BEATS_A_LEASE, Beats, PeerPacing
+from ps_server.replication.peer_pacing import BEATS_A_LEASE, PeerPacing
 from ps_server.replication.peer_queues import PeerQueues
 from ps_server.replication.range_roles import Replication
 from ps_server.update_log.encoder import EncodedLog
@@ -53,7 +53,7 @@ from ps_server.wire.snapshot_wire import snapshot_messages
 
 @dataclass(frozen=True, slots=True)
 class ReplicationSetting:
-    """The cluster's settings of replication, from the scheduler."""
+    """The cluster's settings, from the scheduler."""
 
     lease_s: float
     min_in_sync: int = 1
@@ -64,13 +64,11 @@ class ReplicatedRanges:
 
     Args:
         now: the clock, in seconds; it counts suspended time.
-        update_log: gets every decision, too, if there is one.
 
     Attributes:
         release: called with ranges of which held effects may be released. `released` is then to be
             called between two works: within one, a later decision could overtake them (OC-1).
         log_has_space: called when records were written to the log: `looking_at_log` may be called.
-        health: of the server.
         ask: called with requests that the scheduler is to get at once.
         backup_requests: the newest requests to the scheduler.
     """
@@ -100,10 +98,10 @@ class ReplicatedRanges:
             self._encoded_log = EncodedLog(update_log, shards, self._logged_messages)
             self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
             update_log.on_written = self._written
-        self.release: Callable[[Iterable[RangeId]], None] = self._release
-        self.log_has_space: Callable[[], None] = _nothing_to_do
+        self.release: Callable[[Iterable[RangeId]], object] = self.released
+        self.log_has_space: Callable[[], None] = _nothing
         self.health = FailStop()
-        self.ask: Callable[[Sequence[BackupRequest]], None] = _nothing_to_ask
+        self.ask: Callable[[Sequence[BackupRequest]], None] = _nothing
         self.backup_requests: Sequence[BackupRequest] = ()
         self._node_id = node_id
         self._shards = shards
@@ -147,7 +145,7 @@ class ReplicatedRanges:
             self._logged.observe(lost)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
-        kept = self.deposed.difference(lost)
+        kept = self.replication.deposed.difference(lost)
         if kept:
             logs.warning("ranges_suspended", view=view.view_number, ranges=len(kept))
         self._send_all(self._pacing.renewed())
@@ -199,15 +197,6 @@ class ReplicatedRanges:
         return view
 
     @property
-    def deposed(self) -> set[RangeId]:
-        return self.replication.deposed
-
-    @property
-    def waits(self) -> bool:
-        """True while an old lease keeps this server from serving: `serve` is to be called again."""
-        return self.replication.waits
-
-    @property
     def serves_within_s(self) -> float:
         """Seconds until an old lease runs out, and `serve` is to be called again."""
         return self.replication.serves_within(self._now())
@@ -224,49 +213,15 @@ class ReplicatedRanges:
             yield from self._logged.looking()
         return (yield from self.output.telling_prepared(self._now))
 
-    @property
-    def prepared_changes(self) -> tuple[PreparedChange, ...]:
-        """See `OutputCommit.prepared_changes`."""
-        return self.output.prepared_changes
-
     def keep_up(self) -> None:
         """Ask for the lease, and send unacknowledged records again; to be called at least ten times
         a lease, whatever is under way.
         """
         now_s = self._now()
         self._send_all(self._pacing.late(now_s))
-        beats = self._pacing.beats(now_s)
-        if beats is not None:
-            self._beat(beats)
-
-    def going_on(self) -> Work[list[CommittedEffect]]:
-        """Send snapshots, and look at the log. Returns the effects that may be carried out now."""
-        yield from self._giving_snapshots()
-        if self.update_log is not None:
-            yield from self._looking_at(self.update_log)
-        return self.output.release(self._now(), self.replication.primaries)
-
-    def released(self, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
-        """Held effects of these ranges that may be carried out now."""
-        return self.output.release(self._now(), range_ids)
-
-    def _release(self, range_ids: Iterable[RangeId]) -> None:
-        self.released(range_ids)
-
-    def looking_at_log(self) -> Work[None]:
-        """See `LoggedRanges.looking`."""
-        yield from self._logged.looking()
-
-    def _looking_at(self, log: UpdateLog) -> Work[None]:
-        if log.failure is not None:
-            raise log.failure
-        yield from self._logged.looking()
-        log.turn(self._shards.state_bytes)
-
-    def _write(self, record: LogRecord) -> None:
-        self._logged.write(record)
-
-    def _beat(self, due: Beats) -> None:
+        due = self._pacing.beats(now_s)
+        if due is None:
+            return
         for peer, beat in due.beats.items():
             link = self._links.find(peer)
             if link is not None:
@@ -274,6 +229,28 @@ class ReplicatedRanges:
         for peer in due.useless:
             self._links.reset(peer)
         self.backup_requests = due.backup_requests
+
+    def going_on(self) -> Work[list[CommittedEffect]]:
+        """Send snapshots, and look at the log. Returns the effects that may be carried out now."""
+        yield from self._giving_snapshots()
+        log = self.update_log
+        if log is not None:
+            if log.failure is not None:
+                raise log.failure
+            yield from self._logged.looking()
+            log.turn(self._shards.state_bytes)
+        return self.output.release(self._now(), self.replication.primaries)
+
+    def released(self, range_ids: Iterable[RangeId]) -> list[CommittedEffect]:
+        """Held effects of these ranges that may be carried out now."""
+        return self.output.release(self._now(), range_ids)
+
+    def looking_at_log(self) -> Work[None]:
+        """See `LoggedRanges.looking`."""
+        return self._logged.looking()
+
+    def _write(self, record: LogRecord) -> None:
+        self._logged.write(record)
 
     def _send(self, peer: NodeId, record: LogRecord) -> None:
         link = self._links.find(peer)
@@ -292,17 +269,15 @@ class ReplicatedRanges:
             if self.update_log is not None:
                 self._cut = record, (yield from self._cutting(record))
             return
-        told = record._replace(changes=tuple(for_backup(change) for change in record.changes))
         messages = []
-        for pieces in (yield from cutting_log_record(told)):
+        for pieces in (yield from cutting_log_record(_for_backups(record))):
             messages.append(b"".join(pieces))
             yield
         self._encoded = record, messages
 
     def _messages(self, record: LogRecord) -> Sequence[bytes]:
         if self._encoded is None or self._encoded[0] is not record:
-            told = record._replace(changes=tuple(for_backup(change) for change in record.changes))
-            self._encoded = record, log_record_messages(told)
+            self._encoded = record, log_record_messages(_for_backups(record))
         return self._encoded[1]
 
     def _logged_messages(self, record: LogRecord) -> Sequence[Pieces]:
@@ -353,7 +328,7 @@ class ReplicatedRanges:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait to be written to other servers."""
+        """Of messages to other servers."""
         return self._queues.queued_bytes
 
     def _giving_snapshots(self) -> Work[None]:
@@ -398,10 +373,6 @@ class ReplicatedRanges:
 
     # --- messages of primaries
 
-    def take(self, record: LogRecord) -> Ack | None:
-        """`taking`, at once."""
-        return at_once(self.taking(record))
-
     @decides
     def taking(self, record: LogRecord) -> Work[Ack | None]:
         """Take a record of a primary, and change the values."""
@@ -415,18 +386,12 @@ class ReplicatedRanges:
         return ack
 
     async def view_of(self, snapshot: Snapshot) -> None:
-        """Wait a moment for the view of a snapshot, which its primary may have sooner: a snapshot
-        that comes too early is dropped.
-        """
+        """Wait a moment for the view of a snapshot: one that comes too early is dropped."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._lease_s / BEATS_A_LEASE):
                 while not self.replication.knows(snapshot):
                     self._view_came.clear()
                     await self._view_came.wait()
-
-    def join(self, copy: RangeCopy) -> Ack | None:
-        """`joining`, at once."""
-        return at_once(self.joining(copy))
 
     @decides
     def joining(self, copy: RangeCopy) -> Work[Ack | None]:
@@ -439,7 +404,7 @@ class ReplicatedRanges:
             return ack
         try:
             yield from self._shards.restoring(copy)
-        except Exception as error:  # noqa: BLE001 - as in `take`
+        except Exception as error:  # noqa: BLE001 - as in `taking`
             self._lost_track(range_id, error)
             return None
         logs.debug("range_joined", range_id=range_id, number=ack.number)
@@ -462,17 +427,16 @@ class ReplicatedRanges:
 
     @decides
     def grant(self, beat: Beat) -> Grant:
-        """Grant a primary the lease."""
         return self.replication.beat(beat, self._now())
 
     async def close(self) -> None:
-        """End the streams, and the log."""
         await self._links.close()
         if self.update_log is not None:
             await self.update_log.close()
 
 
-def _nothing_to_ask(backup_requests: Sequence[BackupRequest]) -> None: ...
+def _for_backups(record: LogRecord) -> LogRecord:
+    return record._replace(changes=tuple(for_backup(change) for change in record.changes))
 
 
-def _nothing_to_do() -> None: ...
+def _nothing(*_: object) -> None: ...

@@ -42,7 +42,7 @@ class PeerListener(Protocol):
     """Receives the events of peers' streams."""
 
     def peer_opened(self, peer: NodeId) -> None:
-        """A stream to the peer is open. Messages that were sent before may be lost."""
+        """Messages that were sent before may be lost."""
 
     def peer_said(self, peer: NodeId, response: MessagePiece) -> None: ...
 
@@ -64,9 +64,7 @@ class PeerLink:
         self._channel = aio_channel(node.address)
         self._stream_port = StreamPort(node)
         self._open_call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = (
-            self._channel.stream_stream(
-                REPLICATE, request_serializer=_unchanged, response_deserializer=_unchanged
-            )
+            self._channel.stream_stream(REPLICATE)
         )
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -97,7 +95,6 @@ class PeerLink:
             self._call.cancel()
 
     async def close(self) -> None:
-        """End the stream and the channel."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -134,12 +131,7 @@ class PeerLink:
             await self._carry(by_stream_port or call, backoff, stack)
 
     async def _greeted(self, call: ServerCall) -> int:
-        """Greet the peer, and wait for its greeting. Returns its stream port, 0 for none.
-
-        Raises:
-            AddressTaken: another node answers there.
-            Recovering: the peer has ended the stream.
-        """
+        """Greet the peer, and wait for its greeting. Returns its stream port, 0 for none."""
         header = replication_pb2.ReplicateHeader(
             session=self._identity, receiver_node_id=self.node.node_id
         )
@@ -170,12 +162,12 @@ class PeerLink:
         except (grpc.RpcError, TimeoutError) as error:
             said = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no answer"
             self._stream_port.refuse(f"Replicate failed there: {said}")
-            return None
         except PushpullError as error:
             self._stream_port.refuse(error.message)
-            return None
-        self._stream_port.confirm()
-        return call
+        else:
+            self._stream_port.confirm()
+            return call
+        return None
 
     async def _carry(
         self, call: ServerCall, backoff: Backoff, stack: contextlib.AsyncExitStack
@@ -215,12 +207,8 @@ class PeerLink:
             self._is_troubled = True
             is_taken = isinstance(error, AddressTaken)
             expected = not is_taken and (is_retryable(error) or isinstance(error, WaitExpired))
-            (logs.info if expected else logs.warning)(
-                "peer_unreachable",
-                server=self.node.node_id,
-                address=self.node.address,
-                error=error.message,
-            )
+            say, node = logs.info if expected else logs.warning, self.node
+            say("peer_unreachable", server=node.node_id, address=node.address, error=error.message)
 
     def _reached(self) -> None:
         if self._is_troubled:
@@ -263,7 +251,6 @@ class PeerLinks:
                 self._links[node_id] = PeerLink(node, self._identity, self._listener, queue)
 
     def find(self, peer: NodeId) -> PeerLink | None:
-        """The link to a server; None if it has left."""
         return self._links.get(peer)
 
     def reset(self, peer: NodeId) -> None:
@@ -272,7 +259,3 @@ class PeerLinks:
     async def close(self) -> None:
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links), *self._closing)
-
-
-def _unchanged(message: bytes) -> bytes:
-    return message

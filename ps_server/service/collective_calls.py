@@ -15,11 +15,7 @@ from pushpull.v1 import parameters_pb2
 
 
 class CollectiveCalls:
-    """EnterCollective, over one `CollectiveRounds` a run.
-
-    Args:
-        own: the server's node.
-    """
+    """EnterCollective, over one `CollectiveRounds` a run."""
 
     def __init__(self, own: NodeId) -> None:
         self._own = own
@@ -33,7 +29,6 @@ class CollectiveCalls:
         self._wake()
 
     def _of_run(self, run: str) -> CollectiveRounds:
-        """The rounds of a run."""
         return self._machines.setdefault(run, CollectiveRounds(self._own))
 
     def drain(self, leaving: Draining) -> None:
@@ -56,9 +51,11 @@ class CollectiveCalls:
         """
         if self._leaving is not None:
             raise self._leaving
-        has_share, has_last = request.HasField("share"), request.HasField("last_round")
-        share = _own(session, share_from_proto(request.share)) if has_share else None
-        last = round_from_proto(request.last_round) if has_last else None
+        share = None
+        if request.HasField("share"):
+            came = share_from_proto(request.share)
+            share = Share(session.rank, session.incarnation, came.call, came.clock, came.payload)
+        last = round_from_proto(request.last_round) if request.HasField("last_round") else None
         assignment_epoch = AssignmentEpoch(request.assignment_epoch)
         machine = self._of_run(session.run)
         machine.check_host(assignment_epoch)
@@ -86,7 +83,3 @@ class CollectiveCalls:
             if not machine.is_here(who):
                 raise Fenced("this worker's membership has ended: it is in no round any more")
         return ended
-
-
-def _own(session: Session, share: Share) -> Share:
-    return Share(session.rank, session.incarnation, share.call, share.clock, share.payload)

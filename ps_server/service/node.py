@@ -1,8 +1,7 @@
-"""The server's thin edge: it feeds its machine and carries effects out, in order, on one event
-loop.
+"""The server's thin edge: it feeds its machine and carries effects out, in order, on one thread.
 
-One thread owns everything here. An event and all its effects are one work (`works`): nothing else
-happens here before it is done, and a pull is answered between two updates, never in one.
+An event and all its effects are one work (`works`): nothing else happens here before it is done,
+and a pull is answered between two updates, never in one.
 
 Invariants:
     ND-2  An effect that fails ends the server (`ps_server.fail_stop`).
@@ -17,20 +16,22 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from ps_core import limits
+from ps_core import limits, rights
 from ps_core.change import ChangeResult, TableCut
-from ps_core.cluster_view import ClusterView, Node, Session
+from ps_core.cluster_view import ClusterView, Node, NodeState, Session
 from ps_core.errors import (
     Draining,
     Fenced,
     InvariantViolation,
     NotOwner,
     PushpullError,
+    Unauthenticated,
     UpdateFailed,
 )
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.work import PIECE_COUNT, Work, at_once
+from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.turns import Turns
@@ -58,14 +59,13 @@ from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import checkpoint_cut
 from ps_server.ranges.server_machine import Doubt, PreparedChange, ServerMachine, ShardAdded
 from ps_server.replication.output_commit import CommittedEffect
+from ps_server.service.answers import PushStream, RangeRead, ReadWaits, UnreadAnswers
 from ps_server.service.collective_calls import CollectiveCalls
-from ps_server.service.push_stream import PushStream, UnreadAnswers
-from ps_server.service.range_read import RangeRead, ReadWaits
-from ps_server.service.sessions import Sessions
 from ps_server.service.works import Works
 from ps_server.update_log.writer import UpdateLog
-from ps_server.values.mutations import Assigned, Dropped, KeptSum, Put
+from ps_server.values.mutations import Assigned, Dropped, Mutation, Put
 from ps_server.values.update_arithmetic import Accumulator
+from pushpull.v1 import types_pb2
 
 _DRAIN_RETRY_MS = 500
 
@@ -79,8 +79,75 @@ _NAMED_COUNT = 8
 """Most tables that a line of the log names; a view may bring thousands."""
 
 
+class Sessions:
+    """The sessions of a server's callers: those that it has checked, and those that have ended."""
+
+    def __init__(self, own: Session, token_key: bytes) -> None:
+        self._own = own
+        self._token_key = token_key
+        self._known: set[Session] = set()
+        self._left: dict[NodeId, Node] = {}
+
+    @property
+    def count(self) -> int:
+        """Sessions that have called."""
+        return len(self._known)
+
+    @property
+    def gone(self) -> list[Node]:
+        """The nodes that were declared gone."""
+        return [node for node in self._left.values() if node.state is NodeState.GONE]
+
+    def observe(self, view: ClusterView) -> list[Session]:
+        """Take a new view; returns the sessions that it ends."""
+        self._left = {node.node_id: node for node in view.nodes if not node.state.is_member}
+        # Evaluators come and go; those that the scheduler forgot would be checked again.
+        present = view.nodes_by_id.keys() - self._left.keys()
+        ended = [session for session in self._known if session.node_id not in present]
+        self._known.difference_update(ended)
+        return ended
+
+    def admit(self, message: types_pb2.SessionIdentity, method: str) -> Session:
+        """Check the session of a caller of a method.
+
+        Raises:
+            NotPermitted: its role may not (`ps_core.rights`).
+            Unauthenticated: its token was not made for it by this cluster's scheduler.
+            Fenced: it belongs to another cluster or timeline, or has left this one, or is gone.
+        """
+        if not message.session_token:
+            raise Unauthenticated(rights.NO_SESSION)
+        session = wire.session_from_proto(message)
+        if session not in self._known:
+            self._check(session)
+        rights.check(method, session.role)
+        self._known.add(session)
+        return session
+
+    def _check(self, session: Session) -> None:
+        """Check that a new session is one of this cluster's."""
+        if session.cluster_id != self._own.cluster_id:
+            raise Fenced("the session is of another cluster than this server's: register again")
+        if session.timeline != self._own.timeline:
+            raise Fenced("the session is of another timeline than this server's: register again")
+        if not session.is_genuine(self._token_key):
+            raise Unauthenticated(
+                f"the session token of node {session.node_id} is wrong; send the session as "
+                "RegisterNode gave it"
+            )
+        left = self._left.get(session.node_id)
+        if left is not None:
+            raise Fenced(left.fence_words)
+
+
 class ParameterNode:
-    """The machine, stores and streams of one server."""
+    """The machine, stores and streams of one server.
+
+    Args:
+        token_key: what genuine tokens are made with.
+        worker_count: the number that opens clock 1 of a BSP table.
+        shards: its values, with the custom updates that it offered; None: none of either.
+    """
 
     def __init__(
         self,
@@ -91,15 +158,6 @@ class ParameterNode:
         now: Callable[[], float],
         shards: Shards | None = None,
     ) -> None:
-        """Args:
-        session: this server's identity.
-        token_key: what genuine tokens are made with.
-        worker_count: the number that opens clock 1 of a BSP table.
-        metrics: where it counts what it does.
-        now: the clock, in seconds.
-        shards: its values, with the custom updates that it offered to the scheduler; None: none of
-            either.
-        """
         self.health = FailStop()
         self.session = session
         self.sessions = Sessions(session, token_key)
@@ -132,16 +190,14 @@ class ParameterNode:
     def replicate(
         self, setting: ReplicationSetting, update_log: UpdateLog | None = None
     ) -> ReplicatedRanges:
-        """Turn replication on: backups or an update log for its ranges, and backups here of
-        others'. Before the first view.
-        """
-        self.replicas = ReplicatedRanges(
+        """Turn replication on, before the first view."""
+        replicas = self.replicas = ReplicatedRanges(
             self.session, self.machine, self.shards, setting, self.now, update_log
         )
-        self.replicas.release = self._release
-        self.replicas.log_has_space = self._log_has_space
-        self.replicas.health = self.health
-        return self.replicas
+        replicas.release = self._release
+        replicas.log_has_space = lambda: self.works.begin(replicas.looking_at_log())
+        replicas.health = self.health
+        return replicas
 
     # --- views
 
@@ -149,13 +205,11 @@ class ParameterNode:
         """Prepare for a view: make what takes long, while others have their turns."""
         own_id = NodeId(self.session.node_id)
         await self.shards.prepare(view, own_id, self.turns, self.machine.prepare)
-        await self.works.in_turn(_nothing_more)
+        await self.works.in_turn(_nothing)
         await self.turns.next_turn()
 
     def observe(self, view: ClusterView) -> None:
-        """Take a new view: make stores for the ranges served from now on, and go on without ended
-        workers.
-        """
+        """Take a new view: serve its ranges, and go on without ended workers."""
         self.works.finish()
         self.works.begin(self._observing(view))
         self.collectives.observe(view)
@@ -172,7 +226,7 @@ class ParameterNode:
             lost, effects = yield from self.replicas.observing(view)
             at_once(self._doing(effects))
             error = NotOwner(f"server {self.session.node_id} is not primary any more")
-            moved = self.replicas.deposed.union(lost)
+            moved = self.replicas.replication.deposed.union(lost)
             for stream in self._streams.values() if moved else ():
                 stream.give_up(moved, error)
             yield from self._serving(self.replicas.serve())
@@ -193,13 +247,10 @@ class ParameterNode:
         if added:
             some = itertools.islice(by_table.values(), _NAMED_COUNT)
             logs.info(
-                "ranges_added",
-                view=view.view_number,
-                parts=len(added),
-                tables=len(by_table),
+                "ranges_added", view=view.view_number, parts=len(added), tables=len(by_table),
                 first_tables=[parts[0].table.spec.name for parts in some],
                 blocks=sum(len(part.blocks) for part in added),
-            )
+            )  # fmt: skip
         for node in self.sessions.gone:
             if node.node_id not in before:
                 self._fence(node)
@@ -217,14 +268,8 @@ class ParameterNode:
 
     @property
     def prepared_changes(self) -> tuple[PreparedChange, ...]:
-        """Changes that this server has prepared, and would still hold if it died. Between two
-        works.
-        """
-        return (
-            self.machine.prepared_changes
-            if self.replicas is None
-            else self.replicas.prepared_changes
-        )
+        """Changes prepared here that would outlive this server. Between two works."""
+        return (self.machine if self.replicas is None else self.replicas.output).prepared_changes
 
     # --- while the scheduler is silent
 
@@ -236,9 +281,6 @@ class ParameterNode:
     def change_outcome(self, table_id: TableId, number: int) -> ChangeResult | None:
         """The outcome of a change, in the deciding range, for a server that does not hear the
         scheduler. If this server does not hear it either, an untaken change is given up.
-
-        Raises:
-            TableNotFound, NotOwner: that range is not here.
         """
         self.works.finish()
         if self.is_alone:
@@ -312,10 +354,6 @@ class ParameterNode:
             effects += self.machine.entry(event, now_s)
         return effects
 
-    def block_count(self, event: EntryEvent) -> int:
-        """Most blocks that an entry which is no push may change: those of its range."""
-        return max(self.block_count_at(event.place.table_id, event.place.range_id), 1)
-
     def drain(self) -> None:
         """Refuse everything that waits: the server is going away."""
         leaving = Draining(
@@ -324,9 +362,8 @@ class ParameterNode:
         self.collectives.drain(leaving)
         for stream in self._streams.values():
             stream.end_input(leaving)
-        for number, read in list(self._reads.items()):
-            place = read.place
-            self._refuse(RefusePull(number, place.table_id, place.range_id, leaving))
+        for number in list(self._reads):
+            self._refuse(number, leaving)
 
     # --- pulls
 
@@ -376,16 +413,19 @@ class ParameterNode:
     def reading_at_cut(
         self, waiter: int, key: tuple[TableId, RangeId], cut: TableCut
     ) -> Work[bool]:
-        """Wait for the cut of a range for a checkpoint: `on_cut_answered` is called now or later,
-        between two updates. Asynchronous settings are answered as they are, and torn. True if torn.
+        """Wait for a range's cut for a checkpoint: `on_cut_answered` is called between two updates.
+        Asynchronous settings are answered as they are, and torn. True if torn.
         """
-        place = Place(*key, self.machine.assignment_epoch(key[1]))
         is_torn = self.machine.shards[key].state.schedule.is_torn_at(cut)
-        deadline_s = self.now() + limits.CHECKPOINT_CUT_S
-        cut_id = None if is_torn else checkpoint_cut(cut.checkpoint)
-        run = self.machine.table(key[0]).run
         event = PullEvent(
-            place, waiter, None, cut.after_clock, not is_torn, deadline_s, cut_id, run=run
+            Place(*key, self.machine.assignment_epoch(key[1])),
+            waiter,
+            None,
+            cut.after_clock,
+            not is_torn,
+            self.now() + limits.CHECKPOINT_CUT_S,
+            None if is_torn else checkpoint_cut(cut.checkpoint),
+            run=self.machine.table(key[0]).run,
         )
         yield from self._carrying_out(self.machine.pull(event, self.now()))
         return is_torn
@@ -423,11 +463,7 @@ class ParameterNode:
         """Seconds since the last update."""
         return self.now() - self._updated_s
 
-    def end_read(self, number: int) -> None:
-        """Forget a pull whose caller has gone, or has its answer."""
-        self._take_read(number)
-
-    def _take_read(self, number: int) -> RangeRead | None:
+    def end_read(self, number: int) -> RangeRead | None:
         """Take a pull out of the waiting ones; None if it does not wait."""
         self.machine.answered(number)
         read = self._reads.pop(number, None)
@@ -441,9 +477,7 @@ class ParameterNode:
         return sum(read.cause is cause for read in self._reads.values())
 
     def tick(self) -> None:
-        """Refuse expired pulls, form updates whose grace time is over, and exchange beats with
-        backups.
-        """
+        """Refuse expired pulls, form updates whose grace is over, exchange beats with backups."""
         self.health.check()
         if self.replicas is not None:
             self.replicas.keep_up()
@@ -455,7 +489,7 @@ class ParameterNode:
     def _ticking(self) -> Work[None]:
         self._tick_waits = False
         if self.replicas is not None:
-            if self.replicas.waits:
+            if self.replicas.replication.waits:
                 yield from self._serving(self.replicas.serve())
             yield from self._doing((yield from self.replicas.going_on()))
         yield from self._carrying_out(self.machine.tick(self.now()))
@@ -466,14 +500,8 @@ class ParameterNode:
         """Seconds until `tick` is due at the latest; 0: now."""
         return math.inf if self.replicas is None else max(self.replicas.serves_within_s, 0.0)
 
-    def _log_has_space(self) -> None:
-        if self.replicas is not None:
-            self.works.begin(self.replicas.looking_at_log())
-
     def _arm(self) -> None:
-        """Set a timer for updates that form by time alone, which should not wait for `tick`'s next
-        turn.
-        """
+        """Set a timer for updates that form by time alone, before the next `tick`."""
         wake_s = self.machine.wake_s
         if wake_s is not None and self._timer is None and not self._is_closed:
             delay_s = max(wake_s - self.now(), 0.0)
@@ -544,14 +572,18 @@ class ParameterNode:
                     self.shards.accumulate(effect)
                     piece_count += len(effect.parts)
                 case Accumulate():
-                    yield from self.shards.accumulating(effect)
+                    for some in effect.pieces:
+                        self.shards.accumulate(some)
+                        yield
                 case Apply() if self.shards.is_brief(effect.record):
                     self._apply_brief(effect.record)
                     piece_count += len(effect.record.blocks)
                 case Apply():
                     failure = yield from self._applying(effect.record)
                     if failure is not None:
-                        rest = [*replies, *_effects(committed[done_count:])]
+                        # Nothing that replication held is of a table that can fail.
+                        later = committed[done_count:]
+                        rest = [*replies, *(e for e in later if not isinstance(e, Mutation))]
                         yield from self._carrying_out(self._failed(effect.record, failure, rest))
                         return
                 case Put():
@@ -585,11 +617,17 @@ class ParameterNode:
             case Dropped():
                 self._dropped(effect.record)
             case AnswerPull():
-                self._answer(effect)
+                read = self.end_read(effect.waiter)
+                if read is None:
+                    self.on_cut_answered(effect)
+                else:
+                    key = effect.table_id, effect.range_id
+                    read.answer(effect, self.machine.shards[key].state, self.shards)
             case Forget():
                 self.shards.forget(effect)
             case RefusePull():
-                self._refuse(effect)
+                if not self._refuse(effect.waiter, effect.error):
+                    self.on_cut_answered(effect)
 
     def _failed(
         self, record: Record, failure: UpdateFailed, rest: Sequence[Effect]
@@ -611,8 +649,10 @@ class ParameterNode:
                 counts[ending.outcome] = counts.get(ending.outcome, 0) + 1
                 if ending.outcome is Outcome.APPLIED:
                     self.metrics.staleness_updates.observe(ending.staleness)
+            elif effect.error is not None and effect.kind is ReplyKind.ERROR:
+                self.metrics.errors.labels(code=effect.error.code).inc()
             elif effect.error is not None:
-                self._count_refusal(effect.kind, effect.error)
+                self.metrics.quota_refusals.inc()
             if effect.kind is not ReplyKind.RECEIVED:
                 self._end_entry(effect)
             stream = self._streams.get(effect.sender.origin)
@@ -623,16 +663,8 @@ class ParameterNode:
         for outcome, count in counts.items():
             self._ended[outcome].inc(count)
 
-    def _count_refusal(self, kind: ReplyKind, error: PushpullError) -> None:
-        if kind is ReplyKind.ERROR:
-            self.metrics.errors.labels(code=error.code).inc()
-        else:
-            self.metrics.quota_refusals.inc()
-
     def _end_entry(self, effect: ReplyTo) -> None:
-        """End an entry that was sent again on another stream: its first stream owes nothing
-        more.
-        """
+        """End an entry that was sent again on another stream: its first one owes nothing more."""
         for other in self._streams_of.get(effect.sender.incarnation, ()):
             if other.origin != effect.sender.origin:
                 other.end((effect.table_id, effect.range_id, effect.sequence))
@@ -640,9 +672,7 @@ class ParameterNode:
     def _applying(
         self, record: Record, accumulator: Accumulator | None = None
     ) -> Work[UpdateFailed | None]:
-        """The reason for which the update could not be computed, if so; nothing has changed
-        then.
-        """
+        """Returns the error if the update could not be computed; nothing has changed then."""
         begun_s = self.now()
         failure = yield from self.shards.applying(record, accumulator)
         self._count_update(record, begun_s, is_applied=failure is None)
@@ -675,20 +705,12 @@ class ParameterNode:
             reason="every worker that took part died before it said the update's scale",
         )
 
-    def _answer(self, effect: AnswerPull) -> None:
-        read = self._take_read(effect.waiter)
-        if read is None:
-            self.on_cut_answered(effect)
-            return
-        state = self.machine.shards[effect.table_id, effect.range_id].state
-        read.answer(effect, state, self.shards)
-
-    def _refuse(self, effect: RefusePull) -> None:
-        read = self._take_read(effect.waiter)
+    def _refuse(self, waiter: int, error: PushpullError) -> bool:
+        """Refuse a waiting pull; False if it does not wait."""
+        read = self.end_read(waiter)
         if read is not None:
-            read.refuse(effect.error)
-        else:
-            self.on_cut_answered(effect)
+            read.refuse(error)
+        return read is not None
 
 
 def _are_quick(effects: Sequence[Effect]) -> bool:
@@ -699,18 +721,4 @@ def _are_quick(effects: Sequence[Effect]) -> bool:
     return True
 
 
-def _nothing_more() -> None:
-    pass
-
-
-def _nothing(effect: AnswerPull | RefusePull) -> None:
-    del effect
-
-
-def _effects(committed: Sequence[CommittedEffect]) -> list[Effect]:
-    """The effects that are no mutations: nothing that replication held is of a table that can
-    fail.
-    """
-    return [
-        effect for effect in committed if not isinstance(effect, Put | KeptSum | Dropped | Assigned)
-    ]
+def _nothing(*_: object) -> None: ...

@@ -1,13 +1,11 @@
 """A pull from its request to its answer: the Pull RPC, or one that came on a PushPull stream.
 
-    request --checked--> a pull of each range --the gate lets it (`range_read`)--> pieces
-                                                                               --> messages
+    request --checked--> a `RangeRead` of each range --the gate lets it--> pieces --> messages
 
 Rules:
     - A consistent pull, and one of shared values, begins in all ranges at once; other pulls go
       range after range, since a table has many bytes.
-    - A short answer that is available is given at once, without a task.
-    - A long answer is made piece by piece, and others have their turn between two pieces.
+    - A short answer that is available is given at once, without a task; a long one piece by piece.
     - On a stream, a pull with a number is answered as soon as possible: one that waits for other
       workers holds up nothing behind it. If too many wait, the next is refused.
     - Pulls without a number are answered one after the other, in order of arrival.
@@ -29,9 +27,8 @@ from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.tables import Codec
 from ps_runtime.cluster import wire
 from ps_server.ranges.events import Place
+from ps_server.service.answers import AnswerPart, PullTerms, PushStream, RangeRead
 from ps_server.service.node import ParameterNode
-from ps_server.service.push_stream import PushStream
-from ps_server.service.range_read import AnswerPart, PullTerms, RangeRead
 from ps_server.wire.parameter_wire import (
     deadline_s_of,
     pull_end,
@@ -48,7 +45,11 @@ _AT_ONCE_COUNT = 4 * limits.SLICE_BLOCK_COUNT
 
 
 class Pull:
-    """An open pull."""
+    """An open pull.
+
+    Args:
+        call: is cut if the answer is not read and others wait; None: the task that gives it.
+    """
 
     def __init__(
         self,
@@ -57,21 +58,14 @@ class Pull:
         session: Session,
         call: asyncio.Task[object] | None = None,
     ) -> None:
-        """Args:
-        node: the server.
-        request: what is asked for.
-        session: whose it is.
-        call: what is cut if the answer is not read and others wait; None: the task that gives it.
-        """
         self._node = node
         self._call = call
-        self._request = request
         self._table_id = TableId(request.table_id)
         self._began_s = node.now()
         range_count = node.machine.total_range_count or limits.MAX_RANGE_COUNT
         codec, self._problem = _checked(request, range_count)
         is_good = self._problem is None
-        self._ranges = list(request.ranges) if is_good else []
+        self._left = deque(request.ranges if is_good else ())  # ranges not begun
         deadline_s = request.deadline_ms / 1000 or limits.DEFAULT_PULL_DEADLINE_S
         self._terms = PullTerms(
             session,
@@ -83,25 +77,18 @@ class Pull:
             cut=request.cut,
             array=request.array,
         )
-        self._is_shared = (
-            request.shared
-            and not request.array
-            and is_good
-            and node.shards.segments.shares(session, self._table_id, codec)
-        )
+        may_share = request.shared and not request.array and is_good
+        self._is_shared = may_share and node.shards.segments.shares(session, self._table_id, codec)
         self._is_one = request.consistent or self._is_shared
-        self._begun_count = 0
         self._reads: deque[RangeRead] = deque()
 
     def at_once(self) -> list[bytes] | None:
-        """The whole answer as serialized PullResponses, if it is available and short; else `parts`
-        goes on.
-        """
+        """The answer as serialized PullResponses, if available and short; else `parts` goes on."""
         if self._problem is not None:
             return [range_error(*self._problem)]
         if not self._is_short:
             return None
-        while self._begun_count < len(self._ranges):
+        while self._left:
             self._begin_next()
         if not all(read.is_answered for read in self._reads):
             return None
@@ -115,10 +102,10 @@ class Pull:
 
     @property
     def _is_short(self) -> bool:
-        if len(self._ranges) > (_AT_ONCE_COUNT if self._is_one else 1):
+        if len(self._left) > (_AT_ONCE_COUNT if self._is_one else 1):
             return False
         count = byte_count = 0
-        for part in self._ranges:
+        for part in self._left:
             range_id = RangeId(part.range_id)
             found = len(part.blocks) or self._node.block_count_at(self._table_id, range_id)
             count += found
@@ -133,8 +120,10 @@ class Pull:
         turns, reader = self._node.turns, self._node.unread.reader(self._call)
         there: list[AnswerPart] = []
         try:
-            while self._reads or self._begun_count < len(self._ranges):
-                await self._begin_some()
+            while self._reads or self._left:
+                while self._left and (self._is_one or not self._reads):
+                    await self._node.works.in_turn(self._begin_next)
+                    await turns.breathe()
                 read = self._reads[0]
                 if not read.is_answered:
                     for message in _messages(there):
@@ -159,14 +148,8 @@ class Pull:
             self.close()
         self._observe()
 
-    async def _begin_some(self) -> None:
-        while self._begun_count < len(self._ranges) and (self._is_one or not self._reads):
-            await self._node.works.in_turn(self._begin_next)
-            await self._node.turns.breathe()
-
     def _begin_next(self) -> None:
-        part = self._ranges[self._begun_count]
-        self._begun_count += 1
+        part = self._left.popleft()
         range_id = RangeId(part.range_id)
         place = Place(self._table_id, range_id, AssignmentEpoch(part.assignment_epoch))
         read = RangeRead(self._terms, place, part.blocks)
@@ -192,12 +175,7 @@ class Pull:
 
 
 class StreamPulls:
-    """The pulls of one PushPull stream, each a task while it waits.
-
-    Args:
-        node: the server.
-        stream: where they came, and where the answers go.
-    """
+    """The pulls of one PushPull stream, each a task while it waits."""
 
     def __init__(self, node: ParameterNode, stream: PushStream) -> None:
         self._node = node
@@ -206,9 +184,7 @@ class StreamPulls:
         self._last: asyncio.Task[None] | None = None
 
     async def begin(self, request: parameters_pb2.PullRequest) -> None:
-        """Answer a pull now, or else in a task. A pull without a number waits here while too many
-        are open.
-        """
+        """Answer a pull now, or in a task. One without a number waits while too many are open."""
         node, stream, number = self._node, self._stream, request.read_number
         if number and self._is_full:
             await self._put_all(_framed(_overloaded(request), number))
@@ -265,7 +241,6 @@ class StreamPulls:
             await self._stream.put_part(part)
 
     async def close(self) -> None:
-        """End all pulls of the stream."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -287,13 +262,6 @@ def _checked(
 ) -> tuple[Codec | None, tuple[int, PushpullError] | None]:
     """The codec that a pull asks for (None: the table's own), and the first range whose error
     refuses the whole pull, if any. A range or block named often would make an answer of any size.
-    Checks end at the first error.
-
-    Naming one thing often would make an answer of any size. All ends at the first that is wrong.
-
-    Args:
-        request: the pull.
-        range_count: ranges of the cluster.
     """
     first_id = request.ranges[0].range_id if request.ranges else 0
     try:
@@ -302,13 +270,10 @@ def _checked(
     except PushpullError as error:
         return None, (first_id, error)
     if len(request.ranges) > range_count:
-        return codec, (
-            first_id,
-            InvalidKeys(f"a pull names {len(request.ranges)} ranges; there are {range_count}"),
-        )
+        problem = f"a pull names {len(request.ranges)} ranges; there are {range_count}"
+        return codec, (first_id, InvalidKeys(problem))
     named: set[int] = set()
-    for part in request.ranges:
-        range_id = part.range_id
+    for range_id in (part.range_id for part in request.ranges):
         if range_id >= range_count:
             problem = f"there is no range {range_id}; expected one below {range_count}"
             return codec, (range_id, InvalidKeys(problem))
@@ -320,15 +285,8 @@ def _checked(
 
 
 def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
-    """Check that a pull names each block of a range once.
-
-    Args:
-        part: what the pull names.
-        block_count: blocks of the table in the range; 0: the range is not here, and why not is for
-            it to answer, which a worker asks again elsewhere for.
-
-    Raises:
-        InvalidKeys: it does.
+    """Check that a pull names each block of a range once. A `block_count` of 0: the range is not
+    here, and why not is for it to answer.
     """
     blocks = part.blocks
     if (0 < block_count < len(blocks)) or len(set(blocks)) != len(blocks):
@@ -339,7 +297,6 @@ def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
 
 
 def _overloaded(request: parameters_pb2.PullRequest) -> list[bytes]:
-    """The answer to a pull that is one too many on its stream."""
     error = Overloaded(
         f"{limits.MAX_STREAM_READ_COUNT} pulls wait on this stream already",
         retry_after_ms=_RETRY_MS,
@@ -354,16 +311,14 @@ def _messages(parts: Iterable[AnswerPart]) -> Iterator[bytes]:
     """Shared values leave in one message, others in their own."""
     values: list[parameters_pb2.SharedValue] = []
     for part in parts:
-        if isinstance(part, bytes):
-            if values:  # answers come in the order of the ranges
-                yield shared_answer(values)
-                values = []
-            yield part
-            continue
-        values.append(part)
-        if len(values) == limits.MAX_BATCH_COUNT:
-            yield shared_answer(values)
+        is_full = len(values) == limits.MAX_BATCH_COUNT
+        if values and (is_full or isinstance(part, bytes)):
+            yield shared_answer(values)  # answers come in the order of the ranges
             values = []
+        if isinstance(part, bytes):
+            yield part
+        else:
+            values.append(part)
     if values:
         yield shared_answer(values)
 

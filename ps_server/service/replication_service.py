@@ -41,7 +41,6 @@ class _Answers:
         self._failure: BaseException | None = None
 
     def put(self, answer: Ack | Grant | None) -> None:
-        """Add a message."""
         if answer is not None:
             self._waiting.append(answer)
             self._news.set()
@@ -51,7 +50,6 @@ class _Answers:
         self._news.set()
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Messages to send, until the stream ends."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -81,7 +79,6 @@ class ReplicationServicer(replication_pb2_grpc.ReplicationServiceServicer):
         request_iterator: AsyncIterator[bytes],
         context: object,  # noqa: ARG002
     ) -> AsyncIterator[bytes]:
-        """See replication.proto."""
         reader = ReplicationReader()
         header = reader.read(await anext(aiter(request_iterator), b""))
         node, replicas = self._admitted(header)
@@ -146,7 +143,6 @@ def handlers_of(servicer: ReplicationServicer) -> dict[str, grpc.RpcMethodHandle
 
 
 def add_to_server(servicer: ReplicationServicer, server: grpc.aio.Server) -> None:
-    """As the generated function of that name."""
     handlers = handlers_of(servicer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 

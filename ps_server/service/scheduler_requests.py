@@ -90,10 +90,8 @@ class BackupRequests:
 
 async def until_kept(link: SchedulerLink, end_s: float) -> None:
     """Leave the cluster as soon as that loses nothing, or when `end_s` has come by `clock.now_s`.
-    The server goes on serving, since others copy from it.
-
-    Blocking: until then. One that the scheduler has not answered for a lease is not waited for:
-        without it nobody becomes a holder of anything.
+    The server goes on serving, since others copy from it. If the scheduler has not answered for a
+    lease, it leaves: without it nobody becomes a holder of anything.
     """
     departure = Departure(end_s, link.lease_s)
     while (left_s := departure.left_s(clock.now_s())) > 0:

@@ -12,21 +12,15 @@ import grpc
 import grpc.aio
 
 from ps_core import limits
-from ps_core.errors import (
-    InvalidConfig,
-    NotOwner,
-    PushpullError,
-    Recovering,
-    WaitExpired,
-)
+from ps_core.errors import InvalidConfig, NotOwner, PushpullError, Recovering, WaitExpired
 from ps_core.keys import TableId
 from ps_runtime.cluster.wire import change_outcome_to_proto
 from ps_runtime.grpc.errors import translated
 from ps_runtime.grpc.requests import RequestReader
 from ps_server.ranges.events import EntryEvent, PushEvent, Sender
+from ps_server.service.answers import PushStream
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull, StreamPulls
-from ps_server.service.push_stream import PushStream
 from ps_server.wire.parameter_wire import (
     BlockFrame,
     Entry,
@@ -46,9 +40,8 @@ SERVICE = "pushpull.v1.ParameterService"
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane")
 
 _TURN_BLOCK_COUNT = 32
-"""Most blocks done in one stretch: the seal of a large table applies hundreds, each in a tenth of a
-millisecond. One by one they would cost more, since other work between them empties the processor's
-caches, and every turn answers its worker.
+"""Most blocks done in one stretch, each in a tenth of a millisecond. One by one they would cost
+more: other work between them empties the processor's caches, and every turn answers its worker.
 """
 
 _TURN_BYTES = 32 * 2**20
@@ -61,31 +54,21 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     """The service, over one `ParameterNode`."""
 
     def __init__(self) -> None:
-        self._attached: tuple[ParameterNode, ViewAtLeast] | None = None
+        self._attached: ParameterNode | None = None
+        self._view_at_least: ViewAtLeast
         self.stream_port = 0
 
     def attach(self, node: ParameterNode, view_at_least: ViewAtLeast) -> None:
-        """The server has registered: serve `node`.
-
-        `view_at_least` awaits a view number within seconds, or raises WaitExpired.
-        """
-        self._attached = (node, view_at_least)
+        """Serve `node`. `view_at_least` awaits a view number within seconds, or WaitExpired."""
+        self._attached, self._view_at_least = node, view_at_least
 
     def drain(self) -> None:
         """End streams and refuse parked pulls with Draining: the server is going away."""
         if self._attached is not None:
-            self._attached[0].drain()
+            self._attached.drain()
 
     @property
     def _node(self) -> ParameterNode:
-        return self._registered[0]
-
-    @property
-    def _view_at_least(self) -> ViewAtLeast:
-        return self._registered[1]
-
-    @property
-    def _registered(self) -> tuple[ParameterNode, ViewAtLeast]:
         if self._attached is None:
             raise Recovering("the server has not registered yet", retry_after_ms=100)
         return self._attached
@@ -94,7 +77,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def OpenSession(
         self, request: parameters_pb2.OpenSessionRequest, context: Any
     ) -> parameters_pb2.OpenSessionResponse:
-        """See parameters.proto."""
         session = self._node.sessions.admit(request.session, "OpenSession")
         deadline_s = deadline_s_of(request.deadline_ms, limits.DEFAULT_SESSION_DEADLINE_S)
         await self._view_at_least(request.view_number, deadline_s)
@@ -117,7 +99,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def Push(
         self, request_iterator: AsyncIterator[Entry], context: Any
     ) -> AsyncIterator[parameters_pb2.PushResponse]:
-        """See parameters.proto."""
         async with self._stream(request_iterator, "Push") as stream:
             async for replies, _ in stream.batches():
                 if replies is not None:
@@ -125,7 +106,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 
     @translated
     async def Pull(self, request: parameters_pb2.PullRequest, context: Any) -> AsyncIterator[bytes]:
-        """See parameters.proto; the responses come serialized (`frames`)."""
         session = self._node.sessions.admit(request.session, "Pull")
         async for response in Pull(self._node, request, session).parts():
             yield response
@@ -134,7 +114,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def PushPull(
         self, request_iterator: AsyncIterator[Entry], context: Any
     ) -> AsyncIterator[parameters_pb2.PushPullResponse | bytes]:
-        """See parameters.proto."""
         async with self._stream(request_iterator, "PushPull") as stream:
             async for replies, part in stream.batches():
                 if part is None:
@@ -146,7 +125,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def BeginCut(
         self, request: parameters_pb2.BeginCutRequest, context: Any
     ) -> parameters_pb2.BeginCutResponse:
-        """See parameters.proto."""
         session = self._node.sessions.admit(request.session, "BeginCut")
         if not request.cut:
             raise InvalidConfig("cut is 0; expected a number of the caller's, from 1")
@@ -159,7 +137,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def EndCut(
         self, request: parameters_pb2.EndCutRequest, context: Any
     ) -> parameters_pb2.EndCutResponse:
-        """See parameters.proto."""
         session = self._node.sessions.admit(request.session, "EndCut")
         place = session, TableId(request.table_id), request.cut
         await self._node.works.in_turn(partial(self._node.end_cut, *place))
@@ -169,7 +146,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def SettleChange(
         self, request: parameters_pb2.SettleChangeRequest, context: Any
     ) -> parameters_pb2.SettleChangeResponse:
-        """See parameters.proto."""
         self._node.sessions.admit(request.session, "SettleChange")
         change = TableId(request.table_id), request.number
         settled = await self._node.works.in_turn(partial(self._node.change_outcome, *change))
@@ -182,7 +158,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def GetRangeStats(
         self, request: parameters_pb2.GetRangeStatsRequest, context: Any
     ) -> parameters_pb2.GetRangeStatsResponse:
-        """See parameters.proto."""
         self._node.sessions.admit(request.session, "GetRangeStats")
         return await _range_stats(self._node, request.table_id)
 
@@ -190,7 +165,6 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
     async def EnterCollective(
         self, request: parameters_pb2.EnterCollectiveRequest, context: Any
     ) -> parameters_pb2.EnterCollectiveResponse:
-        """See parameters.proto."""
         session = self._node.sessions.admit(request.session, "EnterCollective")
         await self._view_at_least(request.view_number, limits.DEFAULT_SESSION_DEADLINE_S)
         return await self._node.collectives.enter(session, request)
@@ -224,7 +198,9 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
         try:
             yield stream
         finally:
-            await _cancelled(reader)
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, PushpullError):
+                await reader
             await pulls.close()
             self._node.close_stream(stream)
             stream.close()
@@ -255,17 +231,15 @@ class ParameterServicer(parameters_pb2_grpc.ParameterServiceServicer):
 async def _take_entries(
     node: ParameterNode, stream: PushStream, message: Entry, sender: Sender
 ) -> None:
-    """Take the entries of a message."""
     events = entry_events(message, sender, node.shards)
     turn, block_count = _turn(node, events)
     while turn:
         if block_count > _TURN_BLOCK_COUNT:
             await node.take(stream, turn)
+        elif node.works.is_busy:
+            await node.works.in_turn(partial(node.entries, stream, turn))
         else:
-            if node.works.is_busy:
-                await node.works.in_turn(partial(node.entries, stream, turn))
-            else:
-                node.entries(stream, turn)
+            node.entries(stream, turn)
         turn, block_count = _turn(node, events)
         if turn:
             await asyncio.sleep(0)  # let others in, and replies out
@@ -284,20 +258,13 @@ def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> tuple[list[Entry
             block_count += 1
             byte_count += event.byte_count
         else:
-            block_count += node.block_count(event)
+            place = event.place
+            block_count += max(node.block_count_at(place.table_id, place.range_id), 1)
     return turn, block_count
 
 
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, PushpullError):
-        await task
-
-
 async def _range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
-    """Statistics of each shard of the table (0: of all tables), by table and range, each when its
-    turn comes.
-    """
+    """Statistics of each shard of the table (0: of all tables), each when its turn comes."""
     now_s = node.now()
     response = parameters_pb2.GetRangeStatsResponse(gate_bytes=node.machine.gate_bytes)
     for place in sorted(place for place in node.machine.shards if table_id in (0, place[0])):
@@ -334,26 +301,21 @@ def handlers_of(
 ) -> dict[str, grpc.RpcMethodHandler[Any, Any]]:
     """The service's methods by their short names, with the readers and writers of its messages."""
     unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
-    return {
-        "OpenSession": unary(
-            servicer.OpenSession, RequestReader(parameters_pb2.OpenSessionRequest), serialized
-        ),
+    simple = {
+        name: unary(
+            getattr(servicer, name),
+            RequestReader(getattr(parameters_pb2, f"{name}Request")),
+            serialized,
+        )
+        for name in ("OpenSession", "BeginCut", "EndCut", "SettleChange", "GetRangeStats")
+    }
+    return simple | {
         "Push": stream(servicer.Push, entry_reader(parameters_pb2.PushRequest), serialized),
         "Pull": grpc.unary_stream_rpc_method_handler(
             servicer.Pull, RequestReader(parameters_pb2.PullRequest), serialized
         ),
         "PushPull": stream(
             servicer.PushPull, entry_reader(parameters_pb2.PushPullRequest), serialized
-        ),
-        "BeginCut": unary(
-            servicer.BeginCut, RequestReader(parameters_pb2.BeginCutRequest), serialized
-        ),
-        "EndCut": unary(servicer.EndCut, RequestReader(parameters_pb2.EndCutRequest), serialized),
-        "SettleChange": unary(
-            servicer.SettleChange, RequestReader(parameters_pb2.SettleChangeRequest), serialized
-        ),
-        "GetRangeStats": unary(
-            servicer.GetRangeStats, RequestReader(parameters_pb2.GetRangeStatsRequest), serialized
         ),
         "EnterCollective": unary(
             servicer.EnterCollective,
@@ -366,6 +328,6 @@ def handlers_of(
 def add_to_server(
     servicer: parameters_pb2_grpc.ParameterServiceServicer, server: grpc.aio.Server
 ) -> None:
-    """As the generated function of that name, with the readers and writers of its messages."""
+    """As the generated function of that name."""
     handlers = handlers_of(servicer)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))

@@ -1,16 +1,11 @@
 """Works: what follows from each event, one work after the other, however long each takes (SEMANTICS
 S15).
 
-An event, its decisions, and all that follows for values and streams are one *work*: nothing else
-happens to machines and values before it is done. A work on the thousands of blocks of a range takes
-longer than the event loop may spend at once, so it is cut into steps, and goes on in another turn
-when its slice of time is used up. Later works wait for it.
-
-    added --nothing is under way--> under way --steps, over some turns--> ended
-      +-- else: waits for its turn --^
+An event, its decisions, and all that follows for values and streams are one *work*. One on the
+thousands of blocks of a range takes longer than the event loop may spend at once, so it is cut into
+steps, and goes on in another turn when its slice of time is used up. Later works wait for it.
 
 Rules:
-    - A work begins at once if none is open; most are then done at once.
     - A call between two works finds none open, and the works that it begins are done before waiting
       ones, as if it were a work itself.
     - A caller that cannot wait finishes the open works first (`finish`).
@@ -39,7 +34,6 @@ ResultT = TypeVar("ResultT")
 FEW_STEPS = 2
 """Steps of a work that are done at once, however long they take."""
 
-
 HasTime = Callable[[], bool]
 """Called after each step: true if the next may follow at once."""
 OnEnd = Callable[[Any, Exception | None], None]
@@ -47,17 +41,13 @@ OnEnd = Callable[[Any, Exception | None], None]
 
 
 class _Job(NamedTuple):
-    """A waiting work, or a call between two works; and the listener for its end."""
-
     work: Work[Any] | Callable[[], None]
     on_end: OnEnd | None = None
 
 
 class WorkQueue:
-    """The queue of works; `Works` says when there is time.
-
-    Args:
-        on_failure: called with what a work raised when nobody waits for it any more.
+    """The queue of works; `Works` says when there is time. `on_failure` is called with what a work
+    raised when nobody waits for it any more.
     """
 
     def __init__(self, on_failure: Callable[[Exception], None]) -> None:
@@ -69,16 +59,9 @@ class WorkQueue:
     def is_busy(self) -> bool:
         return bool(self._jobs)
 
-    @property
-    def count(self) -> int:
-        """Works that have begun, or wait."""
-        return len(self._jobs)
-
     def add(self, work: Work[Any], has_time: HasTime, on_end: OnEnd | None = None) -> None:
         """Begin the work now if none is under way, as far as there is time; the rest in its turn.
-
-        Raises:
-            Exception: what it raised, if that was now and nobody waits for its end.
+        Raises what it raised, if that was now and nobody waits for its end.
         """
         is_next = not self._jobs
         self._jobs.append(_Job(work, on_end))
@@ -135,11 +118,7 @@ class WorkQueue:
             self._jobs.extend(behind)
 
     def _is_done(self, job: _Job, has_time: HasTime) -> bool:
-        """Take at least one step of a job, to its end or until there is no time.
-
-        Raises:
-            Exception: what it raised, if nobody waits for its end.
-        """
+        """Take at least one step of a job, to its end or until there is no time."""
         self._is_running = True
         work = job.work
         try:
@@ -161,13 +140,7 @@ class WorkQueue:
 
 
 class Works:
-    """The works of one server. Belongs to its event loop.
-
-    Args:
-        turns: of that loop.
-        on_failure: called with what a work raised when nobody waited for it any more.
-        now: the clock, in seconds.
-    """
+    """The works of one server. Belongs to its event loop; `on_failure` as in `WorkQueue`."""
 
     def __init__(
         self,
@@ -185,16 +158,12 @@ class Works:
         return self._queue.is_busy
 
     def begin(self, work: Work[None]) -> None:
-        """Begin a work now; the rest of a long one goes on in further turns.
-
-        Raises:
-            Exception: what it raised, if that was now.
-        """
+        """Begin a work now; the rest of a long one goes on in further turns."""
         self._queue.add(work, self._time_to_begin())
         self._go_on()
 
     def between(self, callback: Callable[[], None]) -> None:
-        """Call a function between two works: now, or in its turn."""
+        """See `WorkQueue.between`."""
         self._queue.between(callback)
         self._go_on()
 
@@ -236,7 +205,9 @@ class Works:
         self._queue.finish()
 
     def _time_to_begin(self) -> HasTime:
-        if not _has_loop():
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
             return always
         until_s = self._now() + 2 * limits.SLICE_S  # its first step decides
         left = FEW_STEPS
@@ -264,14 +235,6 @@ class Works:
                 self._queue.go_on(has_time)
         finally:
             self._task = None
-
-
-def _has_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
 
 
 def always() -> bool:

@@ -5,7 +5,7 @@ lists, defaults stay out, and settings, which hardly ever change, are translated
 
 Rules:
     - Messages come from outside: lists of unequal length, bad indexes and unknown numbers are
-      refused.
+      refused with InvalidConfig.
     - A decision that a message names several times is in it once.
 """
 
@@ -41,11 +41,7 @@ _CACHED_SETTINGS_COUNT = 1024
 
 
 class RecordTable:
-    """The decisions of one message, each once, by identity, which costs less than equality.
-
-    Attributes:
-        messages: what to put into the message.
-    """
+    """The decisions of one message, each once, by identity, which costs less than equality."""
 
     __slots__ = ("_records", "messages")
 
@@ -54,7 +50,6 @@ class RecordTable:
         self.messages: list[replication_pb2.DecisionRecord] = []
 
     def index(self, record: Record) -> int:
-        """The index of the record."""
         for index, known in enumerate(self._records):
             if known is record:
                 return index
@@ -64,22 +59,13 @@ class RecordTable:
 
 
 def at(items: Sequence[ItemT], index: int, what: str) -> ItemT:
-    """The item at a received index.
-
-    Raises:
-        InvalidConfig: there is none.
-    """
+    """The item at a received index."""
     if not 0 <= index < len(items):
         raise InvalidConfig(f"{what} is number {index}; expected one of {len(items)} from 0")
     return items[index]
 
 
 def check_lengths(what: str, *lists: Sequence[object]) -> None:
-    """Check that lists are equally long.
-
-    Raises:
-        InvalidConfig: they are not.
-    """
     if len({len(each) for each in lists}) > 1:
         lengths = ", ".join(str(len(each)) for each in lists)
         raise InvalidConfig(f"{what} come as lists of {lengths}; expected them equally long")
@@ -151,24 +137,17 @@ def _contributor_from_proto(message: replication_pb2.RecordContributor) -> Contr
 
 
 def endings_to_proto(endings: Iterable[Ended], *, named: bool) -> replication_pb2.EndedEntries:
-    """Entries that ended.
-
-    Args:
-        endings: whose, which, how.
-        named: whether to say whose.
-    """
+    """Entries that ended: whose (if `named`), which, and how."""
     incarnations: list[int] = []
     sequences: list[int] = []
     outcomes: list[int] = []
     stalenesses: list[int] = []
     details: list[replication_pb2.EndingDetail] = []
-    is_stale = False
     for index, (incarnation, sequence, ending) in enumerate(endings):
         incarnations.append(incarnation)
         sequences.append(sequence)
         outcomes.append(_OUTCOMES[ending.outcome])
         stalenesses.append(ending.staleness)
-        is_stale = is_stale or ending.staleness != 0
         if ending.error is not None or ending.squares:
             error = None if ending.error is None else errors.error_to_proto(ending.error)
             details.append(
@@ -178,7 +157,7 @@ def endings_to_proto(endings: Iterable[Ended], *, named: bool) -> replication_pb
         incarnations=incarnations if named else (),
         sequences=sequences,
         outcomes=outcomes,  # type: ignore[arg-type]
-        stalenesses=stalenesses if is_stale else (),
+        stalenesses=stalenesses if any(stalenesses) else (),
         details=details,
     )
 
@@ -186,15 +165,7 @@ def endings_to_proto(endings: Iterable[Ended], *, named: bool) -> replication_pb
 def endings_from_proto(
     message: replication_pb2.EndedEntries, incarnation: Incarnation | None = None
 ) -> list[Ended]:
-    """Entries that ended.
-
-    Args:
-        message: what came.
-        incarnation: whose they are, if the message does not say it.
-
-    Raises:
-        InvalidConfig: it is not whole, or has an outcome that is unknown.
-    """
+    """Entries that ended; of `incarnation`, if the message does not say whose they are."""
     sequences = message.sequences
     found = [_PLAIN.get(number) for number in message.outcomes]
     if None in found:
@@ -242,7 +213,7 @@ def workers_to_proto(workers: Sequence[WorkerFacts]) -> replication_pb2.WorkersF
 def _add_some(
     values: Sequence[int | None], indexes: MutableSequence[int], found: MutableSequence[int]
 ) -> None:
-    """The items that are not None, with their indexes."""
+    """Add the items that are not None, with their indexes."""
     for index, value in enumerate(values):
         if value is not None:
             indexes.append(index)
@@ -250,11 +221,7 @@ def _add_some(
 
 
 def _some(what: str, count: int, indexes: Sequence[int], values: Sequence[int]) -> list[int | None]:
-    """The inverse of `_add_some`.
-
-    Raises:
-        InvalidConfig: the lists are not equally long, or an index is beyond `count`.
-    """
+    """The inverse of `_add_some`."""
     found: list[int | None] = [None] * count
     if indexes or values:
         check_lengths(f"workers that {what}", indexes, values)
@@ -265,11 +232,6 @@ def _some(what: str, count: int, indexes: Sequence[int], values: Sequence[int]) 
 
 
 def workers_from_proto(message: replication_pb2.WorkersFacts) -> tuple[WorkerFacts, ...]:
-    """The workers of a part.
-
-    Raises:
-        InvalidConfig: the lists are not equally long, or somebody has left who is not there.
-    """
     count = len(message.incarnations)
     joined = message.joined_clocks or (0,) * count
     left = _some("left", count, message.left, message.left_clocks)
@@ -291,7 +253,6 @@ def workers_from_proto(message: replication_pb2.WorkersFacts) -> tuple[WorkerFac
 
 
 def facts_to_proto(facts: RangeFacts, records: RecordTable) -> replication_pb2.PartFacts:
-    """A part's own facts."""
     message = replication_pb2.PartFacts(
         clock=facts.clock,
         formed_clock=facts.formed_clock,
@@ -323,12 +284,6 @@ def facts_to_proto(facts: RangeFacts, records: RecordTable) -> replication_pb2.P
 
 
 def facts_from_proto(message: replication_pb2.PartFacts, records: Sequence[Record]) -> RangeFacts:
-    """A part's own facts.
-
-    Raises:
-        InvalidConfig: it has no setting or one without a mode, means a decision that is not there,
-            or says that the table failed for another reason than a failed update.
-    """
     said = None
     if message.HasField("said"):
         said = UpdateScale(message.said.clock, message.said.scale, message.said.rank)

@@ -36,13 +36,8 @@ class ReplicationReader:
         self._snapshot: SnapshotReader | None = None
 
     def read(self, raw: bytes | memoryview) -> Came | None:
-        """Take the next message; None while its batch or snapshot is not whole.
-
-        Shapes:
-            result: payloads are views of the messages that they came in, and keep them alive.
-
-        Raises:
-            InvalidConfig: it is no such message, or does not go on from the ones before.
+        """Take the next message; None while its batch or snapshot is not whole. Payloads are views
+        of the messages that they came in, and keep them alive.
         """
         request = request_from(raw, self._small_bytes)
         if self._is_open == (request.kind == "header"):

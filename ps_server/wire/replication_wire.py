@@ -6,7 +6,7 @@ protobuf.
 
 Rules:
     - A record has a message to itself, or several that follow each other if it is too long for one.
-    - A wrong message is refused with an error of the catalogue.
+    - A wrong message is refused with InvalidConfig.
 
 Invariants:
     RW-1  A log record and its decisions are of one range and table.
@@ -60,9 +60,7 @@ Pieces = Sequence[bytes | memoryview]
 SERVICE = "pushpull.v1.ReplicationService"
 
 SMALL_BYTES = 64 * 1024
-"""Most bytes of a message that is parsed whole: a copy of its payload costs less than to go around
-it.
-"""
+"""Most bytes of a message that is parsed whole: to go around its payload costs more than a copy."""
 
 _BATCH = replication_pb2.ReplicateRequest.BATCH_FIELD_NUMBER
 _ELEMENTS = replication_pb2.ReplicateRequest.ELEMENTS_FIELD_NUMBER
@@ -114,12 +112,7 @@ def change_to_proto(
 def change_from_proto(
     message: replication_pb2.ValueChange, record: Record, blocks: Iterator[Elements]
 ) -> Mutation:
-    """A mutation; its blocks are the next of `blocks`.
-
-    Raises:
-        InvalidConfig: its kind is unset or unknown, there are fewer blocks, or it has means that
-            its kind cannot have.
-    """
+    """A mutation; its blocks are the next of `blocks`."""
     kind, count, mean_count = message.kind, message.block_count, message.mean_count
     own = tuple(itertools.islice(blocks, count))
     means = tuple(itertools.islice(blocks, mean_count))
@@ -149,22 +142,14 @@ def change_from_proto(
 
 
 def log_record_messages(log_record: LogRecord) -> list[bytes]:
-    """A log record as serialized requests, to be sent in this order with nothing between them.
-
-    Shapes:
-        record: its changes as backups are told them (`ps_server.lane.shards.for_backup`); payloads
-            are copied.
+    """A log record as serialized requests, to be sent in this order with nothing between them. Its
+    changes are as backups are told them (`ps_server.lane.shards.for_backup`); payloads are copied.
     """
-    return [b"".join(pieces) for pieces in log_record_pieces(log_record)]
-
-
-def log_record_pieces(log_record: LogRecord) -> list[Pieces]:
-    """As `log_record_messages`, each in pieces: those that are payloads are views of them."""
-    return at_once(cutting_log_record(log_record))
+    return [b"".join(pieces) for pieces in at_once(cutting_log_record(log_record))]
 
 
 def cutting_log_record(log_record: LogRecord) -> Work[list[Pieces]]:
-    """`log_record_pieces`, in steps."""
+    """As `log_record_messages`, each in pieces: those that are payloads are views of them."""
     head, blocks = _head(log_record)
     parts = []
     for some in pieces_of(blocks):
@@ -246,11 +231,6 @@ def _check_place(log_record: LogRecord, record: Record) -> None:
 
 
 def log_record_from_proto(head: replication_pb2.BatchHead, blocks: Sequence[Elements]) -> LogRecord:
-    """A log record.
-
-    Raises:
-        InvalidConfig: it is not whole, or says what cannot be.
-    """
     range_id, table_id = range_id_from_proto(head.range_id), TableId(head.table_id)
     records = [record_from_proto(each, table_id, range_id) for each in head.records]
     counted = tuple([at(records, index, "a counted decision") for index in head.counted])
@@ -261,12 +241,10 @@ def log_record_from_proto(head: replication_pb2.BatchHead, blocks: Sequence[Elem
         counted,
     )
     rest = iter(blocks)
-    changes = tuple(
-        [
-            change_from_proto(each, at(records, each.record, "a change's decision"), rest)
-            for each in head.changes
-        ]
-    )
+    changes = []
+    for change in head.changes:
+        record = at(records, change.record, "a change's decision")
+        changes.append(change_from_proto(change, record, rest))
     if next(rest, None) is not None:
         raise InvalidConfig(
             f"a log record has {len(blocks)} blocks; expected as many as its changes"
@@ -278,16 +256,11 @@ def log_record_from_proto(head: replication_pb2.BatchHead, blocks: Sequence[Elem
         head.number,
         table_id,
         delta,
-        changes,
+        tuple(changes),
     )
 
 
 def range_id_from_proto(number: int) -> RangeId:
-    """A range's number.
-
-    Raises:
-        InvalidConfig: no cluster has so many.
-    """
     if number >= limits.SLOT_COUNT:
         raise InvalidConfig(f"range_id is {number}; expected below {limits.SLOT_COUNT}")
     return RangeId(number)
@@ -307,11 +280,6 @@ def beat_message(beat: Beat) -> bytes:
 
 
 def beat_from_proto(message: replication_pb2.Beat) -> Beat:
-    """A beat.
-
-    Raises:
-        InvalidConfig: its lists are not equally long.
-    """
     check_lengths("the ranges of a beat", message.range_ids, message.assignment_epochs)
     ranges = map(range_id_from_proto, message.range_ids)
     epochs = map(AssignmentEpoch, message.assignment_epochs)
@@ -334,30 +302,19 @@ def answers_message(answers: Iterable[Ack | Grant]) -> bytes:
 
 
 def greeting_message(session: Session, stream_port: int) -> bytes:
-    """The first response of a stream: the listener, and the port at which it serves the same; 0 for
-    none.
-    """
+    """The first response of a stream: the listener, and its stream port (0: none)."""
     return replication_pb2.ReplicateResponse(
         stream_port=stream_port, node_id=session.node_id, incarnation=session.incarnation
     ).SerializeToString()
 
 
 def greeting_from(raw: bytes | memoryview) -> tuple[int, int, int]:
-    """The node id and the incarnation that a first response names, and the stream port.
-
-    Raises:
-        InvalidConfig: it is no response.
-    """
+    """The node id and the incarnation that a first response names, and the stream port."""
     response = parsed(replication_pb2.ReplicateResponse, raw)
     return response.node_id, response.incarnation, response.stream_port
 
 
 def answers_from(raw: bytes | memoryview) -> list[Ack | Grant]:
-    """A backup's acknowledgements and grants.
-
-    Raises:
-        InvalidConfig: it is no response.
-    """
     response = parsed(replication_pb2.ReplicateResponse, raw)
     acks = [
         Ack(range_id_from_proto(a.range_id), a.number, AssignmentEpoch(a.assignment_epoch))
@@ -374,9 +331,7 @@ def answers_from(raw: bytes | memoryview) -> list[Ack | Grant]:
 
 
 class Request(NamedTuple):
-    """A request: the field that is set, what is in it, and its payloads where they lie. What was
-    read around its payloads has none in `message`.
-    """
+    """A request: the field that is set, what is in it, and its payloads where they lie."""
 
     kind: str
     message: Any
@@ -384,14 +339,7 @@ class Request(NamedTuple):
 
 
 def request_from(raw: bytes | memoryview, small_bytes: int = SMALL_BYTES) -> Request:
-    """A request; one of up to `small_bytes` is parsed whole.
-
-    Shapes:
-        blocks: views of `raw`, but for small messages.
-
-    Raises:
-        InvalidConfig: it is none, or none of its kinds is set.
-    """
+    """A request; one of up to `small_bytes` is parsed whole. Else its blocks are views of `raw`."""
     if len(raw) > small_bytes:
         try:
             found = _split_request(raw)
@@ -404,16 +352,9 @@ def request_from(raw: bytes | memoryview, small_bytes: int = SMALL_BYTES) -> Req
     if kind is None:
         raise InvalidConfig("a message between servers holds nothing that is known")
     message = getattr(request, kind)
-    blocks: tuple[Elements, ...] = ()
-    if kind == "batch":
-        blocks = tuple(map(_elements, message.blocks))
-    elif kind == "elements":
-        blocks = (_elements(message),)
+    inside = message.blocks if kind == "batch" else [message] if kind == "elements" else ()
+    blocks = tuple([Elements(each.block, each.presence, each.payload) for each in inside])
     return Request(kind, message, blocks)
-
-
-def _elements(message: replication_pb2.BlockElements) -> Elements:
-    return Elements(message.block, message.presence, message.payload)
 
 
 def _split_request(raw: bytes | memoryview) -> Request | None:
@@ -434,14 +375,9 @@ def _lying(beside: bytes, payload: memoryview) -> Elements:
 
 
 def parsed(kind: type[MessageT], raw: bytes | memoryview) -> MessageT:
-    """The message that was serialized.
-
-    Raises:
-        InvalidConfig: it is none of that kind.
-    """
+    """The message that was serialized; InvalidConfig if it is none of that kind."""
     try:
         return kind.FromString(bytes(raw))
     except DecodeError as error:
-        raise InvalidConfig(
-            f"a message of {len(raw)} bytes is no {kind.__name__}: {error}"
-        ) from None
+        problem = f"a message of {len(raw)} bytes is no {kind.__name__}: {error}"
+        raise InvalidConfig(problem) from None

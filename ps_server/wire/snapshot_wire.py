@@ -74,10 +74,9 @@ def snapshot_messages(copy: RangeCopy) -> Iterator[bytes]:
 
 def _part_messages(table_id: TableId, part: ShardCopy) -> Iterator[bytes]:
     records = RecordTable()
-    facts = facts_to_proto(part.facts, records)
     message = replication_pb2.SnapshotTable(
         table_id=table_id,
-        facts=facts,
+        facts=facts_to_proto(part.facts, records),
         workers=workers_to_proto([worker.facts for worker in part.workers.values()]),
         records=records.messages,
         blocks=part.versions.keys(),
@@ -91,15 +90,14 @@ def _part_messages(table_id: TableId, part: ShardCopy) -> Iterator[bytes]:
 def _ledger_messages(table_id: TableId, worker: WorkerCopy) -> Iterator[bytes]:
     own_updates = worker.own_updates
     incarnation, ledger = worker.facts.incarnation, worker.ledger
-    for endings in _cut(ledger.kept.items()):
+    for some in _cut(ledger.kept.items()):
+        endings = [(incarnation, sequence, ending) for sequence, ending in some]
         message = replication_pb2.SnapshotLedger(
             table_id=table_id,
             incarnation=incarnation,
             low_water=ledger.low_water,
             confirmed_sequence=ledger.confirmed,
-            endings=endings_to_proto(
-                ((incarnation, sequence, ending) for sequence, ending in endings), named=False
-            ),
+            endings=endings_to_proto(endings, named=False),
             own_blocks=own_updates.keys(),
             own_updates=own_updates.values(),
         )
@@ -165,8 +163,7 @@ class _LedgerParts:
     confirmed: int = 0
     kept: dict[int, Ending] = field(default_factory=dict)
     own_updates: dict[int, int] = field(default_factory=dict)
-    copy: WorkerCopy | None = None
-    """The ledger, once all parts have come."""
+    copy: WorkerCopy | None = None  # once all parts have come
 
     def whole(self) -> WorkerCopy:
         if self.copy is not None:
@@ -189,10 +186,8 @@ class _TableParts:
 
 
 class SnapshotReader:
-    """Puts a snapshot together from its messages, one call each, named as the field is.
-
-    Raises (every call):
-        InvalidConfig: the message does not go on from the ones before, or is wrong in itself.
+    """Puts a snapshot together from its messages; InvalidConfig where one does not go on from the
+    ones before, or is wrong in itself.
     """
 
     def __init__(self, start: replication_pb2.RangeSnapshot) -> None:
@@ -206,13 +201,7 @@ class SnapshotReader:
         self._take: Callable[[tuple[Elements, ...]], None] = _nothing
 
     def read(self, kind: str, message: Any, blocks: tuple[Elements, ...]) -> RangeCopy | None:
-        """Take the next message; returns the copy after the last one.
-
-        Args:
-            kind: the field of the request that is set.
-            message: what is in it.
-            blocks: its payload, if it is of elements.
-        """
+        """Take the next message, as of `Request`; returns the copy after the last one."""
         if kind == "elements":
             self._add(*blocks)
             return None
@@ -238,7 +227,6 @@ class SnapshotReader:
         return None
 
     def _expect(self, count: int, take: Callable[[tuple[Elements, ...]], None]) -> None:
-        """Expect so many elements."""
         self._wanted_count, self._take = count, take
         if not count:
             take(())
@@ -268,7 +256,8 @@ class SnapshotReader:
         check_lengths("versions of blocks", message.blocks, message.versions)
         versions = dict(zip(message.blocks, message.versions, strict=True))
         workers = {
-            facts.incarnation: _LedgerParts(facts) for facts in workers_from_proto(message.workers)
+            worker.incarnation: _LedgerParts(worker)
+            for worker in workers_from_proto(message.workers)
         }
         self._tables[table_id] = _TableParts(ShardCopy(facts, versions), workers)
 
@@ -298,15 +287,8 @@ class SnapshotReader:
 
         def take(elements: tuple[Elements, ...]) -> None:
             values, *slots = (each.payload for each in elements)
-            table.blocks.append(
-                BlockCopy(
-                    message.block,
-                    message.version,
-                    tuple(message.steps),
-                    values,
-                    tuple(zip(names, slots, strict=True)),
-                )
-            )
+            named, steps = tuple(zip(names, slots, strict=True)), tuple(message.steps)
+            table.blocks.append(BlockCopy(message.block, message.version, steps, values, named))
 
         self._expect(1 + len(names), take)
 
@@ -332,10 +314,11 @@ class SnapshotReader:
     def _whole(self, end: replication_pb2.SnapshotEnd) -> RangeCopy:
         if end.range_id != self._range_id:
             raise InvalidConfig(f"a snapshot of range {self._range_id} ends as {end.range_id}")
-        copies = {}
+        copies, stores = {}, {}
         for table_id, parts in self._tables.items():
             parts.copy.workers = {who: each.whole() for who, each in parts.workers.items()}
             copies[table_id] = parts.copy
+            stores[table_id] = StoreCopy(tuple(parts.blocks), tuple(parts.sums))
         snapshot = Snapshot(
             self._range_id,
             AssignmentEpoch(self._start.assignment_epoch),
@@ -344,10 +327,6 @@ class SnapshotReader:
             copies,
             tuple(self._held),
         )
-        stores = {
-            table_id: StoreCopy(tuple(parts.blocks), tuple(parts.sums))
-            for table_id, parts in self._tables.items()
-        }
         return RangeCopy(snapshot, stores)
 
 

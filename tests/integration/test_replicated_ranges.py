@@ -177,11 +177,11 @@ def test_what_it_could_not_make_it_does_not_acknowledge() -> None:
 
     async def scenario(backup: Backup) -> None:
         at_once(backup.ranges.observing(view(1, PLACED_EPOCH)))
-        assert backup.ranges.take(record(1, put())) == Ack(RANGE, 1, PLACED_EPOCH)
+        assert at_once(backup.ranges.taking(record(1, put()))) == Ack(RANGE, 1, PLACED_EPOCH)
         broken = record(2, put(total="not a sum"))  # a bug, and not one of the catalogue's errors
-        assert backup.ranges.take(broken) is None
+        assert at_once(backup.ranges.taking(broken)) is None
         at_once(backup.ranges.observing(view(2, PLACED_EPOCH)))
-        assert backup.ranges.take(broken) is None
+        assert at_once(backup.ranges.taking(broken)) is None
         assert backup.ranges.grant(beat(PLACED_EPOCH)).range_ids == ()
 
     run(scenario)
@@ -192,17 +192,17 @@ def test_one_that_broke_joins_anew() -> None:
 
     async def scenario(backup: Backup) -> None:
         at_once(backup.ranges.observing(view(1, PLACED_EPOCH)))
-        assert backup.ranges.take(record(1, put(numbers=(("unheard_of", 1.0),)))) is None
+        assert at_once(backup.ranges.taking(record(1, put(numbers=(("unheard_of", 1.0),))))) is None
         at_once(backup.ranges.observing(view(2, 3, joins=True)))
         store = backup.shards.stores[TableId(1), RANGE].snapshot()
         copy = Snapshot(
             RANGE, AssignmentEpoch(3), PLACED_EPOCH, 1, {TableId(1): fresh_copy(MODEL, BLOCKS)}
         )
-        assert backup.ranges.join(RangeCopy(copy, {TableId(1): store})) == Ack(
+        assert at_once(backup.ranges.joining(RangeCopy(copy, {TableId(1): store}))) == Ack(
             RANGE, 1, AssignmentEpoch(3)
         )
         again = record(2, put())._replace(assignment_epoch=AssignmentEpoch(3))
-        assert backup.ranges.take(again) == Ack(RANGE, 2, AssignmentEpoch(3))
+        assert at_once(backup.ranges.taking(again)) == Ack(RANGE, 2, AssignmentEpoch(3))
         assert backup.value == -1.0
 
     run(scenario)

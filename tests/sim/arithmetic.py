@@ -204,7 +204,7 @@ class Numbers:
     def assign(self, table: Table, record: Record, grads: Sequence[Grad]) -> None:
         """Initial values, or an edit's."""
         parts = tuple((g.block, self._decoded(table, record.range_id, g)) for g in grads)
-        self.shards.assign(Assign(record, parts))
+        at_once(self.shards.assigning(Assign(record, parts)))
 
     def taken(self, record: Record, grads: Sequence[Grad]) -> Sum:
         """The sum of the record's clock, detached."""

@@ -12,7 +12,7 @@ RESTORE_MUTANTS = (
     Mutant(
         "a server takes a caller of an older timeline",
         "S10",
-        "ps_server/service/sessions.py",
+        "ps_server/service/node.py",
         "if session not in self._known:",
         "if session.timeline == self._own.timeline and session not in self._known:",
         _RESTORES,
@@ -20,7 +20,7 @@ RESTORE_MUTANTS = (
     Mutant(
         "who is of an older timeline has a wrong token",
         "S10",
-        "ps_server/service/sessions.py",
+        "ps_server/service/node.py",
         "if session.timeline != self._own.timeline:",
         "if False:",
         _RESTORES,

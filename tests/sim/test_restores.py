@@ -28,7 +28,7 @@ from ps_core.consistency import StalePolicy
 from ps_core.errors import Fenced, PushpullError
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import OptimizerKind, Table, TableSpec
-from ps_server.service.sessions import Sessions
+from ps_server.service.node import Sessions
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Registration, Transition
 from tests.sim.actors import SimWorker

@@ -26,7 +26,7 @@ from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
 from ps_server.ranges.events import AnswerPull, EntryEvent, PullEvent, RefusePull
 from ps_server.ranges.schedule import CutId
 from ps_server.replication.messages import Ack, Grant
-from ps_server.service.sessions import Sessions
+from ps_server.service.node import Sessions
 from scheduler.machine.checkpoint_state import CheckpointMade
 from scheduler.machine.state import Restored, RestoredTable, Transition
 from tests.sim.arithmetic import BlockState

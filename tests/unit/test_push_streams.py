@@ -14,9 +14,9 @@ from ps_core.ledger import Ending, Outcome, ReplyKind
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.ranges.events import ReplyTo, Sender
 from ps_server.ranges.read_gate import WaitCause
+from ps_server.service.answers import PushStream, UnreadAnswers
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import StreamPulls
-from ps_server.service.push_stream import PushStream
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.machine_harness import make_table
 from tests.unit.measured_loop import a_turn
@@ -37,7 +37,7 @@ def a_node() -> ParameterNode:
 
 def test_a_stream_whose_replies_nobody_reads_is_not_read_on() -> None:
     async def whole() -> None:
-        stream = PushStream(1, SESSION)
+        stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
         for sequence in range(1, limits.MAX_QUEUED_REPLY_COUNT):
             stream.reply(RECEIVED._replace(sequence=sequence))
         await stream.has_space()
@@ -83,7 +83,7 @@ def test_what_is_owed_of_a_range_that_was_given_up_is_refused() -> None:
     """Who half-closed reads to the end: it has to come to one."""
 
     async def whole() -> None:
-        stream = PushStream(1, SESSION)
+        stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
         for range_id in (0, 1):
             stream.expect((TableId(1), RangeId(range_id), 1), 0.0)
         stream.give_up([RangeId(0)], NotOwner("another is primary"))
@@ -105,7 +105,7 @@ def test_a_half_closed_stream_ends_behind_its_last_answer() -> None:
     """STR-1: neither while an entry has no outcome, nor while a pull's answer lacks a part."""
 
     async def whole() -> None:
-        stream = PushStream(1, SESSION)
+        stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
         sent = []
 
         async def read() -> None:
@@ -132,7 +132,7 @@ def test_a_half_closed_stream_ends_behind_its_last_answer() -> None:
         await reading
         assert [part for _, part in sent if part is not None] == [b"first", b"last"]
 
-        stream = PushStream(1, SESSION)
+        stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
         stream.expect((TableId(1), RangeId(0), 1), 0.0)
         stream.end_input()
         reading = asyncio.create_task(read())
@@ -145,7 +145,7 @@ def test_a_half_closed_stream_ends_behind_its_last_answer() -> None:
 
 def test_an_outcome_takes_the_place_of_what_has_not_left() -> None:
     async def whole() -> None:
-        stream = PushStream(1, SESSION)
+        stream = PushStream(1, SESSION, UnreadAnswers(lambda: 0.0).reader())
         other = RECEIVED._replace(sequence=RECEIVED.sequence + 1)
         ended = RECEIVED._replace(kind=ReplyKind.COMMITTED, ending=Ending(Outcome.APPLIED))
         for reply in (RECEIVED, other, ended):

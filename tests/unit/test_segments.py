@@ -13,9 +13,10 @@ import pytest
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.work import at_once
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.segments import SharedValues, ValueSegments
+from ps_server.lane.shards import SharedValues, ValueSegments
 from ps_server.ranges.server_machine import ShardAdded
 from ps_worker.transport.lane import SharedLane
 from pushpull.v1 import parameters_pb2
@@ -147,7 +148,7 @@ def test_what_one_range_had_is_never_anothers() -> None:
         first = reserved(segments)
         segments.add(PARTS)
         first.values(PARTS[0].blocks[0]).fill_(7.0)
-        segments.remove(RangeId(0))
+        at_once(segments.removing((RangeId(0),)))
         assert segments.find((TABLE, RangeId(0))) is None
         await segments.reserve(here, HERE, Turns())
         second = segments.add(PARTS[:1])[RangeId(0)]
@@ -241,7 +242,7 @@ def test_a_session_lets_go_what_no_range_is_in_any_more() -> None:
         assert not target.any()
         mapped = weakref.ref(lane._segments[first.segment_id])
         for part in PARTS:
-            segments.remove(part.range_id)
+            at_once(segments.removing((part.range_id,)))
         lane._receive_all()
         assert mapped() is None
         assert not lane.copy(shared, target, 0), "an answer that was on its way is asked for again"

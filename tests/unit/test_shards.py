@@ -12,6 +12,7 @@ from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidKeys
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.tables import Codec
+from ps_core.work import at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards, for_backup
 from ps_server.ranges.events import Accumulate, Contributor, Place, Record
@@ -99,7 +100,7 @@ def test_a_primary_applies_what_it_took(shards: Shards) -> None:
         shards.accumulate(Accumulate(TABLE, LEFT, 1, 0, ((0, part),), 1.0))
     total = shards.take(record())
     assert bytes(total.sent().blocks[0].payload) == TWO
-    assert shards.apply(record(), total) is None
+    assert at_once(shards.applying(record(), total)) is None
     assert value(shards) == -2.0
 
 
@@ -212,8 +213,8 @@ def test_a_range_that_is_copied_goes_on_elsewhere(
     other.make(Put(record(), SUM))
     shards.make(KeptSum(record(2), SUM))
     held = Put(record(2, 0.5), shards.take(record(2)))
-    copy = shards.copy(snapshot(held))
-    shards.apply(held.record, held.accumulator)
+    copy = at_once(shards.copying(snapshot(held)))
+    at_once(shards.applying(held.record, held.accumulator))
     shards.make(Put(record(3), SUM))
     assert value(shards) == -2.5
     other.restore(copy)
@@ -226,7 +227,7 @@ def test_a_copy_with_a_table_that_is_not_here_changes_nothing(shards: Shards) ->
     other = Shards(SharedLanes(), {})
     other.add(PARTS)
     other.make(Put(record(), SUM))
-    copy = other.copy(snapshot())
+    copy = at_once(other.copying(snapshot()))
     more = RangeCopy(copy.snapshot, {**copy.stores, TableId(9): copy.stores[TABLE]})
     with pytest.raises(InvalidKeys, match="table 9"):
         shards.restore(more)

@@ -12,6 +12,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table
+from ps_core.work import at_once
 from ps_runtime.cluster import wire
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
@@ -109,7 +110,7 @@ class Owner:
             self.number,
             {self.of.table_id: self.copy},
         )
-        return list(snapshot_messages(self.shards.copy(snapshot)))
+        return list(snapshot_messages(at_once(self.shards.copying(snapshot))))
 
     def _record(self, clock: int, ranks: Sequence[int], skipped: Sequence[int] = ()) -> Record:
         parts = [Contributor(r, Incarnation(10 + r), (clock * 10,), False) for r in ranks]
