@@ -72,7 +72,7 @@ class SharedLanes:
         self._nonces: dict[Incarnation, bytes] = {}
         self._sessions: dict[bytes, Incarnation] = {}
         self._connections: dict[Incarnation, _Connection] = {}
-        self._strangers: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._strangers: dict[_Connection, asyncio.TimerHandle] = {}
         self._last_ids: dict[Incarnation, int] = {}
 
     def open(self) -> None:
@@ -93,11 +93,8 @@ class SharedLanes:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        for connection in list(self._connections.values()):
+        for connection in [*self._connections.values(), *self._strangers]:
             self._end(connection)
-        for stranger, timer in list(self._strangers.items()):
-            timer.cancel()
-            self._end(_Connection(stranger))
 
     @property
     def is_open(self) -> bool:
@@ -208,22 +205,22 @@ class SharedLanes:
             return
         connection = _Connection(stranger)
         timer = loop.call_later(limits.STREAM_HEADER_DEADLINE_S, self._end, connection)
-        self._strangers[stranger] = timer
+        self._strangers[connection] = timer
         loop.add_reader(stranger.fileno(), self._read, connection)
 
     def _end(self, connection: _Connection) -> None:
         if connection.socket.fileno() < 0:
             return
         asyncio.get_running_loop().remove_reader(connection.socket.fileno())
-        self._known(connection.socket)
+        self._known(connection)
         connection.socket.close()
         connection.segments.clear()
         incarnation = connection.incarnation
         if incarnation is not None and self._connections.get(incarnation) is connection:
             del self._connections[incarnation]
 
-    def _known(self, stranger: socket.socket) -> None:
-        timer = self._strangers.pop(stranger, None)
+    def _known(self, connection: _Connection) -> None:
+        timer = self._strangers.pop(connection, None)
         if timer is not None:
             timer.cancel()
 
@@ -288,7 +285,7 @@ class SharedLanes:
                 "the nonce on the Unix socket is no session's; expected the one that OpenSession "
                 "gave"
             )
-        self._known(connection.socket)
+        self._known(connection)
         older = self._connections.pop(incarnation, None)
         if older is not None:
             self._end(older)

@@ -96,7 +96,11 @@ async def until_kept(link: SchedulerLink, end_s: float) -> None:
     departure = Departure(end_s, link.lease_s)
     while (left_s := departure.left_s(clock.now_s())) > 0:
         said, alone = departure.awaited, _held_alone(link)
-        error = await _asked(link, left_s)
+        error: PushpullError | None = None
+        try:
+            await link.deregister_if_kept(REASON, left_s)
+        except PushpullError as failure:
+            error = failure
         silent_s = clock.now_s() - link.last_scheduler_contact_s
         match departure.answered(error, silent_s, is_fenced=link.fenced_by is not None):
             case DepartureStep.LEAVES:
@@ -115,15 +119,6 @@ async def until_kept(link: SchedulerLink, end_s: float) -> None:
     if alone or departure.awaited:
         why = departure.awaited or "no answer"
         logs.warning("leaves_with_the_only_copy", ranges=alone, reason=why)
-
-
-async def _asked(link: SchedulerLink, timeout_s: float) -> PushpullError | None:
-    """The reason for which the membership has not ended; None: it has."""
-    try:
-        await link.deregister_if_kept(REASON, timeout_s)
-    except PushpullError as error:
-        return error
-    return None
 
 
 def _held_alone(link: SchedulerLink) -> int:
