@@ -328,7 +328,7 @@ class ReplicatedRanges:
 
     @property
     def queued_bytes(self) -> int:
-        """Of messages to other servers."""
+        """Unsent bytes of messages to other servers."""
         return self._queues.queued_bytes
 
     def _giving_snapshots(self) -> Work[None]:
