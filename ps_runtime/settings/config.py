@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 else:
     DataclassT = TypeVar("DataclassT")
 
+ValueT = TypeVar("ValueT")
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -81,6 +83,14 @@ def resolve(
             )
         found[name] = _converted(value, hints[name], source)
     return cls(**found)
+
+
+def setting(default: ValueT, text: str, *, is_internal: bool = False) -> ValueT:
+    """A field with a default, and its help; an internal one has only a variable."""
+    made: ValueT = dataclasses.field(
+        default=default, metadata={"help": text, "is_internal": is_internal}
+    )
+    return made
 
 
 def flag_name(field: str) -> str:

@@ -78,19 +78,13 @@ class Scheduler(Protocol):
     """The save points' calls to the scheduler; any thread."""
 
     def join_checkpoint(
-        self, number: int, clocks: Mapping[TableId, int], *, has_state: bool
-    ) -> None:
-        """Report this worker's clocks."""
-        ...
-
-    def ask_about_checkpoint(
         self,
-        question: Question,
         number: int,
         clocks: Mapping[TableId, int],
         *,
         has_state: bool,
-        answered: Callable[[bool], None],
+        question: Question | None = None,
+        answered: Callable[[bool], None] | None = None,
     ) -> None:
         """Report this worker's clocks, and ask; calls `answered` if an answer comes."""
         ...
@@ -200,7 +194,7 @@ class SavePoints:
 
     def _join(self) -> None:
         self._scheduler.join_checkpoint(
-            self._answered, self._next_clocks(), has_state=bool(self._attached)
+            self._answered, self._next_clocks(), has_state=self.has_state
         )
 
     def _next_clocks(self) -> dict[TableId, int]:
@@ -350,11 +344,11 @@ class SavePoints:
         if now_s() < self._asked_s[question] + _LOOK_S:
             return
         self._asked_s[question] = now_s()
-        self._scheduler.ask_about_checkpoint(
-            question,
+        self._scheduler.join_checkpoint(
             self._answered,
             clocks,
-            has_state=bool(self._attached),
+            has_state=self.has_state,
+            question=question,
             answered=partial(self._take_answer, question, self._answered),
         )
 

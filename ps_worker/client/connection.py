@@ -14,15 +14,19 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from ps_core.cluster_view import Role
+from ps_core.cluster_view import ClusterView, Role
+from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, NotPermitted, PushpullError, WaitExpired
+from ps_core.keys import NodeId
+from ps_core.tables import Table
 from ps_worker.client.step_record import StepRecord
 from ps_worker.steps.steps import PullTicket, PushTicket, wait_until_ended
 from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.engine import STOPPED_WITHIN_S, Engine
+from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.loop import background
 from ps_worker.transport.metrics import PORT
-from ps_worker.transport.waits import pulls_wait_for, step_waits_for
+from pushpull.v1 import parameters_pb2
 
 ResultT = TypeVar("ResultT")
 Ticket = PushTicket | PullTicket[Any]
@@ -144,12 +148,13 @@ class ClientConnection:
         """
         name, engine = ticket.table.spec.name, self.engine
         if isinstance(ticket, PullTicket):
-            unanswered, answer = engine.pulls.unanswered_by, engine.counters.waiting_for
-            reason = pulls_wait_for(unanswered, engine.links, answer)
+            servers = ", ".join(map(str, engine.pulls.unanswered_by)) or "any server"
+            answer = engine.counters.waiting_for or f"no answer yet of server {servers}"
+            reason = "; ".join([answer, *engine.links.troubles()])
             return f"a pull of table '{name}' took longer than {waited_s:g} s: {reason}"
         try:
             table, rank = engine.view.table(ticket.table.table_id), engine.session.rank
-            asking = step_waits_for(engine.view, engine.links, table, ticket.clock, rank)
+            asking = _step_waits_for(engine.view, engine.links, table, ticket.clock, rank)
             reason = self.result(self.loop.start(asking), _EXPLAIN_DEADLINE_S)
         except PushpullError as error:
             reason = error.message
@@ -166,3 +171,65 @@ class ClientConnection:
         if self.http_address:
             PORT.close()
         self.result(self.loop.start(stopping), STOPPED_WITHIN_S)
+
+
+def lost_server(view: ClusterView, links: ServerLinks, patience_s: float) -> str:
+    """The reason why a server is lost: it has left, or could not be reached for `patience_s`; empty
+    if none is.
+    """
+    for server in _primaries(view):
+        link = links.find(server)
+        if link is None:
+            return f"server {server} has left the cluster"
+        if link.trouble.lasted_s > patience_s:
+            return link.trouble.words
+    return ""
+
+
+async def _step_waits_for(
+    view: ClusterView, links: ServerLinks, table: Table, clock: int, own_rank: int
+) -> str:
+    """The reasons why step `clock` of a table, of rank `own_rank`, is not committed. Asks the
+    servers; `view` and `table` are the newest.
+    """
+    reasons = links.troubles()
+    seen: dict[int, parameters_pb2.WorkerStats] = {}
+    for server in _primaries(view):
+        link = links.find(server)
+        if link is None or link.trouble.words:
+            continue
+        try:
+            stats = await link.range_stats(table.table_id)
+        except PushpullError as error:
+            reasons.append(f"server {server} does not answer: {error.message}")
+            continue
+        for worker in (worker for entry in stats.ranges for worker in entry.workers):
+            slowest = seen.get(worker.rank)
+            if slowest is None or worker.clock < slowest.clock:
+                seen[worker.rank] = worker
+    if table.consistency.mode is Mode.BSP:
+        reasons += _absent_workers(seen, clock, view.awaited_ranks, own_rank)
+    return "; ".join(reasons) or "the servers have not answered for all of it yet"
+
+
+def _primaries(view: ClusterView) -> set[NodeId]:
+    return {a.primary for a in view.ranges if a.primary is not None}
+
+
+def _absent_workers(
+    seen: dict[int, parameters_pb2.WorkerStats], clock: int, ranks: Sequence[int], own_rank: int
+) -> list[str]:
+    """The workers whose step is missing on some server, with their clocks."""
+    absent = []
+    for rank in ranks:
+        worker = seen.get(rank)
+        if rank == own_rank or (worker is not None and (worker.left or worker.clock >= clock)):
+            continue
+        if worker is None:
+            absent.append(f"worker {rank} has not been heard of")
+        else:
+            heard_s = worker.last_heard_ms / 1000
+            absent.append(
+                f"worker {rank} is at clock {worker.clock}, last heard {heard_s:.1f} s ago"
+            )
+    return [f"step {clock} waits: " + ", ".join(absent)] if absent else []

@@ -18,11 +18,10 @@ from ps_core.errors import (
 from ps_core.keys import TableId
 from ps_core.tables import InitializerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.system.clock import now_s
-from ps_worker.client.connection import GRACE_S, ClientConnection
+from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.spec.settings import Layout, SupportsSpec, TableOptions, consistency_of, table_spec
 from ps_worker.steps.steps import TableHandle, TableStep, TableSteps, check_handle, skipped_clocks
 from ps_worker.transport.consistent_pulls import new_cut
-from ps_worker.transport.waits import lost_server
 
 _LOOK_S = 0.5
 _NAMED_TABLE_COUNT = 8

@@ -27,15 +27,7 @@ _GRACE_S = 1.0
 
 
 class CollectiveLink:
-    """The collective calls of one worker.
-
-    Args:
-        session: the worker's.
-        links: to the servers.
-        view: gives the newest view.
-        waits: the reasons why the client waits, for a person.
-        is_late_joiner: see `Rounds`.
-    """
+    """The collective calls of one worker; `waits` gets the reasons why it waits, for a person."""
 
     def __init__(
         self,
@@ -81,11 +73,7 @@ class CollectiveLink:
 
     async def enter(self, share: Share, deadline_s: float) -> Round:
         """Give this worker's share of the next round, and wait for the round's end. A second call
-        with the same share takes part once.
-
-        Raises:
-            WaitExpired: a worker is missing, named by the message.
-            PushpullError: the error that ended the session.
+        with the same share takes part once. WaitExpired names a worker that is missing.
         """
         task = asyncio.ensure_future(self._asked_until_ended(share, deadline_s))
         self._entering.add(task)

@@ -12,7 +12,7 @@ from pathlib import Path
 from ps_core import limits, runs
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
-from ps_runtime.settings.config import add_flags, check_choice, resolve
+from ps_runtime.settings.config import add_flags, check_choice, resolve, setting
 from ps_runtime.settings.job_place import JobPlace, place_in_job
 from ps_worker.spec.straggler import ComputeTime
 
@@ -29,109 +29,77 @@ class WorkerConfig:
     scheduler: tuple[str, ...] = field(
         metadata={"help": "where the scheduler is: host:port, or several of them with commas"}
     )
-    role: str = field(
-        default="worker",
-        metadata={
-            "help": "worker (trains, has a rank), reader (only pulls) or operator (pulls nothing; "
-            "changes consistency, makes and restores checkpoints)"
-        },
+    role: str = setting(
+        "worker",
+        "worker (trains, has a rank), reader (only pulls) or operator (pulls nothing; changes "
+        "consistency, makes and restores checkpoints)",
     )
-    rank: int | None = field(
-        default=None,
-        metadata={
-            "help": "the rank to ask for; unset takes that of torchrun, Slurm, MPI or Kubernetes, "
-            "and where there is none lets the scheduler choose the lowest free one"
-        },
+    rank: int | None = setting(
+        None,
+        "the rank to ask for; unset takes that of torchrun, Slurm, MPI or Kubernetes, and where "
+        "there is none lets the scheduler choose the lowest free one",
     )
-    world_size: int = field(
-        default=0,
-        metadata={
-            "help": "the number of workers of the job; a cluster for another number refuses this "
-            "worker at once; 0: unknown"
-        },
+    world_size: int = setting(
+        0,
+        "the number of workers of the job; a cluster for another number refuses this worker at "
+        "once; 0: unknown",
     )
-    run: str = field(
-        default="",
-        metadata={
-            "help": "the name of this worker's run, with ranks and tables of its own; empty: the "
-            "run without a name"
-        },
+    run: str = setting(
+        "",
+        "the name of this worker's run, with ranks and tables of its own; empty: the run without a"
+        " name",
     )
-    identity: str = field(
-        default="",
-        metadata={
-            "help": "a name that this worker keeps when its process is started again: with the "
-            "same identity it gets its rank back at once, and its earlier process is ended; "
-            "hostname takes the name of this host, pod or container; empty: none, so a restarted "
-            "worker waits until its earlier process is declared gone"
-        },
+    identity: str = setting(
+        "",
+        "a name that this worker keeps when its process is started again: with the same identity "
+        "it gets its rank back at once, and its earlier process is ended; hostname takes the name "
+        "of this host, pod or container; empty: none, so a restarted worker waits until its "
+        "earlier process is declared gone",
     )
-    cluster_id: str = field(
-        default="", metadata={"help": "the cluster to join; empty accepts whichever answers"}
+    cluster_id: str = setting("", "the cluster to join; empty accepts whichever answers")
+    connect_deadline_s: float = setting(
+        60.0, "seconds to go on trying to reach the cluster at start"
     )
-    connect_deadline_s: float = field(
-        default=60.0, metadata={"help": "seconds to go on trying to reach the cluster at start"}
+    request_deadline_s: float = setting(
+        300.0,
+        "seconds that a push, a pull or a wait may take before WaitExpired says who is missing; "
+        "longer than a worker's longest pause (an evaluation between two steps)",
     )
-    request_deadline_s: float = field(
-        default=300.0,
-        metadata={
-            "help": "seconds that a push, a pull or a wait may take before WaitExpired says who is "
-            "missing; longer than a worker's longest pause (an evaluation between two steps)"
-        },
+    lane: str = setting(
+        "auto",
+        "how payloads travel: auto shares memory with the servers on this host and sends the "
+        "others bytes; shm fails where memory cannot be shared; grpc sends bytes",
     )
-    lane: str = field(
-        default="auto",
-        metadata={
-            "help": "how payloads travel: auto shares memory with the servers on this host and "
-            "sends the others bytes; shm fails where memory cannot be shared; grpc sends bytes"
-        },
+    window_bytes: int = setting(
+        limits.DEFAULT_WINDOW_BYTES,
+        "payload bytes in flight: sent to the servers and not yet received there",
     )
-    window_bytes: int = field(
-        default=limits.DEFAULT_WINDOW_BYTES,
-        metadata={
-            "help": "payload bytes in flight: sent to the servers and not yet received there"
-        },
+    consistency: str = setting(
+        "",
+        "the consistency of tables whose script names none: bsp, ssp:4, asp, ...; empty means bsp",
     )
-    consistency: str = field(
-        default="",
-        metadata={
-            "help": "the consistency of tables whose script names none: bsp, ssp:4, asp, ...; "
-            "empty means bsp"
-        },
+    compute: str = setting(
+        "",
+        "emulated computation: DistributedOptimizer.step waits until so long after the step "
+        "before: 30ms; rotating:30ms,90ms,burst=2,seed=1; permanent:30ms,90ms,rank=0; empty "
+        "emulates none",
     )
-    compute: str = field(
-        default="",
-        metadata={
-            "help": "emulated computation: DistributedOptimizer.step waits until so long after the "
-            "step before: 30ms; rotating:30ms,90ms,burst=2,seed=1; permanent:30ms,90ms,rank=0; "
-            "empty emulates none"
-        },
+    record: str = setting(
+        "",
+        "a directory where the worker records its steps as JSON lines, in worker-RANK.jsonl; the "
+        "first step then begins when all workers are there; empty records nothing",
     )
-    record: str = field(
-        default="",
-        metadata={
-            "help": "a directory where the worker records its steps as JSON lines, in "
-            "worker-RANK.jsonl; the first step then begins when all workers are there; empty "
-            "records nothing"
-        },
+    http_listen: str = setting(
+        "",
+        "host:port where this process serves /metrics and /healthz; port 0 takes a free one; "
+        "empty: only `pushpull worker` serves them",
+        is_internal=True,  # the flag is that of `ProcessConfig`
     )
-    http_listen: str = field(
-        default="",
-        metadata={
-            "is_internal": True,  # the flag is that of `ProcessConfig`
-            "help": "host:port where this process serves /metrics and /healthz; port 0 takes a "
-            "free one; empty: only `pushpull worker` serves them",
-        },
-    )
-
-    launch_id: str = field(
-        default="",
-        metadata={
-            "is_internal": True,
-            "help": "32 random hexadecimal digits from the parent of this process, with which it "
-            "tells the scheduler that the process has ended (`pushpull train` does); empty: it "
-            "cannot",
-        },
+    launch_id: str = setting(
+        "",
+        "32 random hexadecimal digits from the parent of this process, with which it tells the "
+        "scheduler that the process has ended (`pushpull train` does); empty: it cannot",
+        is_internal=True,
     )
 
     def __post_init__(self) -> None:
@@ -165,27 +133,12 @@ class WorkerConfig:
 class ProcessConfig:
     """Settings of `pushpull worker`, beside those of `connect`."""
 
-    listen: str = field(
-        default="127.0.0.1:0",
-        metadata={"help": "host:port of gRPC health and reflection; port 0: free"},
-    )
-    advertise: str | None = field(
-        default=None, metadata={"help": "host:port or host under which others reach them"}
-    )
-    http_listen: str = field(
-        default="127.0.0.1:0",
-        metadata={"help": "host:port of /metrics and /healthz; port 0 is free"},
-    )
-    log_level: str = field(
-        default="warning",
-        metadata={"help": "debug, info, warning or error: pushpull's own lines"},
-    )
-    log_format: str = field(
-        default="text", metadata={"help": "text, or json: an object a line; pushpull's own lines"}
-    )
-    ready_file: Path | None = field(
-        default=None, metadata={"help": "file to write when serving: the addresses as JSON"}
-    )
+    listen: str = setting("127.0.0.1:0", "host:port of gRPC health and reflection; port 0: free")
+    advertise: str | None = setting(None, "host:port or host under which others reach them")
+    http_listen: str = setting("127.0.0.1:0", "host:port of /metrics and /healthz; port 0 is free")
+    log_level: str = setting("warning", "debug, info, warning or error: pushpull's own lines")
+    log_format: str = setting("text", "text, or json: an object a line; pushpull's own lines")
+    ready_file: Path | None = setting(None, "file to write when serving: the addresses as JSON")
 
 
 def worker_config(

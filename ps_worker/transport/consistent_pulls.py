@@ -47,12 +47,7 @@ class ConsistentPuller:
         self._view = view
 
     async def pull(self, order: PullOrder) -> Pulled:
-        """Pull by the rule of the table's consistency, which may change meanwhile.
-
-        Raises:
-            WaitExpired: not in time.
-            PushpullError: a server refused for good.
-        """
+        """Pull by the rule of the table's consistency, which may change meanwhile."""
         while True:
             setting = self._setting(order)
             try:
@@ -132,14 +127,9 @@ class ConsistentPuller:
     async def begin_cut(
         self, cut: int, tables: Sequence[Table], lasts_s: float
     ) -> dict[TableId, int]:
-        """Suspend updates of tables beyond their clocks, `lasts_s` at most.
-
-        Returns:
-            For each table the lowest clock to pull.
-
-        Raises:
-            PushpullError: a server refused, or was not reached. The others keep the cut until
-                `end_cut`.
+        """Suspend updates of tables beyond their clocks, `lasts_s` at most; returns for each table
+        the lowest clock to pull. If a server refuses, or is not reached, the others keep the cut
+        until `end_cut`.
         """
         asked = [
             (table.table_id, link) for table in tables for link in self._puller.links_of(table)

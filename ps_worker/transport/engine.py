@@ -9,7 +9,7 @@ Rules:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, cast
 
@@ -17,14 +17,17 @@ from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.collective import joined_after
 from ps_core.errors import Fenced, PushpullError, ValuesLost
 from ps_core.keys import TableId
+from ps_core.manifest import PartReport
 from ps_core.tables import InitializerKind, Table
+from ps_runtime.checkpoint.calls import join_checkpoint, report_part
 from ps_runtime.cluster import wire
 from ps_runtime.cluster.scheduler_link import FAREWELL_DEADLINE_S, SchedulerLink
+from ps_runtime.observe import logs
 from ps_runtime.settings.job_place import identity_of
 from ps_runtime.system.clock import now_s
+from ps_worker.checkpoint.save_points import Question
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, PushBody, StepResult
-from ps_worker.transport.checkpoint_link import CheckpointLink
 from ps_worker.transport.collective_link import CollectiveLink
 from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.consistent_pulls import ConsistentPuller
@@ -47,20 +50,12 @@ STOPPED_WITHIN_S = _HEARD_WITHIN_S + FAREWELL_DEADLINE_S + _CLOSED_WITHIN_S
 class StepSender:
     """Hands steps from any thread to the push driver on the loop, and knows the newest clocks.
 
-    A `ps_worker.steps.steps.StepSink`. Thread-safe.
-
-    Args:
-        post: calls a function on the loop, in order.
-        driver: of the loop.
-
-    Attributes:
-        clocks: table -> the newest clock that this worker has sealed.
-        assigned: tables to which this worker has given initial values.
+    A `ps_worker.steps.steps.StepSink`; `post` calls a function on the loop, in order.
     """
 
     def __init__(self, post: Callable[..., None], driver: PushDriver) -> None:
-        self.clocks: dict[TableId, int] = {}
-        self.assigned: set[TableId] = set()
+        self.clocks: dict[TableId, int] = {}  # the newest that this worker has sealed
+        self.assigned: set[TableId] = set()  # tables to which it has given initial values
         self._post = post
         self._driver = driver
         self._began_s: dict[TableId, tuple[int, float]] = {}
@@ -95,17 +90,64 @@ class StepSender:
             MEASURES.step_duration_seconds.observe(now_s() - began_s)
 
 
+class CheckpointLink:
+    """A worker's messages to the scheduler about checkpoints, from any thread.
+
+    A `ps_worker.checkpoint.save_points.Scheduler`; `post` is as `StepSender`'s.
+    """
+
+    def __init__(self, link: SchedulerLink, post: Callable[..., None]) -> None:
+        self._link = link
+        self._post = post
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def join_checkpoint(
+        self,
+        number: int,
+        clocks: Mapping[TableId, int],
+        *,
+        has_state: bool,
+        question: Question | None = None,
+        answered: Callable[[bool], None] | None = None,
+    ) -> None:
+        stays = question is Question.MUST_STEP
+
+        async def join() -> None:
+            heard = await join_checkpoint(self._link, number, clocks, has_state, stays=stays)
+            if answered is not None:
+                answered(heard.must_step if stays else heard.is_awaited)
+
+        self._post(self._start, join())
+
+    def report_part(self, number: int, part: PartReport) -> None:
+        self._post(self._start, report_part(self._link, number, part))
+
+    def _start(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(self._carry_out(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    @staticmethod
+    async def _carry_out(call: Coroutine[Any, Any, None]) -> None:
+        try:
+            await call
+        except PushpullError as error:
+            logs.warning("checkpoint_word_unheard", error=error.message)
+
+    async def all_answered(self, deadline_s: float) -> None:
+        """Wait until the scheduler has answered all calls, at most `deadline_s`."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=deadline_s)
+
+
 class Engine:
     """The loop's side of a client. Made by `start`, ended by `stop`.
 
     Attributes:
         session: the identity that the scheduler gave this client.
         world_size: the number of workers of the cluster when this client connected.
-        scheduler: the link to the scheduler.
-        links: to the servers.
-        steps: takes steps from any thread.
+        view: the newest view. Any thread.
         consistent: pulls of one clock of a whole table, for readers.
-        checkpoints: this worker's messages to the scheduler about checkpoints.
     """
 
     def __init__(
@@ -120,7 +162,7 @@ class Engine:
         self.counters = Counters()
         self.scheduler = link
         self._found_tables = frozenset(view.tables_by_id)
-        self._view = view
+        self.view = view
         self._post = post
         self._failure: PushpullError | None = None
         self._pulls_in_flight: set[asyncio.Task[Any]] = set()
@@ -130,12 +172,12 @@ class Engine:
         self.steps = StepSender(post, self.pushes)
         if link.session.role is Role.WORKER:
             self.links.listener = self.pushes
-        self.pulls = Puller(self.links, self.counters, lambda: self._view)
-        self.consistent = ConsistentPuller(self.pulls, lambda: self._view)
+        self.pulls = Puller(self.links, self.counters, lambda: self.view)
+        self.consistent = ConsistentPuller(self.pulls, lambda: self.view)
         self.collectives = CollectiveLink(
             link.session,
             self.links,
-            lambda: self._view,
+            lambda: self.view,
             self.counters.waits,
             is_late_joiner=self.is_late_joiner,
         )
@@ -147,17 +189,7 @@ class Engine:
 
     @classmethod
     async def start(cls, config: WorkerConfig, post: Callable[..., None]) -> Engine:
-        """Register with the scheduler and take its first view.
-
-        Args:
-            post: calls a function on this loop, from any thread, in order.
-
-        Blocking: up to `config.connect_deadline_s`.
-
-        Raises:
-            WaitExpired: no scheduler answered in time.
-            PushpullError: it refused this client.
-        """
+        """Register with the scheduler and take its first view, in `config.connect_deadline_s`."""
         end_s = now_s() + config.connect_deadline_s
         request = scheduler_pb2.RegisterNodeRequest(
             role=wire.role_to_proto(Role(config.role)),
@@ -197,11 +229,6 @@ class Engine:
     # --- any thread
 
     @property
-    def view(self) -> ClusterView:
-        """The newest view."""
-        return self._view
-
-    @property
     def contact_age_s(self) -> float:
         """Seconds since the scheduler last answered."""
         return now_s() - self.scheduler.last_scheduler_contact_s
@@ -223,7 +250,7 @@ class Engine:
         """
         return [
             table.spec.name
-            for table in self._view.tables
+            for table in self.view.tables
             if table.table_id not in self.pushes.refused
             and (
                 table.spec.initializer.kind is not InitializerKind.FROM_RANK_ZERO
@@ -238,20 +265,20 @@ class Engine:
         me = self.session
         return me.role is Role.WORKER and any(
             node.role is Role.WORKER and node.rank == me.rank and node.incarnation < me.incarnation
-            for node in self._view.nodes
+            for node in self.view.nodes
         )
 
     @property
     def is_late_joiner(self) -> bool:
         """True if this worker joins tables that others train already."""
-        return self.is_replacement or self.session.rank >= self._view.worker_count
+        return self.is_replacement or self.session.rank >= self.view.worker_count
 
     @property
     def is_before_first_step(self) -> bool:
         """True if this worker joins others that train, and has taken no step with them."""
         if not self.is_late_joiner:
             return False
-        joined = joined_after(self._view, self.session.incarnation)
+        joined = joined_after(self.view, self.session.incarnation)
         return joined is None or self.steps.newest_clock <= joined
 
     def joins(self, table_id: TableId) -> bool:
@@ -264,7 +291,7 @@ class Engine:
         """Call `take_view` on the loop with this view and each newer one; `end` after the last."""
         self.scheduler.on_view.append(take_view)
         self.scheduler.on_fenced.append(end)
-        self._post(lambda: take_view(self._view))
+        self._post(lambda: take_view(self.view))
 
     # --- the loop
 
@@ -292,7 +319,7 @@ class Engine:
         return pulled
 
     def _take_view(self, view: ClusterView) -> None:
-        self._view = view
+        self.view = view
         if view.lost_ranges and self.session.role is Role.WORKER:
             self._fail(ValuesLost(view.lost_words))  # no step can be complete again
         self.links.update(view)

@@ -11,6 +11,10 @@ Rules:
       after on this stream, because two answers would come and either could free a new piece.
     - A copy of a value counts only if its sequence lock is unchanged afterwards.
 
+Invariants:
+    RING-1  Pieces in use never overlap.
+    RING-2  When no piece is in use, a piece of the whole ring can be taken.
+
 Only the background loop calls this.
 """
 
@@ -21,6 +25,7 @@ import contextlib
 import itertools
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -28,17 +33,59 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from ps_core import limits, sequence_locks
-from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired
+from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired, check
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.system.shared_memory import Bytes, SharedSegment, map_segment, receive
 from ps_worker.transport.shared_buffers import SharedBuffer, collected_count, find, is_live
-from ps_worker.window.ring import Ring
 from pushpull.v1 import parameters_pb2
 
 _MESSAGE_BYTES = 4096
 _HANDSHAKE_DEADLINE_S = 5.0
 _segment_ids = itertools.count(1)
 """Unique in the life of the process, and so in any session."""
+
+ALIGNMENT_BYTES = 64
+
+
+class Ring:
+    """The pieces of a ring, contiguous, each beginning at a multiple of ALIGNMENT_BYTES. A piece
+    that is freed out of order can be used again once all older pieces are free.
+    """
+
+    def __init__(self, byte_count: int) -> None:
+        check(byte_count % ALIGNMENT_BYTES == 0, "RING-1", f"a ring of {byte_count} bytes")
+        self._byte_count = byte_count
+        self._begin = 0
+        self._taken: deque[list[int]] = deque()  # [offset, size, 1 while in use], oldest first
+        self._by_offset: dict[int, list[int]] = {}
+
+    def take(self, byte_count: int) -> int | None:
+        """The offset of a free piece of `byte_count` bytes (1 or more); None if there is none."""
+        size = -(-byte_count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        begin = self._begin
+        if not self._taken:
+            if size > self._byte_count:
+                return None
+            begin = 0
+        else:
+            oldest = self._taken[0][0]
+            # Used: [oldest, begin) or, once wrapped around, [oldest, end) and [0, begin).
+            limit = oldest if begin <= oldest else self._byte_count
+            if begin + size > limit:
+                if begin <= oldest or size > oldest:
+                    return None
+                begin = 0
+        piece = [begin, size, 1]
+        self._taken.append(piece)
+        self._by_offset[begin] = piece
+        self._begin = begin + size
+        return begin
+
+    def give_back(self, offset: int) -> None:
+        """End the use of the piece at `offset`."""
+        self._by_offset.pop(offset)[2] = 0
+        while self._taken and not self._taken[0][2]:
+            self._taken.popleft()
 
 
 class EntryName(NamedTuple):
@@ -74,21 +121,18 @@ class SharedLane:
     ) -> SharedLane:
         """Connect to the server's socket, and share a ring with it if this client pushes.
 
-        Args:
-            offer: the server's.
-            on_lost: called once if the connection ends by itself.
-            pushes: the client needs a ring.
-
-        Raises:
-            OSError: the server is not on this host, or there is no memory to share.
-            PushpullError: the server refused.
+        Calls `on_lost` once if the connection ends by itself. Raises OSError if the server is not
+        on this host, or there is no memory to share.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         lane = cls(connection, on_lost)
         try:
             async with asyncio.timeout(_HANDSHAKE_DEADLINE_S):
                 connection.connect(f"\0{offer.socket_name}")
-                await lane._greet(offer.nonce)
+                hello = parameters_pb2.LaneHello(nonce=offer.nonce)
+                connection.send(parameters_pb2.LaneRequest(hello=hello).SerializeToString())
+                if not (await lane._response()).HasField("welcome"):
+                    raise Internal("the server's Unix socket answered a hello without a welcome")
                 if pushes:
                     await lane._share_ring()
         except TimeoutError:
@@ -202,14 +246,8 @@ class SharedLane:
     # --- pulls
 
     def copy(self, value: parameters_pb2.SharedValue, target: Bytes, skip_bytes: int) -> bool:
-        """Copy a value, from its byte `skip_bytes` on, out of the server's memory into `target`.
-
-        Returns:
-            True if the copy counts: the value did not change since the server answered.
-
-        Raises:
-            Recovering: the connection ended before the server had shared the memory.
-            Internal: the server named memory that it has not shared.
+        """Copy a value, from its byte `skip_bytes` on, out of the server's memory into `target`;
+        True if the copy counts: the value did not change since the server answered.
         """
         memory = self._memory_of(value)
         if memory is None:
@@ -245,13 +283,6 @@ class SharedLane:
         return memory
 
     # --- the socket
-
-    async def _greet(self, nonce: bytes) -> None:
-        hello = parameters_pb2.LaneRequest(hello=parameters_pb2.LaneHello(nonce=nonce))
-        self._socket.send(hello.SerializeToString())
-        response = await self._response()
-        if not response.HasField("welcome"):
-            raise Internal("the server's Unix socket answered a hello without a welcome")
 
     async def _share_ring(self) -> None:
         memory = SharedSegment("pushpull-ring", limits.LANE_RING_BYTES)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -36,7 +36,7 @@ from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.transport.lane import SharedLane
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.push_pull_stream import PushPullStream
+from ps_worker.transport.push_pull_stream import PushPullStream, StreamEntry
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse
@@ -46,6 +46,8 @@ SESSION_DEADLINE_S = 10.0
 STATS_DEADLINE_S = 5.0
 MAX_INTERNAL_COUNT = 5
 """A server that fails so often in a row, without an answer between, has failed for good."""
+
+ResponseT = TypeVar("ResponseT")
 
 _SERVICE = "/pushpull.v1.ParameterService/"
 _GREETING_S = 5.0
@@ -67,12 +69,8 @@ class StreamListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkSetting:
-    """The settings of all links of a client.
-
-    Attributes:
-        identity: the client's session.
-        lane: the value of PUSHPULL_LANE.
-        refused: called on the loop when a server has refused this client for good.
+    """The settings of all links of a client; `refused` is called on the loop when a server has
+    refused this client for good.
     """
 
     identity: types_pb2.SessionIdentity
@@ -181,7 +179,7 @@ class Trouble:
         return now_s() - self._since_s if self._reason else 0.0
 
     def note(self, error: PushpullError) -> None:
-        """The server could not be reached."""
+        """Take note that the server could not be reached."""
         is_taken = isinstance(error, AddressTaken)
         if not self._reason:
             self._since_s = now_s()
@@ -195,7 +193,7 @@ class Trouble:
         self._reason = error.message
 
     def end(self) -> None:
-        """The server was reached."""
+        """Take note that the server was reached."""
         if self._reason:
             self._reason = ""
             logs.info("server_reached", server=self._node.node_id, address=self._node.address)
@@ -222,39 +220,21 @@ class ServerLink:
         self._unheard_count = 0
         self._lane_lock = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
-        self._trouble = Trouble(node)
-
-    @property
-    def trouble(self) -> str:
-        """The reason why the server cannot be reached, for a person; empty if it can."""
-        return self._trouble.words
-
-    @property
-    def trouble_s(self) -> float:
-        """Seconds since the server could be reached; 0 if it can."""
-        return self._trouble.lasted_s
+        self.trouble = Trouble(node)
 
     def start_stream(self, view_number: int, listener: StreamListener) -> None:
         """Keep a push stream open from now on. Idempotent."""
         if self._task is None:
             self._task = asyncio.create_task(self._keep_stream(view_number, listener))
 
-    def send(
-        self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale | parameters_pb2.Withdrawal
-    ) -> None:
+    def send(self, entry: StreamEntry, payload: memoryview | None = None) -> None:
         """Write an entry to the push stream, after all earlier ones; lost if there is none, or it
-        breaks.
+        breaks. A block leaves out its payload.
         """
         if self._stream is not None:
-            self._stream.put((entry, None))
-
-    def send_block(self, message: parameters_pb2.BlockPush, payload: memoryview) -> None:
-        """Write a block, whose `message` leaves out the payload; otherwise as `send`."""
-        if self._stream is not None:
-            self._stream.put((message, payload))
+            self._stream.put((entry, payload))
 
     async def close(self) -> None:
-        """End the stream and the channel."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -281,17 +261,17 @@ class ServerLink:
             left_s = max(end_s - now_s(), 0.0)
             try:
                 await self._open_session(view_number, min(left_s, SESSION_DEADLINE_S))
-                self._trouble.end()
+                self.trouble.end()
                 if self._task is None:
                     await self._keep_lane()
                 return
             except PushpullError as error:
                 if not (is_retryable(error) or isinstance(error, WaitExpired)):
                     raise
-                self._trouble.note(error)
+                self.trouble.note(error)
                 wait_s = backoff.next_s(error)
                 if now_s() + wait_s >= end_s:
-                    raise WaitExpired(self.trouble or error.message) from error
+                    raise WaitExpired(self.trouble.words or error.message) from error
                 await asyncio.sleep(wait_s)
                 if not is_wanted(self):
                     return
@@ -327,9 +307,6 @@ class ServerLink:
     ) -> None:
         """Pull, and give `take` each message of the answer when it comes. A small answer comes on
         the push stream, if there is one, because opening a stream costs more than such an answer.
-
-        Raises:
-            PushpullError: the call failed as a whole, or `take` raised it.
         """
         if is_small and self._stream is not None:
             await self._stream.pull(request, timeout_s, lambda answer: take(_small_answer(answer)))
@@ -347,7 +324,7 @@ class ServerLink:
                         take((parameters_pb2.BlockValue.FromString(found[0]), found[1]))
         except PushpullError as error:
             if isinstance(error, Recovering):
-                self._trouble.note(error)
+                self.trouble.note(error)
             raise
         finally:
             if call is not None:
@@ -355,54 +332,42 @@ class ServerLink:
 
     async def range_stats(self, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
         """The state of the server's ranges of a table."""
-        request = parameters_pb2.GetRangeStatsRequest(
-            table_id=table_id, session=self._setting.identity
-        )
-        async with self._by_server():
-            response: parameters_pb2.GetRangeStatsResponse = await self._stub.GetRangeStats(
-                request, timeout=STATS_DEADLINE_S
-            )
-        return response
+        request = parameters_pb2.GetRangeStatsRequest(table_id=table_id)
+        return await self._asked(self._stub.GetRangeStats, request)
 
     async def enter_collective(
         self, request: parameters_pb2.EnterCollectiveRequest, timeout_s: float
     ) -> parameters_pb2.EnterCollectiveResponse:
-        """Take part in a collective call; this adds the session to `request`."""
-        request.session.CopyFrom(self._setting.identity)
-        async with self._by_server():
-            response: parameters_pb2.EnterCollectiveResponse = await self._stub.EnterCollective(
-                request, timeout=timeout_s
-            )
-        return response
+        return await self._asked(self._stub.EnterCollective, request, timeout_s)
 
     async def begin_cut(self, table_id: int, cut: int, lasts_s: float) -> int:
         """Suspend updates beyond the returned clock, in the server's ranges of a table."""
+        deadline_ms = max(int(lasts_s * 1000), 1)
         request = parameters_pb2.BeginCutRequest(
-            session=self._setting.identity,
-            table_id=table_id,
-            cut=cut,
-            deadline_ms=max(int(lasts_s * 1000), 1),
+            table_id=table_id, cut=cut, deadline_ms=deadline_ms
         )
-        async with self._by_server():
-            response: parameters_pb2.BeginCutResponse = await self._stub.BeginCut(
-                request, timeout=STATS_DEADLINE_S
-            )
+        response: parameters_pb2.BeginCutResponse = await self._asked(self._stub.BeginCut, request)
         return response.clock
 
     async def end_cut(self, table_id: int, cut: int) -> None:
-        request = parameters_pb2.EndCutRequest(
-            session=self._setting.identity, table_id=table_id, cut=cut
-        )
+        request = parameters_pb2.EndCutRequest(table_id=table_id, cut=cut)
+        await self._asked(self._stub.EndCut, request)
+
+    async def _asked(
+        self,
+        call: Callable[..., Awaitable[ResponseT]],
+        request: Any,
+        timeout_s: float = STATS_DEADLINE_S,
+    ) -> ResponseT:
+        """The response to `request`, which gets the session."""
+        request.session.CopyFrom(self._setting.identity)
         async with self._by_server():
-            await self._stub.EndCut(request, timeout=STATS_DEADLINE_S)
+            return await call(request, timeout=timeout_s)
 
     @contextlib.asynccontextmanager
     async def _by_server(self) -> AsyncIterator[None]:
         """Turn gRPC's failures into the catalogue's. One that no retry cures counts only if the
-        server proves its identity right after it.
-
-        Raises:
-            AddressTaken: another process answers at the address.
+        server proves its identity right after it; else this raises AddressTaken.
         """
         try:
             with _translated():
@@ -421,7 +386,7 @@ class ServerLink:
         while True:
             try:
                 await self._open_session(max(view_number, self._view_number), SESSION_DEADLINE_S)
-                self._trouble.end()
+                self.trouble.end()
                 backoff.reset()
                 async with self._by_server():
                     await self._run_stream(listener)
@@ -439,7 +404,7 @@ class ServerLink:
                 logs.error("server_refused_client", server=self.node.node_id, error=error.message)
                 self._setting.refused(error)
                 return
-            self._trouble.note(error)
+            self.trouble.note(error)
             await asyncio.sleep(backoff.next_s(error))
 
     async def _run_stream(self, listener: StreamListener) -> None:
@@ -525,7 +490,7 @@ class ServerLink:
         self._chose("grpc", "the server closed its Unix socket")
 
     def _chose(self, lane: str, reason: str, *, is_odd: bool = False) -> None:
-        """Take note of the lane of payloads from now on; empty: none."""
+        """Note the lane of payloads from now on; empty: none."""
         if lane == self.lane_name:
             return
         if self.lane_name:
@@ -538,14 +503,10 @@ class ServerLink:
 
 
 class ServerLinks:
-    """The links to all servers of the present view.
-
-    Attributes:
-        listener: a worker's, set before the first view: each link then keeps a push stream. None
-            for readers.
-    """
+    """The links to all servers of the present view."""
 
     def __init__(self, setting: LinkSetting) -> None:
+        # A worker's, set before the first view: each link then keeps a push stream.
         self.listener: StreamListener | None = None
         self._setting = setting
         self._links: dict[NodeId, ServerLink] = {}
@@ -574,11 +535,7 @@ class ServerLinks:
 
     async def meet(self, table: Table, view: Callable[[], ClusterView], end_s: float) -> None:
         """Open a session, at a view with the table, on each of its servers; if one dies meanwhile,
-        on the server that takes its ranges.
-
-        Args:
-            view: gives the newest view, which has the table.
-            end_s: the deadline, by `ps_runtime.system.clock`.
+        on the server that takes its ranges. `end_s` is the deadline, by `ps_runtime.system.clock`.
         """
         view_number, range_count = view().view_number, len(view().ranges)
         range_ids = list(table.blocks_by_range(range_count))
@@ -607,7 +564,7 @@ class ServerLinks:
 
     def troubles(self) -> list[str]:
         """The reasons why servers cannot be reached, for a person."""
-        return [link.trouble for link in list(self._links.values()) if link.trouble]
+        return [words for link in list(self._links.values()) if (words := link.trouble.words)]
 
     async def close(self) -> None:
         links, self._links = list(self._links.values()), {}

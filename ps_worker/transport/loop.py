@@ -79,9 +79,8 @@ class BackgroundLoop:
         return future
 
     def together(self) -> Together:
-        """Collect this thread's `post` and `start` calls, and run them in one turn of the loop.
-
-        One turn wakes the loop's thread once, and its entries can share a message.
+        """Collect this thread's `post` and `start` calls, and run them in one turn of the loop,
+        which wakes the loop's thread once, and whose entries can share a message.
         """
         return Together(self._collected, self._loop)
 

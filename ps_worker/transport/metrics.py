@@ -77,9 +77,8 @@ class HttpPort:
         self._address = address
 
     def open(self, listen: str) -> str:
-        """Serve /metrics and /healthz, unless this process does already; returns the address. Each
-        call that returns one needs a `close`. If the port cannot be bound, this logs it and returns
-        an empty address.
+        """Serve /metrics and /healthz, unless this process does already; returns the address, which
+        needs a `close`. It is empty if the port cannot be bound, which is logged.
         """
         with self._lock:
             if self._address:

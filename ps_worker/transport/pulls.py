@@ -125,8 +125,8 @@ class Puller:
         self._unanswered: dict[asyncio.Timeout, tuple[NodeId | None, list[RangeId]]] = {}
 
     def take_view(self, view: ClusterView) -> None:
-        """Take a newer view: expire requests to servers that ranges have moved from. Such a server,
-        paused or cut off, may not even answer that it has lost them.
+        """Expire requests to servers that ranges have moved from. Such a server, paused or cut off,
+        may not even answer that it has lost them.
         """
         for patience, (server, ranges) in list(self._unanswered.items()):
             if any(view.ranges[range_id].primary != server for range_id in ranges):
@@ -140,12 +140,7 @@ class Puller:
         return sorted(server for server in servers if server is not None)
 
     async def pull(self, order: PullOrder) -> Pulled:
-        """Pull into the memory of `order`.
-
-        Raises:
-            WaitExpired: not in time; the message says whom it waits for.
-            PushpullError: a server refused for good.
-        """
+        """Pull into the memory of `order`; WaitExpired says whom it waits for."""
         began_s = now_s()
         try:
             return await self.pull_at(order, order.clock, order.deadline_s)
@@ -154,7 +149,7 @@ class Puller:
             MEASURES.pull_duration_seconds.observe(now_s() - began_s)
 
     async def pull_at(self, order: PullOrder, clock: int, deadline_s: float) -> Pulled:
-        """Pull at a clock, until a deadline; raises as `pull`."""
+        """Pull at a clock, until a deadline."""
         progress = self._begin(order, clock, deadline_s)
         backoff = Backoff()
         while True:
@@ -216,9 +211,8 @@ class Puller:
         return link
 
     async def _ask_all(self, progress: _PullProgress) -> list[PushpullError]:
-        """Ask every server for its wanted blocks; returns the errors, incurable ones first.
-
-        When this returns, nothing writes to the caller's memory any more.
+        """Ask every server for its wanted blocks; returns the errors, incurable ones first. Then
+        nothing writes to the caller's memory any more.
         """
         view = self._view()
         if any(view.ranges[range_id].is_lost for range_id in progress.wanted):
@@ -285,7 +279,7 @@ class Puller:
         link = self._links.find(server)
         if link is None or not isinstance(error, Recovering | WaitExpired):
             return error
-        words = link.trouble or f"server {server} at {link.node.address}: {error.message}"
+        words = link.trouble.words or f"server {server} at {link.node.address}: {error.message}"
         return type(error)(words, retry_after_ms=error.retry_after_ms, clock=error.clock)
 
     def _take(self, asked: _ServerRequest, answer: Answer) -> list[PushpullError]:
@@ -343,12 +337,7 @@ class Puller:
     def _expected(
         self, progress: _PullProgress, view: ClusterView, value: _Value, byte_count: int
     ) -> int:
-        """The element count of a wanted block; 0 if it came twice.
-
-        Raises:
-            StaleAssignment: its range has moved since the request.
-            Internal: it has another codec or length than the request.
-        """
+        """The element count of a wanted block, if it is as requested; 0 if it came twice."""
         table = progress.order.table
         range_id = table.range_of_block(value.block, len(view.ranges))
         if value.block not in progress.wanted.get(range_id, ()):
@@ -423,10 +412,6 @@ def named_by_block(
 ) -> set[RangeId]:
     """The ranges whose blocks a request names one by one: those of which not all are wanted, the
     fewest first, up to MAX_NAMED_BLOCK_COUNT.
-
-    Args:
-        counts: wanted blocks by range.
-        whole_counts: all blocks by range.
     """
     left_count = limits.MAX_NAMED_BLOCK_COUNT
     named: set[RangeId] = set()

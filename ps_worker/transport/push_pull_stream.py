@@ -68,9 +68,7 @@ class Outbox:
         self._has_frames.set()
 
     async def next_message(self, lane: SharedLane | None) -> Message:
-        """The next message for the stream, serialized, in pieces; waits for one. Its payloads may
-        be in the memory of `lane`.
-        """
+        """The next message for the stream, serialized, in pieces; waits for one."""
         while True:
             while not self._frames:
                 self._has_frames.clear()
@@ -169,33 +167,24 @@ class _StreamPull:
             if response.is_last or response.HasField("end"):
                 self.answered.set_result(None)
 
-    def expire(self, timeout_s: float) -> None:
-        self.fail(WaitExpired(f"a server did not answer a pull within {timeout_s:.1f} s"))
-
     def fail(self, failure: PushpullError) -> None:
         if not self.answered.done():
             self.answered.set_exception(failure)
 
 
 class PushPullStream:
-    """A stream that is open, or about to be; `run` carries it.
-
-    Args:
-        call: the gRPC call, of serialized messages.
-        lane: memory for payloads; None sends them all as bytes.
+    """A stream that is open, or about to be; `run` carries it. Without a lane it sends all payloads
+    as bytes.
     """
 
     def __init__(self, call: ServerCall, lane: SharedLane | None) -> None:
         self.lane = lane
         self._call = call
         self._outbox = Outbox()
+        self.put = self._outbox.put
         self._pulls: dict[int, _StreamPull] = {}
         self._numbers = itertools.count(1)
         self._end: PushpullError | None = None
-
-    def put(self, frame: Frame) -> None:
-        """Write a frame after all earlier ones; lost if the stream breaks."""
-        self._outbox.put(frame)
 
     async def run(
         self,
@@ -203,12 +192,7 @@ class PushPullStream:
         on_open: Callable[[], None],
         on_replies: Callable[[parameters_pb2.PushResponse], None],
     ) -> None:
-        """Carry the stream until it ends.
-
-        Raises:
-            grpc.RpcError: it broke.
-            Exception: a bug of the writer.
-        """
+        """Carry the stream until it ends; raises grpc.RpcError if it broke."""
         writer: asyncio.Task[None] | None = None
         try:
             first = parameters_pb2.PushPullRequest(header=header)
@@ -238,21 +222,14 @@ class PushPullStream:
         timeout_s: float,
         take: Callable[[parameters_pb2.PullResponse], None],
     ) -> None:
-        """Pull, until the answer is complete.
-
-        Args:
-            take: called with each message of the answer; an error that it raises ends the pull.
-
-        Raises:
-            Recovering: the stream ended first.
-            WaitExpired: the server did not answer in time.
-        """
+        """Pull, until the answer is complete; an error that `take` raises ends the pull."""
         if self._end is not None:
             raise self._end
         number = request.read_number = next(self._numbers)
         pull = self._pulls[number] = _StreamPull(take)
         self._outbox.put((request, None))
-        timer = asyncio.get_running_loop().call_later(timeout_s, pull.expire, timeout_s)
+        late = WaitExpired(f"a server did not answer a pull within {timeout_s:.1f} s")
+        timer = asyncio.get_running_loop().call_later(timeout_s, pull.fail, late)
         try:
             await pull.answered
         finally:
@@ -284,7 +261,7 @@ class PushPullStream:
         on_replies(replies)
 
     async def _write(self) -> None:
-        """Write messages as fast as the stream takes them. The reading side raises its errors."""
+        """Write messages; the reading side raises the stream's errors."""
         try:
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 while True:

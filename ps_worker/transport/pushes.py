@@ -24,6 +24,7 @@ from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import PushBody, StepResult
 from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES
+from ps_worker.transport.push_pull_stream import StreamEntry
 from ps_worker.window.push_window import (
     BlockPlace,
     Effect,
@@ -48,25 +49,8 @@ adds the old one as a backup, and hands it over."""
 
 _NOBODY = NodeId(0)
 
-_KINDS = {
-    parameters_pb2.REPLY_KIND_RECEIVED: ReplyKind.RECEIVED,
-    parameters_pb2.REPLY_KIND_COMMITTED: ReplyKind.COMMITTED,
-    parameters_pb2.REPLY_KIND_REFUSED: ReplyKind.REFUSED,
-    parameters_pb2.REPLY_KIND_GIVEN_BACK: ReplyKind.GIVEN_BACK,
-    parameters_pb2.REPLY_KIND_CREDIT: ReplyKind.CREDIT,
-    parameters_pb2.REPLY_KIND_ERROR: ReplyKind.ERROR,
-}
-_OUTCOMES = {
-    parameters_pb2.OUTCOME_APPLIED: Outcome.APPLIED,
-    parameters_pb2.OUTCOME_INVALID: Outcome.INVALID,
-    parameters_pb2.OUTCOME_REPLACED: Outcome.REPLACED,
-    parameters_pb2.OUTCOME_WITHDRAWN: Outcome.WITHDRAWN,
-    parameters_pb2.OUTCOME_SKIPPED: Outcome.SKIPPED,
-    parameters_pb2.OUTCOME_REJECTED: Outcome.REJECTED,
-    parameters_pb2.OUTCOME_DISCARDED: Outcome.DISCARDED,
-}
-
-
+_KINDS = {parameters_pb2.ReplyKind.Value(f"REPLY_KIND_{kind.name}"): kind for kind in ReplyKind}
+_OUTCOMES = {parameters_pb2.Outcome.Value(f"OUTCOME_{end.name}"): end for end in Outcome}
 _KIND_GRADIENT, _KIND_ASSIGN = parameters_pb2.PUSH_KIND_GRADIENT, parameters_pb2.PUSH_KIND_ASSIGN
 _RECEIVED, _COMMITTED = ReplyKind.RECEIVED, ReplyKind.COMMITTED
 _APPLIED = Ending(Outcome.APPLIED)
@@ -78,7 +62,6 @@ class _TablePlan:
 
     range_of_block: tuple[RangeId, ...]
     blocks_of: Mapping[RangeId, tuple[int, ...]]
-    ranges: tuple[RangeId, ...]
     codec: types_pb2.Codec
     state_codec: types_pb2.Codec
 
@@ -90,17 +73,13 @@ class _TablePlan:
         blocks_of = table.blocks_by_range(range_count)
         codec = wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype])
         state_codec = wire.codec_to_proto(table.spec.arithmetic_codec)
-        return cls(by_block, blocks_of, tuple(blocks_of), codec, state_codec)
+        return cls(by_block, blocks_of, codec, state_codec)
 
 
 class PushDriver:
     """The pushes and seals of one worker.
 
     Args:
-        window_bytes: the most payload bytes in flight.
-        view: the first view.
-        links: to the servers.
-        counters: of the client.
         session_ended: called if a server does not accept this client any more.
 
     Attributes:
@@ -163,7 +142,7 @@ class PushDriver:
             self._final_seals.add((table.table_id, clock))
         elif clock and terms.update_scale is None:
             MEASURES.steps.inc()
-        self._window.seal(table.table_id, clock, self._plans[table.table_id].ranges, terms)
+        self._window.seal(table.table_id, clock, self._plans[table.table_id].blocks_of, terms)
         self._pump_soon()
 
     def fail(self, error: PushpullError) -> None:
@@ -248,9 +227,7 @@ class PushDriver:
         if isinstance(effect, SendPush):
             self._send_push(effect)
         elif isinstance(effect, SendSeal):
-            make = self._seal if effect.terms.update_scale is None else self._scale
-            message = make(effect.table_id, effect.clock, effect.ranges, effect.terms)
-            self._send(effect.server, message)
+            self._send(effect.server, self._sealed(effect))
         elif isinstance(effect, SendWithdrawal):
             withdrawal = parameters_pb2.Withdrawal(
                 table_id=effect.key.table_id,
@@ -264,13 +241,8 @@ class PushDriver:
         elif isinstance(effect, StepRefused):
             self.refused.setdefault(effect.table_id, effect.error)
             self._finish(effect.table_id, effect.clock, effect.error)
-        # ViewNeeded: views come by themselves, and the window's ticks retry.
 
-    def _send(
-        self,
-        server: NodeId,
-        entry: parameters_pb2.Seal | parameters_pb2.UpdateScale | parameters_pb2.Withdrawal,
-    ) -> None:
+    def _send(self, server: NodeId, entry: StreamEntry) -> None:
         link = self._links.find(server)
         if link is not None:
             link.send(entry)
@@ -305,13 +277,17 @@ class PushDriver:
         link = self._links.find(effect.server)
         if link is not None:
             self._counters.pushed_bytes += body.payload.nbytes
-            link.send_block(message, body.payload)
+            link.send(message, body.payload)
 
-    def _seal(
-        self, table_id: TableId, clock: int, ranges: tuple[SealRange, ...], terms: StepTerms
-    ) -> parameters_pb2.Seal:
+    def _sealed(self, effect: SendSeal) -> parameters_pb2.Seal | parameters_pb2.UpdateScale:
+        table_id, clock, terms = effect.table_id, effect.clock, effect.terms
+        if terms.update_scale is not None:
+            scale = terms.update_scale
+            message = parameters_pb2.UpdateScale(table_id=table_id, clock=clock, scale=scale)
+            self._add_ranges(message, effect.ranges)
+            return message
         seal = parameters_pb2.Seal(table_id=table_id, clock=clock)
-        self._fill(seal, ranges, terms)
+        self._fill(seal, effect.ranges, terms)
         return seal
 
     def _fill(
@@ -329,13 +305,6 @@ class PushDriver:
             seal.array = terms.array
         if terms.edit:
             seal.edit = terms.edit
-
-    def _scale(
-        self, table_id: TableId, clock: int, ranges: tuple[SealRange, ...], terms: StepTerms
-    ) -> parameters_pb2.UpdateScale:
-        scale = parameters_pb2.UpdateScale(table_id=table_id, clock=clock, scale=terms.update_scale)
-        self._add_ranges(scale, ranges)
-        return scale
 
     def _add_ranges(
         self, entry: parameters_pb2.Seal | parameters_pb2.UpdateScale, ranges: tuple[SealRange, ...]

@@ -28,9 +28,8 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True, order=True)
 class SharedBuffer:
-    """The address of such an array, and the file that it can be mapped from.
-
-    `number` is unique in the process; the address and the descriptor may be used again.
+    """The address of such an array, and the file that it can be mapped from; `number` is unique in
+    the process, where both may be used again.
     """
 
     begin: int

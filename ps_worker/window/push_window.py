@@ -137,17 +137,12 @@ class PushEntry:
 class SequenceNumbers:
     """The sequence numbers of one (table, range), from 1 without gap, and their open entries."""
 
-    __slots__ = ("_last", "_low_water", "open")
+    __slots__ = ("_last", "low_water", "open")
 
     def __init__(self) -> None:
         self._last = 0
-        self._low_water = 0
+        self.low_water = 0  # the highest number up to which all have ended
         self.open: dict[int, PushEntry] = {}
-
-    @property
-    def low_water(self) -> int:
-        """The highest number up to which all have ended."""
-        return self._low_water
 
     def next(self) -> int:
         """The next number; the caller puts its entry into `open`."""
@@ -156,8 +151,8 @@ class SequenceNumbers:
 
     def end(self, sequence: int) -> None:
         del self.open[sequence]
-        while self._low_water < self._last and self._low_water + 1 not in self.open:
-            self._low_water += 1
+        while self.low_water < self._last and self.low_water + 1 not in self.open:
+            self.low_water += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -267,14 +262,7 @@ class StepRefused:
     error: PushpullError
 
 
-@dataclass(frozen=True, slots=True)
-class ViewNeeded:
-    """A server answered that the assignment has changed: a newer view is needed."""
-
-    server: NodeId
-
-
-Effect = SendPush | SendSeal | SendWithdrawal | StepEnded | StepRefused | ViewNeeded
+Effect = SendPush | SendSeal | SendWithdrawal | StepEnded | StepRefused
 
 
 class Reply(NamedTuple):
@@ -308,8 +296,6 @@ class PushWindow:
         window_bytes: the most payload bytes in flight, over all servers; above 0.
         resend_after_s: seconds after which an entry without an answer is sent again.
 
-    Raises:
-        InvalidConfig: `window_bytes` is not above 0.
     """
 
     def __init__(self, window_bytes: int, resend_after_s: float = 10.0) -> None:
@@ -317,7 +303,7 @@ class PushWindow:
             raise InvalidConfig(f"window_bytes is {window_bytes}; expected more than 0")
         self._window_bytes = window_bytes
         self._resend_after_s = resend_after_s
-        self._in_flight_bytes = 0
+        self.in_flight_bytes = 0  # PW-2
         self._owner: dict[RangeId, NodeId] = {}
         self._connected: set[NodeId] = set()
         self._blocked: dict[tuple[NodeId, TableId], float] = {}
@@ -336,9 +322,6 @@ class PushWindow:
     ) -> EntryKey:
         """Queue a push of a block; a second push of it in the same step replaces the first. Lower
         `priority` goes first.
-
-        Raises:
-            InvalidConfig: the step has been sealed.
         """
         step = self._open_step(at.table_id, clock)
         previous = step.blocks.get(at.block)
@@ -370,9 +353,6 @@ class PushWindow:
     ) -> None:
         """End the step on all `ranges` of the table; `poll` sends the seals in time. The scale of
         an update is a step of its own, of seals alone.
-
-        Raises:
-            InvalidConfig: the step has been sealed.
         """
         step = self._open_step(table_id, clock)
         step.terms = terms
@@ -483,7 +463,7 @@ class PushWindow:
             self._blocked[(server, reply.table_id)] = now_s + delay_s
             self._requeue(entry)
             return []
-        return self._failed(server, entry, reply.error, now_s)
+        return self._failed(entry, reply.error, now_s)
 
     def tick(self, now_s: float) -> None:
         """Send again unanswered entries, and those of blocked tables whose retry time has come."""
@@ -530,28 +510,26 @@ class PushWindow:
 
     def _received(self, entry: PushEntry) -> None:
         if entry.state is _SENT:
-            self._in_flight_bytes -= entry.byte_count
+            self.in_flight_bytes -= entry.byte_count
             entry.state = _RECEIVED
             entry.step.awaited.discard(entry)
-        if entry.carried is not None:
-            self._arrived_with(entry, entry.carried)
+        self._carried_arrived(entry)
 
     @staticmethod
-    def _arrived_with(push: PushEntry, seal: PushEntry) -> None:
+    def _carried_arrived(push: PushEntry) -> None:
         """The push was received, and so was the seal that it carried."""
-        if seal.state is _QUEUED:
+        seal = push.carried
+        if seal is not None and seal.state is _QUEUED:
             seal.state = _RECEIVED
             seal.sent_s = push.sent_s
 
-    def _failed(
-        self, server: NodeId, entry: PushEntry, error: PushpullError | None, now_s: float
-    ) -> list[Effect]:
+    def _failed(self, entry: PushEntry, error: PushpullError | None, now_s: float) -> list[Effect]:
         problem = error or PushpullError("the server refused an entry without saying why")
         if problem.code in _RETRYABLE:
             self._requeue(entry)
             entry.retry_s = now_s + max(problem.retry_after_ms, 50) / 1000
             self._due_s = min(self._due_s, entry.retry_s)
-            return [ViewNeeded(server)]
+            return []
         if entry.block is None or entry.given_up:
             return self._end(entry, Ending(Outcome.INVALID, problem))
         # The server did not count the refused entry: withdraw it, or its seal would wait for it.
@@ -588,15 +566,14 @@ class PushWindow:
 
     def _leave_flight(self, entry: PushEntry) -> None:
         if entry.state is _SENT:
-            self._in_flight_bytes -= entry.byte_count
+            self.in_flight_bytes -= entry.byte_count
 
     def _end(self, entry: PushEntry, ending: Ending) -> list[Effect]:
         self._leave_flight(entry)
         entry.state = _ENDED
         entry.body = None
         key, step = entry.key, entry.step
-        if entry.carried is not None:
-            self._arrived_with(entry, entry.carried)
+        self._carried_arrived(entry)
         self._waiting_seals.discard(entry)
         self._numbers[(key.table_id, key.range_id)].end(key.sequence)
         step.open_count -= 1
@@ -678,14 +655,14 @@ class PushWindow:
             ):
                 self._held_back.append(heapq.heappop(queue))
                 continue
-            in_flight_bytes = self._in_flight_bytes + entry.byte_count
-            if in_flight_bytes > self._window_bytes and self._in_flight_bytes:
+            in_flight_bytes = self.in_flight_bytes + entry.byte_count
+            if in_flight_bytes > self._window_bytes and self.in_flight_bytes:
                 return
             heapq.heappop(queue)
             entry.state = _SENT
             entry.sent_s = now_s
             entry.sent_count += 1
-            self._in_flight_bytes = in_flight_bytes
+            self.in_flight_bytes = in_flight_bytes
             if entry.given_up:
                 effects.append(SendWithdrawal(server, entry.key))
             else:
@@ -737,11 +714,6 @@ class PushWindow:
         return self._numbers[(key.table_id, key.range_id)].low_water
 
     # --- state
-
-    @property
-    def in_flight_bytes(self) -> int:
-        """Payload bytes sent and not yet answered (PW-2)."""
-        return self._in_flight_bytes
 
     def open_entries(self) -> tuple[tuple[EntryKey, EntryState], ...]:
         """Every entry without an outcome, for error messages and tests."""

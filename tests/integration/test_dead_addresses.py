@@ -209,7 +209,7 @@ def test_a_stranger_is_waited_out_and_named(kind: str) -> None:
         async with make() as address:
             link = ServerLink(node(address), heard.setting)
             link.start_stream(1, heard)
-            await link.ensure_session(1, 20.0, lambda link: words not in link.trouble)
+            await link.ensure_session(1, 20.0, lambda link: words not in link.trouble.words)
             with pytest.raises(WaitExpired) as late:
                 await link.ensure_session(1, 0.001, lambda _: True)
             await link.close()
@@ -232,7 +232,7 @@ def test_a_stranger_that_refuses_ends_nobody_and_the_server_is_found_when_it_is_
             link = ServerLink(node(address), heard.setting)
             link.start_stream(1, heard)
             await stranger.asked.wait()
-            assert "register again" in link.trouble
+            assert "register again" in link.trouble.words
         async with grpc_node(Answering(ONE), int(address.rpartition(":")[2])):
             assert await heard.opened.get() == ONE
             await link.close()

@@ -82,29 +82,22 @@ class Worker:
     # --- as the scheduler hears it
 
     def join_checkpoint(
-        self, number: int, clocks: Mapping[TableId, int], *, has_state: bool
-    ) -> None:
-        with self.heard:
-            self.joined.append((number, dict(clocks), has_state))
-            self.heard.notify_all()
-
-    def ask_about_checkpoint(
         self,
-        question: Question,
         number: int,
         clocks: Mapping[TableId, int],
         *,
         has_state: bool,
-        answered: Callable[[bool], None],
+        question: Question | None = None,
+        answered: Callable[[bool], None] | None = None,
     ) -> None:
         """The answer is given on another thread, as by the loop."""
-        stays = question is Question.MUST_STEP
+        said = {None: self.joined, Question.MUST_STEP: self.stayed, Question.IS_AWAITED: self.asked}
         with self.heard:
-            said = self.stayed if stays else self.asked
-            said.append((number, dict(clocks), has_state))
+            said[question].append((number, dict(clocks), has_state))
             self.heard.notify_all()
-        is_so = self.must_step if stays else self.is_awaited
-        threading.Thread(target=answered, args=(is_so,)).start()
+        if answered is not None:
+            is_so = self.must_step if question is Question.MUST_STEP else self.is_awaited
+            threading.Thread(target=answered, args=(is_so,)).start()
 
     def report_part(self, number: int, part: PartReport) -> None:
         with self.heard:

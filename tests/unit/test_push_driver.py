@@ -30,7 +30,7 @@ class Links:
         assert server == ONE
         return self
 
-    def send_block(self, message: parameters_pb2.BlockPush, payload: memoryview) -> None:
+    def send(self, message: parameters_pb2.BlockPush, payload: memoryview) -> None:
         assert len(payload) == 256
         self.sent.append(message.assignment_epoch)
 
