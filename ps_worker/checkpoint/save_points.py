@@ -56,15 +56,11 @@ _LOOK_S = 0.5
 
 
 class HasState(Protocol):
-    """An object whose state can be saved and loaded."""
+    """An object whose state, of values that `state_codec` accepts, can be saved and loaded."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """The state, of values that `ps_worker.checkpoint.state_codec` accepts."""
-        ...
+    def state_dict(self) -> Mapping[str, Any]: ...
 
-    def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Load the result of `state_dict`."""
-        ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 class Question(Enum):
@@ -89,9 +85,7 @@ class Scheduler(Protocol):
         """Report this worker's clocks, and ask; calls `answered` if an answer comes."""
         ...
 
-    def report_part(self, number: int, part: PartReport) -> None:
-        """Report a written part."""
-        ...
+    def report_part(self, number: int, part: PartReport) -> None: ...
 
 
 Write = Callable[[Checkpoint, int, Mapping[str, Mapping[str, Any]]], Callable[[], PartReport]]
@@ -102,14 +96,7 @@ Trained = Callable[[], Iterable[tuple[TableHandle, bool]]]
 
 
 class SavePoints:
-    """The save points of one worker.
-
-    Args:
-        scheduler: gets the answers and reports.
-        handles: the worker's tables.
-        write: copies and writes its state.
-        patience_s: the longest wait for a cut.
-    """
+    """The save points of one worker; it waits for a cut at most `patience_s`."""
 
     def __init__(
         self,
@@ -146,11 +133,6 @@ class SavePoints:
     # --- attached states
 
     def attach(self, name: str, state: HasState) -> None:
-        """Make `state` part of the worker's state.
-
-        Raises:
-            InvalidConfig: the name is taken, or `state` has no state_dict.
-        """
         if not name or len(name.encode()) > _MAX_NAME_BYTES:
             raise InvalidConfig(f"the name '{name[:40]}' is not of 1 to {_MAX_NAME_BYTES} bytes")
         for method in ("state_dict", "load_state_dict"):
@@ -183,13 +165,12 @@ class SavePoints:
         with self._changed:
             self._view = view
             checkpoint = view.checkpoint
-            is_new = checkpoint is not None and checkpoint.number > self._answered
-            if checkpoint is not None and is_new and not checkpoint.is_cut:
+            if checkpoint is not None and checkpoint.is_cut:
+                self._cut = view
+            elif checkpoint is not None and checkpoint.number > self._answered:
                 self._answered = checkpoint.number
                 self._answered_first = self._answered_first or checkpoint.number
                 self._join()
-            if checkpoint is not None and checkpoint.is_cut:
-                self._cut = view
             self._changed.notify_all()
 
     def _join(self) -> None:
@@ -211,9 +192,8 @@ class SavePoints:
                 clocks[table_id] = max(clock, self._passed.get(table_id, clock) + steps)
         return clocks
 
-    def end(self, reason: object = None) -> None:
+    def end(self, _reason: object = None) -> None:
         """The session has ended: stop all waits for views."""
-        del reason
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -235,10 +215,8 @@ class SavePoints:
     # --- events of the script
 
     def reach(self, *, is_explicit: bool = True) -> None:
-        """The script is at a save point: the last step is complete.
-
-        Args:
-            is_explicit: the script calls `save_point`; from then on only such calls count.
+        """The script is at a save point: the last step is complete. Once it has called `save_point`
+        (`is_explicit`) only such calls count.
 
         Blocking: while a checkpoint is proposed and not cut, at most `limits.CHECKPOINT_CUT_S`,
             unless all tables are asynchronous; and while the state is copied.
@@ -266,8 +244,8 @@ class SavePoints:
             answered, self._answered_first = self._answered, 0
 
         def ends() -> bool:
-            has_begun = self._view is not None and self._view.checkpoint is not None
-            return is_over() or (self._is_decided() and (has_begun or self._answered != answered))
+            has_begun = self._checkpoint is not None or self._answered != answered
+            return is_over() or (self._is_decided() and has_begun)
 
         self._rest(ends)
         with self._changed:
@@ -275,12 +253,9 @@ class SavePoints:
             self._had = max(self._had, self._answered_first)
 
     def asks(self) -> Callable[[], tuple[int, int]]:
-        """The script asks for a checkpoint now.
-
-        Returns:
-            A function that gives, until the script has its checkpoint, the number of one that will
-            do, and of the newest view. Such a checkpoint has all steps of this worker, which trains
-            every table, and its script had not asked for it before; 0: there is none.
+        """The script asks for a checkpoint now. The result gives, until the script has it, the
+        number of one that will do, and of the newest view. Such a checkpoint has all steps of this
+        worker, which trains every table, and its script had not asked for it before; 0: none.
         """
         with self._changed:
             had = self._had
@@ -307,13 +282,10 @@ class SavePoints:
 
     def stay(self, is_over: Callable[[], bool], within_s: float) -> None:
         """The script takes no step until `is_over`, whatever it has answered before; checkpoints
-        that are proposed meanwhile are answered with this save point.
+        that are proposed meanwhile are answered with this save point. WaitExpired: one was cut at a
+        step that another worker has taken, and this one has to take first.
 
         Blocking: until `is_over` (call `wake` then), at most `within_s`; and as `reach`.
-
-        Raises:
-            WaitExpired: a checkpoint has been cut at a step that another worker has taken, and this
-                one has to take first.
         """
         self._stays_since_s = now_s()
         self._stop_here()
@@ -359,10 +331,14 @@ class SavePoints:
                 self._changed.notify_all()
 
     @property
+    def _checkpoint(self) -> Checkpoint | None:
+        """The checkpoint in progress, if there is one."""
+        return None if self._view is None else self._view.checkpoint
+
+    @property
     def _is_in_progress(self) -> bool:
         """True while a checkpoint that this worker has answered is not complete."""
-        checkpoint = None if self._view is None else self._view.checkpoint
-        return checkpoint is not None and checkpoint.number == self._answered
+        return self._checkpoint is not None and self._checkpoint.number == self._answered
 
     def accompany(self, is_over: Callable[[], bool], within_s: float) -> None:
         """The script is in a collective call, which is a save point only if another worker waits
@@ -399,11 +375,10 @@ class SavePoints:
 
     def _step_ahead(self) -> tuple[TableHandle, int] | None:
         """A table whose cut is ahead of this worker, and the clock of the cut."""
-        checkpoint = None if self._view is None else self._view.checkpoint
-        if self._view is None or checkpoint is None or checkpoint.number != self._answered:
+        if self._view is None or not self._is_in_progress:
             return None
         for handle in self._handles():
-            cut = cut_clock(self._view, handle, checkpoint.number)
+            cut = cut_clock(self._view, handle, self._answered)
             needs_all = not handle.table.spec.consistency.backup_workers
             if cut is not None and handle.clock < cut and (needs_all or self._attached):
                 return handle, cut
@@ -427,9 +402,8 @@ class SavePoints:
                 return
         self._save(Checkpoint(_LEAVING, url), clocks)
 
-    def wake(self, reason: object = None) -> None:
+    def wake(self, _reason: object = None) -> None:
         """Let all waits look again."""
-        del reason
         with self._changed:
             self._changed.notify_all()
 
@@ -461,7 +435,7 @@ class SavePoints:
 
     def _is_decided(self) -> bool:
         """True if no checkpoint that this worker has answered waits for its cut."""
-        checkpoint = None if self._view is None else self._view.checkpoint
+        checkpoint = self._checkpoint
         return checkpoint is None or checkpoint.is_cut or checkpoint.number != self._answered
 
     def _rest(self, is_over: Callable[[], bool], within_s: float | None = None) -> None:
@@ -493,8 +467,7 @@ class SavePoints:
 
     def _due(self) -> tuple[Checkpoint, dict[TableId, int]] | None:
         """The checkpoint whose cut this worker has reached, and its clocks."""
-        view = self._view
-        checkpoint = None if view is None else view.checkpoint
+        view, checkpoint = self._view, self._checkpoint
         if view is None or checkpoint is None or not checkpoint.is_cut or not self._attached:
             return None
         if checkpoint.number != self._answered or checkpoint.number == self._saved:

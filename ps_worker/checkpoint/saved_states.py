@@ -16,27 +16,15 @@ from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import PartHeader
 from ps_runtime.checkpoint.part_writer import WorkerPart, WorkerTensor, write_worker_part
 from ps_runtime.checkpoint.reader import CheckpointReader
-from ps_worker.checkpoint.state_codec import decode, encode
+from ps_worker.checkpoint.state_codec import TENSOR_DTYPES, decode, encode
 
-_NAMES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
-    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
-    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
-    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
 
 
 def copied(
     session: Session, checkpoint: Checkpoint, clock: int, states: Mapping[str, Mapping[str, Any]]
 ) -> Callable[[], PartReport]:
-    """Copy a worker's attached states; a `ps_worker.checkpoint.save_points.Write`.
-
-    Raises:
-        InvalidConfig: a state has values that cannot be written.
-    """
+    """Copy a worker's attached states; a `ps_worker.checkpoint.save_points.Write`."""
     file = f"worker-{session.rank}-{session.incarnation}.safetensors"
     state, payloads = encoded(states)
     part = WorkerPart(checkpoint.number, session.cluster_id, session.rank, clock, state)
@@ -59,16 +47,8 @@ def encoded(states: Mapping[str, Mapping[str, Any]]) -> tuple[Any, dict[str, Wor
 
 
 def decoded(header: PartHeader, read: Callable[[str], bytearray]) -> Mapping[Any, Any]:
-    """The state in a worker's part.
-
-    Args:
-        read: reads a tensor of the file by name.
-
-    Shapes:
-        Tensors of the state are on the CPU, contiguous, and the caller's own.
-
-    Raises:
-        InvalidCheckpoint: it is not a worker's part, or the state is malformed; names the file.
+    """The state in a worker's part; `read` reads a tensor of the file by name. Tensors are on the
+    CPU, contiguous, and the caller's own. InvalidCheckpoint names the file.
     """
     if header.worker is None:
         raise InvalidCheckpoint(f"{header.where} is no worker's part")
@@ -81,10 +61,8 @@ def decoded(header: PartHeader, read: Callable[[str], bytearray]) -> Mapping[Any
 
 
 def states_of_all(url: str, name: str) -> dict[int, Any]:
-    """The state of this name of each worker of a checkpoint, by rank; reads the parts' headers.
-
-    Raises:
-        InvalidCheckpoint: they cannot be read, or the states have tensors.
+    """The state of this name of each worker of a checkpoint, by rank; reads the parts' headers, so
+    a state with tensors raises InvalidCheckpoint.
     """
     found = {}
     with CheckpointReader(CheckpointDirectory(locate(url))) as reader:
@@ -98,7 +76,7 @@ def states_of_all(url: str, name: str) -> dict[int, Any]:
 def _payload(tensor: torch.Tensor) -> WorkerTensor:
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0)
     raw = flat.numpy().data.cast("B") if tensor.numel() else b""
-    return WorkerTensor(_NAMES[tensor.dtype], tuple(tensor.shape), raw)
+    return WorkerTensor(TENSOR_DTYPES[tensor.dtype], tuple(tensor.shape), raw)
 
 
 class RestoredStates:
@@ -107,12 +85,8 @@ class RestoredStates:
     Attributes:
         is_own: the part is of the worker's rank.
         imported: the checkpoint's contents, if it was made from a plain state dict.
-        table_names: of the tables in the checkpoint.
 
     Blocking: reads the part.
-
-    Raises:
-        InvalidCheckpoint: it cannot be read.
     """
 
     def __init__(self, url: str, rank: int) -> None:

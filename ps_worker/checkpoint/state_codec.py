@@ -41,15 +41,15 @@ ACCEPTED = (
 SIMPLE = (type(None), bool, int, float, str, bytes)
 """The types of the keys of a dict and the elements of a set."""
 
-TENSOR_DTYPES = frozenset(
-    getattr(torch, name)
-    for name in (
-        "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64",
-        "float16", "bfloat16", "float32", "float64", "complex64",
-        "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz",
-    )
-)  # fmt: skip
-"""The dtypes of safetensors files."""
+TENSOR_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.uint16: "U16", torch.int32: "I32", torch.uint32: "U32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+"""The dtypes of safetensors files, and their names there."""
 
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -168,12 +168,6 @@ class _Encoder:
     def _list(self, value: list[Any] | tuple[Any, ...], at: _Path) -> list[Any]:
         return [self.value(item, at.to(index)) for index, item in enumerate(value)]
 
-    def _tuple(self, value: tuple[Any, ...], at: _Path) -> Any:
-        return {"$tuple": self._list(value, at)}
-
-    def _size(self, value: torch.Size, at: _Path) -> Any:
-        return {"$size": self._list(value, at)}
-
     def _set(self, value: set[Any] | frozenset[Any], at: _Path) -> Any:
         elements = [self._simple(element, at.to(element)) for element in value]
         return {f"${type(value).__name__}": sorted(elements, key=json.dumps)}
@@ -196,9 +190,6 @@ class _Encoder:
             [self._simple(key, at.to(key)), self.value(item, at.to(key))]
             for key, item in value.items()
         ]
-
-    def _counter(self, value: Counter[Any], at: _Path) -> Any:
-        return {"$counter": self._pairs(value, at)}
 
     def _ordered(self, value: OrderedDict[Any, Any], at: _Path) -> Any:
         attributes = dict(vars(value))
@@ -250,7 +241,14 @@ class _Encoder:
         return name
 
 
-_ENCODERS: dict[type, Callable[[_Encoder, Any, _Path], Any]] = {
+_Writer: TypeAlias = Callable[[_Encoder, Any, _Path], Any]
+
+
+def _tagged(tag: str, write: _Writer) -> _Writer:
+    return lambda encoder, value, at: {tag: write(encoder, value, at)}
+
+
+_ENCODERS: dict[type, _Writer] = {
     type(None): _Encoder._itself,
     bool: _Encoder._itself,
     int: _Encoder._int,
@@ -258,12 +256,12 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, _Path], Any]] = {
     str: _Encoder._text,
     bytes: _Encoder._bytes,
     list: _Encoder._list,
-    tuple: _Encoder._tuple,
-    torch.Size: _Encoder._size,
+    tuple: _tagged("$tuple", _Encoder._list),
+    torch.Size: _tagged("$size", _Encoder._list),
     set: _Encoder._set,
     frozenset: _Encoder._set,
     dict: _Encoder._dict,
-    Counter: _Encoder._counter,
+    Counter: _tagged("$counter", _Encoder._pairs),
     OrderedDict: _Encoder._ordered,
     torch.Tensor: _Encoder._tensor,
     torch.nn.Parameter: _Encoder._tensor,
@@ -297,13 +295,12 @@ class _Decoder:
         return decoder(self, value[tag], at)
 
     def _int(self, body: Any, at: _Path) -> int:
-        if not isinstance(body, str) or not _HEX.fullmatch(body):
-            _refuse(at, body, "a hexadecimal integer")
+        _check(isinstance(body, str) and _HEX.fullmatch(body), at, body, "a hexadecimal integer")
         return int(body, 16)
 
     def _float(self, body: Any, at: _Path) -> float:
-        if not isinstance(body, str) or not re.fullmatch("[0-9a-f]{16}", body):
-            _refuse(at, body, "8 bytes of a float, in hexadecimal")
+        is_hex = isinstance(body, str) and re.fullmatch("[0-9a-f]{16}", body)
+        _check(is_hex, at, body, "8 bytes of a float, in hexadecimal")
         number: float = struct.unpack(">d", bytes.fromhex(body))[0]
         return number
 
@@ -314,84 +311,58 @@ class _Decoder:
             _refuse(at, body, "text in UTF-8, in base64")
 
     def _bytes(self, body: Any, at: _Path) -> bytes:
-        if not isinstance(body, str) or not body.isascii():
-            _refuse(at, body, "bytes in base64")
+        _check(isinstance(body, str) and body.isascii(), at, body, "bytes in base64")
         try:
             return base64.b64decode(body, validate=True)
         except binascii.Error:
             _refuse(at, body, "bytes in base64")
 
     def _list(self, body: Any, at: _Path) -> list[Any]:
-        if not isinstance(body, list):
-            _refuse(at, body, "a list")
+        _check(isinstance(body, list), at, body, "a list")
         return [self.value(item, at.to(index)) for index, item in enumerate(body)]
-
-    def _tuple(self, body: Any, at: _Path) -> tuple[Any, ...]:
-        return tuple(self._list(body, at))
-
-    def _size(self, body: Any, at: _Path) -> torch.Size:
-        return torch.Size(self._lengths(body, at))
 
     def _lengths(self, body: Any, at: _Path) -> list[int]:
         is_list = isinstance(body, list) and len(body) <= _MAX_DIMENSION_COUNT
-        if not is_list or not all(type(n) is int and 0 <= n < 1 << 63 for n in body):
-            _refuse(at, body, f"a list of at most {_MAX_DIMENSION_COUNT} lengths")
+        is_right = is_list and all(type(n) is int and 0 <= n < 1 << 63 for n in body)
+        _check(is_right, at, body, f"a list of at most {_MAX_DIMENSION_COUNT} lengths")
         return list(body)
 
     def _set(self, body: Any, at: _Path) -> set[Any]:
-        if not isinstance(body, list):
-            _refuse(at, body, "a list")
-        elements = [self._simple(item, at.to(index)) for index, item in enumerate(body)]
-        if len(set(elements)) != len(elements):
-            _refuse(at, body, "elements that differ")
-        return set(elements)
-
-    def _frozenset(self, body: Any, at: _Path) -> frozenset[Any]:
-        return frozenset(self._set(body, at))
+        _check(isinstance(body, list), at, body, "a list")
+        elements = {self._simple(item, at.to(index)) for index, item in enumerate(body)}
+        _check(len(elements) == len(body), at, body, "elements that differ")
+        return elements
 
     def _simple(self, body: Any, at: _Path) -> Any:
         value = self.value(body, at)
-        if type(value) not in SIMPLE:
-            _refuse(at, body, "a simple value, as key or element")
+        _check(type(value) in SIMPLE, at, body, "a simple value, as key or element")
         return value
 
     def _dict(self, body: Any, at: _Path) -> dict[Any, Any]:
-        if not isinstance(body, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 for pair in body
-        ):
-            _refuse(at, body, "a list of pairs")
+        is_list = isinstance(body, list) and all(_is_list(pair, 2) for pair in body)
+        _check(is_list, at, body, "a list of pairs")
         result: dict[Any, Any] = {}
         for index, (key, item) in enumerate(body):
             name = self._simple(key, at.to(index))
             result[name] = self.value(item, at.to(name))
-        if len(result) != len(body):
-            _refuse(at, body, "keys that differ")
+        _check(len(result) == len(body), at, body, "keys that differ")
         return result
 
-    def _counter(self, body: Any, at: _Path) -> Counter[Any]:
-        return Counter(self._dict(body, at))
-
-    def _ordered(self, body: Any, at: _Path) -> OrderedDict[Any, Any]:
-        return OrderedDict(self._dict(body, at))
-
     def _module(self, body: Any, at: _Path) -> OrderedDict[Any, Any]:
-        if not isinstance(body, list) or len(body) != 2:
-            _refuse(at, body, "pairs and metadata")
-        state = self._ordered(body[0], at)
+        _check(_is_list(body, 2), at, body, "pairs and metadata")
+        state = OrderedDict(self._dict(body[0], at))
         vars(state)["_metadata"] = self.value(body[1], at.to("_metadata"))
         return state
 
     def _tensor(self, body: Any, at: _Path) -> torch.Tensor:
-        if not isinstance(body, str) or body not in self._tensors:
-            _refuse(at, body, "the name of a tensor of the file")
-        if body not in self.unused:
-            _refuse(at, body, "a tensor that nothing else in the state refers to")
+        is_name = isinstance(body, str) and body in self._tensors
+        _check(is_name, at, body, "the name of a tensor of the file")
+        _check(body in self.unused, at, body, "a tensor that nothing else in the state refers to")
         self.unused.remove(body)
         return self._tensors[body]
 
     def _array(self, body: Any, at: _Path) -> npt.NDArray[Any]:
-        if not isinstance(body, list) or len(body) != 3:
-            _refuse(at, body, "a dtype, a shape and the name of a tensor")
+        _check(_is_list(body, 3), at, body, "a dtype, a shape and the name of a tensor")
         dtype, shape = self._array_dtype(body[0], at), self._lengths(body[1], at)
         raw = self._tensor(body[2], at)
         if raw.dtype is not torch.uint8 or raw.shape != (math.prod(shape) * dtype.itemsize,):
@@ -402,8 +373,7 @@ class _Decoder:
             _refuse(at, shape, "a shape that numpy can hold")
 
     def _scalar(self, body: Any, at: _Path) -> Any:
-        if not isinstance(body, list) or len(body) != 2:
-            _refuse(at, body, "a dtype and bytes in base64")
+        _check(_is_list(body, 2), at, body, "a dtype and bytes in base64")
         dtype, raw = self._array_dtype(body[0], at), self._bytes(body[1], at)
         if len(raw) != dtype.itemsize:
             _refuse(at, f"{len(raw)} bytes", f"{dtype.itemsize} of {dtype}")
@@ -419,25 +389,29 @@ class _Decoder:
         return dtype
 
     def _dtype(self, body: Any, at: _Path) -> torch.dtype:
-        if not isinstance(body, str) or body not in _DTYPES:
-            _refuse(at, body, "a dtype of torch")
+        _check(isinstance(body, str) and body in _DTYPES, at, body, "a dtype of torch")
         return _DTYPES[body]
 
 
 _Reader: TypeAlias = Callable[[_Decoder, Any, _Path], Any]
+
+
+def _as(kind: Callable[[Any], Any], read: _Reader) -> _Reader:
+    return lambda decoder, body, at: kind(read(decoder, body, at))
+
 
 _DECODERS: dict[str, _Reader] = {
     "$int": _Decoder._int,
     "$float": _Decoder._float,
     "$text": _Decoder._text,
     "$bytes": _Decoder._bytes,
-    "$tuple": _Decoder._tuple,
-    "$size": _Decoder._size,
+    "$tuple": _as(tuple, _Decoder._list),
+    "$size": _as(torch.Size, _Decoder._lengths),
     "$set": _Decoder._set,
-    "$frozenset": _Decoder._frozenset,
+    "$frozenset": _as(frozenset, _Decoder._set),
     "$dict": _Decoder._dict,
-    "$counter": _Decoder._counter,
-    "$ordered": _Decoder._ordered,
+    "$counter": _as(Counter, _Decoder._dict),
+    "$ordered": _as(OrderedDict, _Decoder._dict),
     "$module": _Decoder._module,
     "$tensor": _Decoder._tensor,
     "$array": _Decoder._array,
@@ -448,6 +422,15 @@ _DECODERS: dict[str, _Reader] = {
 
 def _refuse(at: _Path, came: object, expected: str) -> NoReturn:
     raise InvalidCheckpoint(f"{at} is {shown(came)}; expected {expected}")
+
+
+def _check(is_right: object, at: _Path, came: object, expected: str) -> None:
+    if not is_right:
+        _refuse(at, came, expected)
+
+
+def _is_list(value: Any, length: int) -> bool:
+    return isinstance(value, list) and len(value) == length
 
 
 def shown(value: object) -> str:

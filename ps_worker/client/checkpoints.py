@@ -108,9 +108,7 @@ class ClientCheckpoints:
 
     def restored_states(self, name: str) -> dict[int, Any]:
         """The attached state of this name of each worker in the checkpoint that the cluster was
-        started from, by rank; without tensors.
-
-        Blocking, Raises: as `attach_state`.
+        started from, by rank; without tensors. Reads the checkpoint.
         """
         if not self.restored_from or self._engine.is_late_joiner or self.imported is not None:
             return {}
@@ -120,19 +118,14 @@ class ClientCheckpoints:
 
     @property
     def imported(self) -> Imported | None:
-        """The checkpoint that the cluster was started from, if it was imported.
-
-        Blocking, Raises: as `attach_state`.
-        """
+        """The checkpoint that the cluster was started from, if it was imported; reads it."""
         restored = self._restored_states()
         return None if restored is None else restored.imported
 
     @property
     def tables_before(self) -> tuple[str, ...]:
         """The names of tables that existed before this worker: those of the checkpoint that the
-        cluster was started from, or, for a late joiner, the cluster's.
-
-        Blocking, Raises: as `attach_state`.
+        cluster was started from, which this reads, or, for a late joiner, the cluster's.
         """
         if self._engine.is_late_joiner:
             return tuple(table.spec.name for table in self._engine.view.tables)
@@ -164,7 +157,8 @@ class ClientCheckpoints:
         connection, save_points = self._connection, self.save_points
         connection.check_usable()
         deadline_s = connection.deadline_s(timeout_s)
-        covered_by = _by_none if connection.is_reader else save_points.asks()
+        # For a reader, which has no steps, the next checkpoint will do.
+        covered_by = (lambda: (0, 0)) if connection.is_reader else save_points.asks()
         future = connection.loop.start(self._made(reason, deadline_s, covered_by))
         if connection.is_reader:
             return CheckpointTicket(future, deadline_s, None)
@@ -175,12 +169,8 @@ class ClientCheckpoints:
     async def _made(
         self, reason: str, deadline_s: float, covered_by: Callable[[], tuple[int, int]]
     ) -> MadeCheckpoint:
-        """Make a checkpoint.
-
-        Args:
-            deadline_s: from now.
-            covered_by: gives the number of a checkpoint that will do, and of a view; see
-                `SavePoints.asks`. It is called again with each view in which one was cut.
+        """Make a checkpoint; `covered_by` (see `SavePoints.asks`) is called again with each view in
+        which one was cut.
         """
         scheduler, end_s = self._engine.scheduler, now_s() + deadline_s
         while True:
@@ -192,7 +182,7 @@ class ClientCheckpoints:
                 await scheduler.view_at_least(view_number + 1, max(end_s - now_s(), 0.0))
 
     def restore(self, url: str, timeout_s: float | None) -> None:
-        """Restore the cluster, which ends this session; blocks and raises as `Client.restore`."""
+        """Restore the cluster, which ends this session."""
         deadline_s = self._connection.deadline_s(timeout_s)
         with contextlib.suppress(Fenced):  # another client has restored it
             restoring = restore_checkpoint(self._engine.scheduler, url, deadline_s)
@@ -204,12 +194,7 @@ class ClientCheckpoints:
         found = self.restored_state(name, per_rank=per_rank)
         if found is not None:
             state.load_state_dict(found)
-        elif (
-            self.restored_from
-            and not self._engine.is_late_joiner
-            and not per_rank
-            and not self.imported
-        ):
+        elif not per_rank and self._restored_states() is not None and not self.imported:
             logs.warning("state_not_in_checkpoint", name=name, url=self.restored_from)
 
     def save_point(self) -> None:
@@ -217,8 +202,3 @@ class ClientCheckpoints:
         if not self.save_points.has_state:
             raise InvalidConfig("this worker has attached no state; see attach_state")
         self.save_points.reach()
-
-
-def _by_none() -> tuple[int, int]:
-    """For a reader, which has no steps, the next checkpoint will do."""
-    return 0, 0

@@ -28,9 +28,8 @@ from ps_worker.client.checkpoints import CheckpointTicket, ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.open_clients import OPEN, has_worker
-from ps_worker.client.pulls import Pulls
 from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
-from ps_worker.client.tables import ClientTables
+from ps_worker.client.tables import ClientTables, Pulls
 from ps_worker.spec.settings import TABLE_DEFAULTS, Layout, SupportsSpec, TableOptions
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.spec.values import Array, BlockValues, ElementRun, Values, cut, region_of, runs_of

@@ -37,16 +37,7 @@ GRACE_S = 5.0
 
 
 class ClientConnection:
-    """A client's session. Any thread.
-
-    Blocking, Raises (making one): as `ps_worker.client.client.connect`.
-
-    Attributes:
-        loop: the background thread.
-        engine: the client's side on that thread.
-        record: of the steps.
-        http_address: of /metrics and /healthz; empty: not served.
-    """
+    """A client's session. Any thread. Making one blocks and raises as `connect`."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
@@ -77,12 +68,7 @@ class ClientConnection:
     # --- what every call checks
 
     def check_usable(self) -> None:
-        """Refuse a call on a client that is closed, was forked, or has lost its session.
-
-        Raises:
-            InvalidConfig: closed, or this is a forked child.
-            PushpullError: the error that ended the session, such as Fenced.
-        """
+        """Refuse a call on a client that is closed, was forked, or has lost its session."""
         if self._pid != os.getpid():
             raise InvalidConfig(
                 f"this client belongs to process {self._pid}; process {os.getpid()} was forked "
@@ -94,7 +80,7 @@ class ClientConnection:
         self.engine.check_alive()
 
     def check_may_push(self, verb: str) -> None:
-        """Raises NotPermitted for a reader or an operator."""
+        """Refuse a reader or an operator."""
         self.check_usable()
         if self.is_reader:
             role = self.engine.session.role.value

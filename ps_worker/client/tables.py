@@ -1,15 +1,19 @@
-"""A client's tables: creating, opening and changing them, and this worker's steps on them."""
+"""A client's tables: creating, opening and changing them, this worker's steps on them, and pulls:
+into the caller's memory, into arrays, and with callbacks.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Callable, Container, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
 
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
     InvalidConfig,
+    InvalidKeys,
     NotPermitted,
     TableNotFound,
     UpdateFailed,
@@ -17,11 +21,33 @@ from ps_core.errors import (
 )
 from ps_core.keys import TableId
 from ps_core.tables import InitializerKind, OptimizerSpec, Table, TableSpec
+from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.spec.settings import Layout, SupportsSpec, TableOptions, consistency_of, table_spec
-from ps_worker.steps.steps import TableHandle, TableStep, TableSteps, check_handle, skipped_clocks
-from ps_worker.transport.consistent_pulls import new_cut
+from ps_worker.spec.values import (
+    Array,
+    Raw,
+    Region,
+    check_shape,
+    element_bytes,
+    empty,
+    region_of,
+    shape_of,
+    writable_raw_of,
+)
+from ps_worker.steps.steps import (
+    Pulled,
+    PullTicket,
+    TableHandle,
+    TableStep,
+    TableSteps,
+    check_handle,
+    skipped_clocks,
+)
+from ps_worker.transport.consistent_pulls import Moment, new_cut
+from ps_worker.transport.loop import CallbackThread
+from ps_worker.transport.pulls import PullOrder
 
 _LOOK_S = 0.5
 _NAMED_TABLE_COUNT = 8
@@ -98,16 +124,9 @@ class ClientTables:
         is_complete: Callable[[list[TableSpec]], bool],
         timeout_s: float | None = None,
     ) -> list[TableHandle]:
-        """Open all tables whose names begin with `prefix`.
-
-        Args:
-            is_complete: called on the background thread; True if these tables are all.
-            timeout_s: None means the client's connect_deadline_s.
-
-        Returns:
-            The existing tables: fewer than all if `timeout_s` has passed.
-
-        Blocking: until they are complete, or `timeout_s`.
+        """Open all tables whose names begin with `prefix`; blocks until `is_complete`, called on
+        the background thread, says that they are all, or `timeout_s` (None: the client's
+        connect_deadline_s) has passed.
         """
         deadline_s = self._opens_within_s(timeout_s)
         found = self._connection.asked(self._found(prefix, is_complete, deadline_s), deadline_s)
@@ -156,21 +175,10 @@ class ClientTables:
         at the clock after which it joined.
 
         Blocking: up to the client's request_deadline_s.
-
-        Raises:
-            WaitExpired: the scheduler did not admit it in time.
         """
         self._connection.check_usable()
-        deadline_s = self._connection.config.request_deadline_s
+        deadline_s, me = self._connection.config.request_deadline_s, self._engine.session
         table_ids = {handle.table.table_id for handle in tables}
-        joined = self._connection.asked(self._joined_after(table_ids, deadline_s), deadline_s)
-        for handle in tables:
-            handle.steps.reached(joined[handle.table.table_id])
-
-    async def _joined_after(
-        self, table_ids: Collection[TableId], deadline_s: float
-    ) -> dict[TableId, int]:
-        me = self._engine.session
 
         def found(view: ClusterView) -> dict[TableId, int]:
             return {
@@ -180,12 +188,11 @@ class ClientTables:
                 if table.table_id in table_ids and join.incarnation == me.incarnation
             }
 
-        view = await self._engine.scheduler.view_where(
-            lambda view: len(found(view)) == len(table_ids),
-            f"worker {me.rank} to join {len(table_ids)} tables",
-            deadline_s,
-        )
-        return found(view)
+        what = f"worker {me.rank} to join {len(table_ids)} tables"
+        view = self.await_view(lambda view: len(found(view)) == len(table_ids), what, deadline_s)
+        joined = found(view)
+        for handle in tables:
+            handle.steps.reached(joined[handle.table.table_id])
 
     def set_consistency(
         self,
@@ -218,21 +225,17 @@ class ClientTables:
 
     def await_view(
         self, holds: Callable[[ClusterView], bool], what: str, deadline_s: float
-    ) -> None:
+    ) -> ClusterView:
         """Wait for a view of the cluster for which `holds`; WaitExpired names it by `what`."""
-        self._connection.asked(
+        return self._connection.asked(
             self._engine.scheduler.view_where(holds, what, deadline_s), deadline_s
         )
 
     @contextlib.contextmanager
     def cut(self, tables: Sequence[TableHandle], lasts_s: float) -> Iterator[tuple[int, list[int]]]:
         """Readers: suspend updates of these tables, at most `lasts_s`, for consistent pulls of one
-        clock of each. Gives the cut's number, for `Pulls.start`, and each table's lowest clock.
-
-        Blocking: until every server has begun the cut; at the end, until each has ended it.
-
-        Raises:
-            PushpullError: a server did not answer, or refused.
+        clock of each. Gives the cut's number, for `Pulls.start`, and each table's lowest
+        clock. Blocks until every server has begun the cut; at the end, until each has ended it.
         """
         connection, consistent = self._connection, self._engine.consistent
         connection.check_usable()
@@ -251,7 +254,6 @@ class ClientTables:
         Blocking: while MAX_UNCOMMITTED_STEP_COUNT steps of the table are not committed.
 
         Raises:
-            NotPermitted: this is not a worker.
             WaitExpired: the oldest step was not committed in time; the message says who is missing.
         """
         self._connection.check_may_push("push")
@@ -270,12 +272,7 @@ class ClientTables:
         return table.steps.open_step()
 
     def begin_assign(self, table: TableHandle) -> TableStep:
-        """The step of clock 0, in which rank 0 gives a table its initial values.
-
-        Raises:
-            NotPermitted: this is not rank 0.
-            InvalidConfig: the table starts otherwise, or has its values already.
-        """
+        """The step of clock 0, in which rank 0 gives a table its initial values."""
         self._connection.check_may_push("assign")
         self.check_own(table)
         rank = self._engine.session.rank
@@ -336,6 +333,124 @@ class ClientTables:
             # No worker waits for another on a table whose update has failed.
             if failure is not None and not isinstance(failure, UpdateFailed):
                 raise failure
+
+
+class Pulls:
+    """The pulls of one client. Thread-safe."""
+
+    def __init__(self, connection: ClientConnection, tables: ClientTables) -> None:
+        self._connection = connection
+        self._tables = tables
+        self._engine = connection.engine
+        self._callbacks = CallbackThread()
+
+    def start(
+        self,
+        table: TableHandle,
+        raw: Raw,
+        *,
+        consistent: bool = False,
+        timeout_s: float | None = None,
+        at: Moment | None = None,
+    ) -> PullTicket[Pulled]:
+        """Begin to pull a whole table at this worker's clock into `raw`.
+
+        With `consistent` a reader may name the moment `at`; the ticket ends with AlreadyPast if a
+        range is past it.
+
+        Shapes:
+            raw: 1-D uint8, writable; the table's elements in its dtype. The background thread
+            writes it until the ticket is done.
+        """
+        order = self._order(table, raw, None, timeout_s, consistent=consistent)
+        if at is not None:
+            order = replace(order, clock=at.clock, cut=at.cut, is_reader=False)
+        return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
+
+    def start_state(self, table: TableHandle, raw: Raw, array: str) -> PullTicket[Pulled]:
+        """Begin to pull an array of a table's optimizer state (see `OptimizerSpec.has_array`), at
+        this worker's clock, into `raw`: as `start`, in the dtype of the table's arithmetic.
+        """
+        order = self._order(table, raw, None, None, array=array)
+        return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
+
+    def start_values(
+        self,
+        table: TableHandle,
+        region: Region,
+        out: Array | None,
+        *,
+        consistent: bool = False,
+        timeout_s: float | None = None,
+    ) -> PullTicket[Array]:
+        """Begin to pull a region of a table into `out`, or into a new array."""
+        if out is not None:
+            check_shape(shape_of(out), region, "out")
+        values = empty(region.shape, table.dtype) if out is None else out
+        raw = writable_raw_of(values, table.dtype, "out")
+        order = self._order(table, raw, region, timeout_s, consistent=consistent)
+        return PullTicket(table.table, self._connection.loop.start(self._values(order, values)))
+
+    async def _values(self, order: PullOrder, values: Array) -> Array:
+        await self._engine.pull(order)
+        return values
+
+    def _order(
+        self,
+        table: TableHandle,
+        raw: Raw,
+        region: Region | None,
+        timeout_s: float | None,
+        *,
+        consistent: bool = False,
+        array: str = "",
+    ) -> PullOrder:
+        self._connection.check_usable()
+        self._tables.check_own(table)
+        region = region or region_of(table.table, None)
+        deadline_s = self._connection.deadline_s(timeout_s)
+        width = table.spec.arithmetic_codec.element_bytes if array else element_bytes(table.dtype)
+        expected_bytes = region.element_count * width
+        if raw.nbytes != expected_bytes:
+            raise InvalidKeys(f"the memory has {raw.nbytes} bytes; expected {expected_bytes}")
+        return PullOrder(
+            table=table.table,
+            region=region,
+            raw=raw,
+            clock=table.clock,
+            consistent=consistent,
+            is_reader=self._connection.is_reader and not array,
+            deadline_s=now_s() + deadline_s,
+            steps=table.steps,
+            array=array,
+        )
+
+    def with_callback(
+        self, ticket: PullTicket[Array], callback: Callable[[Array], None]
+    ) -> PullTicket[Array]:
+        """Call `callback` with the values, on a thread of its own; the ticket is done after it."""
+        done: Future[Array] = Future()
+
+        def arrived(values: Future[Array]) -> None:
+            self._callbacks.call(lambda: finish(values))
+
+        def finish(values: Future[Array]) -> None:
+            failure = values.exception()
+            if failure is not None:
+                logs.warning("pull_failed", table=ticket.table.spec.name, error=failure)
+                done.set_exception(failure)
+                return
+            try:
+                callback(values.result())
+            finally:
+                done.set_result(values.result())
+
+        ticket.future.add_done_callback(arrived)
+        return PullTicket(ticket.table, done)
+
+    def close(self) -> None:
+        """Wait for the callbacks, and end their thread."""
+        self._callbacks.stop()
 
 
 def _why_not(table: Table, clock: int, worker_count: int) -> str:

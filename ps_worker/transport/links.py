@@ -34,9 +34,8 @@ from ps_runtime.http2.channel import StreamChannel
 from ps_runtime.http2.stream_port import GrpcioCall, ServerCall, StreamPort
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
-from ps_worker.transport.lane import SharedLane
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.push_pull_stream import PushPullStream, StreamEntry
+from ps_worker.transport.push_pull_stream import PushPullStream, SharedLane, StreamEntry
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse

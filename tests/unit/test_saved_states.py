@@ -22,7 +22,6 @@ from ps_core.keys import Incarnation, NodeId
 from ps_core.manifest import SavedWorker
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, MAX_HEADER_BYTES
-from ps_worker.checkpoint import saved_states
 from ps_worker.checkpoint.saved_states import RestoredStates, copied, encoded
 from ps_worker.checkpoint.state_codec import TENSOR_DTYPES
 from tests.unit.checkpoint_files import write_checkpoint
@@ -81,9 +80,8 @@ def test_a_part_without_tensors_comes_back(tmp_path: Path) -> None:
 
 
 def test_every_dtype_of_a_state_has_a_name_in_files() -> None:
-    assert set(saved_states._NAMES) == set(TENSOR_DTYPES)
-    assert set(saved_states._NAMES.values()) <= ELEMENT_BYTES.keys()
-    for dtype, name in saved_states._NAMES.items():
+    assert set(TENSOR_DTYPES.values()) <= ELEMENT_BYTES.keys()
+    for dtype, name in TENSOR_DTYPES.items():
         assert dtype.itemsize == ELEMENT_BYTES[name]
 
 
