@@ -58,11 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _take_flags(flags: Mapping[str, object]) -> ProcessConfig:
-    """The settings of this process; those of `connect` go into the environment.
-
-    Raises:
-        InvalidConfig: a setting is wrong.
-    """
+    """The settings of this process; those of `connect` go into the environment."""
     # A script may name its scheduler itself.
     where = flags["scheduler"] or os.environ.get("PUSHPULL_SCHEDULER") or ("localhost:1",)
     worker_config({**flags, "scheduler": where})
@@ -73,7 +69,6 @@ def _take_flags(flags: Mapping[str, object]) -> ProcessConfig:
 
 
 def _process_name(flags: Mapping[str, object]) -> str:
-    """The name of this process in log lines."""
     place = job_place(flags, os.environ)
     role = os.environ.get("PUSHPULL_ROLE", "") or "worker"
     rank = os.environ.get("PUSHPULL_RANK", "") if place is None else place.rank

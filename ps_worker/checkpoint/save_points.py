@@ -161,7 +161,6 @@ class SavePoints:
     # --- events of the cluster
 
     def take_view(self, view: ClusterView) -> None:
-        """Take a newer view; on the background thread."""
         with self._changed:
             self._view = view
             checkpoint = view.checkpoint
@@ -332,7 +331,6 @@ class SavePoints:
 
     @property
     def _checkpoint(self) -> Checkpoint | None:
-        """The checkpoint in progress, if there is one."""
         return None if self._view is None else self._view.checkpoint
 
     @property
@@ -403,7 +401,6 @@ class SavePoints:
         self._save(Checkpoint(_LEAVING, url), clocks)
 
     def wake(self, _reason: object = None) -> None:
-        """Let all waits look again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -423,7 +420,6 @@ class SavePoints:
         self._is_resting = True
 
     def _steps_since(self, handle: TableHandle) -> int:
-        """The number of steps between the last save point and this one."""
         passed = self._passed.get(handle.table.table_id)
         if passed is None:  # this is its first; it may have begun at any clock
             return int(handle.clock > (handle.table.restored_clock or 0))

@@ -47,9 +47,7 @@ def encoded(states: Mapping[str, Mapping[str, Any]]) -> tuple[Any, dict[str, Wor
 
 
 def decoded(header: PartHeader, read: Callable[[str], bytearray]) -> Mapping[Any, Any]:
-    """The state in a worker's part; `read` reads a tensor of the file by name. Tensors are on the
-    CPU, contiguous, and the caller's own. InvalidCheckpoint names the file.
-    """
+    """The state in a worker's part; `read` reads a tensor, which is then the caller's own."""
     if header.worker is None:
         raise InvalidCheckpoint(f"{header.where} is no worker's part")
     raw = {name: read(name) for name in header.tensors}
@@ -80,13 +78,8 @@ def _payload(tensor: torch.Tensor) -> WorkerTensor:
 
 
 class RestoredStates:
-    """The states that a worker takes from a checkpoint: its rank's, or else the lowest rank's.
-
-    Attributes:
-        is_own: the part is of the worker's rank.
-        imported: the checkpoint's contents, if it was made from a plain state dict.
-
-    Blocking: reads the part.
+    """The states that a worker takes from a checkpoint: its rank's (`is_own`), or else the lowest
+    rank's; reads the part. `imported`: the contents, if it was made from a plain state dict.
     """
 
     def __init__(self, url: str, rank: int) -> None:
@@ -106,7 +99,6 @@ class RestoredStates:
             self._states = decoded(header, lambda name: reader.read_file(file, name))
 
     def find(self, name: str) -> Any | None:
-        """The state of that name; None if there is none."""
         return self._states.get(name)
 
 

@@ -90,11 +90,8 @@ class _Path(NamedTuple):
 
 
 def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Nested `state_dict`s as a value for JSON, and the tensors that it refers to.
-
-    Returns:
-        The value, and contiguous tensors on the CPU by their names, which are their paths. All are
-        copies.
+    """Nested `state_dict`s as a value for JSON, and copies of the tensors that it refers to, on the
+    CPU, contiguous, by their paths.
 
     Raises:
         InvalidConfig: a value is not `ACCEPTED`, is nested too deep (also in itself), or is one too
@@ -107,10 +104,8 @@ def encode(state: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """The inverse of `encode`. Tensors of the result are those of `tensors`; arrays are copies.
-
-    Raises:
-        InvalidCheckpoint: a value is malformed; the message has its path.
+    """The inverse of `encode`, with the tensors of `tensors` and copies of arrays;
+    InvalidCheckpoint has the path of a malformed value.
     """
     decoder = _Decoder(tensors)
     state = decoder.value(value, _Path())

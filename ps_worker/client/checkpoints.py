@@ -142,9 +142,6 @@ class ClientCheckpoints:
         return self._restored
 
     def leave(self) -> None:
-        """Take no more steps: a checkpoint whose clock is being decided gets this worker's state
-        first, and later checkpoints have its state as of now.
-        """
         self.save_points.leave()
         if self._engine.scheduler.left_url:
             self.save_points.leave_behind(self._engine.scheduler.left_url)
@@ -182,7 +179,6 @@ class ClientCheckpoints:
                 await scheduler.view_at_least(view_number + 1, max(end_s - now_s(), 0.0))
 
     def restore(self, url: str, timeout_s: float | None) -> None:
-        """Restore the cluster, which ends this session."""
         deadline_s = self._connection.deadline_s(timeout_s)
         with contextlib.suppress(Fenced):  # another client has restored it
             restoring = restore_checkpoint(self._engine.scheduler, url, deadline_s)

@@ -101,11 +101,8 @@ class CollectiveCalls:
     def _enter(
         self, words: str, given: tuple[Any, Any] | None, timeout_s: float | None
     ) -> tuple[Round, Any]:
-        """The ended round of this call, and the script's value when it was made first.
-
-        Args:
-            words: the call and its name, for the agreement of workers and for messages.
-            given: the value to send and the script's value; None: neither.
+        """The ended round of the call that `words` describe, and the script's value when it was
+        first made; `given` has the value to send and the script's, or is None.
         """
         from ps_worker.collectives.values import check_agreement, packed
 

@@ -52,12 +52,10 @@ class ClientConnection:
 
     @property
     def is_reader(self) -> bool:
-        """True for readers and operators."""
         return self.engine.session.role is not Role.WORKER
 
     @property
     def may_share_memory(self) -> bool:
-        """True if the settings allow shared memory with servers on this host."""
         return self.config.lane != "grpc"
 
     @property
@@ -80,7 +78,6 @@ class ClientConnection:
         self.engine.check_alive()
 
     def check_may_push(self, verb: str) -> None:
-        """Refuse a reader or an operator."""
         self.check_usable()
         if self.is_reader:
             role = self.engine.session.role.value
@@ -129,9 +126,7 @@ class ClientConnection:
             raise WaitExpired(self.why_open(late, limit_s))
 
     def why_open(self, ticket: Ticket, waited_s: float) -> str:
-        """The reason why a ticket is not done, for a person. Asks the servers, for two seconds at
-        most.
-        """
+        """The reason why a ticket is not done, for a person; asks the servers, for a moment."""
         name, engine = ticket.table.spec.name, self.engine
         if isinstance(ticket, PullTicket):
             servers = ", ".join(map(str, engine.pulls.unanswered_by)) or "any server"
@@ -160,9 +155,7 @@ class ClientConnection:
 
 
 def lost_server(view: ClusterView, links: ServerLinks, patience_s: float) -> str:
-    """The reason why a server is lost: it has left, or could not be reached for `patience_s`; empty
-    if none is.
-    """
+    """The reason why a server is lost: it left, or was not reached for `patience_s`; or empty."""
     for server in _primaries(view):
         link = links.find(server)
         if link is None:
@@ -175,9 +168,7 @@ def lost_server(view: ClusterView, links: ServerLinks, patience_s: float) -> str
 async def _step_waits_for(
     view: ClusterView, links: ServerLinks, table: Table, clock: int, own_rank: int
 ) -> str:
-    """The reasons why step `clock` of a table, of rank `own_rank`, is not committed. Asks the
-    servers; `view` and `table` are the newest.
-    """
+    """The reasons, asked of the servers, why step `clock` of rank `own_rank` is not committed."""
     reasons = links.troubles()
     seen: dict[int, parameters_pb2.WorkerStats] = {}
     for server in _primaries(view):
@@ -205,7 +196,6 @@ def _primaries(view: ClusterView) -> set[NodeId]:
 def _absent_workers(
     seen: dict[int, parameters_pb2.WorkerStats], clock: int, ranks: Sequence[int], own_rank: int
 ) -> list[str]:
-    """The workers whose step is missing on some server, with their clocks."""
     absent = []
     for rank in ranks:
         worker = seen.get(rank)

@@ -47,10 +47,7 @@ def has_worker() -> bool:
 
 
 def close_all(failed_by: str = "") -> None:
-    """Close every client of this process.
-
-    Args:
-        failed_by: the reason why the script ended in the middle of its work; empty: it did not.
+    """Close every client of this process; if the script failed, abandon it, by that reason.
 
     Blocking, Raises: as `Client.leave`; the first failure is raised when all are closed.
     """

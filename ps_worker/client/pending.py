@@ -29,13 +29,8 @@ class PendingTickets:
         self._tickets.append(ticket)
 
     def wait(self, ignore: tuple[type[PushpullError], ...] = ()) -> None:
-        """Wait for all tickets.
-
-        Args:
-            ignore: errors of tickets that the call does not raise.
-
-        Raises:
-            PushpullError: as `Client.wait`; tickets that are not done stay.
+        """Wait for all tickets, as `Client.wait`, but raise no error of those in `ignore`; tickets
+        that are not done stay.
         """
         while self._tickets:
             try:

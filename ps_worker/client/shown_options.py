@@ -30,9 +30,7 @@ class Words(str):
 
 
 def shows(options: type, defaults: Mapping[str, object]) -> Callable[[FunctionT], FunctionT]:
-    """A decorator: the function's signature shows each key of `options`, a `TypedDict`, with its
-    type and default.
-    """
+    """A decorator: the signature shows each key of `options`, a `TypedDict`, and its default."""
     keys = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
         for name, hint in options.__annotations__.items()

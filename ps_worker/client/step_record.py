@@ -61,16 +61,7 @@ class StepLine:
 
 
 class StepRecord:
-    """A worker's record. Thread-safe.
-
-    Args:
-        directory: of the file; created if it does not exist. Empty records nothing.
-        rank: the worker's.
-        worker_count: of the cluster.
-
-    Raises:
-        InvalidConfig: the file cannot be written.
-    """
+    """A worker's record, in `directory`; empty records nothing. Thread-safe."""
 
     def __init__(self, directory: str, rank: int, worker_count: int) -> None:
         self._lock = threading.Lock()
@@ -87,32 +78,22 @@ class StepRecord:
             raise InvalidConfig(
                 f"record is '{directory}', where nothing can be written: {error.strerror}"
             ) from error
-        self._write(
-            {"kind": "start", "rank": rank, "worker_count": worker_count, "began_s": self._began_s}
-        )
+        self._write("start", rank=rank, worker_count=worker_count, began_s=self._began_s)
 
     @property
     def is_on(self) -> bool:
-        """True if the record has a file."""
         return self._file is not None
 
     def table(self, spec: TableSpec) -> None:
         """Record a table that the script has created, or found created."""
         with self._lock:
-            self._write(
-                {
-                    "kind": "table",
-                    "name": spec.name,
-                    "optimizer": spec.optimizer.label,
-                    "consistency": str(spec.consistency),
-                }
-            )
+            optimizer, consistency = spec.optimizer.label, str(spec.consistency)
+            self._write("table", name=spec.name, optimizer=optimizer, consistency=consistency)
 
     def step(self, line: StepLine) -> None:
-        """Record a step that has just ended."""
         with self._lock:
             self._flush()
-            self._step = {"kind": "step", "t_s": self._now_s(), **asdict(line)}
+            self._step = {"t_s": self._now_s(), **asdict(line)}
 
     def loss(self, loss: float, clock: int) -> None:
         """Record the loss of the last step, or, if that has one, of no step."""
@@ -120,23 +101,20 @@ class StepRecord:
             if self._step is not None and "loss" not in self._step:
                 self._step["loss"] = _finite(loss)
                 return
-            self._write(
-                {"kind": "report", "t_s": self._now_s(), "clock": clock, "loss": _finite(loss)}
-            )
+            self._write("report", t_s=self._now_s(), clock=clock, loss=_finite(loss))
 
     def quality(self, measures: Mapping[str, float]) -> None:
-        """Record measures of the model."""
         with self._lock:
             self._flush()
             finite = {name: _finite(value) for name, value in measures.items()}
-            self._write({"kind": "quality", "t_s": self._now_s(), "measures": finite})
+            self._write("quality", t_s=self._now_s(), measures=finite)
 
     def close(self) -> None:
         """Write the last lines. Idempotent."""
         with self._lock:
             if self._file is not None:
                 self._flush()
-                self._write({"kind": "end", "t_s": self._now_s()})
+                self._write("end", t_s=self._now_s())
                 self._file.close()
                 self._file = None
 
@@ -146,11 +124,11 @@ class StepRecord:
     def _flush(self) -> None:
         step, self._step = self._step, None
         if step is not None:
-            self._write(step)
+            self._write("step", **step)
 
-    def _write(self, line: Mapping[str, object]) -> None:
+    def _write(self, kind: str, **fields: object) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(line) + "\n")
+            self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
 
 
 def _finite(value: float) -> float | None:

@@ -63,11 +63,9 @@ class ClientTables:
 
     @property
     def handles(self) -> list[TableHandle]:
-        """The handles that the script has created or opened."""
         return list(self._handles.values())
 
     def check_own(self, table: TableHandle) -> None:
-        """Refuse a table that is no handle of this client."""
         check_handle(table)
         if self._handles.get(table.table.table_id) is not table:
             raise InvalidConfig(f"the handle of table '{table.name}' belongs to another client")
@@ -93,7 +91,7 @@ class ClientTables:
     async def _created(self, spec: TableSpec, deadline_s: float) -> Table:
         end_s = now_s() + deadline_s
         table, _ = await self._engine.scheduler.create_table(spec, deadline_s)
-        await self._engine.links.meet(table, lambda: self._engine.view, end_s)
+        await self._engine.links.meet(table, end_s)
         return table
 
     def open(self, name: str, timeout_s: float | None) -> TableHandle:
@@ -115,7 +113,7 @@ class ClientTables:
                 + (f" and {more_count} more" if more_count > 0 else "")
             ) from late
         table = view.tables_by_name[name]
-        await self._engine.links.meet(table, lambda: self._engine.view, end_s)
+        await self._engine.links.meet(table, end_s)
         return table
 
     def open_all(
@@ -124,9 +122,8 @@ class ClientTables:
         is_complete: Callable[[list[TableSpec]], bool],
         timeout_s: float | None = None,
     ) -> list[TableHandle]:
-        """Open all tables whose names begin with `prefix`; blocks until `is_complete`, called on
-        the background thread, says that they are all, or `timeout_s` (None: the client's
-        connect_deadline_s) has passed.
+        """Open all tables whose names begin with `prefix`, once `is_complete`, called on the
+        background thread, says that they are all, or after `timeout_s`.
         """
         deadline_s = self._opens_within_s(timeout_s)
         found = self._connection.asked(self._found(prefix, is_complete, deadline_s), deadline_s)
@@ -147,7 +144,7 @@ class ClientTables:
             )
         tables = found(self._engine.view)
         for table in tables:
-            await self._engine.links.meet(table, lambda: self._engine.view, end_s)
+            await self._engine.links.meet(table, end_s)
         return tables
 
     def _opens_within_s(self, timeout_s: float | None) -> float:
@@ -155,7 +152,6 @@ class ClientTables:
         return self._connection.config.connect_deadline_s if timeout_s is None else timeout_s
 
     def _adopt(self, table: Table) -> TableHandle:
-        """The handle of a table; the same for each call."""
         handle = self._handles.get(table.table_id)
         if handle is None:
             steps = TableSteps(
@@ -173,8 +169,6 @@ class ClientTables:
     def join(self, tables: Sequence[TableHandle]) -> None:
         """Wait until this worker has joined these tables, which others train; each handle is then
         at the clock after which it joined.
-
-        Blocking: up to the client's request_deadline_s.
         """
         self._connection.check_usable()
         deadline_s, me = self._connection.config.request_deadline_s, self._engine.session
@@ -217,9 +211,7 @@ class ClientTables:
         return self._engine.view.table(table.table.table_id).consistency
 
     def why_no_edit(self, table: TableHandle) -> str:
-        """The reason why the next step of a table cannot be an edit, in the newest view; empty if
-        it can.
-        """
+        """The reason why the next step of a table cannot be an edit; empty if it can."""
         view = self._engine.view
         return _why_not(view.table(table.table.table_id), table.clock + 1, view.worker_count)
 
@@ -234,8 +226,7 @@ class ClientTables:
     @contextlib.contextmanager
     def cut(self, tables: Sequence[TableHandle], lasts_s: float) -> Iterator[tuple[int, list[int]]]:
         """Readers: suspend updates of these tables, at most `lasts_s`, for consistent pulls of one
-        clock of each. Gives the cut's number, for `Pulls.start`, and each table's lowest
-        clock. Blocks until every server has begun the cut; at the end, until each has ended it.
+        clock of each. Gives the cut's number, for `Pulls.start`, and each table's lowest clock.
         """
         connection, consistent = self._connection, self._engine.consistent
         connection.check_usable()
@@ -249,12 +240,8 @@ class ClientTables:
     # --- steps
 
     def begin_step(self, table: TableHandle) -> TableStep:
-        """The open step of this worker on `table`; begins one if there is none.
-
-        Blocking: while MAX_UNCOMMITTED_STEP_COUNT steps of the table are not committed.
-
-        Raises:
-            WaitExpired: the oldest step was not committed in time; the message says who is missing.
+        """The open step of this worker on `table`; begins one if there is none. Blocks while
+        MAX_UNCOMMITTED_STEP_COUNT steps of the table are not committed.
         """
         self._connection.check_may_push("push")
         self.check_own(table)
@@ -272,7 +259,6 @@ class ClientTables:
         return table.steps.open_step()
 
     def begin_assign(self, table: TableHandle) -> TableStep:
-        """The step of clock 0, in which rank 0 gives a table its initial values."""
         self._connection.check_may_push("assign")
         self.check_own(table)
         rank = self._engine.session.rank
@@ -298,7 +284,6 @@ class ClientTables:
         return max(counts, default=0)
 
     def are_all_in(self, tables: Container[TableHandle]) -> bool:
-        """True if this client has no other tables than these."""
         return all(handle in tables for handle in self.handles)
 
     def end_steps(self, deadline_s: float) -> None:
@@ -353,14 +338,9 @@ class Pulls:
         timeout_s: float | None = None,
         at: Moment | None = None,
     ) -> PullTicket[Pulled]:
-        """Begin to pull a whole table at this worker's clock into `raw`.
-
-        With `consistent` a reader may name the moment `at`; the ticket ends with AlreadyPast if a
-        range is past it.
-
-        Shapes:
-            raw: 1-D uint8, writable; the table's elements in its dtype. The background thread
-            writes it until the ticket is done.
+        """Begin to pull a whole table at this worker's clock into `raw`, 1-D uint8, which the
+        background thread writes until the ticket is done. With `consistent` a reader may name the
+        moment `at`; the ticket ends with AlreadyPast if a range is past it.
         """
         order = self._order(table, raw, None, timeout_s, consistent=consistent)
         if at is not None:
@@ -368,8 +348,8 @@ class Pulls:
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 
     def start_state(self, table: TableHandle, raw: Raw, array: str) -> PullTicket[Pulled]:
-        """Begin to pull an array of a table's optimizer state (see `OptimizerSpec.has_array`), at
-        this worker's clock, into `raw`: as `start`, in the dtype of the table's arithmetic.
+        """As `start`, of an array of optimizer state (see `OptimizerSpec.has_array`), in the dtype
+        of the table's arithmetic.
         """
         order = self._order(table, raw, None, None, array=array)
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
@@ -383,7 +363,6 @@ class Pulls:
         consistent: bool = False,
         timeout_s: float | None = None,
     ) -> PullTicket[Array]:
-        """Begin to pull a region of a table into `out`, or into a new array."""
         if out is not None:
             check_shape(shape_of(out), region, "out")
         values = empty(region.shape, table.dtype) if out is None else out
@@ -449,14 +428,11 @@ class Pulls:
         return PullTicket(ticket.table, done)
 
     def close(self) -> None:
-        """Wait for the callbacks, and end their thread."""
         self._callbacks.stop()
 
 
 def _why_not(table: Table, clock: int, worker_count: int) -> str:
-    """The reason why a step of that clock cannot be an edit, as far as this worker knows; empty if
-    it can.
-    """
+    """As `why_no_edit`, for a step of that clock, as far as this worker knows."""
     setting, change = table.consistency, table.change
     if worker_count == 1 and all(join.rank == 0 for join in table.joins):
         return "" if not setting.backup_workers else f"under {setting}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from ps_core.cluster_view import ClusterView, Session
@@ -33,14 +33,12 @@ class CollectiveLink:
         self,
         session: Session,
         links: ServerLinks,
-        view: Callable[[], ClusterView],
         waits: dict[object, str],
         *,
         is_late_joiner: bool,
     ) -> None:
         self._session = session
         self._links = links
-        self._view = view
         self._waits = waits
         self._rounds = Rounds(is_late_joiner=is_late_joiner)
         self._host: Host | None = None
@@ -51,7 +49,6 @@ class CollectiveLink:
         self._failure: PushpullError | None = None
 
     def take_view(self, view: ClusterView) -> None:
-        """Take a newer view; announce this worker to a new host."""
         host = host_of(view)
         if host == self._host:
             return
@@ -72,9 +69,7 @@ class CollectiveLink:
             task.cancel()
 
     async def enter(self, share: Share, deadline_s: float) -> Round:
-        """Give this worker's share of the next round, and wait for the round's end. A second call
-        with the same share takes part once. WaitExpired names a worker that is missing.
-        """
+        """The round that ends with this share, which takes part once, also if given twice."""
         task = asyncio.ensure_future(self._asked_until_ended(share, deadline_s))
         self._entering.add(task)
         try:
@@ -130,7 +125,6 @@ class CollectiveLink:
                     await moved.wait()
 
     def _reason(self, error: PushpullError) -> str:
-        """The reason why there is no answer yet, for a person."""
         if self._host is None or error.message.startswith(WAITS_FOR):
             return error.message
         return f"the round's host is server {self._host.server}, and {error.message}"
@@ -155,7 +149,7 @@ class CollectiveLink:
             raise StaleAssignment("no server can be the round's host")
         entering = self._rounds.entering(host, share)
         request = parameters_pb2.EnterCollectiveRequest(
-            view_number=self._view().view_number,
+            view_number=self._links.view.view_number,
             assignment_epoch=host.assignment_epoch,
             ended_round=entering.ended_round,
             last_round=None if entering.last is None else round_to_proto(entering.last),

@@ -145,12 +145,7 @@ def worker_config(
     arguments: Mapping[str, object], env: Mapping[str, str] | None = None
 ) -> WorkerConfig:
     """The settings in force: an argument that is not None, else the environment, else the default.
-
-    Readers ignore a rank in the environment. A worker without a rank takes that of `job_place`, if
-    there is one.
-
-    Raises:
-        InvalidConfig: an unknown PUSHPULL_* variable, or a setting that is wrong.
+    Readers ignore a rank in the environment; a worker without one takes that of `job_place`.
     """
     env = os.environ if env is None else env
     if arguments.get("role") in ROLES[1:] and arguments.get("rank") is None:
@@ -163,11 +158,7 @@ def worker_config(
 
 
 def job_place(arguments: Mapping[str, object], env: Mapping[str, str]) -> JobPlace | None:
-    """The place of a worker without a rank in its job, if it has one.
-
-    Raises:
-        InvalidConfig: the job's variables contradict each other, or make no sense.
-    """
+    """The place of a worker without a rank in its job, if it has one."""
     role = arguments.get("role") or env.get("PUSHPULL_ROLE") or ROLES[0]
     if role != ROLES[0] or arguments.get("rank") is not None or env.get("PUSHPULL_RANK"):
         return None
@@ -175,7 +166,6 @@ def job_place(arguments: Mapping[str, object], env: Mapping[str, str]) -> JobPla
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the command line of `pushpull worker`."""
     made = argparse.ArgumentParser(
         prog="pushpull worker",
         usage="%(prog)s [OPTIONS] SCRIPT [ARGS...]",

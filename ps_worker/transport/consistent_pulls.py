@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from ps_core import limits
-from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import AlreadyPast, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import TableId
@@ -42,9 +41,8 @@ class Moment(NamedTuple):
 class ConsistentPuller:
     """The consistent pulls of one reader."""
 
-    def __init__(self, puller: Puller, view: Callable[[], ClusterView]) -> None:
+    def __init__(self, puller: Puller) -> None:
         self._puller = puller
-        self._view = view
 
     async def pull(self, order: PullOrder) -> Pulled:
         """Pull by the rule of the table's consistency, which may change meanwhile."""
@@ -63,7 +61,7 @@ class ConsistentPuller:
                     raise
 
     def _setting(self, order: PullOrder) -> Consistency:
-        return self._view().table(order.table.table_id).consistency
+        return self._puller.links.view.table(order.table.table_id).consistency
 
     # --- BSP
 
@@ -89,7 +87,6 @@ class ConsistentPuller:
                 clock = await self._newest_clock(order)
 
     async def _newest_clock(self, order: PullOrder) -> int:
-        """The newest clock that any range of the table reports."""
         backoff = Backoff()
         while True:
             try:
@@ -127,9 +124,8 @@ class ConsistentPuller:
     async def begin_cut(
         self, cut: int, tables: Sequence[Table], lasts_s: float
     ) -> dict[TableId, int]:
-        """Suspend updates of tables beyond their clocks, `lasts_s` at most; returns for each table
-        the lowest clock to pull. If a server refuses, or is not reached, the others keep the cut
-        until `end_cut`.
+        """Suspend updates of tables beyond their clocks, `lasts_s` at most; gives the lowest clock
+        to pull of each. If a server is not reached, the others keep the cut until `end_cut`.
         """
         asked = [
             (table.table_id, link) for table in tables for link in self._puller.links_of(table)

@@ -80,7 +80,6 @@ class StepSender:
 
     @property
     def newest_clock(self) -> int:
-        """The newest clock that this worker has sealed on any table."""
         return max(list(self.clocks.values()), default=0)
 
     def observe_pull(self, table_id: TableId, clock: int) -> None:
@@ -135,19 +134,13 @@ class CheckpointLink:
             logs.warning("checkpoint_word_unheard", error=error.message)
 
     async def all_answered(self, deadline_s: float) -> None:
-        """Wait until the scheduler has answered all calls, at most `deadline_s`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=deadline_s)
 
 
 class Engine:
-    """The loop's side of a client. Made by `start`, ended by `stop`.
-
-    Attributes:
-        session: the identity that the scheduler gave this client.
-        world_size: the number of workers of the cluster when this client connected.
-        view: the newest view. Any thread.
-        consistent: pulls of one clock of a whole table, for readers.
+    """The loop's side of a client. Made by `start`, ended by `stop`. `consistent` pulls one clock
+    of a whole table, for readers; `world_size` was counted when this client connected.
     """
 
     def __init__(
@@ -162,22 +155,20 @@ class Engine:
         self.counters = Counters()
         self.scheduler = link
         self._found_tables = frozenset(view.tables_by_id)
-        self.view = view
         self._post = post
         self._failure: PushpullError | None = None
         self._pulls_in_flight: set[asyncio.Task[Any]] = set()
         identity = wire.session_to_proto(link.session)
-        self.links = ServerLinks(LinkSetting(identity, config.lane, self._fail))
+        self.links = ServerLinks(LinkSetting(identity, config.lane, self._fail), view)
         self.pushes = PushDriver(config.window_bytes, view, self.links, self.counters, self._fail)
         self.steps = StepSender(post, self.pushes)
         if link.session.role is Role.WORKER:
             self.links.listener = self.pushes
-        self.pulls = Puller(self.links, self.counters, lambda: self.view)
-        self.consistent = ConsistentPuller(self.pulls, lambda: self.view)
+        self.pulls = Puller(self.links, self.counters)
+        self.consistent = ConsistentPuller(self.pulls)
         self.collectives = CollectiveLink(
             link.session,
             self.links,
-            lambda: self.view,
             self.counters.waits,
             is_late_joiner=self.is_late_joiner,
         )
@@ -229,24 +220,24 @@ class Engine:
     # --- any thread
 
     @property
+    def view(self) -> ClusterView:
+        return self.links.view
+
+    @property
     def contact_age_s(self) -> float:
-        """Seconds since the scheduler last answered."""
         return now_s() - self.scheduler.last_scheduler_contact_s
 
     @property
     def is_alive(self) -> bool:
-        """True until the session has ended."""
         return self._failure is None
 
     def check_alive(self) -> None:
-        """Raise the error that ended the session, if one did."""
         if self._failure is not None:
             raise self._failure
 
     def tables_to_end(self) -> list[str]:
-        """The tables on which another worker may wait for this one's final seal.
-
-        A table that starts from rank 0's values and never got them needs none.
+        """The tables on which another worker may wait for this one's final seal: not one that
+        starts from rank 0's values and never got them.
         """
         return [
             table.spec.name
@@ -261,7 +252,6 @@ class Engine:
 
     @property
     def is_replacement(self) -> bool:
-        """True if another worker had this rank, and is gone."""
         me = self.session
         return me.role is Role.WORKER and any(
             node.role is Role.WORKER and node.rank == me.rank and node.incarnation < me.incarnation
@@ -282,7 +272,6 @@ class Engine:
         return joined is None or self.steps.newest_clock <= joined
 
     def joins(self, table_id: TableId) -> bool:
-        """True if this worker joins that table, which is older than this worker."""
         return self.is_late_joiner and table_id in self._found_tables
 
     def watch(
@@ -319,7 +308,6 @@ class Engine:
         return pulled
 
     def _take_view(self, view: ClusterView) -> None:
-        self.view = view
         if view.lost_ranges and self.session.role is Role.WORKER:
             self._fail(ValuesLost(view.lost_words))  # no step can be complete again
         self.links.update(view)

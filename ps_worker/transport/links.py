@@ -68,9 +68,7 @@ class StreamListener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinkSetting:
-    """The settings of all links of a client; `refused` is called on the loop when a server has
-    refused this client for good.
-    """
+    """The settings of all links; the loop calls `refused` when a server has refused for good."""
 
     identity: types_pb2.SessionIdentity
     lane: str
@@ -78,9 +76,7 @@ class LinkSetting:
 
 
 class ServerCalls:
-    """The calls of one client to one server, by its stream port if that serves, else by its gRPC
-    port, to which `channel` goes.
-    """
+    """The calls to one server, by its stream port if that serves, else by its gRPC port."""
 
     def __init__(self, node: Node, channel: grpc.aio.Channel) -> None:
         self._stream_port = StreamPort(node)
@@ -147,7 +143,6 @@ class ServerCalls:
         return GrpcioCall(self._pull(raw, timeout=timeout_s))
 
     def close(self) -> None:
-        """Leave the stream port; its open calls fail."""
         if self._streams is not None:
             self._streams.close()
             self._streams = None
@@ -164,7 +159,6 @@ class Trouble:
 
     @property
     def words(self) -> str:
-        """The reason why the server cannot be reached, for a person; empty if it can."""
         if not self._reason:
             return ""
         return (
@@ -174,11 +168,9 @@ class Trouble:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds since the server could be reached; 0 if it can."""
         return now_s() - self._since_s if self._reason else 0.0
 
     def note(self, error: PushpullError) -> None:
-        """Take note that the server could not be reached."""
         is_taken = isinstance(error, AddressTaken)
         if not self._reason:
             self._since_s = now_s()
@@ -192,7 +184,6 @@ class Trouble:
         self._reason = error.message
 
     def end(self) -> None:
-        """Take note that the server was reached."""
         if self._reason:
             self._reason = ""
             logs.info("server_reached", server=self._node.node_id, address=self._node.address)
@@ -249,10 +240,6 @@ class ServerLink:
     ) -> None:
         """Wait until the server knows this client and has reached `view_number`, or cannot be
         reached and is not wanted any more: it has left, or others have its ranges.
-
-        Raises:
-            WaitExpired: it could not be reached, or did not reach the view, in time.
-            PushpullError: it refused.
         """
         end_s = now_s() + deadline_s
         backoff = Backoff()
@@ -330,7 +317,6 @@ class ServerLink:
                 call.cancel()
 
     async def range_stats(self, table_id: int) -> parameters_pb2.GetRangeStatsResponse:
-        """The state of the server's ranges of a table."""
         request = parameters_pb2.GetRangeStatsRequest(table_id=table_id)
         return await self._asked(self._stub.GetRangeStats, request)
 
@@ -432,7 +418,6 @@ class ServerLink:
 
     @property
     def lane(self) -> SharedLane | None:
-        """Memory shared with the server; None where payloads travel as bytes."""
         return self._lane if self._lane is not None and self._lane.is_open else None
 
     async def _keep_lane(self) -> None:
@@ -442,11 +427,8 @@ class ServerLink:
                 await self._new_lane()
 
     async def _new_lane(self) -> SharedLane | None:
-        """Share memory with the server, if the settings and both ends allow it. Ends an older lane.
-
-        Raises:
-            InvalidConfig: the setting is 'shm', and memory cannot be shared.
-            Recovering: the setting is 'shm', and the server ends or is busy.
+        """Share memory with the server, if the settings and both ends allow it; with setting 'shm'
+        raise if they do not. Ends an older lane.
         """
         self._drop_lane()
         if self._setting.lane == "grpc":
@@ -502,9 +484,10 @@ class ServerLink:
 
 
 class ServerLinks:
-    """The links to all servers of the present view."""
+    """The links to all servers of the newest view."""
 
-    def __init__(self, setting: LinkSetting) -> None:
+    def __init__(self, setting: LinkSetting, view: ClusterView) -> None:
+        self.view = view
         # A worker's, set before the first view: each link then keeps a push stream.
         self.listener: StreamListener | None = None
         self._setting = setting
@@ -512,7 +495,7 @@ class ServerLinks:
         self._closing: set[asyncio.Task[None]] = set()
 
     def update(self, view: ClusterView) -> None:
-        """Open links to new servers, close those to servers that left."""
+        self.view = view
         present = {
             node.node_id: node
             for node in view.nodes
@@ -529,18 +512,17 @@ class ServerLinks:
                     self._links[node_id].start_stream(view.view_number, self.listener)
 
     def find(self, server: NodeId | None) -> ServerLink | None:
-        """The link to `server`; None if that is None or has left."""
         return None if server is None else self._links.get(server)
 
-    async def meet(self, table: Table, view: Callable[[], ClusterView], end_s: float) -> None:
+    async def meet(self, table: Table, end_s: float) -> None:
         """Open a session, at a view with the table, on each of its servers; if one dies meanwhile,
-        on the server that takes its ranges. `end_s` is the deadline, by `ps_runtime.system.clock`.
+        on the server that takes its ranges.
         """
-        view_number, range_count = view().view_number, len(view().ranges)
-        range_ids = list(table.blocks_by_range(range_count))
+        view_number = self.view.view_number
+        range_ids = list(table.blocks_by_range(len(self.view.ranges)))
 
         def wanted() -> dict[NodeId, ServerLink]:
-            servers = {view().ranges[range_id].primary for range_id in range_ids}
+            servers = {self.view.ranges[range_id].primary for range_id in range_ids}
             found = [self.find(server) for server in servers]
             return {link.node.node_id: link for link in found if link is not None}
 
@@ -562,7 +544,6 @@ class ServerLinks:
         return found.pop() if len(found) == 1 else "mixed" if found else ""
 
     def troubles(self) -> list[str]:
-        """The reasons why servers cannot be reached, for a person."""
         return [words for link in list(self._links.values()) if (words := link.trouble.words)]
 
     async def close(self) -> None:

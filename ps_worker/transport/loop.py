@@ -138,10 +138,8 @@ _background: BackgroundLoop | None = None
 
 
 def background() -> BackgroundLoop:
-    """The process's background loop; started on first use.
-
-    Raises:
-        InvalidConfig: a process with a client forked this one, which therefore cannot use gRPC.
+    """The process's background loop; started on first use. InvalidConfig in a child that a process
+    with a client forked, which therefore cannot use gRPC.
     """
     global _background
     with _lock:

@@ -73,12 +73,11 @@ class HttpPort:
         self._address = ""  # of a port of the process, which no client closes
 
     def take_over(self, address: str) -> None:
-        """Use the port that the process has opened."""
         self._address = address
 
     def open(self, listen: str) -> str:
-        """Serve /metrics and /healthz, unless this process does already; returns the address, which
-        needs a `close`. It is empty if the port cannot be bound, which is logged.
+        """Serve /metrics and /healthz, unless this process does; the address, which needs a
+        `close`, is empty if the port cannot be bound, which is logged.
         """
         with self._lock:
             if self._address:
@@ -95,7 +94,6 @@ class HttpPort:
             return self._endpoint.address
 
     def close(self) -> None:
-        """Close the port, if its last client calls this."""
         with self._lock:
             self._user_count = max(self._user_count - 1, 0)
             endpoint = None if self._user_count else self._endpoint

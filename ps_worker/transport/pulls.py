@@ -15,7 +15,7 @@ Only the background loop calls this, except methods marked for any thread.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -116,12 +116,9 @@ class _ServerRequest:
 class Puller:
     """The pulls of one client."""
 
-    def __init__(
-        self, links: ServerLinks, counters: Counters, view: Callable[[], ClusterView]
-    ) -> None:
-        self._links = links
+    def __init__(self, links: ServerLinks, counters: Counters) -> None:
+        self.links = links
         self._counters = counters
-        self._view = view
         self._unanswered: dict[asyncio.Timeout, tuple[NodeId | None, list[RangeId]]] = {}
 
     def take_view(self, view: ClusterView) -> None:
@@ -149,7 +146,6 @@ class Puller:
             MEASURES.pull_duration_seconds.observe(now_s() - began_s)
 
     async def pull_at(self, order: PullOrder, clock: int, deadline_s: float) -> Pulled:
-        """Pull at a clock, until a deadline."""
         progress = self._begin(order, clock, deadline_s)
         backoff = Backoff()
         while True:
@@ -195,17 +191,17 @@ class Puller:
         return _PullProgress(order, clock, deadline_s, wanted, counts)
 
     def blocks_by_range(self, table: Table) -> Mapping[RangeId, tuple[int, ...]]:
-        return table.blocks_by_range(len(self._view().ranges))
+        return table.blocks_by_range(len(self.links.view.ranges))
 
     def links_of(self, table: Table) -> list[ServerLink]:
         """The links to the servers of the table; Recovering if one has none at present."""
-        ranges = self._view().ranges
+        ranges = self.links.view.ranges
         servers = {ranges[range_id].primary for range_id in self.blocks_by_range(table)}
         return [self.link(server) for server in servers]
 
     def link(self, server: NodeId | None) -> ServerLink:
         """The link to a server; Recovering if there is none at present."""
-        link = self._links.find(server)
+        link = self.links.find(server)
         if link is None:
             raise Recovering(f"server {server} is not there" if server else "a range has no server")
         return link
@@ -214,7 +210,7 @@ class Puller:
         """Ask every server for its wanted blocks; returns the errors, incurable ones first. Then
         nothing writes to the caller's memory any more.
         """
-        view = self._view()
+        view = self.links.view
         if any(view.ranges[range_id].is_lost for range_id in progress.wanted):
             return [ValuesLost(view.lost_words)]
         by_server: dict[NodeId | None, list[RangeId]] = {}
@@ -246,7 +242,6 @@ class Puller:
         server: NodeId | None,
         ranges: list[RangeId],
     ) -> list[PushpullError]:
-        """Ask one server; returns the errors of ranges, or of the call."""
         left_s = max(progress.deadline_s - now_s(), 0.001)
         wait_s = min(left_s, ATTEMPT_S)
         call_s = min(wait_s + _CALL_GRACE_S, left_s + _LAST_GRACE_S)
@@ -276,7 +271,7 @@ class Puller:
 
     def _naming(self, server: NodeId | None, error: PushpullError) -> PushpullError:
         """The error of a call; one that may end a wait names the server."""
-        link = self._links.find(server)
+        link = self.links.find(server)
         if link is None or not isinstance(error, Recovering | WaitExpired):
             return error
         words = link.trouble.words or f"server {server} at {link.node.address}: {error.message}"
@@ -342,7 +337,8 @@ class Puller:
         range_id = table.range_of_block(value.block, len(view.ranges))
         if value.block not in progress.wanted.get(range_id, ()):
             return 0  # came twice, by an earlier attempt that was thought lost
-        if self._view().ranges[range_id].assignment_epoch != view.ranges[range_id].assignment_epoch:
+        newest = self.links.view.ranges[range_id]
+        if newest.assignment_epoch != view.ranges[range_id].assignment_epoch:
             raise StaleAssignment(f"range {range_id} has moved during the pull")
         codec = progress.order.codec
         length = table.block_length(value.block)
@@ -354,9 +350,8 @@ class Puller:
         return length
 
     def _arrived(self, progress: _PullProgress, value: _Value) -> None:
-        """Take note of a block in the caller's memory."""
         table = progress.order.table
-        range_id = table.range_of_block(value.block, len(self._view().ranges))
+        range_id = table.range_of_block(value.block, len(self.links.view.ranges))
         wanted = progress.wanted[range_id]
         wanted.discard(value.block)
         if not wanted:

@@ -156,10 +156,8 @@ class SharedLane:
     async def open(
         cls, offer: parameters_pb2.SameHostOffer, on_lost: Callable[[], None], *, pushes: bool
     ) -> SharedLane:
-        """Connect to the server's socket, and share a ring with it if this client pushes.
-
-        Calls `on_lost` once if the connection ends by itself. Raises OSError if the server is not
-        on this host, or there is no memory to share.
+        """Connect to the server's socket, and share a ring with it if this client pushes; `on_lost`
+        is called once if the connection ends by itself. OSError: the server is on another host.
         """
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         lane = cls(connection, on_lost)
@@ -197,9 +195,8 @@ class SharedLane:
     # --- pushes
 
     def where(self, payload: memoryview) -> parameters_pb2.SharedPayload | None:
-        """The place of a payload in a buffer that the server has mapped; None if it is in none.
-
-        Such a payload needs no piece of the ring: it does not change before the entry has ended.
+        """The place of a payload in a buffer that the server has mapped, if it is in one. It needs
+        no piece of the ring: it does not change before the entry has ended.
         """
         if self._ring is None:
             return None
@@ -270,7 +267,6 @@ class SharedLane:
         return name not in self._sent_twice
 
     def answered(self, replies: Iterable[parameters_pb2.EntryReply]) -> None:
-        """Free the ring's pieces of entries that the server answered."""
         if self._ring is None or not self._offset_of:
             return
         for reply in replies:
@@ -452,16 +448,13 @@ class Outbox:
 
     @property
     def _more_follow(self) -> bool:
-        """True if another message follows the one that is being made."""
         if not self._frames:
             return False
         travels_along = isinstance(self._frames[0][0], parameters_pb2.PullRequest)
         return len(self._frames) > 1 or not travels_along
 
     def _small_blocks(self, lane: SharedLane | None) -> list[bytes] | None:
-        """Blocks that can share a message, serialized; empty if the first cannot; None if it waits
-        for the ring.
-        """
+        """Blocks that share a message; empty if the first cannot; None: the ring is full."""
         blocks: list[bytes] = []
         byte_count = 0
         while self._frames and len(blocks) < limits.MAX_BATCH_COUNT:
@@ -498,7 +491,6 @@ class _StreamPull:
         self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def take(self, response: parameters_pb2.PushPullResponse) -> None:
-        """Take one message of the answer."""
         if self.answered.done():  # given up, or failed at an earlier message
             return
         try:
@@ -516,9 +508,7 @@ class _StreamPull:
 
 
 class PushPullStream:
-    """A stream that is open, or about to be; `run` carries it. Without a lane it sends all payloads
-    as bytes.
-    """
+    """A stream that is open, or about to be; without a lane it sends all payloads as bytes."""
 
     def __init__(self, call: ServerCall, lane: SharedLane | None) -> None:
         self.lane = lane

@@ -77,14 +77,8 @@ class _TablePlan:
 
 
 class PushDriver:
-    """The pushes and seals of one worker.
-
-    Args:
-        session_ended: called if a server does not accept this client any more.
-
-    Attributes:
-        refused: table -> the error of a seal that a server has refused for good: this worker's
-            clock stops there. Any thread reads it.
+    """The pushes and seals of one worker; `session_ended` is called if a server does not accept
+    this client any more.
     """
 
     def __init__(
@@ -95,7 +89,8 @@ class PushDriver:
         counters: Counters,
         session_ended: Callable[[PushpullError], None],
     ) -> None:
-        self.refused: dict[TableId, PushpullError] = {}
+        # The error of a seal that a server has refused for good: this worker's clock stops there.
+        self.refused: dict[TableId, PushpullError] = {}  # any thread reads it
         self._window = PushWindow(window_bytes)
         self._links = links
         self._counters = counters

@@ -96,7 +96,6 @@ def collected_count() -> int:
 
 
 def is_live(buffer: SharedBuffer) -> bool:
-    """True while a view of the buffer exists."""
     with _lock:
         _sweep()
         return buffer in _buffers

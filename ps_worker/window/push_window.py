@@ -94,8 +94,6 @@ class PushEntry:
     """A push of a block, or a seal (`block` is None), without an outcome.
 
     Attributes:
-        number: counts all entries of the window.
-        body: kept for a resend.
         carried: the seal that travels with this push.
         carrier: the push that this seal travels with.
         given_up: replaced or refused, so a resend is a withdrawal.
@@ -145,7 +143,6 @@ class SequenceNumbers:
         self.open: dict[int, PushEntry] = {}
 
     def next(self) -> int:
-        """The next number; the caller puts its entry into `open`."""
         self._last += 1
         return self._last
 
@@ -157,16 +154,13 @@ class SequenceNumbers:
 
 @dataclass(slots=True, eq=False)
 class WindowStep:
-    """One step of one table until all its entries have ended.
-
-    Attributes:
-        blocks: the newest push of each block.
-        awaited: pushes that were neither received nor ended; the seals wait for them.
+    """One step of one table until all its entries have ended; `awaited` has the pushes that were
+    neither received nor ended.
     """
 
     table_id: TableId
     clock: int
-    blocks: dict[int, PushEntry] = field(default_factory=dict)
+    blocks: dict[int, PushEntry] = field(default_factory=dict)  # the newest push of each
     awaited: set[PushEntry] = field(default_factory=set)
     seals: list[PushEntry] = field(default_factory=list)
     terms: StepTerms | None = None
@@ -290,12 +284,8 @@ _Queued = tuple[int, int, PushEntry]
 
 
 class PushWindow:
-    """All pushes and seals of one worker, over all tables and servers.
-
-    Args:
-        window_bytes: the most payload bytes in flight, over all servers; above 0.
-        resend_after_s: seconds after which an entry without an answer is sent again.
-
+    """All pushes and seals of one worker, over all tables and servers, with at most `window_bytes`
+    of payload in flight. An entry without an answer is sent again after `resend_after_s`.
     """
 
     def __init__(self, window_bytes: int, resend_after_s: float = 10.0) -> None:
@@ -320,9 +310,7 @@ class PushWindow:
     def submit(
         self, at: BlockPlace, clock: int, body: object, *, byte_count: int, priority: int = 0
     ) -> EntryKey:
-        """Queue a push of a block; a second push of it in the same step replaces the first. Lower
-        `priority` goes first.
-        """
+        """Queue a push of a block, which replaces the step's earlier one; low `priority` first."""
         step = self._open_step(at.table_id, clock)
         previous = step.blocks.get(at.block)
         if previous is not None and previous.sent_count == 0:
@@ -410,9 +398,7 @@ class PushWindow:
     # --- events of the network
 
     def assign(self, owner: Mapping[RangeId, NodeId]) -> None:
-        """Take the primaries of a view; entries that were refused, or whose range has moved, are
-        sent again.
-        """
+        """Take the primaries of a view; what was sent to a range that has moved is sent again."""
         before, self._owner = self._owner, dict(owner)
         moved = {r for r, server in self._owner.items() if before.get(r, server) != server}
         for entry in list(self._open()) if moved else ():
@@ -425,9 +411,7 @@ class PushWindow:
         self._let_go()
 
     def disconnected(self, server: NodeId) -> None:
-        """The stream to `server` broke: all its entries without an outcome are sent again, because
-        RECEIVED is volatile.
-        """
+        """The stream broke: its entries without an outcome are sent again; RECEIVED is volatile."""
         self._connected.discard(server)
         for place in [place for place in self._blocked if place[0] == server]:
             del self._blocked[place]
@@ -493,13 +477,12 @@ class PushWindow:
         return entry.sent_s + self._resend_after_s
 
     def _open(self) -> Iterator[PushEntry]:
-        """Every entry without an outcome."""
         for numbers in self._numbers.values():
             yield from numbers.open.values()
 
     def _probe(self, entry: PushEntry, now_s: float) -> None:
-        """An entry was received long ago. Ask again for a seal, and for a push whose seals have
-        ended, because its answer is lost.
+        """Ask again, of an entry that was received long ago, for a seal, and for a push whose seals
+        have ended, because its answer is lost.
         """
         seals = entry.step.seals
         seals_ended = bool(seals) and all(s.state is _ENDED for s in seals)
@@ -591,7 +574,6 @@ class PushWindow:
 
     @staticmethod
     def _ended_otherwise(entry: PushEntry, ending: Ending) -> list[Effect]:
-        """Note an entry that was not applied."""
         step = entry.step
         if ending.outcome is Outcome.SKIPPED:
             step.skipped = True
@@ -710,7 +692,6 @@ class PushWindow:
         return SendSeal(server, step.table_id, step.clock, ranges, terms)
 
     def _confirmed(self, key: EntryKey) -> int:
-        """The sequence number up to which all outcomes of the key's range have come."""
         return self._numbers[(key.table_id, key.range_id)].low_water
 
     # --- state

@@ -269,9 +269,10 @@ def test_a_server_at_the_address_of_one_before_has_the_only_stream() -> None:
         heard, answering = Heard(), Answering(THREE)
         async with grpc_node(answering) as address:
             nodes = (node(address, ONE), node(address, THREE))
-            links = ServerLinks(heard.setting)
+            view = ClusterView(1, CLUSTER, 1, 1, nodes, (), ())
+            links = ServerLinks(heard.setting, view)
             links.listener = heard
-            links.update(ClusterView(1, CLUSTER, 1, 1, nodes, (), ()))
+            links.update(view)
             assert await heard.opened.get() == THREE
             await answering.asked.wait()
             assert links.troubles()[0].endswith("server 3 (incarnation 30) answers there")
@@ -302,12 +303,12 @@ def test_a_read_that_waits_names_the_server_that_it_waits_for() -> None:
     async def scenario() -> None:
         heard, stranger = Heard(), Answering(THREE)
         async with grpc_node(stranger) as address:
-            links = ServerLinks(heard.setting)
             (slots,) = key_ranges(1)
             part = RangeAssignment(RangeId(0), slots, AssignmentEpoch(2), ONE, (), ())
             view = ClusterView(1, CLUSTER, 1, 1, (node(address),), (part,), (MODEL,))
+            links = ServerLinks(heard.setting, view)
             links.update(view)
-            puller = Puller(links, Counters(), lambda: view)
+            puller = Puller(links, Counters())
             raw = np.zeros(256, np.uint8)
             order = PullOrder(
                 MODEL,
