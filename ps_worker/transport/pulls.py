@@ -142,25 +142,27 @@ class Puller:
         try:
             return await self.pull_at(order, order.clock, order.deadline_s)
         finally:
-            self._counters.waits.pop(order, None)
             MEASURES.pull_duration_seconds.observe(now_s() - began_s)
 
     async def pull_at(self, order: PullOrder, clock: int, deadline_s: float) -> Pulled:
         progress = self._begin(order, clock, deadline_s)
         backoff = Backoff()
-        while True:
-            torn_count = progress.torn_count
-            errors = await self._ask_all(progress)
-            if not progress.wanted:
-                return progress.pulled()
-            for error in errors:
-                if not is_curable(error):
-                    raise error
-            if not errors and progress.torn_count > torn_count:
-                continue  # there is nothing to wait for
-            error = errors[0] if errors else Recovering("a server ended its answer early")
-            self._counters.waits[order] = error.message
-            await self.pause(order, backoff, error, deadline_s)
+        try:
+            while True:
+                torn_count = progress.torn_count
+                errors = await self._ask_all(progress)
+                if not progress.wanted:
+                    return progress.pulled()
+                for error in errors:
+                    if not is_curable(error):
+                        raise error
+                if not errors and progress.torn_count > torn_count:
+                    continue  # there is nothing to wait for
+                error = errors[0] if errors else Recovering("a server ended its answer early")
+                self._counters.waits[order] = error.message
+                await self.pause(order, backoff, error, deadline_s)
+        finally:
+            self._counters.waits.pop(order, None)
 
     async def pause(
         self,

@@ -308,7 +308,8 @@ def test_a_read_that_waits_names_the_server_that_it_waits_for() -> None:
             view = ClusterView(1, CLUSTER, 1, 1, (node(address),), (part,), (MODEL,))
             links = ServerLinks(heard.setting, view)
             links.update(view)
-            puller = Puller(links, Counters())
+            counters = Counters()
+            puller = Puller(links, counters)
             raw = np.zeros(256, np.uint8)
             order = PullOrder(
                 MODEL,
@@ -322,7 +323,10 @@ def test_a_read_that_waits_names_the_server_that_it_waits_for() -> None:
             )
             with pytest.raises(WaitExpired) as late:
                 await puller.pull(order)
+            with pytest.raises(WaitExpired):  # as one attempt of a reader's consistent pull
+                await puller.pull_at(order, 0, now_s() + 0.5)
             await links.close()
+        assert not counters.waits
         named = f"server 1 at {address} cannot be reached"
         assert late.value.message.startswith(f"a pull of table 'model' took too long: {named}")
         assert late.value.message.endswith("server 3 (incarnation 30) answers there")
