@@ -43,7 +43,6 @@ from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable
-from ps_core.tables import Table
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.steps.steps import TableHandle
@@ -232,7 +231,13 @@ class SavePoints:
         point belongs to the cut as well as that at this one.
         """
         tables = {} if self._view is None else self._view.tables_by_id
-        return all(_is_asynchronous(tables.get(h.table.table_id), h) for h in self._handles())
+        for handle in self._handles():
+            table = tables.get(handle.table.table_id)
+            if table is None or table.consistency.mode is not Mode.ASP:
+                return False
+            if table.change is not None and handle.clock < table.change.after_clock:
+                return False
+        return True
 
     def rest(self, is_over: Callable[[], bool]) -> None:
         """As `reach`; also wait for a checkpoint that is about to be proposed, until its cut is
@@ -513,12 +518,6 @@ class SavePoints:
         said = error.message if isinstance(error, PushpullError) else repr(error)
         logs.warning("checkpoint_state_lost", number=checkpoint.number, reason=said)
         self._scheduler.report_part(checkpoint.number, PartReport(problem=said))
-
-
-def _is_asynchronous(table: Table | None, handle: TableHandle) -> bool:
-    change = None if table is None else table.change
-    is_newest = change is None or handle.clock >= change.after_clock
-    return table is not None and is_newest and table.consistency.mode is Mode.ASP
 
 
 def cut_clock(view: ClusterView, handle: TableHandle, checkpoint: int) -> int | None:

@@ -1,13 +1,7 @@
 """The client: the verbs on tables, over a session with a cluster.
 
-    with ps.connect() as client:
-        table = client.create_table("w", (784, 10), optimizer=ps.SGD(lr=0.1))
-        ticket = client.push(table, gradient)       # ends the step: clock 1
-        weights = client.pull(table)                # BSP: with clock 1 of every worker in it
-
-For `DistributedOptimizer` and other code that moves blocks itself there is a second level, which
-copies nothing: `Client.tables` (`begin_step` gives a `ps_worker.steps.steps.TableStep` with
-`push_blocks` and `seal`) and `Client.pulls`.
+For code that moves blocks itself, as `DistributedOptimizer` does, a second level copies nothing:
+`Client.tables` (`begin_step` gives a `ps_worker.steps.steps.TableStep`) and `Client.pulls`.
 """
 
 from __future__ import annotations
@@ -36,6 +30,7 @@ from ps_worker.spec.values import Array, BlockValues, ElementRun, Values, cut, r
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.steps import PullTicket, PushTicket, StepResult, TableHandle, check_handle
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
+from ps_worker.transport.engine import Engine
 
 ResultT = TypeVar("ResultT")
 
@@ -139,20 +134,14 @@ class Client:
     for this one any more. An end by an exception does not, because the other workers must learn
     that one is missing.
 
-    Attributes:
-        connection: the session; every call checks it and waits by it.
-        engine: the session's side on the background thread.
-        tables: the handles of this client, and its steps on them.
-        pulls: its pulls.
-        checkpoints: its checkpoint calls, and its own state in them.
-        collectives: its collective calls.
+    A `timeout_s` of None means the client's request_deadline_s.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         if config.identity and has_worker():
             config = replace(config, identity="")
         self.connection = ClientConnection(config)
-        self.engine = self.connection.engine
+        self.engine: Engine = self.connection.engine
         self.tables = ClientTables(self.connection)
         self.pulls = Pulls(self.connection, self.tables)
         self.checkpoints = ClientCheckpoints(self.connection, self.tables)
@@ -266,8 +255,7 @@ class Client:
             gate_bytes (int, 0): the memory quota of waiting steps on each server; 0 means the
                 server's own.
             kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
-            timeout_s (float | None, None): seconds to wait for the cluster's servers; None means
-                the client's request_deadline_s.
+            timeout_s (float | None, None): seconds to wait for the cluster's servers.
 
         Blocking: until every server of the table knows this client; waits for servers that have not
         registered yet, at most `timeout_s`.
@@ -313,7 +301,6 @@ class Client:
             consistency: `BSP()`, `SSP(staleness)`, `ASP()`, or their short form ("ssp:4").
             after_clock: the last clock of the old setting, at least; the same number at every
                 worker makes runs repeatable. 0: as soon as possible.
-            timeout_s: None means the client's request_deadline_s.
 
         Returns:
             The last clock of the old setting; 0 for a table that was created with this setting and
@@ -542,7 +529,6 @@ class Client:
                 worker's pulls under BSP are consistent anyway.
             callback: called with the values on a thread of its own; the pull then returns a ticket
                 at once. If the pull fails, `wait` on the ticket raises.
-            timeout_s: None means the client's request_deadline_s.
 
         Returns:
             The values: `out`, or a numpy array (a torch tensor for bfloat16).
@@ -579,12 +565,8 @@ class Client:
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> Any:
         """Wait for a push to be committed, or for a pull's values.
 
-        Args:
-            ticket: from `push`, `seal`, `assign` or a pull with a callback.
-            timeout_s: None means the client's request_deadline_s.
-
         Returns:
-            For a push: the result of its step. For a pull: its values.
+            For a push, a seal or an assign: the result of its step. For a pull: its values.
 
         Blocking: until the ticket is done; under BSP a step is committed when all workers have
         sealed theirs.
@@ -636,9 +618,7 @@ class Client:
         returns that one; so does a worker's first call after it, if the worker has taken no step
         beyond it.
 
-        Args:
-            reason: for its manifest.
-            timeout_s: None means the client's request_deadline_s.
+        `reason` is for its manifest.
 
         Blocking: workers: until the clock of the cut is decided, usually some milliseconds.
         """
@@ -657,7 +637,6 @@ class Client:
         Args:
             url: a checkpoint's directory, or a directory of several, whose newest good one is
                 taken; empty: the cluster's own checkpoint directory.
-            timeout_s: None means the client's request_deadline_s.
 
         Returns:
             A new client with this one's rank; this one is closed.
@@ -724,7 +703,6 @@ class Client:
 
         Args:
             name: for error messages; workers whose names differ are refused.
-            timeout_s: None means the client's request_deadline_s.
 
         Blocking: until all workers have made the call.
 
@@ -743,7 +721,7 @@ class Client:
         Args:
             value: a number, a tensor, an array, or a dict, list or tuple of these.
             op: "sum", "mean", "min" or "max".
-            name, timeout_s: as for `barrier`.
+            name: as for `barrier`.
 
         Returns:
             A new value of the same kind, a tensor on the same device. Integers are exact, floats
@@ -767,7 +745,7 @@ class Client:
         Args:
             value: None, numbers, texts, tensors, arrays, and lists, tuples, sets and dicts of these
                 (as for `attach_state`); shapes may differ.
-            name, timeout_s: as for `barrier`.
+            name: as for `barrier`.
 
         Returns:
             A list with one item per worker that took part. Tensors are on the CPU.
@@ -783,7 +761,7 @@ class Client:
 
         Args:
             value: as for `gather`; other ranks need not give one.
-            name, timeout_s: as for `barrier`.
+            name: as for `barrier`.
 
         Returns:
             A copy, also at `src`. Tensors are on the CPU.
@@ -858,8 +836,7 @@ class Client:
         now. Idempotent.
 
         Args:
-            timeout_s: seconds for the commit of the steps in flight and of the final seals; None
-                means the client's request_deadline_s.
+            timeout_s: seconds for the commit of the steps in flight and of the final seals.
 
         Blocking: until every server has committed the final seals and the scheduler knows it.
 
@@ -885,10 +862,7 @@ class Client:
         """End the connection in the middle of the work, and tell the scheduler: no worker waits for
         this worker, and another may take its rank. A reader leaves.
 
-        In a forked child, and a second time, it does nothing.
-
-        Args:
-            reason: for the scheduler's log.
+        In a forked child, and a second time, it does nothing. `reason` is for the scheduler's log.
 
         Blocking: about a second at most, if no scheduler answers.
         """

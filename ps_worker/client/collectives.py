@@ -118,9 +118,7 @@ class CollectiveCalls:
                 f"{call.share.call} was interrupted, and others may count on it: make that call "
                 f"again before {words}"
             )
-        entering = self._connection.loop.start(
-            self._engine.collectives.enter(call.share, deadline_s)
-        )
+        entering = self._connection.loop.start(self._engine.enter(call.share, deadline_s))
         end_s = now_s() + deadline_s + GRACE_S
         entering.add_done_callback(self._save_points.wake)
         try:

@@ -63,10 +63,7 @@ class ClientConnection:
         """True if it is closed, or belongs to the parent of this forked process."""
         return self.is_closed or self._pid != os.getpid()
 
-    # --- what every call checks
-
     def check_usable(self) -> None:
-        """Refuse a call on a client that is closed, was forked, or has lost its session."""
         if self._pid != os.getpid():
             raise InvalidConfig(
                 f"this client belongs to process {self._pid}; process {os.getpid()} was forked "
@@ -84,7 +81,6 @@ class ClientConnection:
             raise NotPermitted(f"a {role} may not {verb}; connect with role='worker'")
 
     def check_thread(self) -> None:
-        """Refuse a wait of the background thread for itself."""
         if self.loop.is_current:
             raise InvalidConfig("the client's own thread would wait for itself")
 
@@ -95,8 +91,6 @@ class ClientConnection:
         if not timeout_s > 0:
             raise InvalidConfig(f"timeout_s is {timeout_s}; expected more than 0")
         return timeout_s
-
-    # --- waiting
 
     def result(self, future: Future[ResultT], timeout_s: float) -> ResultT:
         """The future's result; a wait that expires or is interrupted cancels its work."""
@@ -142,8 +136,6 @@ class ClientConnection:
         return (
             f"step {ticket.clock} of table '{name}' is not committed after {waited_s:g} s: {reason}"
         )
-
-    # --- the end
 
     def end(self, stopping: Coroutine[Any, Any, None]) -> None:
         """End the session by the engine's `stop` or `abandon`, in `STOPPED_WITHIN_S` at most."""

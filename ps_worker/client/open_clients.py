@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ps_core.cluster_view import Role
 from ps_core.errors import PushpullError
@@ -16,20 +16,10 @@ from ps_worker.transport.loop import stop_background
 from ps_worker.transport.metrics import MEASURES, NODE_MEASURES
 
 if TYPE_CHECKING:
-    from ps_worker.transport.engine import Engine
+    from ps_worker.client.client import Client
 
 
-class OpenClient(Protocol):
-    """A `ps_worker.client.client.Client`, which imports this module."""
-
-    engine: Engine
-
-    def close(self) -> None: ...
-
-    def abandon(self, reason: str) -> None: ...
-
-
-OPEN: set[OpenClient] = set()
+OPEN: set[Client] = set()
 
 MEASURES.window_bytes.set_function(lambda: sum(c.engine.pushes.in_flight_bytes for c in list(OPEN)))
 NODE_MEASURES.watch(

@@ -110,7 +110,6 @@ class StepRecord:
             self._write("quality", t_s=self._now_s(), measures=finite)
 
     def close(self) -> None:
-        """Write the last lines. Idempotent."""
         with self._lock:
             if self._file is not None:
                 self._flush()

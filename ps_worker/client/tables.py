@@ -45,9 +45,8 @@ from ps_worker.steps.steps import (
     check_handle,
     skipped_clocks,
 )
-from ps_worker.transport.consistent_pulls import Moment, new_cut
 from ps_worker.transport.loop import CallbackThread
-from ps_worker.transport.pulls import PullOrder
+from ps_worker.transport.pulls import Moment, PullOrder, new_cut
 
 _LOOK_S = 0.5
 _NAMED_TABLE_COUNT = 8

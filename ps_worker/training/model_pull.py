@@ -34,7 +34,7 @@ from ps_runtime.system.clock import now_s
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name
 from ps_worker.training.module_buffers import persistent_buffers, write_values
-from ps_worker.transport.consistent_pulls import Moment
+from ps_worker.transport.pulls import Moment
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client

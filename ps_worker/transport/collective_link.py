@@ -44,9 +44,7 @@ class CollectiveLink:
         self._host: Host | None = None
         self._moved = asyncio.Event()
         self._announcing: asyncio.Task[None] | None = None
-        self._entering: set[asyncio.Task[Round]] = set()
         self._answered: tuple[Share, Round] | None = None
-        self._failure: PushpullError | None = None
 
     def take_view(self, view: ClusterView) -> None:
         host = host_of(view)
@@ -57,30 +55,18 @@ class CollectiveLink:
         self._moved = asyncio.Event()
         if host is None or not self._rounds.must_announce(host):
             return
-        if self._announcing is not None:
-            self._announcing.cancel()
+        self.stop()
         self._announcing = asyncio.get_running_loop().create_task(self._announce())
 
-    def fail(self, error: PushpullError) -> None:
-        self._failure = self._failure or error
+    def stop(self) -> None:
         if self._announcing is not None:
             self._announcing.cancel()
-        for task in self._entering:
-            task.cancel()
 
     async def enter(self, share: Share, deadline_s: float) -> Round:
         """The round that ends with this share, which takes part once, also if given twice."""
-        task = asyncio.ensure_future(self._asked_until_ended(share, deadline_s))
-        self._entering.add(task)
         try:
-            return await task
-        except asyncio.CancelledError:
-            task.cancel()
-            if self._failure is not None:
-                raise self._failure from None
-            raise
+            return await self._asked_until_ended(share, deadline_s)
         finally:
-            self._entering.discard(task)
             self._waits.pop(self, None)
 
     async def _announce(self) -> None:
@@ -101,8 +87,6 @@ class CollectiveLink:
         backoff = Backoff()
         reason = "there is no server"
         while True:
-            if self._failure is not None:
-                raise self._failure
             if self._answered is not None and self._answered[0] is share:
                 return self._answered[1]  # perhaps to a call that was interrupted
             left_s = end_s - now_s()

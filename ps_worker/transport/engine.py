@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, cast
+from dataclasses import asdict
+from typing import Any, TypeVar, cast
 
 from ps_core.cluster_view import ClusterView, Role, Session
-from ps_core.collective import joined_after
+from ps_core.collective import Round, Share, joined_after
 from ps_core.errors import Fenced, PushpullError, ValuesLost
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport
@@ -30,13 +31,14 @@ from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, PushBody, StepResult
 from ps_worker.transport.collective_link import CollectiveLink
 from ps_worker.transport.config import WorkerConfig
-from ps_worker.transport.consistent_pulls import ConsistentPuller
 from ps_worker.transport.links import LinkSetting, ServerLinks
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.pulls import Puller, PullOrder
+from ps_worker.transport.pulls import ConsistentPuller, Puller, PullOrder
 from ps_worker.transport.pushes import PushDriver
 from ps_worker.window.push_window import StepTerms
 from pushpull.v1 import scheduler_pb2
+
+ResultT = TypeVar("ResultT")
 
 PROTOCOL_VERSION = 1
 FEATURES = ("bytes-lane", "inline-seal", "presence", "batch", "same-host-lane", "checkpoints")
@@ -157,7 +159,7 @@ class Engine:
         self._found_tables = frozenset(view.tables_by_id)
         self._post = post
         self._failure: PushpullError | None = None
-        self._pulls_in_flight: set[asyncio.Task[Any]] = set()
+        self._in_flight: set[asyncio.Task[Any]] = set()
         identity = wire.session_to_proto(link.session)
         self.links = ServerLinks(LinkSetting(identity, config.lane, self._fail), view)
         self.pushes = PushDriver(config.window_bytes, view, self.links, self.counters, self._fail)
@@ -285,19 +287,10 @@ class Engine:
     # --- the loop
 
     async def pull(self, order: PullOrder) -> Pulled:
-        """Carry out a pull; an error that ends the session ends it at once."""
+        """Carry out a pull, until it ends, or an error ends the session."""
         self.check_alive()
-        task = cast("asyncio.Task[Any]", asyncio.current_task())
-        self._pulls_in_flight.add(task)
-        try:
-            puller = self.consistent if order.consistent and order.is_reader else self.pulls
-            pulled = await puller.pull(order)
-        except asyncio.CancelledError:
-            if self._failure is not None:
-                raise self._failure from None
-            raise
-        finally:
-            self._pulls_in_flight.discard(task)
+        puller = self.consistent if order.consistent and order.is_reader else self.pulls
+        pulled = await self._until_failure(puller.pull(order))
         if order.array:
             return pulled
         # The whole table is at this clock or later, with backup workers perhaps without this
@@ -306,6 +299,23 @@ class Engine:
             order.steps.reached(pulled.clock)
         self.steps.observe_pull(order.table.table_id, order.clock)
         return pulled
+
+    async def enter(self, share: Share, deadline_s: float) -> Round:
+        """Take part in a collective call, as `CollectiveLink.enter`."""
+        self.check_alive()
+        return await self._until_failure(self.collectives.enter(share, deadline_s))
+
+    async def _until_failure(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        task = cast("asyncio.Task[Any]", asyncio.current_task())
+        self._in_flight.add(task)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        finally:
+            self._in_flight.discard(task)
 
     def _take_view(self, view: ClusterView) -> None:
         if view.lost_ranges and self.session.role is Role.WORKER:
@@ -321,12 +331,12 @@ class Engine:
             return
         self._failure = error
         self.pushes.fail(error)
-        self.collectives.fail(error)
-        for task in self._pulls_in_flight:
+        self.collectives.stop()
+        for task in self._in_flight:
             task.cancel()
 
     def _progress(self) -> scheduler_pb2.NodeProgress:
-        counters, losses = self.counters, self.counters.losses
+        counters = self.counters
         return scheduler_pb2.NodeProgress(
             tables=[
                 scheduler_pb2.TableProgress(table_id=table_id, clock=clock)
@@ -340,10 +350,5 @@ class Engine:
             waiting_for=counters.waiting_for,
             planned_step_count=counters.planned_step_count,
             lane=self.links.lane,
-            losses=scheduler_pb2.LossTotals(
-                count=losses.count,
-                total=losses.total,
-                square_total=losses.square_total,
-                non_finite_count=losses.non_finite_count,
-            ),
+            losses=scheduler_pb2.LossTotals(**asdict(counters.losses)),
         )

@@ -471,7 +471,6 @@ class ServerLink:
         self._chose("grpc", "the server closed its Unix socket")
 
     def _chose(self, lane: str, reason: str, *, is_odd: bool = False) -> None:
-        """Note the lane of payloads from now on; empty: none."""
         if lane == self.lane_name:
             return
         if self.lane_name:
@@ -559,7 +558,6 @@ def _small_answer(response: parameters_pb2.PullResponse) -> Answer:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Turns gRPC's failures into the catalogue's."""
     try:
         yield
     except grpc.RpcError as failure:

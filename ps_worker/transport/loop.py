@@ -158,7 +158,6 @@ def background() -> BackgroundLoop:
 
 
 def stop_background() -> None:
-    """End the background thread at the end of the process, after its clients have closed."""
     if _background is not None:
         _background.stop()
 
@@ -173,7 +172,6 @@ class CallbackThread:
         self._thread: threading.Thread | None = None
 
     def call(self, function: Callable[[], None]) -> None:
-        """Run `function` soon; its exceptions are logged."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="pushpull-callbacks", daemon=True)

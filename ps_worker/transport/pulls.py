@@ -9,32 +9,46 @@ Rules:
       memory, then as bytes. A consistent pull takes bytes at once, because its clock may be past
       before the copy is made.
 
+Rules of a reader's consistent pull, which gives one state of a whole table while it is trained:
+    - Under BSP a pull names one clock for every range, the newest that any reports. If a range is
+      past it already, the pull asks further ahead, by a margin that grows. No worker waits.
+    - Under SSP it begins a cut first: every range suspends updates beyond the clock that it has
+      reached. Then the pull names the highest of these clocks. A cut is always ended; servers end
+      it soon if this process cannot.
+    - Under ASP there is no clock that all ranges have: each is pulled as it is between two updates.
+
 Only the background loop calls this, except methods marked for any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
+from ps_core.consistency import Consistency, Mode
 from ps_core.errors import (
+    AlreadyPast,
     Internal,
+    InvalidConfig,
     PushpullError,
     Recovering,
     StaleAssignment,
     ValuesLost,
     WaitExpired,
 )
-from ps_core.keys import NodeId, RangeId
+from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.tables import NATIVE_CODEC, Codec, DType, OptimizerKind, Table
 from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.grpc.retry import Backoff, is_curable
+from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
@@ -89,8 +103,6 @@ class _PullProgress:
     """A pull in flight: the blocks still wanted, and the metadata of those that came."""
 
     order: PullOrder
-    clock: int
-    deadline_s: float
     wanted: dict[RangeId, set[int]]
     whole_counts: dict[RangeId, int]
     versions: dict[int, int] = field(default_factory=dict)
@@ -140,12 +152,12 @@ class Puller:
         """Pull into the memory of `order`; WaitExpired says whom it waits for."""
         began_s = now_s()
         try:
-            return await self.pull_at(order, order.clock, order.deadline_s)
+            return await self.pull_at(order)
         finally:
             MEASURES.pull_duration_seconds.observe(now_s() - began_s)
 
-    async def pull_at(self, order: PullOrder, clock: int, deadline_s: float) -> Pulled:
-        progress = self._begin(order, clock, deadline_s)
+    async def pull_at(self, order: PullOrder) -> Pulled:
+        progress = self._begin(order)
         backoff = Backoff()
         try:
             while True:
@@ -160,20 +172,14 @@ class Puller:
                     continue  # there is nothing to wait for
                 error = errors[0] if errors else Recovering("a server ended its answer early")
                 self._counters.waits[order] = error.message
-                await self.pause(order, backoff, error, deadline_s)
+                await self.pause(order, backoff, error)
         finally:
             self._counters.waits.pop(order, None)
 
-    async def pause(
-        self,
-        order: PullOrder,
-        backoff: Backoff,
-        error: PushpullError,
-        deadline_s: float | None = None,
-    ) -> None:
+    async def pause(self, order: PullOrder, backoff: Backoff, error: PushpullError) -> None:
         """Wait before the next attempt; raise if there is no time for one."""
         wait_s = backoff.next_s(error)
-        if now_s() + wait_s < (order.deadline_s if deadline_s is None else deadline_s):
+        if now_s() + wait_s < order.deadline_s:
             await asyncio.sleep(wait_s)
             return
         if isinstance(error, WaitExpired):
@@ -181,7 +187,7 @@ class Puller:
         name = order.table.spec.name
         raise WaitExpired(f"a pull of table '{name}' took too long: {error.message}") from error
 
-    def _begin(self, order: PullOrder, clock: int, deadline_s: float) -> _PullProgress:
+    def _begin(self, order: PullOrder) -> _PullProgress:
         by_range = self.blocks_by_range(order.table)
         inside = blocks_of(order.table, order.region)
         wanted = {
@@ -190,19 +196,17 @@ class Puller:
             if (found := {block for block in blocks if block in inside})
         }
         counts = {range_id: len(blocks) for range_id, blocks in by_range.items()}
-        return _PullProgress(order, clock, deadline_s, wanted, counts)
+        return _PullProgress(order, wanted, counts)
 
     def blocks_by_range(self, table: Table) -> Mapping[RangeId, tuple[int, ...]]:
         return table.blocks_by_range(len(self.links.view.ranges))
 
     def links_of(self, table: Table) -> list[ServerLink]:
-        """The links to the servers of the table; Recovering if one has none at present."""
         ranges = self.links.view.ranges
         servers = {ranges[range_id].primary for range_id in self.blocks_by_range(table)}
         return [self.link(server) for server in servers]
 
     def link(self, server: NodeId | None) -> ServerLink:
-        """The link to a server; Recovering if there is none at present."""
         link = self.links.find(server)
         if link is None:
             raise Recovering(f"server {server} is not there" if server else "a range has no server")
@@ -244,7 +248,7 @@ class Puller:
         server: NodeId | None,
         ranges: list[RangeId],
     ) -> list[PushpullError]:
-        left_s = max(progress.deadline_s - now_s(), 0.001)
+        left_s = max(progress.order.deadline_s - now_s(), 0.001)
         wait_s = min(left_s, ATTEMPT_S)
         call_s = min(wait_s + _CALL_GRACE_S, left_s + _LAST_GRACE_S)
         request = _request(progress, view, ranges, wait_s)
@@ -280,7 +284,6 @@ class Puller:
         return type(error)(words, retry_after_ms=error.retry_after_ms, clock=error.clock)
 
     def _take(self, asked: _ServerRequest, answer: Answer) -> list[PushpullError]:
-        """Copy the blocks of an answer to their places; returns its error, if it has one."""
         progress, view = asked.progress, asked.view
         if isinstance(answer, tuple):
             value, payload = answer
@@ -385,7 +388,7 @@ def _request(
     table = progress.order.table
     request = parameters_pb2.PullRequest(
         table_id=table.table_id,
-        clock=progress.clock,
+        clock=progress.order.clock,
         deadline_ms=max(int(wait_s * 1000), 1),
         codec=wire.codec_to_proto(progress.order.codec),
         consistent=progress.order.consistent,
@@ -417,3 +420,123 @@ def named_by_block(
             named.add(range_id)
             left_count -= count
     return named
+
+
+class Moment(NamedTuple):
+    """The moment of a consistent pull: a clock, and the cut that holds it, or 0."""
+
+    clock: int
+    cut: int = 0
+
+
+class ConsistentPuller:
+    """The consistent pulls of one reader."""
+
+    def __init__(self, puller: Puller) -> None:
+        self._puller = puller
+
+    async def pull(self, order: PullOrder) -> Pulled:
+        while True:
+            setting = self._setting(order)
+            try:
+                match setting.mode:
+                    case Mode.BSP:
+                        return await self._pull_ahead(order)
+                    case Mode.SSP:
+                        return await self._pull_by_cut(order)
+                    case Mode.ASP:
+                        return await self._puller.pull(replace(order, consistent=False))
+            except InvalidConfig:
+                if self._setting(order) == setting:
+                    raise
+
+    def _setting(self, order: PullOrder) -> Consistency:
+        return self._puller.links.view.table(order.table.table_id).consistency
+
+    async def _pull_ahead(self, order: PullOrder) -> Pulled:
+        margin = 0
+        clock = await self._newest_clock(order)
+        while True:
+            deadline_s = min(order.deadline_s, now_s() + ATTEMPT_S)
+            try:
+                return await self._puller.pull_at(
+                    replace(order, clock=clock, deadline_s=deadline_s)
+                )
+            except AlreadyPast as past:
+                margin = max(1, 2 * margin)
+                clock = past.clock + margin
+                if now_s() >= order.deadline_s:
+                    raise WaitExpired(
+                        f"no clock of table '{order.table.spec.name}' could be pulled before the "
+                        f"servers had passed it: {past.message}"
+                    ) from past
+            except WaitExpired:
+                if now_s() >= order.deadline_s:
+                    raise
+                margin = 0
+                clock = await self._newest_clock(order)
+
+    async def _newest_clock(self, order: PullOrder) -> int:
+        backoff = Backoff()
+        while True:
+            try:
+                links = self._puller.links_of(order.table)
+                found = await asyncio.gather(
+                    *(link.range_stats(order.table.table_id) for link in links)
+                )
+                return max(
+                    (stats.clock for response in found for stats in response.ranges), default=0
+                )
+            except PushpullError as error:
+                if not is_curable(error):
+                    raise
+                await self._puller.pause(order, backoff, error)
+
+    async def _pull_by_cut(self, order: PullOrder) -> Pulled:
+        backoff = Backoff()
+        while True:
+            lasts_s = min(limits.DEFAULT_CUT_S, max(order.deadline_s - now_s(), 0.001))
+            cut = new_cut()
+            try:
+                clocks = await self.begin_cut(cut, [order.table], lasts_s)
+                (clock,) = clocks.values()
+                end_s = now_s() + lasts_s
+                at = replace(order, clock=clock, cut=cut, deadline_s=end_s)
+                return await self._puller.pull_at(at)
+            except PushpullError as error:  # a server or a worker took too long
+                if not (is_curable(error) or isinstance(error, AlreadyPast)):
+                    raise
+                await self._puller.pause(order, backoff, WaitExpired(error.message))
+            finally:
+                await self.end_cut(cut, [order.table])
+
+    async def begin_cut(
+        self, cut: int, tables: Sequence[Table], lasts_s: float
+    ) -> dict[TableId, int]:
+        """Suspend updates of tables beyond their clocks, `lasts_s` at most; gives the lowest clock
+        to pull of each. If a server is not reached, the others keep the cut until `end_cut`.
+        """
+        asked = [
+            (table.table_id, link) for table in tables for link in self._puller.links_of(table)
+        ]
+        found = await asyncio.gather(
+            *(link.begin_cut(table_id, cut, lasts_s) for table_id, link in asked)
+        )
+        clocks: dict[TableId, int] = {}
+        for (table_id, _), clock in zip(asked, found, strict=True):
+            clocks[table_id] = max(clock, clocks.get(table_id, 0))
+        return clocks
+
+    async def end_cut(self, cut: int, tables: Sequence[Table]) -> None:
+        """End a cut on all servers. Never raises, because servers end it by themselves soon."""
+        for table in tables:
+            try:
+                links = self._puller.links_of(table)
+                await asyncio.gather(*(link.end_cut(table.table_id, cut) for link in links))
+            except PushpullError as error:
+                logs.debug("cut_not_ended", table=table.spec.name, error=error.message)
+
+
+def new_cut() -> int:
+    """A random number for a cut, unique in the session."""
+    return int.from_bytes(os.urandom(7), "big") + 1

@@ -119,7 +119,6 @@ class Ring:
         return begin
 
     def give_back(self, offset: int) -> None:
-        """End the use of the piece at `offset`."""
         self._by_offset.pop(offset)[2] = 0
         while self._taken and not self._taken[0][2]:
             self._taken.popleft()
@@ -346,7 +345,6 @@ class SharedLane:
                 return response
 
     def _receive_all(self) -> None:
-        """Take all messages of the socket: the server's segments, or its end."""
         try:
             while self._receive() is not None:
                 pass
@@ -407,7 +405,6 @@ class Outbox:
         self._has_frames.set()
 
     async def next_message(self, lane: SharedLane | None) -> Message:
-        """The next message for the stream, serialized, in pieces; waits for one."""
         while True:
             while not self._frames:
                 self._has_frames.clear()
@@ -594,7 +591,6 @@ class PushPullStream:
         on_replies(replies)
 
     async def _write(self) -> None:
-        """Write messages; the reading side raises the stream's errors."""
         try:
             with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
                 while True:

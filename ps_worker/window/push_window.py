@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -297,7 +298,7 @@ class PushWindow:
         self._owner: dict[RangeId, NodeId] = {}
         self._connected: set[NodeId] = set()
         self._blocked: dict[tuple[NodeId, TableId], float] = {}
-        self._numbers: dict[tuple[TableId, RangeId], SequenceNumbers] = {}
+        self._numbers: dict[tuple[TableId, RangeId], SequenceNumbers] = defaultdict(SequenceNumbers)
         self._steps: dict[tuple[TableId, int], WindowStep] = {}
         self._queue: list[_Queued] = []
         self._held_back: list[_Queued] = []
@@ -371,10 +372,7 @@ class PushWindow:
 
     def _new_entry(self, step: WindowStep, range_id: RangeId) -> PushEntry:
         """A seal, unless the caller makes it a push."""
-        place = (step.table_id, range_id)
-        numbers = self._numbers.get(place)
-        if numbers is None:
-            numbers = self._numbers[place] = SequenceNumbers()
+        numbers = self._numbers[step.table_id, range_id]
         sequence = numbers.next()
         self._submitted_count += 1
         key = EntryKey(step.table_id, range_id, sequence)
@@ -450,7 +448,6 @@ class PushWindow:
         return self._failed(entry, reply.error, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Send again unanswered entries, and those of blocked tables whose retry time has come."""
         for place in [place for place, until_s in self._blocked.items() if until_s <= now_s]:
             del self._blocked[place]
             self._let_go()
@@ -694,8 +691,5 @@ class PushWindow:
     def _confirmed(self, key: EntryKey) -> int:
         return self._numbers[(key.table_id, key.range_id)].low_water
 
-    # --- state
-
     def open_entries(self) -> tuple[tuple[EntryKey, EntryState], ...]:
-        """Every entry without an outcome, for error messages and tests."""
         return tuple((entry.key, entry.state) for entry in self._open())

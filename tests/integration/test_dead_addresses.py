@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc
@@ -324,7 +325,7 @@ def test_a_read_that_waits_names_the_server_that_it_waits_for() -> None:
             with pytest.raises(WaitExpired) as late:
                 await puller.pull(order)
             with pytest.raises(WaitExpired):  # as one attempt of a reader's consistent pull
-                await puller.pull_at(order, 0, now_s() + 0.5)
+                await puller.pull_at(replace(order, deadline_s=now_s() + 0.5))
             await links.close()
         assert not counters.waits
         named = f"server 1 at {address} cannot be reached"
