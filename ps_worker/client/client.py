@@ -30,7 +30,6 @@ from ps_worker.spec.values import Array, BlockValues, ElementRun, Values, cut, r
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.steps import PullTicket, PushTicket, StepResult, TableHandle, check_handle
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
-from ps_worker.transport.engine import Engine
 
 ResultT = TypeVar("ResultT")
 
@@ -141,7 +140,7 @@ class Client:
         if config.identity and has_worker():
             config = replace(config, identity="")
         self.connection = ClientConnection(config)
-        self.engine: Engine = self.connection.engine
+        self.engine = self.connection.engine
         self.tables = ClientTables(self.connection)
         self.pulls = Pulls(self.connection, self.tables)
         self.checkpoints = ClientCheckpoints(self.connection, self.tables)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ps_core.cluster_view import Role
 from ps_core.errors import PushpullError
@@ -16,10 +16,20 @@ from ps_worker.transport.loop import stop_background
 from ps_worker.transport.metrics import MEASURES, NODE_MEASURES
 
 if TYPE_CHECKING:
-    from ps_worker.client.client import Client
+    from ps_worker.transport.engine import Engine
 
 
-OPEN: set[Client] = set()
+class OpenClient(Protocol):
+    """A `ps_worker.client.client.Client`, which imports this module."""
+
+    engine: Engine
+
+    def close(self) -> None: ...
+
+    def abandon(self, reason: str) -> None: ...
+
+
+OPEN: set[OpenClient] = set()
 
 MEASURES.window_bytes.set_function(lambda: sum(c.engine.pushes.in_flight_bytes for c in list(OPEN)))
 NODE_MEASURES.watch(
