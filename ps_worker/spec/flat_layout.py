@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -28,7 +29,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import DType, TensorSpec
+from ps_core.tables import DType
 
 TORCH_DTYPE: dict[DType, torch.dtype] = {
     DType.FLOAT32: torch.float32,
@@ -41,15 +42,10 @@ TORCH_DTYPE: dict[DType, torch.dtype] = {
 TABLE_DTYPE: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPE.items()}
 """The inverse of `TORCH_DTYPE`."""
 
-_COMPILED = "_orig_mod"
-"""The word that `torch.compile` puts into the names of a module's parameters."""
-
 
 def plain_name(name: str) -> str:
-    """A parameter's or a buffer's name in the module before `torch.compile`."""
-    if _COMPILED not in name:
-        return name
-    return ".".join(part for part in name.split(".") if part != _COMPILED)
+    """A parameter's or a buffer's name in the module before `torch.compile`, which adds a word."""
+    return ".".join(word for word in name.split(".") if word != "_orig_mod")
 
 
 Parameters: TypeAlias = (
@@ -88,18 +84,12 @@ class FlatLayout:
     def element_count(self) -> int:
         return self.placed[-1].end
 
-    def tensor_specs(self) -> tuple[TensorSpec, ...]:
-        """The tensors of the table's spec."""
-        return tuple(
-            TensorSpec(entry.name, tuple(entry.tensor.shape), entry.offset) for entry in self.placed
-        )
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The layout as `create_table` takes it."""
+        return [(entry.name, tuple(entry.tensor.shape)) for entry in self.placed]
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`flat`, cut into the layout's tensors.
-
-        Shapes:
-            flat: 1-D, `element_count` elements, contiguous. The views share its memory.
-        """
+        """A table's flat values (1-D, contiguous), cut into tensors that share their memory."""
         return tuple(
             flat[entry.offset : entry.end].view(entry.tensor.shape) for entry in self.placed
         )
@@ -122,38 +112,23 @@ def named_groups(parameters: Parameters, module: nn.Module | None = None) -> lis
     if not entries:
         raise InvalidConfig("expected parameters; got an empty list")
     groups = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
-    known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
-    names = _Names(known)
-    return [_named_group(group, names) for group in groups]
+    known, positions = _names_in(module), itertools.count()
+    return [_named_group(group, known, positions) for group in groups]
 
 
 def named_group(
     group: Mapping[str, Any], module: nn.Module | None, position: int
 ) -> dict[str, Any]:
     """A group that is added later, as in `named_groups`; `position` parameters come before it."""
-    known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
-    return _named_group(group, _Names(known, position))
+    return _named_group(group, _names_in(module), itertools.count(position))
 
 
-class _Names:
-    """Names for parameters without one."""
-
-    def __init__(self, known: Mapping[int, str], position: int = 0) -> None:
-        self._known = known
-        self._position = position
-
-    def next_for(self, entry: object) -> tuple[str, torch.Tensor]:
-        position, self._position = self._position, self._position + 1
-        if isinstance(entry, torch.Tensor):
-            return plain_name(self._known.get(id(entry), f"parameter.{position}")), entry
-        if isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor):
-            return plain_name(str(entry[0])), entry[1]
-        raise InvalidConfig(
-            f"expected a parameter or a (name, parameter) pair; got {type(entry).__name__}"
-        )
+def _names_in(module: nn.Module | None) -> dict[int, str]:
+    """The names of a module's parameters, by `id`."""
+    return {} if module is None else {id(p): name for name, p in module.named_parameters()}
 
 
-def _named_group(group: Any, names: _Names) -> dict[str, Any]:
+def _named_group(group: Any, known: Mapping[int, str], positions: Iterator[int]) -> dict[str, Any]:
     if not isinstance(group, Mapping) or "params" not in group:
         raise InvalidConfig(f"expected a parameter group with 'params'; got {type(group).__name__}")
     given = group["params"]
@@ -164,23 +139,27 @@ def _named_group(group: Any, names: _Names) -> dict[str, Any]:
     entries: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
     if "param_names" in group:
         entries = list(zip(group["param_names"], entries, strict=True))
-    once: dict[int, tuple[str, torch.Tensor]] = {}
-    for entry in entries:
-        name, tensor = names.next_for(entry)
-        once.setdefault(id(tensor), (name, tensor))
-    named = list(once.values())
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for entry, position in zip(entries, positions, strict=False):
+        if isinstance(entry, torch.Tensor):
+            name, tensor = known.get(id(entry), f"parameter.{position}"), entry
+        elif isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.Tensor):
+            name, tensor = str(entry[0]), entry[1]
+        else:
+            raise InvalidConfig(
+                f"expected a parameter or a (name, parameter) pair; got {type(entry).__name__}"
+            )
+        named.setdefault(id(tensor), (plain_name(name), tensor))
     return {
         **group,
-        "params": [tensor for _, tensor in named],
-        "param_names": [name for name, _ in named],
+        "params": [tensor for _, tensor in named.values()],
+        "param_names": [name for name, _ in named.values()],
     }
 
 
 def table_layouts(prefix: str, group: Mapping[str, Any]) -> Iterator[FlatLayout]:
-    """The tables of one registered torch group (with "params" and "param_names").
-
-    Yields:
-        One layout per element type and frozenness, in order of first appearance.
+    """The tables of one group of `named_groups`: one for each element type and frozenness, in order
+    of first appearance.
 
     Raises:
         InvalidConfig: no table can have an element type, or two parameters have one name.
@@ -217,12 +196,7 @@ def layout_of(
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> DType:
-    """The table dtype of a parameter.
-
-    Raises:
-        InvalidConfig: no table can have the element type, the tensor is not dense, or it is a lazy
-            module's, which has no shape yet.
-    """
+    """The table dtype of a parameter; InvalidConfig if no table can have it."""
     if is_lazy(tensor):
         raise InvalidConfig(
             f"parameter '{name}' is a lazy module's and has no shape yet; give the model one batch "
@@ -230,7 +204,7 @@ def dtype_of(name: str, tensor: torch.Tensor) -> DType:
         )
     found = TABLE_DTYPE.get(tensor.dtype)
     if found is None or tensor.layout is not torch.strided:
-        expected = ", ".join(str(theirs) for theirs in TABLE_DTYPE)
+        expected = ", ".join(map(str, TABLE_DTYPE))
         raise InvalidConfig(
             f"parameter '{name}' is {tensor.dtype} ({tensor.layout}); expected a dense tensor of "
             f"{expected}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Self, SupportsFloat, TypeAlias
 
 from ps_core.errors import InvalidConfig
 from ps_core.tables import (
@@ -30,14 +30,8 @@ from ps_core.tables import (
 from ps_core.update_offer import GROUP_KEYS
 
 _SWITCHES = ("nesterov", "amsgrad", "centered", "maximize")
-_FIXED_AT_CREATION = ("initial_accumulator_value",)
-
-
-class SupportsFloat(Protocol):
-    """A number: a float, an int, a one-element tensor (torch allows tensors as learning rates)."""
-
-    def __float__(self) -> float: ...
-
+_WITHOUT_BOUNDS = (*_SWITCHES, "dampening", "betas", "clamp", "factory")
+"""The fields that are no numbers of 0 or more."""
 
 Clamp: TypeAlias = tuple[float | None, float | None]
 """The least and the greatest value of a parameter after an update, as for `torch.clamp_`; None for
@@ -52,12 +46,25 @@ class ServerOptimizer:
     __slots__ = ()
     kind: ClassVar[OptimizerKind]
 
+    def __post_init__(self) -> None:
+        """Raises InvalidConfig for a setting out of its bounds."""
+        label, settings = type(self).__name__, self._settings()
+        clamp_hyperparameters(label, settings.get("clamp"))
+        for name, value in settings.items():
+            if name not in _WITHOUT_BOUNDS and (number := _require_number(label, name, value)) < 0:
+                raise InvalidConfig(f"{label}: {name} is {number}; expected 0 or more")
+        if "betas" in settings:
+            _require_betas(label, settings["betas"])
+
     def defaults(self) -> dict[str, Any]:
         """The keys and values of a torch parameter group with these settings: torch's own, and
-        `clamp` if there is one.
+        `clamp` if there is one. None with a `factory`, whose optimizer has the groups.
         """
-        found = self._settings()
-        return {key: value for key, value in found.items() if key != "clamp" or value is not None}
+        settings = self._settings()
+        settings.pop("factory", None)
+        if settings.get("clamp", ()) is None:
+            del settings["clamp"]
+        return settings
 
     def _settings(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
@@ -79,10 +86,8 @@ class ServerOptimizer:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse an object that is no optimizer of this module: torch's own, a name, a class.
-
-    Raises:
-        InvalidConfig: the message has the optimizer to use instead.
+    """Refuse an object that is no optimizer of this module: torch's own, a name, a class. The
+    InvalidConfig has the optimizer to use instead.
     """
     if isinstance(optimizer, ServerOptimizer):
         return
@@ -150,8 +155,7 @@ class SGD(ServerOptimizer):
     clamp: Clamp | None = None
 
     def __post_init__(self) -> None:
-        clamp_hyperparameters(type(self).__name__, self.clamp)
-        _require_not_negative(self, "lr", "momentum", "weight_decay")
+        ServerOptimizer.__post_init__(self)  # a class with slots is made anew: no bare `super`
         _require_number("SGD", "dampening", self.dampening)
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise InvalidConfig(
@@ -178,11 +182,6 @@ class Adam(ServerOptimizer):
     maximize: bool = False
     clamp: Clamp | None = None
 
-    def __post_init__(self) -> None:
-        clamp_hyperparameters(type(self).__name__, self.clamp)
-        _require_not_negative(self, "lr", "eps", "weight_decay")
-        _require_betas("Adam", self.betas)
-
 
 @dataclass(frozen=True, slots=True)
 class AdamW(ServerOptimizer):
@@ -202,11 +201,6 @@ class AdamW(ServerOptimizer):
     maximize: bool = False
     clamp: Clamp | None = None
 
-    def __post_init__(self) -> None:
-        clamp_hyperparameters(type(self).__name__, self.clamp)
-        _require_not_negative(self, "lr", "eps", "weight_decay")
-        _require_betas("AdamW", self.betas)
-
 
 @dataclass(frozen=True, slots=True)
 class Adagrad(ServerOptimizer):
@@ -225,12 +219,6 @@ class Adagrad(ServerOptimizer):
     eps: float = 1e-10
     maximize: bool = False
     clamp: Clamp | None = None
-
-    def __post_init__(self) -> None:
-        clamp_hyperparameters(type(self).__name__, self.clamp)
-        _require_not_negative(
-            self, "lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,10 +240,6 @@ class RMSprop(ServerOptimizer):
     maximize: bool = False
     clamp: Clamp | None = None
 
-    def __post_init__(self) -> None:
-        clamp_hyperparameters(type(self).__name__, self.clamp)
-        _require_not_negative(self, "lr", "alpha", "eps", "weight_decay", "momentum")
-
 
 @dataclass(frozen=True, slots=True)
 class Aggregate(ServerOptimizer):
@@ -273,10 +257,6 @@ class Aggregate(ServerOptimizer):
     kind: ClassVar[OptimizerKind] = OptimizerKind.AGGREGATE
 
     factory: Callable[[list[dict[str, Any]]], Any] | None = None
-
-    def defaults(self) -> dict[str, Any]:
-        """None: the groups belong to the worker's own optimizer."""
-        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,10 +280,6 @@ class Add(ServerOptimizer):
     kind: ClassVar[OptimizerKind] = OptimizerKind.ADD
 
     factory: Callable[[list[dict[str, Any]]], Any] | None = None
-
-    def defaults(self) -> dict[str, Any]:
-        """None: the groups belong to the worker's own optimizer."""
-        return {}
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -359,12 +335,11 @@ def hyperparameters_of(spec: OptimizerSpec, group: Mapping[str, Any]) -> Hyperpa
     """
     if spec.kind is not OptimizerKind.CUSTOM:
         return hyperparameters(spec.kind, group)
-    for name, _ in spec.hyperparameters:
+    names = [name for name, _ in spec.hyperparameters]
+    for name in names:
         if name not in group:
             raise InvalidConfig(f"the parameter group has no '{name}', which {spec.label} needs")
-    return tuple(
-        (name, _require_number(spec.label, name, group[name])) for name, _ in spec.hyperparameters
-    )
+    return tuple((name, _require_number(spec.label, name, group[name])) for name in names)
 
 
 def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparameters:
@@ -409,25 +384,22 @@ def check_switches(spec: OptimizerSpec, group: Mapping[str, Any], table: str) ->
     """Raises InvalidConfig for a group whose switches have changed since its table was created."""
     if spec.kind is OptimizerKind.CUSTOM:  # its hyperparameters have any names
         return
-    for name in _SWITCHES:
-        if name in group and bool(group[name]) != getattr(spec, name):
-            raise InvalidConfig(
-                f"'{name}' of table '{table}' is {getattr(spec, name)} for good; the parameter "
-                f"group now says {group[name]}"
-            )
     created = dict(spec.hyperparameters)
+    fixed: dict[str, bool | float] = {name: getattr(spec, name) for name in _SWITCHES}
+    if "initial_accumulator_value" in created:
+        fixed["initial_accumulator_value"] = created["initial_accumulator_value"]
+    for name, value in fixed.items():
+        if name in group and type(value)(group[name]) != value:
+            raise InvalidConfig(
+                f"'{name}' of table '{table}' is {value} for good; the parameter group now says "
+                f"{group[name]}"
+            )
     given = dict(clamp_hyperparameters(table, group.get("clamp")))
     for name in CLAMP_NAMES:
         if name in created and name not in given:
             raise InvalidConfig(
                 f"'clamp' of table '{table}' has {name} {created[name]}; the parameter group now "
                 "has none, which would mean the table's: expected another bound, such as 1e18"
-            )
-    for name in _FIXED_AT_CREATION:
-        if name in group and name in created and float(group[name]) != created[name]:
-            raise InvalidConfig(
-                f"'{name}' of table '{table}' is {created[name]} for good; the parameter group now "
-                f"says {group[name]}"
             )
 
 
@@ -439,14 +411,6 @@ def _require_number(optimizer: str, name: str, value: SupportsFloat) -> float:
     if not math.isfinite(number):
         raise InvalidConfig(f"{optimizer}: {name} is {number}; expected a finite number")
     return number
-
-
-def _require_not_negative(optimizer: ServerOptimizer, *names: str) -> None:
-    for name in names:
-        label = type(optimizer).__name__
-        number = _require_number(label, name, getattr(optimizer, name))
-        if number < 0:
-            raise InvalidConfig(f"{label}: {name} is {number}; expected 0 or more")
 
 
 def _require_betas(optimizer: str, betas: object) -> None:

@@ -7,7 +7,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
@@ -40,7 +40,10 @@ def BSP(*, backup_workers: int = 0, grace_s: float = 0.0) -> Consistency:  # noq
     Raises:
         InvalidConfig: a number is out of its bounds.
     """
-    grace_ms = _grace_ms(grace_s)
+    most_s = limits.MAX_GRACE_MS / 1000
+    if not 0.0 <= grace_s <= most_s:
+        raise InvalidConfig(f"grace_s is {grace_s}; expected 0 to {most_s:g} seconds")
+    grace_ms = round(grace_s * 1000)
     return Consistency(backup_workers=backup_workers, grace_ms=grace_ms).validated()
 
 
@@ -165,20 +168,17 @@ def table_spec(
     name: str, layout: Layout, optimizer: SupportsSpec | OptimizerSpec, options: TableOptions
 ) -> TableSpec:
     """The validated spec of a table."""
-    unknown = set(options) - set(TableOptions.__annotations__)
-    if unknown:
-        raise InvalidConfig(
-            f"create_table has no option {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(TableOptions.__annotations__))}"
-        )
+    check_options("create_table", options, TableOptions.__annotations__)
     given = {**TABLE_DEFAULTS, "consistency": Consistency(), **options}
     dtype = _choice(DType, "dtype", given["dtype"])
     kernels = _choice(Kernels, "kernels", given["kernels"])
     tensors = tensors_of(name, layout)
-    is_spec = isinstance(optimizer, OptimizerSpec)
-    if not is_spec and (isinstance(optimizer, type) or not hasattr(optimizer, "spec")):
-        check_optimizer(optimizer)
-    spec = optimizer if isinstance(optimizer, OptimizerSpec) else optimizer.spec(kernels)
+    if isinstance(optimizer, OptimizerSpec):
+        spec = optimizer
+    else:
+        if isinstance(optimizer, type) or not hasattr(optimizer, "spec"):
+            check_optimizer(optimizer)
+        spec = optimizer.spec(kernels)
     return TableSpec(
         name=name,
         dtype=dtype,
@@ -195,30 +195,22 @@ def table_spec(
 
 
 def tensors_of(name: str, layout: Layout) -> tuple[TensorSpec, ...]:
-    """The tensors of a table: one named as the table for a count or a shape, else those listed.
-
-    Raises:
-        InvalidConfig: the layout has none of the three forms.
-    """
-    if isinstance(layout, int):
-        return (TensorSpec(name, (_size(name, layout),), 0),)
-    if all(isinstance(entry, int) for entry in layout):
-        shape = tuple(_size(name, entry) for entry in layout)
-        return (TensorSpec(name, shape, 0),)
+    """The tensors of a table: one named as the table for a count or a shape, else those listed."""
+    entries: Sequence[Any] = [layout] if isinstance(layout, int) else layout
+    if all(isinstance(entry, int) for entry in entries):
+        entries = [(name, entries)]
     tensors = []
     offset = 0
-    for entry in layout:
-        tensor = TensorSpec(*_named_shape(name, entry), offset)
+    for entry in entries:
+        if not (isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)):
+            raise InvalidConfig(
+                f"table '{name}': the layout has {entry!r}; expected (tensor name, shape)"
+            )
+        shape = tuple(_size(entry[0], size) for size in entry[1])
+        tensor = TensorSpec(entry[0], shape, offset)
         tensors.append(tensor)
         offset += tensor.element_count
     return tuple(tensors)
-
-
-def _named_shape(table: str, entry: object) -> tuple[str, tuple[int, ...]]:
-    """One entry of a layout, checked."""
-    if isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str):
-        return entry[0], tuple(_size(entry[0], size) for size in entry[1])
-    raise InvalidConfig(f"table '{table}': the layout has {entry!r}; expected (tensor name, shape)")
 
 
 def _size(name: str, size: object) -> int:
@@ -236,34 +228,42 @@ def consistency_of(given: Consistency | str) -> Consistency:
     raise InvalidConfig(f"consistency is {given!r}; expected BSP(), SSP(staleness) or ASP()")
 
 
-def _grace_ms(grace_s: float) -> int:
-    if not 0.0 <= grace_s <= limits.MAX_GRACE_MS / 1000:
-        raise InvalidConfig(
-            f"grace_s is {grace_s}; expected 0 to {limits.MAX_GRACE_MS / 1000:g} seconds"
-        )
-    return round(grace_s * 1000)
-
-
 def _initializer(initial: Initial, dtype: DType) -> Initializer:
-    if isinstance(initial, Zeros):
-        return Initializer(InitializerKind.ZEROS)
-    if isinstance(initial, Constant):
-        return Initializer(InitializerKind.CONSTANT, constant=float(initial.value))
-    if isinstance(initial, FromRank0):
-        return Initializer(InitializerKind.FROM_RANK_ZERO)
-    if isinstance(initial, Inline):
-        raw = raw_of(initial.values, dtype, "the inline initializer")
-        return Initializer(InitializerKind.INLINE, inline=raw.tobytes())
+    match initial:
+        case Zeros():
+            return Initializer(InitializerKind.ZEROS)
+        case Constant(value):
+            return Initializer(InitializerKind.CONSTANT, constant=float(value))
+        case FromRank0():
+            return Initializer(InitializerKind.FROM_RANK_ZERO)
+        case Inline(values):
+            raw = raw_of(values, dtype, "the inline initializer")
+            return Initializer(InitializerKind.INLINE, inline=raw.tobytes())
     raise InvalidConfig(
         f"init is {initial!r}; expected Zeros(), Constant(value), Inline(values) or FromRank0()"
     )
+
+
+def check_options(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises InvalidConfig, which names the options `known`, for another that is given."""
+    options = sorted(known)
+    unknown = sorted(set(given) - set(options))
+    if unknown:
+        raise InvalidConfig(
+            f"{function} has no option {', '.join(unknown)}; it has {', '.join(options)}"
+        )
 
 
 def _choice(kind: Any, field: str, given: object) -> Any:
     """The member of an enum by its value, or the member itself."""
     if isinstance(given, kind):
         return given
-    names = [member.value for member in kind]
-    if given not in names:
-        raise InvalidConfig(f"{field} is {given!r}; expected one of {', '.join(map(repr, names))}")
+    require_one_of(field, given, [member.value for member in kind])
     return kind(given)
+
+
+def require_one_of(field: str, given: object, allowed: Iterable[object]) -> None:
+    """Raises InvalidConfig, which names the setting `field`, unless `given` is `allowed`."""
+    values = list(allowed)
+    if given not in values:
+        raise InvalidConfig(f"{field} is {given!r}; expected one of {', '.join(map(repr, values))}")

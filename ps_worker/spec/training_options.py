@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
 from ps_core import limits
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
 from ps_core.tables import Kernels, Reduction
-from ps_worker.spec.settings import BSP, consistency_of
-
-BUFFER_MODES = ("rank0", "mean", None)
-STEP_MODES = ("sealed", "eager")
+from ps_worker.spec.settings import BSP, check_options, consistency_of, require_one_of
 
 
 class OptimizerOptions(TypedDict, total=False):
@@ -51,17 +48,25 @@ class TrainingOptions:
     recompute: int = 3
 
     def __post_init__(self) -> None:
-        _require_one_of("mode", self.mode, STEP_MODES)
-        _require_one_of("buffers", self.buffers, BUFFER_MODES)
-        _require_one_of("kernels", self.kernels, tuple(kind.value for kind in Kernels))
-        _require_one_of("reduction", self.reduction, tuple(kind.value for kind in Reduction))
+        require_one_of("mode", self.mode, ("sealed", "eager"))
+        require_one_of("buffers", self.buffers, ("rank0", "mean", None))
+        require_one_of("kernels", self.kernels, (kind.value for kind in Kernels))
+        require_one_of("reduction", self.reduction, (kind.value for kind in Reduction))
         if self.accumulate < 1:
             raise InvalidConfig(f"accumulate is {self.accumulate}; expected 1 or more")
         if not 0 <= self.recompute <= limits.MAX_RECOMPUTE_COUNT:
             raise InvalidConfig(
                 f"recompute is {self.recompute}; expected 0 to {limits.MAX_RECOMPUTE_COUNT} rounds"
             )
-        self._check_clip_norm()
+        if self.clip_norm is not None and not 0.0 < self.clip_norm < math.inf:
+            raise InvalidConfig(
+                f"clip_norm is {self.clip_norm}; expected a finite number above 0, or None"
+            )
+        if self.clip_norm is not None and self.is_eager:
+            raise InvalidConfig(
+                f"clip_norm is {self.clip_norm:g} in 'eager' mode, where gradients leave before "
+                "all of them, and so their norm, are there; expected mode='sealed' (the default)"
+            )
         if not self.name or "/" in self.name:
             raise InvalidConfig(f"name is {self.name!r}; expected a name without '/'")
         if self.buffers == "mean" and not self.is_bsp:
@@ -70,29 +75,10 @@ class TrainingOptions:
                 "BSP"
             )
 
-    def _check_clip_norm(self) -> None:
-        if self.clip_norm is None:
-            return
-        if not 0.0 < self.clip_norm < math.inf:
-            raise InvalidConfig(
-                f"clip_norm is {self.clip_norm}; expected a finite number above 0, or None"
-            )
-        if self.is_eager:
-            raise InvalidConfig(
-                f"clip_norm is {self.clip_norm:g} in 'eager' mode, where gradients leave before "
-                "all of them, and so their norm, are there; expected mode='sealed' (the default)"
-            )
-
     @classmethod
     def of(cls, given: OptimizerOptions, default: Consistency) -> TrainingOptions:
         """The caller's options, with defaults for the rest; `default` is the consistency's."""
-        known = {entry.name for entry in fields(cls)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            raise InvalidConfig(
-                f"DistributedOptimizer has no option {', '.join(unknown)}; it has "
-                f"{', '.join(sorted(known))}"
-            )
+        check_options("DistributedOptimizer", given, OptimizerOptions.__annotations__)
         consistency = consistency_of(given.get("consistency", default))
         return cls(**cast("dict[str, Any]", {**given, "consistency": consistency}))
 
@@ -114,9 +100,3 @@ class TrainingOptions:
     def is_in_lockstep(self) -> bool:
         """True if all workers of the model are at one clock, which backup workers do not ensure."""
         return self.is_bsp and not self.consistency.backup_workers
-
-
-def _require_one_of(field: str, given: object, allowed: tuple[object, ...]) -> None:
-    if given not in allowed:
-        expected = ", ".join(repr(value) for value in allowed)
-        raise InvalidConfig(f"{field} is {given!r}; expected one of {expected}")

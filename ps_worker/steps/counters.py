@@ -47,9 +47,8 @@ class Counters:
     @property
     def step_count(self) -> int:
         """The steps that the script reported, else the highest clock committed on any table."""
-        if self.reported_step_count is not None:
-            return self.reported_step_count
-        return self.finished_step_count
+        reported = self.reported_step_count
+        return self.finished_step_count if reported is None else reported
 
     @property
     def waiting_for(self) -> str:

@@ -134,22 +134,18 @@ def wait_until_ended(futures: Sequence[Future[Any]], timeout_s: float) -> None:
 MAX_UNCOMMITTED_STEP_COUNT = 8
 """The most sealed steps of one table that are not committed; another one waits for the oldest."""
 
-
 _MAX_SKEW = 8
 """The most clocks that the joins of one model's tables may be apart; tables further apart have
 another reason, such as parameters that were unfrozen later."""
 
 
 def skipped_clocks(missed_counts: Sequence[int]) -> tuple[int, ...]:
-    """The number of clocks that a worker skips on each of the tables that it steps together.
+    """The number of clocks that a worker skips on each of the tables that it steps together, which
+    have had `missed_counts` updates beyond its clock, made without it.
 
-    Args:
-        missed_counts: of each table, the updates beyond the worker's clock made without it.
-
-    Returns:
-        The same number for all (SEMANTICS S7), so the clocks of two tables stay equally far apart
-        for all workers. Otherwise two workers could wait for each other, each on another table,
-        once the backup workers are no more.
+    The same number for all (SEMANTICS S7), so the clocks of two tables stay equally far apart for
+    all workers. Otherwise two workers could wait for each other, each on another table, once the
+    backup workers are no more.
     """
     count = min(missed_counts, default=0)
     return (count,) * len(missed_counts)
@@ -209,19 +205,15 @@ class TableStep:
         self.clock = clock
         self._sink = sink
         self._steps = steps
-        self._sealed = False
+        self.is_sealed = False
         self._tensors: dict[int, BlockValues] = {}
         width = NATIVE_CODEC[table.spec.dtype].element_bytes
         self._block_bytes = table.spec.block_elements * width
         self._last_block = table.block_count - 1
         self._last_bytes = table.block_length(self._last_block) * width
         future: Future[StepResult] = Future()
-        self.ticket = PushTicket(table, clock, future, lambda: self._sealed)
+        self.ticket = PushTicket(table, clock, future, lambda: self.is_sealed)
         sink.open_step(table, clock, future)
-
-    @property
-    def is_sealed(self) -> bool:
-        return self._sealed
 
     def push_blocks(
         self,
@@ -249,14 +241,12 @@ class TableStep:
             InvalidTensor: a payload has another length than its block.
         """
         self._check_open()
-        peer_version = self._steps.pulled_peer_version
+        peer_versions, is_initial = self._steps.peer_versions, self.clock == 0
         bodies = []
         for block, payload, presence in blocks:
             self._check_length(block, payload)
-            is_initial = self.clock == 0
-            bodies.append(
-                PushBody(block, payload, presence, eager, peer_version(block), is_initial)
-            )
+            seen = peer_versions.get(block)
+            bodies.append(PushBody(block, payload, presence, eager, seen, is_initial))
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, priority)
 
@@ -272,9 +262,8 @@ class TableStep:
         Shapes:
             blocks: as `push_blocks`; of optimizer state in the dtype of the table's arithmetic.
 
-        Raises: as `push_blocks`.
-
-        Blocking: no. The ticket raises EditRefused if the workers do not all make this edit.
+        Raises: as `push_blocks`. The ticket raises EditRefused if the workers do not all make this
+        edit.
         """
         self._check_open()
         bodies = []
@@ -284,8 +273,7 @@ class TableStep:
                 check_length(payload.nbytes, self.table.spec.arithmetic_codec, length)
             else:
                 self._check_length(block, payload)
-            body = PushBody(block, payload, presence, None, None, True, bool(array))
-            bodies.append(body)
+            bodies.append(PushBody(block, payload, presence, None, None, True, bool(array)))
         self._sink.withdraw(self.table, self.clock, frozenset(body.block for body in bodies))
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, 0)
@@ -330,7 +318,7 @@ class TableStep:
         return self._end(StepTerms(hyperparameters, contribution_scale, skip, last, clip_scale))
 
     def _end(self, terms: StepTerms) -> PushTicket:
-        self._sealed = True
+        self.is_sealed = True
         self._tensors = {}  # the ticket and this step hold each other: free the values now
         self._steps.sealed(self)
         self._sink.seal(self.table, self.clock, terms)
@@ -343,11 +331,9 @@ class TableStep:
             check_length(payload.nbytes, codec, self.table.block_length(block))
 
     def _check_open(self) -> None:
-        if self._sealed:
-            raise InvalidConfig(
-                f"step {self.clock} of table '{self.table.spec.name}' has been sealed; begin the "
-                "next"
-            )
+        if self.is_sealed:
+            step = f"step {self.clock} of table '{self.table.spec.name}'"
+            raise InvalidConfig(f"{step} has been sealed; begin the next")
 
 
 class TableSteps:
@@ -364,9 +350,11 @@ class TableSteps:
         owed_count: the clocks that this worker had skipped when the table was created.
 
     Attributes:
+        clock: of the last step that this worker sealed on the table, or skipped.
         owed_count: clocks to skip before the first step.
         skipped_count: clocks that the worker skipped here while it trained only tables that it
             steps together with this one: a later table skips as many.
+        peer_versions: of each block, the peer version that the last pull has seen.
     """
 
     def __init__(
@@ -379,36 +367,26 @@ class TableSteps:
         owed_count: int = 0,
     ) -> None:
         self.table = table
-        self.owed_count = 0 if joins else owed_count
-        self.skipped_count = 0 if joins else owed_count
+        self.owed_count = self.skipped_count = 0 if joins else owed_count
         self._sink = sink
         self._is_alone = is_alone
         self._joins = joins
         self._lock = threading.Lock()
-        self._clock = self._newest_clock = table.restored_clock or 0
+        self.clock = self._newest_clock = table.restored_clock or 0
+        self.peer_versions: dict[int, int] = {}
         self._open: TableStep | None = None
         self._assign: TableStep | None = None
         self._tickets: list[PushTicket] = []
-        self._peer_versions: dict[int, int] = {}
-
-    @property
-    def clock(self) -> int:
-        """The clock of the last step that this worker sealed on the table, or skipped."""
-        return self._clock
 
     def open_step(self) -> TableStep:
         """The open step; begins one if there is none."""
         with self._lock:
             if self._open is None:
-                self._open = TableStep(self.table, self._clock + 1, self._sink, self)
+                self._open = TableStep(self.table, self.clock + 1, self._sink, self)
             return self._open
 
     def assign_step(self) -> TableStep:
-        """The step of clock 0 that gives initial values.
-
-        Raises:
-            InvalidConfig: the values have been given.
-        """
+        """The step of clock 0 that gives initial values; InvalidConfig if they have been given."""
         with self._lock:
             if self._assign is None:
                 self._assign = TableStep(self.table, 0, self._sink, self)
@@ -419,13 +397,12 @@ class TableSteps:
             return self._assign
 
     def sealed(self, step: TableStep) -> None:
-        """Take note that `step` is sealed."""
         with self._lock:
             if len(self._tickets) >= MAX_UNCOMMITTED_STEP_COUNT:
                 self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
             self._tickets.append(step.ticket)
             if step.clock:
-                self._clock, self._open = step.clock, None
+                self.clock, self._open = step.clock, None
 
     def scale(self, clock: int, scale: float) -> PushTicket:
         """Give the factor of the update of a step that was sealed with a `clip_scale` and has ended
@@ -446,9 +423,8 @@ class TableSteps:
 
     def oldest_of_too_many(self) -> PushTicket | None:
         """The oldest sealed step that has not ended, if there are the most allowed."""
-        if len(self._tickets) < MAX_UNCOMMITTED_STEP_COUNT:
-            return None
-        tickets = self.uncommitted()
+        is_many = len(self._tickets) >= MAX_UNCOMMITTED_STEP_COUNT
+        tickets = self.uncommitted() if is_many else []
         return tickets[0] if len(tickets) >= MAX_UNCOMMITTED_STEP_COUNT else None
 
     def reached(self, clock: int) -> None:
@@ -468,22 +444,14 @@ class TableSteps:
     @property
     def missed_count(self) -> int:
         """The updates made without this worker beyond its clock, as far as it knows."""
-        return max(self._newest_clock - self._clock, 0)
+        return max(self._newest_clock - self.clock, 0)
 
     def skip_clocks(self, count: int, *, is_owed: bool = True) -> None:
         """Skip clocks whose updates were made without this worker, unless a step is open."""
         with self._lock:
             if self._open is None:
-                self._clock += count
+                self.clock += count
                 self.skipped_count += count if is_owed else 0
-
-    def saw(self, block: int, peer_version: int) -> None:
-        """Take note of the peer version of a pulled block."""
-        self._peer_versions[block] = peer_version
-
-    def pulled_peer_version(self, block: int) -> int | None:
-        """The peer version of the last pull of the block; None if it was never pulled."""
-        return self._peer_versions.get(block)
 
 
 class TableHandle:

@@ -109,7 +109,7 @@ class BufferTable:
         self._left: dict[str, torch.Tensor] = {}
         self.handle = client.create_table(
             layout.table_name,
-            [(entry.name, tuple(entry.tensor.shape)) for entry in layout.placed],
+            layout.shapes(),
             optimizer=Assign(),
             dtype=layout.dtype.value,
             init=FromRank0(),

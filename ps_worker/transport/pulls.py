@@ -366,7 +366,7 @@ class Puller:
         MEASURES.pulled_bytes.inc(byte_count)
         progress.versions[value.block] = value.version
         if not progress.order.array:  # optimizer state: the worker has not seen these values
-            progress.order.steps.saw(value.block, value.peer_version)
+            progress.order.steps.peer_versions[value.block] = value.peer_version
         if progress.lowest_clock is None or value.clock < progress.lowest_clock:
             progress.lowest_clock = value.clock
 

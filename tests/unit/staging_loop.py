@@ -12,6 +12,7 @@ from torch import nn
 from ps_core.keys import TableId
 from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_worker.spec.flat_layout import TORCH_DTYPE, dtype_of, layout_of
+from ps_worker.spec.settings import tensors_of
 from ps_worker.spec.values import BlockValues
 from ps_worker.training.tables.device_copies import to_host
 from ps_worker.training.tables.staging import CopyToHost, GradientStaging
@@ -29,7 +30,7 @@ class Loop:
         assert layout is not None
         spec = TableSpec(
             "t", dtype, layout.element_count, OptimizerSpec(OptimizerKind.SGD), 64,
-            layout.tensor_specs(),
+            tensors_of("", layout.shapes()),
         ).validated()  # fmt: skip
         self.table = Table(TableId(1), 0, spec)
         self.staging = GradientStaging(layout, self.table, accumulate, copy=copy)

@@ -14,7 +14,7 @@ from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.spec.optimizers import SGD
-from ps_worker.spec.settings import ASP
+from ps_worker.spec.settings import ASP, tensors_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
 from ps_worker.steps.steps import TableHandle
@@ -61,7 +61,7 @@ def test_two_threads_of_autograd_have_one_staging() -> None:
     assert layout is not None
     spec = TableSpec(
         "t", dtype, layout.element_count, OptimizerSpec(OptimizerKind.SGD), 64,
-        layout.tensor_specs(),
+        tensors_of("", layout.shapes()),
     ).validated()  # fmt: skip
     client = Pushed(Table(TableId(1), 0, spec))
     options = TrainingOptions.of({"mode": "eager"}, ASP())

@@ -30,7 +30,7 @@ def test_a_module_is_one_group_in_registration_order() -> None:
         ("0.weight", 0), ("0.bias", 6), ("1.weight", 8), ("1.bias", 10),
     ]  # fmt: skip
     assert layout.element_count == 11
-    assert [spec.shape for spec in layout.tensor_specs()] == [(2, 3), (2,), (1, 2), (1,)]
+    assert [shape for _, shape in layout.shapes()] == [(2, 3), (2,), (1, 2), (1,)]
 
 
 def test_one_table_for_each_dtype_and_frozenness_of_a_group() -> None:

@@ -70,7 +70,7 @@ class TrainedTable:
         self.is_asleep = layout.is_frozen
         self.handle = client.create_table(
             layout.table_name,
-            [(entry.name, tuple(entry.tensor.shape)) for entry in layout.placed],
+            layout.shapes(),
             optimizer=optimizer,
             dtype=layout.dtype.value,
             init=FromRank0(),
