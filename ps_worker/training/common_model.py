@@ -53,17 +53,8 @@ class CommonModel:
         return self._stage is not _Stage.NONE
 
     def meet(self, timeout_s: float | None, *, is_pulled: bool) -> None:
-        """Wait until all workers have called this, and have the model.
-
-        Args:
-            timeout_s: as for `Client.barrier`.
-            is_pulled: False if the workers have the same parameters anyway.
-
-        Raises:
-            WaitExpired: a worker is missing.
-            EditRefused: a parameter was changed since the last step, or since the call was
-                interrupted; then the others have the model.
-            InvalidConfig: another worker has made another collective call.
+        """Wait until all workers have called this, and have the model; raises as
+        `DistributedOptimizer.synchronize`. `is_pulled` is False if they have the same anyway.
         """
         went_on = self.is_interrupted
         if not went_on:
@@ -75,9 +66,7 @@ class CommonModel:
             self._check_unchanged()
 
     def go_on(self, timeout_s: float | None = None) -> None:
-        """End a meeting that was interrupted, if one was; blocks and raises as `meet`. Parameters
-        that were changed keep their values.
-        """
+        """End a meeting that was interrupted, if one was. Changed parameters keep their values."""
         try:
             if self._stage is _Stage.BEGUN:
                 self._client.barrier(f"synchronize {self._name}", timeout_s=timeout_s)
@@ -91,16 +80,12 @@ class CommonModel:
         except BaseException as error:
             if isinstance(error, InvalidConfig):  # it has ended for all
                 self._stage = _Stage.NONE
-            self._left()
+            if self._is_pulled and self._stage in (_Stage.BEGUN, _Stage.MET):
+                parts: list[TrainedTable | BufferTable] = [*self._tables, *self._buffers]
+                with uninterrupted():
+                    for part in parts:
+                        part.left()
             raise
-
-    def _left(self) -> None:
-        if self._is_pulled and self._stage in (_Stage.BEGUN, _Stage.MET):
-            with uninterrupted():
-                for table in self._tables:
-                    table.left()
-                for buffers in self._buffers:
-                    buffers.left()
 
     def _check_unchanged(self) -> None:
         edited = {table: indexes for table in self._tables if (indexes := table.edited())}
@@ -113,9 +98,9 @@ class CommonModel:
 
     def _pull_all(self) -> None:
         """Pull all parameters and buffers, while no worker takes a step."""
+        pulled = [buffers for buffers in self._buffers if buffers.is_pulled]
         for table in self._tables:
             table.begin_refresh()
-        pulled = [buffers for buffers in self._buffers if buffers.is_pulled]
         for buffers in pulled:
             buffers.begin_pull()
         for table in self._tables:

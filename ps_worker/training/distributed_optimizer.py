@@ -7,15 +7,8 @@
         opt.step()                      # ends the step; the parameters are the servers' again
 
 Rules:
-    - Every step seals every table of the optimizer, with or without gradients
-      (`ps_worker.training.trained_model`).
     - Each step carries the hyperparameters of `param_groups`, as they are at its end, so torch's
       learning-rate schedulers work unchanged.
-    - The servers have the optimizer state; `state_dict` pulls it, and `load_state_dict` gives it to
-      them with the next `step` (SEMANTICS S16). With `Aggregate` and `Add` it is the local
-      optimizer's.
-    - The next `step` gives the servers parameters that the script has changed, if all workers
-      change them alike under BSP; else it refuses (SEMANTICS S16).
     - Gradients are not averaged over `accumulate`: scale the loss, as with torch.
 """
 
@@ -27,6 +20,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn, ParamSpec, TypeVar, Unpack
 
 import torch
@@ -160,27 +154,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_optimizer(optimizer)
         self._client = client
         self._optimizer = optimizer
-        self._model = TrainedModel(
-            client, optimizer, TrainingOptions.of(options, client.consistency)
-        )
+        checked = TrainingOptions.of(options, client.consistency)
+        self._model = TrainedModel(client, optimizer, checked)
+        self._tables, self._buffers = self._model.tables, self._model.buffers
         self._module = parameters if isinstance(parameters, nn.Module) else module
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
-        self._inner: torch.optim.Optimizer | None = None
         self._loss: float | None = None
         self._is_made = False
         self._has_stepped = False
-        if self._options.buffers == "mean" and self._module is None:
+        if checked.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
         groups = named_groups(parameters, self._module)
         _check_reduces_alone(groups, self._client.world_size)
-        if self._model.adds and self._options.is_eager:
+        if self._model.adds and checked.is_eager:
             raise InvalidConfig(
                 "mode is 'eager' with Add, which pushes what a whole step did; expected 'sealed'"
             )
         if isinstance(optimizer, Aggregate | Add):
-            self._inner = self._model.inner = inner_optimizer(optimizer, groups)
-            super().__init__(self._inner.param_groups, dict(self._inner.defaults))
-            self._share(self._inner)
+            inner = self._model.inner = inner_optimizer(optimizer, groups)
+            super().__init__(inner.param_groups, dict(inner.defaults))
+            self._share(inner)
         else:
             super().__init__(groups, optimizer.defaults())
         with self._taken_name():
@@ -188,27 +181,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hook_trainable()
         self._is_made = True
         client.checkpoints.save_points.add_model(self._trained)
-        self._own_state = OptimizerState(self, self._keeps_parameters)
-        client.attach_state(f"optimizer/{self._options.name}", self._own_state)
+        self._own_state = OptimizerState(self, self._model.aggregates)
+        client.attach_state(f"optimizer/{checked.name}", self._own_state)
 
     def _start(self) -> None:
         """Create the tables, and start from rank 0's values."""
         for number in range(len(self.param_groups)):
             self._tables.extend(self._tables_of_group(number))
-        if self._module is not None and self._options.buffers is not None:
+        options, imported = self._model.options, self._client.checkpoints.imported
+        if self._module is not None and options.buffers is not None:
             self._buffers.extend(
-                BufferTable(self._client, self._module, layout, self._options)
-                for layout in buffer_layouts(self._options.name, self._module)
+                BufferTable(self._client, self._module, layout, options)
+                for layout in buffer_layouts(options.name, self._module)
             )
-        if self._client.checkpoints.imported is not None and self._module is not None:
-            _check_known(self._client.checkpoints.imported, self._options.name, self._module)
+        if self._module is not None and imported is not None:
+            _check_known(imported, options.name, self._module)
         self._start_from_rank_zero([*self._tables, *self._buffers])
         self._model.begin()
-
-    @property
-    def _keeps_parameters(self) -> bool:
-        """True if the parameters are this worker's own, and the servers have sums."""
-        return self._inner is not None and not self._model.adds
 
     def _trained(self) -> list[tuple[TableHandle, bool]]:
         return [
@@ -225,20 +214,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def gradient_norm(self) -> float | None:
         """The norm that the last step was clipped by."""
         return self._model.gradient_norm
-
-    # --- parts
-
-    @property
-    def _options(self) -> TrainingOptions:
-        return self._model.options
-
-    @property
-    def _tables(self) -> list[TrainedTable]:
-        return self._model.tables
-
-    @property
-    def _buffers(self) -> list[BufferTable]:
-        return self._model.buffers
 
     # --- torch's own verbs
 
@@ -329,8 +304,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return
         position = sum(len(group["params"]) for group in self.param_groups)
         group = named_group(param_group, self._module, position)
-        if self._inner is not None:
-            self._inner.add_param_group(group)
+        if self._model.inner is not None:
+            self._model.inner.add_param_group(group)
         else:
             _plain(_Base.add_param_group)(self, group)
         try:
@@ -357,8 +332,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidConfig: `Custom`, whose state has no layout in torch.
             PushpullError: as `Client.wait`.
         """
-        if self._inner is not None:
-            return self._inner.state_dict()
+        if self._model.inner is not None:
+            return self._model.inner.state_dict()
         self._check_has_layout()
         self._model.end_step()
         loaded = self._model.loaded
@@ -388,9 +363,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 that train. Nothing has changed.
             PushpullError: as `Client.wait`.
         """
-        if self._inner is not None:
-            self._inner.load_state_dict(state_dict)
-            self._share(self._inner)
+        inner = self._model.inner
+        if inner is not None:
+            inner.load_state_dict(state_dict)
+            self._share(inner)
             return
         self._check_has_layout()
         self._model.end_step()
@@ -417,8 +393,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"a DistributedOptimizer ('{self._options.name}') cannot be copied or pickled: it "
-            "belongs to a connection, and its state is on the servers. Save "
+            f"a DistributedOptimizer ('{self._model.options.name}') cannot be copied or pickled: "
+            "it belongs to a connection, and its state is on the servers. Save "
             "optimizer.state_dict(), make the optimizer anew, and load that"
         )
 
@@ -428,14 +404,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     @property
     def has_local_state(self) -> bool:
         """True if a torch optimizer runs at this worker (`Aggregate`, `Add`)."""
-        return self._inner is not None
+        return self._model.inner is not None
 
     @property
     def clock(self) -> int:
         """The steps that this worker has taken with the model, rounds included; a late joiner
         begins at this step, in its schedules too.
         """
-        return max((table.handle.clock for table in self._tables), default=0)
+        return self._model.clock
 
     def set_consistency(
         self,
@@ -498,17 +474,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Takes the name for this optimizer, unless the block fails."""
         if self._client.is_reader:
             raise InvalidConfig("the client is a reader's; expected a worker's (role='worker')")
-        names = _names_in_use.setdefault(self._client, set())
-        if self._options.name in names:
+        name, names = self._model.options.name, _names_in_use.setdefault(self._client, set())
+        if name in names:
             raise InvalidConfig(
-                f"name '{self._options.name}' is another DistributedOptimizer's of this client; "
-                "give each its own name="
+                f"name '{name}' is another DistributedOptimizer's of this client; give each its "
+                "own name="
             )
-        names.add(self._options.name)
+        names.add(name)
         try:
             yield
         except BaseException:
-            names.discard(self._options.name)
+            names.discard(name)
             raise
 
     def _tables_of_group(self, number: int) -> list[TrainedTable]:
@@ -516,11 +492,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer = self._optimizer
         if not isinstance(optimizer, Aggregate | Add):
             optimizer = optimizer.with_group(group)
-        name = self._options.name
+        name = self._model.options.name
         birth = known_birth(name, number, self._client.checkpoints.tables_before)
         prefix = table_prefix(name, number, self._birth_clock() if birth is None else birth)
         tables = [
-            TrainedTable(self._client, layout, number, optimizer, self._options)
+            TrainedTable(self._client, layout, number, optimizer, self._model.options)
             for layout in table_layouts(prefix, group)
         ]
         if isinstance(optimizer, Custom) and tables:
@@ -532,29 +508,33 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _birth_clock(self) -> int:
         """The model's present clock; 0 if workers' clocks may differ."""
-        if not self._is_made or not self._options.is_in_lockstep:
+        if not self._is_made or not self._model.options.is_in_lockstep:
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
 
     def _start_from_rank_zero(self, tables: Sequence[TrainedTable | BufferTable]) -> None:
         joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
-        is_giver = self._client.rank == 0 and not joins
-        if self._client.is_late_joiner:
-            joining.check_may_join(isinstance(self._optimizer, Aggregate))
+        if self._client.is_late_joiner and isinstance(self._optimizer, Aggregate):
+            raise InvalidConfig(
+                "this worker joins while others train, and with Aggregate the parameters "
+                "are the workers': it cannot know them. Start all workers again, or train with Add"
+            )
+        restored = [t for t in tables if t.handle.table.restored_clock is not None]
+        gives = self._client.rank == 0 and not joins
+        given = [t for t in tables if gives and t not in restored]
+        # Restored sums are not parameters, which the worker's own state has; imported values are.
+        is_own = self._model.aggregates and self._client.checkpoints.imported is None
+        own = [t for t in restored if is_own and isinstance(t, TrainedTable)]
         if joins:
             joining.begin_where_the_others_are(self._client, tables)
-        restored = [t for t in tables if t.handle.table.restored_clock is not None]
-        given = [t for t in tables if is_giver and t not in restored]
-        # Restored sums are not parameters, which the worker's own state has; imported values are.
-        is_own = self._keeps_parameters and self._client.checkpoints.imported is None
-        own = [t for t in restored if is_own and isinstance(t, TrainedTable)]
-        for table in () if joins else tables:
-            if table in given:
-                table.begin_assign()
-            elif table not in own:
-                table.begin_pull()
-        for table in () if joins else tables:
-            table.finish()
+        else:
+            for table in tables:
+                if table in given:
+                    table.begin_assign()
+                elif table not in own:
+                    table.begin_pull()
+            for table in tables:
+                table.finish()
         for table in tables:
             if table not in given and table not in own and isinstance(table, TrainedTable):
                 table.write_parameters()
@@ -565,48 +545,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Hook parameters that the script has unfrozen; torch hooks no other tensors."""
         for table in self._tables:
             for index, entry in enumerate(table.layout.placed):
-                if entry.tensor.requires_grad and self._model.adds:
-                    table.is_asleep = False  # its values exist only after the step: no hook
-                elif entry.tensor.requires_grad and entry.tensor not in self._hooks:
-                    table.is_asleep = False
-                    hook = _Hook(weakref.ref(self), table, index)
-                    self._hooks[entry.tensor] = entry.tensor.register_post_accumulate_grad_hook(
-                        hook
-                    )
-
-    # --- a step
-
-    def _hooked(self, table: TrainedTable, index: int) -> None:
-        self._model.gradient_came()
-        arrives = self._options.applies_on_arrival
-        given = self._model.hyperparameters(table, self.param_groups) if arrives else ()
-        table.hooked(index, given)
+                if not entry.tensor.requires_grad:
+                    continue
+                table.is_asleep = False
+                # Add's values exist only after the step: no hook.
+                if not self._model.adds and entry.tensor not in self._hooks:
+                    hook = partial(_hooked, weakref.ref(self), table, index)
+                    handle = entry.tensor.register_post_accumulate_grad_hook(hook)
+                    self._hooks[entry.tensor] = handle
 
 
-class _Hook:
-    """A parameter's hook, with a weak reference to its optimizer."""
-
-    def __init__(
-        self, optimizer: weakref.ref[DistributedOptimizer], table: TrainedTable, index: int
-    ) -> None:
-        self._optimizer = optimizer
-        self._table = table
-        self._index = index
-
-    def __call__(self, _: torch.Tensor) -> None:
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            optimizer._hooked(self._table, self._index)
+def _hooked(
+    reference: weakref.ref[DistributedOptimizer], table: TrainedTable, index: int, _: torch.Tensor
+) -> None:
+    """A parameter's hook, which does not keep its optimizer alive."""
+    optimizer = reference()
+    if optimizer is not None:
+        model = optimizer._model
+        model.gradient_came()
+        arrives = model.options.applies_on_arrival
+        table.hooked(index, model.hyperparameters(table, optimizer.param_groups) if arrives else ())
 
 
 def _check_known(imported: Imported, name: str, module: nn.Module) -> None:
-    """Refuse an import with tensors that the model does not have. `name` is the optimizer's.
-
-    Tied parameters count under each of their names, as in `module.state_dict()`; parameters of the
+    """Refuse an import with tensors that the model does not have; `name` is the optimizer's. Tied
+    parameters count under each of their names, as in `module.state_dict()`; parameters of the
     module that another optimizer trains count as well.
-
-    Raises:
-        InvalidCheckpoint: naming some of them.
     """
     if not imported.is_for(f"{name}/"):
         return
@@ -623,12 +587,8 @@ def _check_known(imported: Imported, name: str, module: nn.Module) -> None:
 
 def _check_reduces_alone(groups: Iterable[Mapping[str, Any]], worker_count: int) -> None:
     """Refuse parameters of a module in torch's DistributedDataParallel, which reduces their
-    gradients as well: a framework wraps modules if it finds torchrun's variables.
-
-    Blocking: looks at all objects of a process that is in a process group of several.
-
-    Raises:
-        InvalidConfig: the module is in DistributedDataParallel with other processes.
+    gradients as well: a framework wraps modules if it finds torchrun's variables. Looks at all
+    objects of a process that is in a process group of several.
     """
     if worker_count == 1 or not distributed.is_available() or not distributed.is_initialized():
         return

@@ -14,9 +14,8 @@ def uninterrupted() -> Iterator[None]:
     """Delays Ctrl-C until the block has ended; the block must not wait for another process. Only
     the main thread is ever interrupted.
     """
-    handler = None
-    if threading.current_thread() is threading.main_thread():
-        handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
     if not callable(handler):  # nothing would be raised
         yield
         return

@@ -4,9 +4,6 @@ The view has the clock after which it has joined each table (SEMANTICS S6). It m
 of one model a step apart; then it ends empty steps on those that are behind, so that all its tables
 are equally many steps from their beginning, like the other workers'. It pulls only after that,
 because a pull of one table may wait for workers that wait for this one on another.
-
-If all workers are new, because all were started again, none joins others that train: all may load
-the same before their first step (SEMANTICS S16).
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from ps_core.cluster_view import ClusterView
-from ps_core.errors import InvalidConfig, WaitExpired
+from ps_core.errors import WaitExpired
 from ps_core.keys import TableId
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
@@ -31,15 +28,6 @@ from ps_worker.spec.late_joiners import (
 from ps_worker.steps.steps import passed
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.tables.trained_table import TrainedTable
-
-
-def check_may_join(is_aggregate: bool) -> None:
-    """Raises InvalidConfig with Aggregate, whose parameters no server has."""
-    if is_aggregate:
-        raise InvalidConfig(
-            "this worker joins while others train, and with Aggregate the parameters "
-            "are the workers': it cannot know them. Start all workers again, or train with Add"
-        )
 
 
 def begin_where_the_others_are(
@@ -63,9 +51,8 @@ def joins_nobody(
     client: Client, tables: Sequence[TrainedTable], joined_s: float, *, is_at_start: bool
 ) -> bool:
     """True if all present workers are new, and none has trained without this one, which joined
-    these tables at `joined_s`; or if no worker had taken a step by then.
-
-    Blocking: until that is known, at most `ALL_HERE_WITHIN_S` after `joined_s`.
+    these tables at `joined_s`; or if no worker had taken a step by then. Blocks until that is
+    known, at most `ALL_HERE_WITHIN_S` after `joined_s`.
     """
     engine, waited_s = client.engine, now_s() - joined_s
     own, joined_ids = client.session.incarnation, _joined_ids(client, tables)

@@ -45,10 +45,9 @@ class StateBefore:
         """Repeat the step for these tensors alone, from the copied state."""
         state = self._optimizer.state
         for tensor in tensors:
+            state.pop(tensor, None)
             if tensor in self._state:
                 state[tensor] = copy.deepcopy(self._state[tensor])
-            else:
-                state.pop(tensor, None)
         others = [
             (tensor, tensor.grad)
             for group in self._optimizer.param_groups

@@ -3,18 +3,14 @@
 Rules:
     - The name of a `DistributedOptimizer` finds its tables; the names of the model's parameters and
       persistent buffers find their tensors.
-    - A consistent pull takes all trained tables at one clock; under SSP it cuts them first. Under
-      ASP no clock is one of all workers: each table is pulled as it is.
     - Groups added later count from the clock in their tables' names ("model/1@120/float32"); tables
       of parameters that were frozen at first count from when they were unfrozen, and are pulled at
       their own newest clock.
-    - Parameters of `Aggregate` cannot be pulled, because the workers have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,13 +18,7 @@ from torch import nn
 
 from ps_core import limits
 from ps_core.consistency import Mode
-from ps_core.errors import (
-    AlreadyPast,
-    InvalidConfig,
-    InvalidTensor,
-    TableNotFound,
-    WaitExpired,
-)
+from ps_core.errors import AlreadyPast, InvalidConfig, InvalidTensor, TableNotFound, WaitExpired
 from ps_core.tables import OptimizerKind, TableSpec
 from ps_runtime.system.clock import now_s
 from ps_worker.client.pending import PendingTickets
@@ -57,11 +47,8 @@ def birth_clock(table_name: str) -> int:
 
 def known_birth(name: str, group: int, table_names: Iterable[str]) -> int | None:
     """The clock of a group's birth; None if none of these tables is of that group."""
-    begins = f"{name}/{group}"
-    for each in table_names:
-        if each.startswith((f"{begins}/", f"{begins}@")):
-            return birth_clock(each)
-    return None
+    begins = (f"{name}/{group}/", f"{name}/{group}@")
+    return next((birth_clock(each) for each in table_names if each.startswith(begins)), None)
 
 
 def pull_model(
@@ -115,21 +102,15 @@ def pull_model(
     return clock
 
 
-@dataclass(eq=False)
 class _TablePull:
     """A table and the memory that it is pulled into."""
 
-    client: Client
-    table: TableHandle
-
-    def __post_init__(self) -> None:
-        dtype = TORCH_DTYPE[self.table.dtype]
-        self.values = torch.empty(self.table.element_count, dtype=dtype)
-        self.pending = PendingTickets(self.client)
-
-    @property
-    def birth(self) -> int:
-        return birth_clock(self.table.name)
+    def __init__(self, client: Client, table: TableHandle) -> None:
+        self.client = client
+        self.table = table
+        self.birth = birth_clock(table.name)
+        self.values = torch.empty(table.element_count, dtype=TORCH_DTYPE[table.dtype])
+        self.pending = PendingTickets(client)
 
     def start(self, consistent: bool, end_s: float, at: Moment | None = None) -> PullTicket[Pulled]:
         ticket = self.client.pulls.start(
@@ -236,11 +217,8 @@ def _pull_by_cut(pulls: Sequence[_TablePull], end_s: float) -> int:
 
 
 def _attempt(pulls: Sequence[_TablePull], clock: int, end_s: float, cut: int = 0) -> None:
-    """Pull all tables at one clock; raises once none of them is being written any more.
-
-    Raises:
-        AlreadyPast: a table is past it; the error's `clock` counts from the model's birth.
-        WaitExpired: the clock did not come in time.
+    """Pull all tables at one clock; raises once none of them is being written any more: AlreadyPast
+    if a table is past it, whose `clock` counts from the model's birth, or WaitExpired.
     """
     failure: AlreadyPast | WaitExpired | None = None
     for pull in pulls:

@@ -23,13 +23,13 @@ from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.training.tables.staging import FlatBuffer
+from ps_worker.training.tables.staging import FlatBuffer, blocks_in
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
     from ps_worker.steps.steps import Pulled, PullTicket, TableStep
 
-MAX_EXACT_INTEGER = 2**53
+_MAX_EXACT_INTEGER = 2**53
 """The integer up to which float64 holds every one."""
 
 
@@ -46,23 +46,17 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def buffer_layouts(prefix: str, module: nn.Module) -> list[FlatLayout]:
-    """The tables of a module's buffers, in order of first appearance.
-
-    Raises:
-        InvalidConfig: no table can have a buffer's dtype.
-    """
+    """The tables of a module's buffers, in order of first appearance."""
     bins: dict[tuple[str, DType], list[tuple[str, torch.Tensor]]] = {}
     for name, buffer in persistent_buffers(module):
         dtype = TABLE_DTYPE.get(buffer.dtype)
-        if dtype is not None:
-            bins.setdefault((dtype.value, dtype), []).append((name, buffer))
-        elif _is_integer(buffer):
-            bins.setdefault(("integer", DType.FLOAT64), []).append((name, buffer))
-        else:
+        if dtype is None and not _is_integer(buffer):
             raise InvalidConfig(
                 f"buffer '{name}' is {buffer.dtype}; expected a float, integer or bool tensor "
                 "(register it with persistent=False, or choose buffers=None)"
             )
+        key = ("integer", DType.FLOAT64) if dtype is None else (dtype.value, dtype)
+        bins.setdefault(key, []).append((name, buffer))
     layouts = [
         layout_of(f"{prefix}/buffers/{kind}", dtype, named) for (kind, dtype), named in bins.items()
     ]
@@ -83,15 +77,10 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 
 
 class BufferTable:
-    """The buffers of one layout, on the servers.
+    """The buffers of one layout, on the servers; making it blocks until their table exists.
 
-    Args:
-        client: a worker's client.
-        module: the buffers' module.
-        layout: the buffers and their places.
-        options: the optimizer's options; `buffers` is not None.
-
-    Blocking: until the table exists.
+    Attributes:
+        is_pulled: each step pulls the buffers.
     """
 
     def __init__(
@@ -100,8 +89,8 @@ class BufferTable:
         self._client = client
         self._module = module
         self._layout = layout
+        self.is_pulled = options.buffers == "mean" or client.rank != 0
         self._publishes = options.buffers == "mean" or client.rank == 0
-        self._receives = options.buffers == "mean" or client.rank != 0
         self._sent = FlatBuffer(layout)
         self._received = FlatBuffer(layout)
         self._pending = PendingTickets(client)
@@ -125,29 +114,22 @@ class BufferTable:
         self._pending.add(self._push(self._client.tables.begin_assign(self.handle)).seal())
 
     def push(self) -> None:
-        """Push the present buffers, if this worker publishes them.
-
-        Raises:
-            InvalidTensor: a buffer has another shape than at the start, or is too large an integer.
-        """
+        """Push the present buffers, if this worker publishes them."""
         if self._publishes:
             self._push(self._client.tables.begin_step(self.handle))
 
     def seal(self) -> None:
         """End the step on this table, and begin to pull; `finish` waits."""
-        step = self._client.tables.begin_step(self.handle)
-        self._pending.add(step.seal(skip=not self._publishes))
-        if self._receives:
+        self._seal(skip=not self._publishes)
+        if self.is_pulled:
             self.begin_pull()
-
-    @property
-    def is_pulled(self) -> bool:
-        """True if each step pulls the buffers."""
-        return self._receives
 
     def pass_clock(self) -> None:
         """Seal a step in which the buffers have no part; `wait_pending` waits."""
-        self._pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
+        self._seal(skip=True)
+
+    def _seal(self, *, skip: bool) -> None:
+        self._pending.add(self._client.tables.begin_step(self.handle).seal(skip=skip))
 
     def begin_pull(self) -> None:
         """Begin to pull the buffers at this worker's clock."""
@@ -170,9 +152,6 @@ class BufferTable:
         """Wait for the end of the step, and write the pulled buffers into the module, except those
         that the script has changed since a wait was given up. A pull that has expired is begun
         again.
-
-        Raises:
-            PushpullError: as `Client.wait`; a later call waits for the rest.
         """
         if self._pull is not None and self._pull.has_expired:
             self.begin_pull()
@@ -189,7 +168,7 @@ class BufferTable:
         for name, source, staged in self._current(self._sent):
             self._check(name, source, staged)
             staged.copy_(source)
-        step.push_blocks(self._sent.blocks(self.handle.table))
+        step.push_blocks(blocks_in(self.handle.table, self._sent.values))
         return step
 
     def _current(self, flat: FlatBuffer) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -206,7 +185,7 @@ class BufferTable:
             )
         if buffer.dtype in (torch.int64, torch.uint64) and buffer.numel():
             largest = int(buffer.abs().max())
-            if largest > MAX_EXACT_INTEGER:
+            if largest > _MAX_EXACT_INTEGER:
                 raise InvalidTensor(
                     f"buffer '{name}' has {largest}; expected integers up to 2**53 in magnitude "
                     "(choose buffers=None, or persistent=False)"

@@ -1,9 +1,6 @@
-"""A worker's own state of a `DistributedOptimizer`: its parameter groups in torch.optim's form, and
-its attached state for checkpoints.
-
-The servers have the parameters and the optimizer state (`served_state`). A worker has the
-hyperparameters of its groups, which schedules change; with `Aggregate` and `Add` a local optimizer;
-with `Aggregate` the parameters, too.
+"""A worker's own state of a `DistributedOptimizer`, for checkpoints: the hyperparameters of its
+groups, which schedules change; with `Aggregate` and `Add` a local optimizer; with `Aggregate` the
+parameters, too. The servers have all else (`served_state`).
 
 Rules:
     - A saved group has every key of the namesake's, so that torch's own `load_state_dict` takes it.
@@ -44,12 +41,7 @@ def fill_groups(groups: Sequence[dict[str, Any]], optimizer: ServerOptimizer) ->
 def checked_groups(
     saved: object, groups: Sequence[Mapping[str, Any]], optimizer: ServerOptimizer
 ) -> list[dict[str, Any]]:
-    """The groups of `saved`, with the parameters of `groups`.
-
-    Raises:
-        InvalidConfig: `saved` has another number of groups or parameters, or is another
-            optimizer's.
-    """
+    """The groups of `saved`, with the parameters of `groups`; InvalidConfig if they do not fit."""
     if not isinstance(saved, Sequence) or not all(isinstance(each, Mapping) for each in saved):
         raise InvalidConfig("the state_dict has no 'param_groups'; expected a torch optimizer's")
     if len(saved) != len(groups):
@@ -93,11 +85,7 @@ def _check_kind(
 def numbered(
     state: Mapping[Any, Any], saved: Sequence[Mapping[str, Any]]
 ) -> dict[int, Mapping[str, Any]]:
-    """State by the place of its parameter among all; `saved` has the number of each parameter.
-
-    Raises:
-        InvalidConfig: no group has a state's parameter, or the state is not a dict.
-    """
+    """State by the place of its parameter among all; `saved` has the number of each parameter."""
     in_order = (number for group in saved for number in group["params"])
     places = {number: place for place, number in enumerate(in_order)}
     found: dict[int, Mapping[str, Any]] = {}
@@ -147,10 +135,8 @@ class OptimizerState:
         return found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`; `group_added` loads groups that do not exist yet.
-
-        Raises:
-            InvalidCheckpoint: it has fewer groups or other parameters; nothing has changed.
+        """Load the result of `state_dict`; `group_added` loads groups that do not exist yet. After
+        an InvalidCheckpoint nothing has changed.
         """
         saved_count, count = len(state["numbers"]), len(self._optimizer.param_groups)
         if saved_count < count:
@@ -163,11 +149,7 @@ class OptimizerState:
             logs.warning("parameter_groups_missing", checkpoint=saved_count, optimizer=count)
 
     def group_added(self) -> None:
-        """Load the last group, which is new, if the checkpoint has it.
-
-        Raises:
-            InvalidCheckpoint: it has other parameters.
-        """
+        """Load the last group, which is new, if the checkpoint has it."""
         if self._later is not None:
             count = len(self._optimizer.param_groups)
             self._take(self._later, count - 1)
@@ -182,7 +164,11 @@ class OptimizerState:
         parameters: list[torch.Tensor] = []
         if self._keeps_parameters:
             parameters = state.get("parameters", [])[begin : begin + len(own)]
-            self._check_shapes(own, parameters)
+            if [tuple(each.shape) for each in parameters] != [tuple(each.shape) for each in own]:
+                raise InvalidCheckpoint(
+                    f"the checkpoint has {len(parameters)} parameters of other shapes than these "
+                    f"{len(own)}"
+                )
         for group, saved in zip(groups[first:], state["numbers"][first:], strict=False):
             group.update(saved)
         if self._optimizer.has_local_state and "local" in state:
@@ -193,12 +179,6 @@ class OptimizerState:
         with torch.no_grad():
             for parameter, values in zip(own, parameters, strict=False):
                 parameter.copy_(values)
-
-    def _check_shapes(self, own: list[torch.Tensor], saved: list[torch.Tensor]) -> None:
-        if [tuple(each.shape) for each in saved] != [tuple(each.shape) for each in own]:
-            raise InvalidCheckpoint(
-                f"the checkpoint has {len(saved)} parameters of other shapes than these {len(own)}"
-            )
 
     def _parameters(self) -> list[torch.Tensor]:
         return [each for group in self._optimizer.param_groups for each in group["params"]]

@@ -29,13 +29,12 @@ import torch
 
 from ps_core.errors import check
 from ps_core.tables import VALUES_ARRAY
-from ps_worker.training.served_state import LoadedState
+from ps_worker.training.served_state import DIGEST_BYTES, LoadedState, digest_of_arrays
 from ps_worker.training.tables.staging import is_finite
 
 if TYPE_CHECKING:
     from ps_worker.training.tables.trained_table import TrainedTable
 
-_DIGEST_BYTES = 16
 _NAMED_COUNT = 3
 
 REMEDIES = (
@@ -79,25 +78,19 @@ class PlannedEdits:
     def plan(
         self, edited: Edited, loaded: LoadedState | None, problem: str, passed_count: int = 0
     ) -> None:
-        """Plan changed parameters, loaded state or both, after `passed_count` empty edits. Blocks
-        as `digest_of`.
-        """
+        """Plan changed parameters, loaded state or both, after `passed_count` empty edits."""
         self.edited, self._loaded, self.problem = edited, loaded, problem
-        self._left.clear()
-        self._left.extend([PASSED] * passed_count)
+        self._left = deque([PASSED] * passed_count)
         if problem or loaded is None:
             self._left.append("")
         else:
-            self._left.extend([VALUES_ARRAY] if edited else [])
-            self._left.extend(loaded.names)
+            self._left.extend([VALUES_ARRAY, *loaded.names] if edited else loaded.names)
         if not problem and any(table.is_asleep for table in edited):
-            self._left.append(
-                ASLEEP
-            )  # a table that sleeps takes a step only if all workers edit it
+            self._left.append(ASLEEP)  # they take a step only if all workers edit them
         self.digest = self.edit_digest = b"" if problem else digest_of(edited)
         if loaded is not None:
             whole = self.digest + loaded.digest
-            self.digest = hashlib.blake2b(whole, digest_size=_DIGEST_BYTES).digest()
+            self.digest = hashlib.blake2b(whole, digest_size=DIGEST_BYTES).digest()
 
     @property
     def next(self) -> str:
@@ -108,13 +101,9 @@ class PlannedEdits:
         return self._left[0]
 
     def values(self, table: TrainedTable) -> torch.Tensor | None:
-        """A table's values of the next edit's array; None if it has none, or the array has
-        parameters.
-        """
+        """A table's values of the next edit's array; None if it has none."""
         check(self._loaded is not None, "EDIT-1", "no state was loaded")
-        if self._loaded is None:
-            return None
-        return self._loaded.arrays.get(table, {}).get(self.next)
+        return None if self._loaded is None else self._loaded.arrays.get(table, {}).get(self.next)
 
     @property
     def is_in_place_with_next(self) -> bool:
@@ -141,44 +130,37 @@ def load_refused(name: str, why: str) -> str:
 
 def names_of(edited: Edited) -> str:
     """The names of the first few parameters, and the number of the others."""
-    names = [f"'{name}'" for name in _names(edited)]
+    names = [f"'{table.layout.placed[index].name}'" for table, index in _each(edited)]
     more_count = len(names) - _NAMED_COUNT
     words = ", ".join(names[:_NAMED_COUNT])
     return words + (f" and {more_count} more" if more_count > 0 else "")
 
 
-def _names(edited: Edited) -> Iterator[str]:
-    for table, indexes in edited.items():
-        for index in indexes:
-            yield table.layout.placed[index].name
+def _each(edited: Edited) -> Iterator[tuple[TrainedTable, int]]:
+    return ((table, index) for table, indexes in edited.items() for index in indexes)
 
 
 def digest_of(edited: Edited) -> bytes:
     """The name of an edit: the same at all workers that made the same changes. Copies the changed
     parameters into host memory.
     """
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for table, indexes in edited.items():
-        for index in indexes:
-            entry = table.layout.placed[index]
-            values = entry.tensor.detach().to(device="cpu", dtype=table.dtype).contiguous()
-            for word in (table.name, entry.name):
-                digest.update(len(word).to_bytes(4, "little") + word.encode())
-            digest.update(values.view(-1).view(torch.uint8).numpy().data)
-    return digest.digest()
+    entries = ((table, table.layout.placed[index]) for table, index in _each(edited))
+    return digest_of_arrays(
+        (table.name, entry.name, entry.tensor.detach().to(device="cpu", dtype=table.dtype))
+        for table, entry in entries
+    )
 
 
 def problem_of(edited: Edited, *, may_be_infinite: bool) -> str:
     """The reason why the table cannot have these values; empty if it can."""
-    for table, indexes in edited.items():
-        for index in indexes:
-            entry, expected = table.layout.placed[index], table.handle.spec.tensors[index].shape
-            now = entry.tensor.detach()
-            if tuple(now.shape) != tuple(expected):
-                return f"'{entry.name}' has shape {tuple(now.shape)}; expected {tuple(expected)}"
-            if not may_be_infinite and not is_finite(now):
-                return (
-                    f"'{entry.name}' was given an infinity or a NaN; expected finite values "
-                    "(allow_non_finite=True would take it)"
-                )
+    for table, index in _each(edited):
+        entry, expected = table.layout.placed[index], table.handle.spec.tensors[index].shape
+        now = entry.tensor.detach()
+        if tuple(now.shape) != tuple(expected):
+            return f"'{entry.name}' has shape {tuple(now.shape)}; expected {tuple(expected)}"
+        if not may_be_infinite and not is_finite(now):
+            return (
+                f"'{entry.name}' was given an infinity or a NaN; expected finite values "
+                "(allow_non_finite=True would take it)"
+            )
     return ""

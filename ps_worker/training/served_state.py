@@ -14,7 +14,7 @@ Rules:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -41,7 +41,7 @@ Arrays: TypeAlias = dict[str, torch.Tensor]
 State: TypeAlias = Mapping[int, Mapping[str, Any]]
 """The state in a torch optimizer's `state_dict`, by the place of the parameter among all."""
 
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
 _MOMENTUM = "momentum_buffer"
 """An array that torch makes only with momentum."""
 
@@ -63,15 +63,21 @@ class LoadedState:
 
 def loaded_state(arrays: Mapping[TrainedTable, Arrays]) -> LoadedState:
     """The result of `arrays_of`, with its digest."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    names: dict[str, None] = {}
-    for table, own in arrays.items():
-        for name, values in own.items():
-            names.setdefault(name)
-            for word in (table.name, name):
-                digest.update(len(word).to_bytes(4, "little") + word.encode())
-            digest.update(values.view(torch.uint8).numpy().data)
-    return LoadedState(arrays, tuple(names), digest.digest())
+    names = dict.fromkeys(name for own in arrays.values() for name in own)
+    digest = digest_of_arrays(
+        (table.name, name, values) for table, own in arrays.items() for name, values in own.items()
+    )
+    return LoadedState(arrays, tuple(names), digest)
+
+
+def digest_of_arrays(arrays: Iterable[tuple[str, str, torch.Tensor]]) -> bytes:
+    """The digest of arrays in host memory, each after its table's name and its own."""
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for table, name, values in arrays:
+        for word in (table, name):
+            digest.update(len(word).to_bytes(4, "little") + word.encode())
+        digest.update(values.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def is_same(arrays: Mapping[TrainedTable, Arrays], others: Mapping[TrainedTable, Arrays]) -> bool:
@@ -90,12 +96,7 @@ def pulled_arrays(client: Client, tables: Sequence[TrainedTable]) -> dict[Traine
     """All state of these tables, at this worker's clock on each.
 
     Under BSP that is one state of all tables, which does not change before this worker's next step;
-    else each array is of the moment of its pull.
-
-    Blocking: until every server has answered.
-
-    Raises:
-        PushpullError: as `Client.wait`.
+    else each array is of the moment of its pull. Blocks until every server has answered.
     """
     found: dict[TrainedTable, Arrays] = {table: {} for table in tables}
     _pull(client, [(table, STEP_ARRAY) for table in tables], found)
@@ -132,16 +133,11 @@ def torch_state(
     found = {}
     for table, own in arrays.items():
         steps = own[STEP_ARRAY]
-        for index, entry in enumerate(table.layout.placed):
-            tensor = table.handle.spec.tensors[index]
+        for entry, tensor in zip(table.layout.placed, table.handle.spec.tensors, strict=True):
             count = int(steps[tensor.offset]) if tensor.element_count else 0
-            views = {
-                name: values[tensor.offset : tensor.offset + tensor.element_count].view(
-                    tuple(entry.tensor.shape)
-                )
-                for name, values in own.items()
-                if name != STEP_ARRAY
-            }
+            part = slice(tensor.offset, tensor.offset + tensor.element_count)
+            shape = tuple(entry.tensor.shape)
+            views = {n: own[n][part].view(shape) for n in own if n != STEP_ARRAY}
             state = _tensor_state(table, count, views, groups[table.group])
             if state:
                 found[entry.tensor] = state
@@ -159,14 +155,9 @@ def _tensor_state(
         return {}
     if optimizer.kind is OptimizerKind.RMSPROP and not group["momentum"] > 0:
         views.pop(_MOMENTUM)
-    state: dict[str, Any] = {STEP_ARRAY: torch.tensor(float(count), dtype=_step_dtype())}
-    return {**state, **views}
-
-
-def _step_dtype() -> torch.dtype:
-    """The dtype in which torch.optim counts steps."""
-    is_double = torch.get_default_dtype() is torch.float64
-    return torch.float64 if is_double else torch.float32
+    is_double = torch.get_default_dtype() is torch.float64  # as torch.optim counts steps
+    dtype = torch.float64 if is_double else torch.float32
+    return {STEP_ARRAY: torch.tensor(float(count), dtype=dtype), **views}
 
 
 def _zeros(table: TrainedTable) -> torch.Tensor:
@@ -208,20 +199,15 @@ def arrays_of(
             for index, entry in enumerate(table.layout.placed)
             if state.get(place_of[entry.tensor])
         }
-        if table.is_asleep:
-            _check_asleep(table, own)
-        else:
+        if table.is_asleep and own:
+            raise InvalidConfig(
+                f"the optimizer state has an entry for '{table.layout.placed[min(own)].name}', "
+                "which is frozen and has no state here; unfreeze it (requires_grad_(True)) and "
+                "call zero_grad() before load_state_dict, or drop the entry"
+            )
+        if not table.is_asleep:
             found[table] = _table_arrays(table, own, groups[table.group], may_be_infinite)
     return found
-
-
-def _check_asleep(table: TrainedTable, own: Mapping[int, object]) -> None:
-    for index in own:
-        raise InvalidConfig(
-            f"the optimizer state has an entry for '{table.layout.placed[index].name}', which is "
-            "frozen and has no state here; unfreeze it (requires_grad_(True)) and call zero_grad() "
-            "before load_state_dict, or drop the entry"
-        )
 
 
 def _table_arrays(
@@ -266,9 +252,10 @@ def _check_names(table: TrainedTable, index: int, entry: Mapping[str, Any], arra
                 f"{array_words(optimizer)}: the state is another optimizer's, or was made with "
                 "another amsgrad or centered"
             )
+    if optimizer.kind is OptimizerKind.SGD:  # the first gradient makes its buffer
+        return
     for name in arrays:
-        is_sgd = optimizer.kind is OptimizerKind.SGD  # the first gradient makes its buffer
-        if entry.get(name) is None and not is_sgd:
+        if entry.get(name) is None:
             raise InvalidConfig(
                 f"{_words(table, index)} has no '{name}', which {optimizer.label} needs: it is "
                 "another optimizer's, or was made with other settings"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import numpy as np
 
@@ -13,11 +12,7 @@ from ps_worker.client.client import Client
 from ps_worker.client.step_record import StepLine
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import BSP
-from ps_worker.spec.straggler import ComputeTime
-from ps_worker.steps.steps import PushTicket, StepResult
-
-START_TABLE = "pushpull-start"
-"""A table whose one step is a barrier."""
+from ps_worker.steps.steps import PushTicket
 
 
 def _begin_together(client: Client) -> None:
@@ -25,24 +20,19 @@ def _begin_together(client: Client) -> None:
     later: under BSP the others would wait in their first step, and under ASP they would train
     alone.
     """
-    table = client.create_table(START_TABLE, 1, optimizer=Assign(), consistency=BSP())
+    table = client.create_table("pushpull-start", 1, optimizer=Assign(), consistency=BSP())
     if table.clock == 0:  # one barrier a client, however many optimizers it has
         client.push_pull(table, np.zeros(1, dtype=np.float32))
 
 
 class StepTimes:
-    """The times of one optimizer's steps; sleeps to emulate computation.
-
-    Blocking: if steps are recorded, until all workers of the cluster are here.
-
-    Raises:
-        InvalidConfig: the emulated straggler is a rank that the cluster does not have.
-        WaitExpired: workers are missing.
+    """The times of one optimizer's steps; sleeps to emulate computation. If steps are recorded,
+    making it blocks until all workers of the cluster are here.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._compute: ComputeTime | None = client.compute_time
+        self._compute = client.compute_time
         if self._compute is not None:
             self._compute.check_fits(client.world_size)
         if client.connection.record.is_on:
@@ -71,12 +61,8 @@ class StepTimes:
         self._tickets = tickets
         times: list[float] = []
         self._committed_s = times
-
-        def committed(_: Future[StepResult]) -> None:
-            times.append(now_s())
-
         for ticket in tickets:
-            ticket.future.add_done_callback(committed)
+            ticket.future.add_done_callback(lambda _: times.append(now_s()))
 
     def ended(self) -> None:
         """The parameters are here."""

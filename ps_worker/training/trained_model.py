@@ -21,24 +21,19 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from ps_core.consistency import Consistency, Mode, StalePolicy
-from ps_core.errors import (
-    EditRefused,
-    InvalidConfig,
-    InvalidTensor,
-    PushpullError,
-    WaitExpired,
-)
+from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError, WaitExpired
 from ps_core.tables import VALUES_ARRAY, Hyperparameters
 from ps_runtime.system.clock import now_s
 from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, hyperparameters_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.steps.steps import Pulled, PushTicket, StepResult
-from ps_worker.training.clipping import UpdateScaling, clip_of, clip_reduced, multiply_gradients
+from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import clocks_to_pass, joins_nobody
@@ -82,12 +77,11 @@ class _SealedStep:
 
     Attributes:
         tickets: of the tables that are awake.
-        scaling: clips the update; None: no clipping.
+        scaling: clips the update.
         is_skipped: it takes no part in the update.
         problem: the name of a gradient that was not finite, in words; else empty.
         pulled: the tables pulled so far.
         edited: the parameters of an edit.
-        is_edit: it is an edit.
         is_staged: it is an edit that a later one puts in place.
         refused: the error, if the edit was refused.
         is_taken_over: its result was written into the parameters.
@@ -117,6 +111,7 @@ class TrainedModel:
         inner: the local optimizer of `Aggregate` and `Add`; the owner sets it.
         results: the results of the last step, by table that is awake; empty if it was skipped.
         gradient_norm: the norm that the last step was clipped by; None without clipping.
+        loaded: optimizer state that the servers do not have in full yet.
     """
 
     def __init__(
@@ -133,7 +128,7 @@ class TrainedModel:
         self._sealed: _SealedStep | None = None
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # the clocks beyond the script's steps
-        self._loaded: LoadedState | None = None
+        self.loaded: LoadedState | None = None
         self._given = (-1, b"")  # clock and digest of the state that `gave_state` noted
         self._edits = PlannedEdits()
         self._joined_at = -1  # its clock when it joined others
@@ -148,9 +143,17 @@ class TrainedModel:
         return isinstance(self._optimizer, Add)
 
     @property
-    def _aggregates(self) -> bool:
+    def aggregates(self) -> bool:
         """True if the servers have sums, and the parameters are the local optimizer's."""
         return self.inner is not None and not self.adds
+
+    @property
+    def clock(self) -> int:
+        return max((table.handle.clock for table in self.tables), default=0)
+
+    @property
+    def _parts(self) -> list[TrainedTable | BufferTable]:
+        return [*self.tables, *self.buffers]
 
     def begin(self) -> None:
         """Begin the first step's computation; blocks as `StepTimes`."""
@@ -162,16 +165,12 @@ class TrainedModel:
         """
         clocks = [(t.handle.clock, t.handle.table.restored_clock or 0) for t in self.tables]
         self._is_at_start = all(clock <= first for clock, first in clocks)
-        self._joined_at, self._joined_s = self._clock, now_s()
+        self._joined_at, self._joined_s = self.clock, now_s()
 
     # --- between two steps
 
     def hyperparameters(self, table: TrainedTable, groups: Groups) -> Hyperparameters:
-        """The hyperparameters of a step on a table.
-
-        Raises:
-            InvalidConfig: a fixed switch of the table was changed.
-        """
+        """The hyperparameters of a step on a table; InvalidConfig if a fixed switch was changed."""
         if self.inner is not None:
             return ()
         group = groups[table.group]
@@ -182,15 +181,10 @@ class TrainedModel:
         self, wanted: Consistency, after_clock: int, timeout_s: float | None
     ) -> int:
         options = replace(self.options, consistency=wanted)
-        clocks = [
-            self._client.set_consistency(
-                handle, setting, after_clock=after_clock, timeout_s=timeout_s
-            )
-            for handle, setting in [
-                *((table.handle, wanted) for table in self.tables),
-                *((table.handle, wanted.without_policy()) for table in self.buffers),
-            ]
-        ]
+        settings = [(table.handle, wanted) for table in self.tables]
+        settings += [(buffers.handle, wanted.without_policy()) for buffers in self.buffers]
+        change = partial(self._client.set_consistency, after_clock=after_clock, timeout_s=timeout_s)
+        clocks = [change(handle, setting) for handle, setting in settings]
         self.options = options
         return max(clocks, default=0)
 
@@ -206,13 +200,11 @@ class TrainedModel:
                     "synchronize between backward and step in eager mode, whose blocks are applied "
                     "on arrival; call step() first"
                 )
-        self._common.meet(timeout_s, is_pulled=not self._aggregates)
+        self._common.meet(timeout_s, is_pulled=not self.aggregates)
 
     def _wait_pending(self) -> None:
-        for table in self.tables:
-            table.wait_pending()
-        for buffers in self.buffers:
-            buffers.wait_pending()
+        for part in self._parts:
+            part.wait_pending()
 
     def pass_rounds(self, tables: Sequence[TrainedTable]) -> None:
         """Pass the clocks of earlier rounds on new tables, and wait until they are committed."""
@@ -230,11 +222,9 @@ class TrainedModel:
         return sealed is not None and not sealed.has_gradients and not sealed.is_edit
 
     def gradient_came(self) -> None:
-        """A backward pass runs, so the next `step` takes a step of its own.
-
-        Raises:
-            InvalidConfig: the last step would overwrite its gradients; or other workers, which are
-                in a `synchronize`, would pull it.
+        """A backward pass runs, so the next `step` takes a step of its own. Refuses one whose
+        gradients the last step would overwrite, or that other workers, which are in a
+        `synchronize`, would pull.
         """
         if self._joined_at >= 0 and self._brought is None:
             self._brought = self._edited()
@@ -245,7 +235,7 @@ class TrainedModel:
             )
         if self._sealed is None:
             return
-        if self.inner is not None and not self.adds:
+        if self.aggregates:
             raise InvalidConfig(
                 "a backward pass before the last step has ended, which will write the reduced "
                 "gradients; call step() or zero_grad() until it returns"
@@ -263,15 +253,9 @@ class TrainedModel:
     def step(
         self, groups: Groups, scale: StepScale, closure: Callable[[], object] | None = None
     ) -> None:
-        """Take a step of all tables, and rounds while blocks are too stale. End the last step
-        first; if no gradients have come since, do only that.
-
-        Args:
-            groups: torch's parameter groups.
-            scale: of the present gradients.
-            closure: computes them anew; None: no rounds.
-
-        Blocking, Raises: as `DistributedOptimizer.step`.
+        """Take a step of all tables, and rounds while blocks are too stale, for which `closure`
+        computes the gradients anew. End the last step first; if no gradients have come since, do
+        only that. Blocks and raises as `DistributedOptimizer.step`.
         """
         self.results = {}
         sealed = self._sealed if self.is_repeated else None
@@ -297,8 +281,7 @@ class TrainedModel:
 
     def _settings(self) -> Iterator[Consistency]:
         """The newest settings of all tables, which other clients may have changed."""
-        for handle in (*(t.handle for t in self.tables), *(b.handle for b in self.buffers)):
-            yield self._client.consistency_of(handle)
+        return (self._client.consistency_of(part.handle) for part in self._parts)
 
     def _may_recompute(self, before: StateBefore | None) -> bool:
         """False under BSP, where a step of some blocks would count as a whole one."""
@@ -329,7 +312,7 @@ class TrainedModel:
     ) -> dict[TrainedTable, StepResult]:
         """Take one step; returns its results by table that is awake, none if it was skipped."""
         self.end_step()
-        self._times.computed(1 + max((table.handle.clock for table in self.tables), default=0))
+        self._times.computed(1 + self.clock)
         self._common.go_on()
         self._wait_pending()
         for table in self.tables:
@@ -353,53 +336,37 @@ class TrainedModel:
             loaded = loaded_state(arrays)
             if self._is_new and not self._joins_nobody():
                 raise EditRefused(f"optimizer state was loaded into {self._brings_nothing()}")
-            why = self.why_no_edit()
-            if why and self._given == (self._clock, loaded.digest):
+            why = self._why_no_edit()
+            if why and self._given == (self.clock, loaded.digest):
                 loaded = None
             elif why:
                 raise EditRefused(load_refused(self.options.name, why))
-        self._loaded = loaded
+        self.loaded = loaded
         self._edits.forget()
 
     def gave_state(self, entries: Mapping[torch.Tensor, Mapping[str, Any]], groups: Groups) -> None:
         """Note the state that the script has been given. To load it again before the next step, as
         Accelerate does with every optimizer, is no change, even if other workers have changed it
         since, in a setting without steps of all workers.
-
-        Args:
-            entries: the state of each parameter that has any.
-            groups: the parameter groups.
         """
-        if self.why_no_edit():
+        if self._why_no_edit():
             parameters = enumerate(_parameters(groups))
             state = {place: entries[p] for place, p in parameters if p in entries}
             arrays = arrays_of(state, self.tables, groups, may_be_infinite=True)
-            self._given = self._clock, loaded_state(arrays).digest
-
-    @property
-    def _clock(self) -> int:
-        return max((table.handle.clock for table in self.tables), default=0)
-
-    @property
-    def loaded(self) -> LoadedState | None:
-        """Loaded state that the servers do not have in full yet."""
-        return self._loaded
+            self._given = self.clock, loaded_state(arrays).digest
 
     def _take_edits(self) -> None:
         """Give the servers the parameters that were changed since the last step, and loaded
-        optimizer state, in steps before that of the gradients (SEMANTICS S16).
-
-        Blocking: until these have ended; reads every parameter.
-
-        Raises:
-            EditRefused: the setting has no such step, or the workers make different edits.
-            InvalidTensor: the table cannot have the values.
+        optimizer state, in steps before that of the gradients (SEMANTICS S16). Reads every
+        parameter.
         """
         if self.inner is not None:  # sums: they are its own; Add: an edit is part of what is pushed
             if self.adds and self._is_new:
                 self._check_brings_nothing(self._edited())
             return
-        if not self._edits or not self._is_as_planned():
+        # The script may have changed more since a wait for a planned edit expired.
+        is_as_planned = self._edits and not self._edits.problem
+        if not (is_as_planned and digest_of(self._edited()) == self._edits.edit_digest):
             self._plan_edits()
         while self._edits:
             with uninterrupted():
@@ -410,14 +377,10 @@ class TrainedModel:
         found = {table: table.edited() for table in self.tables}
         return {table: indexes for table, indexes in found.items() if indexes}
 
-    def _is_as_planned(self) -> bool:
-        """False if the script has changed more since a wait for a planned edit expired."""
-        return not self._edits.problem and digest_of(self._edited()) == self._edits.edit_digest
-
     @property
     def _is_new(self) -> bool:
         """True if this worker joins others that train, and has taken no step with them."""
-        return self._joined_at >= self._clock
+        return self._joined_at >= self.clock
 
     def _check_brings_nothing(self, edited: Edited) -> None:
         """Refuse a late joiner's changes before its loop, which no other worker makes."""
@@ -440,7 +403,7 @@ class TrainedModel:
     def _brings_nothing(self) -> str:
         return (
             f"'{self.options.name}' before this worker's first step, and it joins others that "
-            f"train: the model is theirs, as of step {self._clock}. Nothing was sent. Load only "
+            f"train: the model is theirs, as of step {self.clock}. Nothing was sent. Load only "
             "where optimizer.clock is 0, or start all workers anew, together"
         )
 
@@ -449,9 +412,9 @@ class TrainedModel:
         edited = self._edited()
         if self._is_new:
             self._check_brings_nothing(edited)
-        if not edited and self._loaded is None:
+        if not edited and self.loaded is None:
             return
-        why = self.why_no_edit()
+        why = self._why_no_edit()
         if edited and why:
             raise EditRefused(
                 f"parameter {names_of(edited)} of '{self.options.name}' was changed since the last "
@@ -464,12 +427,10 @@ class TrainedModel:
             raise EditRefused(load_refused(self.options.name, why))
         problem = problem_of(edited, may_be_infinite=self.options.allow_non_finite)
         passed_count = clocks_to_pass(self._client, self.tables) if self._is_new else 0
-        self._edits.plan(edited, self._loaded, problem, passed_count)
+        self._edits.plan(edited, self.loaded, problem, passed_count)
 
-    def why_no_edit(self) -> str:
-        """The reason why the next step cannot be an edit, as far as this worker knows; empty if it
-        can.
-        """
+    def _why_no_edit(self) -> str:
+        """The reason why the next step cannot be an edit, as far as this worker knows, or empty."""
         if self.options.applies_on_arrival:
             return "with mode='eager', whose blocks were applied as they left"
         reasons = (self._client.tables.why_no_edit(table.handle) for table in self.tables)
@@ -483,10 +444,8 @@ class TrainedModel:
         name = f"refused by worker {self._client.rank}".encode() if edits.problem else edits.digest
         if array == PASSED:
             name = PASSED.encode()
-        for buffers in self.buffers if array != ASLEEP else ():
-            buffers.push()
-        for buffers in self.buffers if array != ASLEEP else ():
-            buffers.seal()
+        if array != ASLEEP:
+            self._seal_buffers()
         tickets = {}
         for table in self.tables:
             indexes = () if edits.problem else edits.edited.get(table, ())
@@ -509,7 +468,7 @@ class TrainedModel:
             return
         self._edits.taken()
         if not self._edits:
-            self._loaded = None
+            self.loaded = None
 
     def _end_refused(self, sealed: _SealedStep) -> None:
         if sealed.is_edit and sealed.problem:
@@ -519,7 +478,7 @@ class TrainedModel:
         if sealed.refused is None:
             return
         own = "no parameter was changed here"
-        if self._loaded is not None:
+        if self.loaded is not None:
             own = "optimizer state was loaded here, which waits for a step that takes all of it"
         elif sealed.edited:
             own = f"{names_of(sealed.edited)} was changed here, and stays so until undone or taken"
@@ -536,10 +495,7 @@ class TrainedModel:
             self._move(before)
         # All checks come before the first seal, so that all tables end the step.
         problem = scale.problem if scale.skip else _push_rest(awake)
-        for buffers in self.buffers:
-            buffers.push()
-        for buffers in self.buffers:
-            buffers.seal()
+        self._seal_buffers()
         skip = scale.skip or bool(problem)
         tickets = {
             table: table.seal(hyperparameters, scale, skip=skip or not table.takes_part)
@@ -549,6 +505,12 @@ class TrainedModel:
         self._pass_asleep()
         self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
         return _SealedStep(tickets, scaling, skip, problem)
+
+    def _seal_buffers(self) -> None:
+        for buffers in self.buffers:
+            buffers.push()  # which checks them
+        for buffers in self.buffers:
+            buffers.seal()
 
     @torch.no_grad()
     def _end(self, sealed: _SealedStep) -> dict[TrainedTable, StepResult]:
@@ -588,7 +550,7 @@ class TrainedModel:
     def _left(self, sealed: _SealedStep) -> None:
         """The script goes on before the step has ended: its changes come after the step."""
         with uninterrupted():
-            for table in sealed.tickets if not self._aggregates else ():
+            for table in () if self.aggregates else sealed.tickets:
                 table.left()
             for buffers in self.buffers:
                 buffers.left()
@@ -606,7 +568,7 @@ class TrainedModel:
         """Backup workers: skip clocks whose updates were made without this worker on all tables.
         Tables that sleep, or are not pulled here, pass as many.
         """
-        parts: list[TrainedTable | BufferTable] = [*self.tables, *self.buffers]
+        parts = self._parts
         if not self._client.tables.are_all_in([part.handle for part in parts]):
             return
         pulled = {*awake, *(buffers for buffers in self.buffers if buffers.is_pulled)}
@@ -628,25 +590,22 @@ class TrainedModel:
         """
         is_taken = sealed.refused is None and not sealed.problem and not sealed.is_staged
         for table in sealed.tickets:
-            if not self._aggregates:
+            if not self.aggregates:
                 table.write_parameters(() if is_taken else sealed.edited.get(table, ()))
             elif table in sealed.pulled:
                 table.write_gradients(sealed.pulled[table])
-        if self.inner is not None and self._aggregates and not sealed.is_taken_over:
-            if self.options.clip_norm is not None:
+        if self.inner is not None and self.aggregates and not sealed.is_taken_over:
+            if self.options.clip_norm is not None:  # a norm that is not finite makes them NaN
                 trained = _parameters(self.inner.param_groups)
-                self.gradient_norm = clip_reduced(trained, self.options.clip_norm)
+                norm = torch.nn.utils.clip_grad_norm_(trained, self.options.clip_norm)
+                self.gradient_norm = float(norm)
             self.inner.step()
         sealed.is_taken_over = True
 
     # --- the scale of gradients
 
     def _scaled(self, scale: StepScale, groups: Groups) -> StepScale:
-        """The scale for the seal, after the loss scale and clipping.
-
-        Raises:
-            InvalidConfig: blocks that are applied on arrival cannot be scaled.
-        """
+        """The scale for the seal, after the loss scale and clipping."""
         if self.options.applies_on_arrival and scale != StepScale():
             raise InvalidConfig(
                 "loss scaling needs steps that count as a whole; expected mode='sealed', got "
@@ -667,19 +626,19 @@ class TrainedModel:
         """Clip this worker's own gradients, by their scale if possible, else in place. Under BSP
         the servers clip the reduced gradient instead; they know the consistency of this clock.
         """
-        clip = clip_of(_parameters(groups), max_norm, scale.contribution_scale)
-        self.gradient_norm = clip.norm
-        if not math.isfinite(clip.norm) and not self.options.allow_non_finite:
-            problem = self._not_finite_words(clip.norm)
+        norm, factor = norm_and_factor(_parameters(groups), max_norm, scale.contribution_scale)
+        self.gradient_norm = norm
+        if not math.isfinite(norm) and not self.options.allow_non_finite:
+            problem = self._not_finite_words(norm)
             return StepScale(1.0, True, problem, None if self.adds else 1.0)
         if self.adds:
-            multiply_gradients(_parameters(groups), clip.factor)
+            multiply_gradients(_parameters(groups), factor)
             return scale
-        if scale.contribution_scale * clip.factor > 0.0:
-            return replace(scale, clip_scale=clip.factor)
+        if scale.contribution_scale * factor > 0.0:
+            return replace(scale, clip_scale=factor)
         # A seal cannot carry NaN or 0.
         if any(setting.mode is not Mode.BSP for setting in self._settings()):
-            multiply_gradients(_parameters(groups), clip.factor)
+            multiply_gradients(_parameters(groups), factor)
         return replace(scale, clip_scale=1.0)
 
     def _scale_updates(
@@ -689,24 +648,21 @@ class TrainedModel:
         max_norm = self.options.clip_norm
         if scale.clip_scale is None or max_norm is None or not tickets:
             return None
-        scaling = UpdateScaling(
-            [(table.handle, ticket) for table, ticket in tickets.items()],
-            max_norm,
-        )
+        steps = [(table.handle, ticket) for table, ticket in tickets.items()]
+        scaling = UpdateScaling(steps, max_norm)
         for table, ticket in zip(tickets, scaling.tickets, strict=True):
-            table.wait_for(ticket)
+            table.pending.add(ticket)
         return scaling
 
     def _not_finite_words(self, norm: float) -> str:
         for table in self.tables:
             for entry in table.layout.placed:
                 gradient = entry.tensor.grad
-                if gradient is None or gradient.layout is not torch.strided:
-                    continue
-                if not is_finite(gradient.detach()):
+                is_dense = gradient is not None and gradient.layout is torch.strided
+                if gradient is not None and is_dense and not is_finite(gradient.detach()):
                     return _not_finite(entry.name, table)
-        clock = 1 + max(table.handle.clock for table in self.tables)
-        return f"the norm of the gradients is {norm} at step {clock} of '{self.options.name}'"
+        step = f"step {1 + self.clock} of '{self.options.name}'"
+        return f"the norm of the gradients is {norm} at {step}"
 
 
 def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
@@ -726,10 +682,8 @@ def _parameters(groups: Groups) -> Iterator[torch.Tensor]:
 
 
 def _push_rest(awake: Mapping[TrainedTable, Hyperparameters]) -> str:
-    """Push the rest of the step, up to the first gradient that is not finite.
-
-    Returns:
-        That gradient's name, in words; empty if all are finite.
+    """Push the rest of the step, up to the first gradient that is not finite; returns its name, in
+    words, or nothing.
     """
     for table, hyperparameters in awake.items():
         name = table.push_rest(hyperparameters)

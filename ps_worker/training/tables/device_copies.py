@@ -32,24 +32,17 @@ class Arrival(Protocol):
 
 @cache
 def stream_to_host(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of the copies from a device."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def stream_from_host(device: torch.device) -> torch.cuda.Stream:
-    """The one stream of the copies to a device."""
     return torch.cuda.Stream(device)
 
 
 def to_host(source: torch.Tensor, target: torch.Tensor) -> Arrival | None:
     """Copy a tensor into host memory: `target` has its shape and dtype, and is pinned if `source`
-    is on a CUDA device.
-
-    Returns:
-        The copy's arrival; None: it is complete.
-
-    Blocking: until it is copied; from a CUDA device no.
+    is on a CUDA device. Returns the copy's arrival; None: it is complete, as from any other device.
     """
     if source.device.type != "cuda":
         target.copy_(source)
@@ -72,8 +65,6 @@ def from_host(moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arriva
 
     Returns:
         The arrivals after which the sources may be written again; empty: at once.
-
-    Blocking: until they are copied; to CUDA devices no.
     """
     by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in moves:

@@ -18,18 +18,21 @@ from collections.abc import Collection
 import torch
 
 from ps_worker.spec.flat_layout import FlatLayout
-from ps_worker.training.tables.staging import FlatBuffer, column_sums, is_same_memory, same_bits
+from ps_worker.training.tables.staging import (
+    FlatBuffer,
+    column_sums,
+    flagged,
+    is_same_memory,
+    same_bits,
+    sums_differ,
+)
 
 
 class WrittenValues:
-    """The values that this worker wrote last into the parameters of a table.
-
-    Args:
-        layout: the parameters.
-        received: the source of the values. It must not change while `is_known`.
+    """The values that this worker wrote last into the parameters of a table, from `received`.
 
     Attributes:
-        is_known: the parameters were written, and no pull is in flight.
+        is_known: the parameters were written, and no pull is in flight: `received` does not change.
     """
 
     def __init__(self, layout: FlatLayout, received: FlatBuffer) -> None:
@@ -56,7 +59,7 @@ class WrittenValues:
         return {
             index
             for index, (entry, sums) in enumerate(zip(self._layout.placed, before, strict=False))
-            if _differ(sums, column_sums(entry.tensor.detach()).to(sums.device))
+            if sums_differ(sums, column_sums(entry.tensor.detach()).to(sums.device))
         }
 
     def written(self, but: Collection[int] = ()) -> None:
@@ -100,17 +103,15 @@ class WrittenValues:
                 continue  # the fast path: a model may have thousands
             now, sums = tensor.detach(), self._sums.get(index)
             if sums is not None and now.device == sums.device:
-                on_device.append((index, _differ(sums, column_sums(now))))
+                on_device.append((index, sums_differ(sums, column_sums(now))))
             elif not self._is_same(index, now):
                 found.append(index)
-        if on_device:  # one transfer for each device, not one for each parameter
-            flags = torch.stack([flag.to(on_device[0][1].device) for _, flag in on_device]).tolist()
-            # A tensor of another layout has other sums, and perhaps the same values.
-            found += [
-                i
-                for (i, _), flag in zip(on_device, flags, strict=True)
-                if flag and not self._is_same(i, self._layout.placed[i].tensor.detach())
-            ]
+        # A tensor of another layout has other sums, and perhaps the same values.
+        found += [
+            index
+            for index in flagged(on_device)
+            if not self._is_same(index, self._layout.placed[index].tensor.detach())
+        ]
         return sorted(found)
 
     def _is_same(self, index: int, now: torch.Tensor) -> bool:
@@ -125,9 +126,3 @@ class WrittenValues:
 def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:
     version = -1 if tensor.is_inference() else tensor._version
     return version, tensor.data_ptr()
-
-
-def _differ(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    if before.shape != now.shape:
-        return torch.ones((), dtype=torch.bool, device=now.device)
-    return (before != now).any()

@@ -6,11 +6,9 @@ ends, every gradient is compared with its copy, so that clipping, unscaling, acc
 other change that a training loop makes to `.grad` counts.
 
 Rules:
-    - The buffer holds the values that left, or that leave next; a block that changes after it left
-      is sent again before the step's seal.
+    - A block that changes after it left is sent again before the step's seal.
     - On the CPU bits decide what has changed. On a device identity, `_version` and sums of bits by
       column do, because reading the gradient back would cost a transfer.
-    - In a step that is restricted to some blocks, gradients that touch none of them are not copied.
     - A table whose gradients mostly changed after they left (clipping does that in every step) is
       not streamed in the next step; staging goes on, so streaming starts again when that ends.
     - A gradient on a device is copied beside backward (`device_copies`), which may change it during
@@ -22,6 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import deque
@@ -39,11 +38,10 @@ from ps_worker.training.tables.device_copies import Arrival, to_host
 from ps_worker.transport.shared_buffers import empty_shared
 
 CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
-"""Copies (source, target) as `ps_worker.training.tables.device_copies.to_host` does."""
+"""Copies (source, target) as `to_host` does."""
 
 _BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by width; as integers, NaN equals itself and 0 differs from -0."""
-
 
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -66,7 +64,6 @@ class Fingerprint:
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Fingerprint:
-        """The fingerprint of a gradient as it is now; queues the sums on the device."""
         return cls(_place_of(gradient), column_sums(gradient))
 
     def is_untouched(self, gradient: torch.Tensor) -> bool:
@@ -75,9 +72,9 @@ class Fingerprint:
 
     def differs(self, other: Fingerprint) -> torch.Tensor:
         """A one-element bool tensor on the device: True if two gradients differ."""
-        if self.place != other.place or self.sums.shape != other.sums.shape:
+        if self.place != other.place:
             return torch.ones((), dtype=torch.bool, device=self.sums.device)
-        return (self.sums != other.sums).any()
+        return sums_differ(self.sums, other.sums)
 
 
 def _place_of(gradient: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
@@ -106,6 +103,22 @@ def column_sums(tensor: torch.Tensor) -> torch.Tensor:
     torch.sum(rows, 0, dtype=torch.int64, out=sums[:_COLUMN_COUNT])
     sums[_COLUMN_COUNT:].copy_(bits[whole:])
     return sums
+
+
+def sums_differ(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """A one-element bool tensor on the device: True if two results of `column_sums` differ."""
+    if before.shape != now.shape:
+        return torch.ones((), dtype=torch.bool, device=now.device)
+    return (before != now).any()
+
+
+def flagged(flags: list[tuple[int, torch.Tensor]]) -> list[int]:
+    """The indexes whose one-element flag is True: in one transfer, not one for each parameter."""
+    if not flags:
+        return []
+    device = flags[0][1].device
+    found = torch.stack([flag.to(device) for _, flag in flags]).tolist()
+    return [index for (index, _), is_true in zip(flags, found, strict=True) if is_true]
 
 
 def is_same_memory(first: int, second: int, byte_count: int) -> bool:
@@ -161,16 +174,16 @@ class FlatBuffer:
     def __init__(self, layout: FlatLayout, *, is_shared: bool = False) -> None:
         on_cuda = any(entry.tensor.device.type == "cuda" for entry in layout.placed)
         dtype = TORCH_DTYPE[layout.dtype]
-        count = layout.element_count
-        values = _shared_zeros(count, dtype) if is_shared and not on_cuda else None
+        values = None
+        if is_shared and not on_cuda:
+            with contextlib.suppress(OSError):  # no memory can be shared
+                raw = empty_shared(layout.element_count * dtype.itemsize, "uint8")
+                values = torch.from_numpy(raw).view(dtype)
         if values is None:
-            values = torch.zeros(count, dtype=dtype, pin_memory=on_cuda)
+            values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=on_cuda)
         self.values = values
-        self.views = layout.views(self.values)
-        self.raw: Raw = self.values.view(torch.uint8).numpy()
-
-    def blocks(self, table: Table) -> Iterator[BlockValues]:
-        return blocks_in(table, self.values)
+        self.views = layout.views(values)
+        self.raw: Raw = values.view(torch.uint8).numpy()
 
 
 def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockValues]:
@@ -181,26 +194,12 @@ def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockValues]:
         yield BlockValues(block, raw[block * size : (block + 1) * size])
 
 
-def _shared_zeros(element_count: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """A tensor that servers on this host can read; None if no memory can be shared."""
-    try:
-        raw = empty_shared(element_count * dtype.itemsize, "uint8")
-    except OSError:
-        return None
-    return torch.from_numpy(raw).view(dtype)
-
-
 class GradientStaging:
     """The gradients of one table, from hook to step.
 
     Args:
-        layout: the parameters.
-        table: the same, in the cluster.
         accumulate: the backward passes of one step; a gradient is staged after the last.
         is_shared: stage in memory that servers on this host can read.
-        copy: copies a gradient into host memory.
-
-    Invariants: STG-1.
     """
 
     def __init__(
@@ -218,11 +217,8 @@ class GradientStaging:
         self._accumulate = accumulate
         self._copy_to_host = copy
         self._buffer = FlatBuffer(layout, is_shared=is_shared)
-        self._segments = [table.segments(block) for block in range(table.block_count)]
-        self._blocks = [
-            _BlockState(tuple(s.tensor for s in segments), len(segments))
-            for segments in self._segments
-        ]
+        segments = [table.segments(block) for block in range(table.block_count)]
+        self._blocks = [_BlockState(tuple(s.tensor for s in here), len(here)) for here in segments]
         blocks_of: list[list[int]] = [[] for _ in layout.placed]
         for number, block in enumerate(self._blocks):
             for tensor in block.tensors:
@@ -241,12 +237,8 @@ class GradientStaging:
     # --- while backward runs
 
     def hooked(self, index: int) -> list[BlockValues]:
-        """Copy the gradient of parameter `index`; returns the blocks that leave now.
-
-        Blocking: copies one gradient (CPU), or queues the copy (device).
-
-        Raises:
-            InvalidTensor: the gradient is sparse, or of another shape.
+        """Copy the gradient of parameter `index`, or queue the copy (device); returns the blocks
+        that leave now.
         """
         gradient = self.layout.placed[index].tensor.grad
         with self._lock:
@@ -274,9 +266,7 @@ class GradientStaging:
 
         A device is far behind the hooks: when the last has run, it has most of a backward pass
         before it. Gradients that were touched since are left to `take`, as are tables that are not
-        streamed.
-
-        Blocking: waits for the device, gradient by gradient.
+        streamed. Waits for the device, gradient by gradient.
         """
         while True:
             with self._lock:
@@ -301,13 +291,8 @@ class GradientStaging:
         return None
 
     def take(self) -> list[BlockValues]:
-        """The blocks that have to leave before the step's seal (STG-1); ends the step's
-        bookkeeping.
-
-        Blocking: reads every gradient once (CPU), or waits for the device.
-
-        Raises:
-            InvalidTensor: a gradient is sparse, or of another shape.
+        """The blocks that have to leave before the step's seal (STG-1). Reads every gradient once
+        (CPU), or waits for the device.
         """
         with self._lock:
             self._finish_copies()
@@ -337,9 +322,7 @@ class GradientStaging:
             for parameter in self._parameters:
                 parameter.is_present = False
             for block in self._blocks:
-                block.has_left = False
-                block.is_changed = False
-                block.is_wasted = False
+                block.has_left = block.is_changed = block.is_wasted = False
 
     # --- inside, under the lock
 
@@ -408,10 +391,8 @@ class GradientStaging:
         """The parameters whose present gradient differs from the staged one."""
         changed = set()
         on_device: list[tuple[int, torch.Tensor]] = []
-        for index, (entry, parameter) in enumerate(
-            zip(self.layout.placed, self._parameters, strict=True)
-        ):
-            gradient = entry.tensor.grad
+        for index, parameter in enumerate(self._parameters):
+            gradient = self.layout.placed[index].tensor.grad
             if not self._is_wanted(index):
                 continue
             if gradient is None or not parameter.is_staged:
@@ -422,10 +403,7 @@ class GradientStaging:
                 on_device.append((index, parameter.fingerprint.differs(now)))
             elif not same_bits(self._buffer.views[index], gradient.detach()):
                 changed.add(index)
-        if on_device:  # one transfer for each device, not one for each parameter
-            flags = torch.stack([flag.to(on_device[0][1].device) for _, flag in on_device]).tolist()
-            changed.update(i for (i, _), flag in zip(on_device, flags, strict=True) if flag)
-        return changed
+        return changed.union(flagged(on_device))
 
     def _restage(self, index: int) -> None:
         if self._parameters[index].is_staged:

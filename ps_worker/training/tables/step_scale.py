@@ -38,10 +38,8 @@ def amp_scale_of(optimizer: torch.optim.Optimizer) -> StepScale:
 
 
 def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a closure whose gradients `torch.amp.GradScaler` has not seen.
-
-    Raises:
-        InvalidConfig: the scaler looked for overflows before the closure was called.
+    """Refuse a closure whose gradients `torch.amp.GradScaler` has not seen: the scaler looked for
+    overflows before it was called.
     """
     if getattr(optimizer, "found_inf", None) is not None:
         raise InvalidConfig(

@@ -42,19 +42,11 @@ _LOOK_EVERY = 16
 
 
 class TrainedTable:
-    """The parameters of one layout, on the servers.
+    """The parameters of one layout, on the servers; making it blocks until their table exists.
 
-    Args:
-        client: a worker's client.
-        layout: the parameters and their places.
+    Attributes:
         group: the number of their parameter group.
-        optimizer: the servers'.
-        options: the optimizer's options.
-
-    Blocking: until the table exists.
-
-    Raises:
-        TableExists: another worker has created the table from another model.
+        pending: the tickets that `finish` waits for.
     """
 
     def __init__(
@@ -84,7 +76,6 @@ class TrainedTable:
         self._client = client
         self._options = options
         self._adds = isinstance(optimizer, Add)
-        self._applies_on_arrival = options.applies_on_arrival
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
         self._received = FlatBuffer(layout)
@@ -97,7 +88,7 @@ class TrainedTable:
         self._lock = threading.RLock()
         self._moved: FlatBuffer | None = None
         self._only: frozenset[int] | None = None
-        self._pending = PendingTickets(client)
+        self.pending = PendingTickets(client)
         self._pull: PullTicket[Pulled] | None = None
 
     @property
@@ -130,24 +121,18 @@ class TrainedTable:
         for entry, view in zip(self.layout.placed, self._received.views, strict=True):
             view.copy_(entry.tensor.detach())
         step = self._client.tables.begin_assign(self.handle)
-        step.push_blocks(self._received.blocks(self.handle.table))
-        self._pending.add(step.seal())
+        step.push_blocks(blocks_in(self.handle.table, self._received.values))
+        self.pending.add(step.seal())
         self._written.written()
         for block in range(self.handle.table.block_count):  # as if it had pulled them
-            self.handle.steps.saw(block, 0)
+            self.handle.steps.peer_versions[block] = 0
 
     # --- while backward runs
 
     def hooked(self, index: int, hyperparameters: Hyperparameters) -> None:
-        """Stage the gradient of parameter `index`; blocks that it completes leave.
-
-        Args:
-            index: the parameter's place in the layout.
-            hyperparameters: the group's present ones, for blocks that are applied on arrival.
-
-        Raises:
-            InvalidTensor: the gradient is sparse.
-            WaitExpired: the last step could not be ended, and still cannot.
+        """Stage the gradient of parameter `index` (its place in the layout); blocks that it
+        completes leave, with the present hyperparameters if they are applied on arrival. Ends the
+        last step, if an earlier call has not seen its end.
         """
         with self._lock:
             self.wait_pending()
@@ -155,7 +140,7 @@ class TrainedTable:
 
     def discard(self) -> None:
         """The gradients were zeroed: start the step over."""
-        if self._staging is not None and not self._pending:
+        if self._staging is not None and not self.pending:
             self._staging.discard()
 
     # --- a step of some blocks
@@ -184,14 +169,10 @@ class TrainedTable:
 
     def pass_clock(self) -> None:
         """Seal a step in which this table has no part; `wait_pending` waits."""
-        self._pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
+        self.pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
 
     def check_dtype(self) -> None:
-        """Refuse a model that was moved to another dtype, which the servers do not follow.
-
-        Raises:
-            InvalidConfig: naming a parameter whose dtype is not the table's.
-        """
+        """Refuse a model that was moved to another dtype, which the servers do not follow."""
         for entry in self.layout.placed:
             if entry.tensor.dtype is not self.dtype:
                 raise InvalidConfig(
@@ -204,9 +185,7 @@ class TrainedTable:
 
     def edited(self) -> list[int]:
         """The parameters that the script has changed since they were written, as places in the
-        layout.
-
-        Blocking: reads every parameter once (CPU), or waits for the device. A table that sleeps is
+        layout. Reads every parameter once (CPU), or waits for the device. A table that sleeps is
         read only if autograd knows of a change, and in one step of `_LOOK_EVERY`, because reading a
         large frozen model would cost as much as a pass through it.
         """
@@ -223,14 +202,13 @@ class TrainedTable:
 
     def edit(self, indexes: Collection[int], name: bytes, array: str = "") -> PushTicket:
         """End a step that is an edit: the servers take over these parameters, if all workers make
-        the same edit. Then begin to pull the result. Gradients that have left take no part.
+        the same edit. Then begin to pull the result; `finish` waits. Gradients that have left take
+        no part.
 
         Args:
             indexes: the parameters, as places in the layout; empty if only other tables have any.
             name: the edit's.
             array: empty, or `VALUES_ARRAY` for parameters loaded together with optimizer state.
-
-        Blocking: copies the parameters; `finish` waits.
         """
         blocks: list[BlockValues] = []
         if indexes:
@@ -251,21 +229,17 @@ class TrainedTable:
     def load(self, array: str, values: torch.Tensor | None, name: bytes) -> PushTicket:
         """End a step that is an edit of optimizer state; `finish` waits.
 
-        Args:
-            array: the name of the state.
-            values: all elements of the table; None if only other tables have any.
-            name: the edit's.
-
         Shapes:
-            values: 1-D, contiguous, in the dtype of the table's arithmetic. It must not change
-            before the step has ended.
+            values: all elements of the table, 1-D, contiguous, in the dtype of the table's
+            arithmetic; None if only other tables have any. They must not change before the step
+            has ended.
         """
         blocks = () if values is None else blocks_in(self.handle.table, values)
         return self._end_edit(blocks, name, array)
 
     def _end_edit(self, blocks: Iterable[BlockValues], name: bytes, array: str) -> PushTicket:
         ticket = self._client.tables.begin_step(self.handle).edit(blocks, name, array)
-        self._pending.add(ticket)
+        self.pending.add(ticket)
         self.begin_pull()
         return ticket
 
@@ -280,11 +254,7 @@ class TrainedTable:
     # --- when the step ends
 
     def check_final(self, hyperparameters: Hyperparameters) -> None:
-        """Eager mode: refuse gradients and hyperparameters that changed after a block left.
-
-        Raises:
-            GradientChangedAfterPush: naming the parameter or the hyperparameter, and the remedies.
-        """
+        """Eager mode: refuse gradients and hyperparameters that changed after a block left."""
         changed = self.staging.changed_after_leaving()
         if changed is not None:
             raise GradientChangedAfterPush(
@@ -315,7 +285,7 @@ class TrainedTable:
         for blocks in self.staging.arriving():
             self._push(blocks, hyperparameters)
         blocks = self.staging.take()
-        if not self._options.allow_non_finite and not self._applies_on_arrival:
+        if not self._options.allow_non_finite and not self._options.applies_on_arrival:
             bad = self.staging.non_finite()
             if bad is not None:
                 return bad
@@ -335,7 +305,7 @@ class TrainedTable:
             view.copy_(entry.tensor.detach()).sub_(pulled)
             if not self._options.allow_non_finite and not is_finite(view):
                 return entry.name
-        blocks = self._moved.blocks(self.handle.table)
+        blocks = blocks_in(self.handle.table, self._moved.values)
         if self._only is not None:
             blocks = (each for each in blocks if each.block in self._only)
         self._client.tables.begin_step(self.handle).push_blocks(blocks)
@@ -350,14 +320,10 @@ class TrainedTable:
             skip=skip,
             clip_scale=scale.clip_scale,
         )
-        self._pending.add(ticket)
+        self.pending.add(ticket)
         self._was_skipped = skip
         self.begin_pull()
         return ticket
-
-    def wait_for(self, ticket: PushTicket) -> None:
-        """Let `finish` wait for this ticket, too."""
-        self._pending.add(ticket)
 
     def begin_pull(self) -> None:
         """Begin to pull the table at this worker's clock; `finish` waits."""
@@ -366,24 +332,18 @@ class TrainedTable:
         self._arrivals.clear()
         self._written.is_known = False
         self._pull = self._client.pulls.start(self.handle, self._received.raw)
-        self._pending.add(self._pull)
+        self.pending.add(self._pull)
 
     def wait_pending(self) -> None:
-        """Wait for a step that an earlier call did not see the end of.
-
-        Raises:
-            PushpullError: as `Client.wait`.
-        """
-        if self._pending or self._pull is not None:
+        """Wait for a step that an earlier call did not see the end of."""
+        if self.pending or self._pull is not None:
             # Blocks that left before the step was found to be skipped may have been refused.
-            self._pending.wait((InvalidTensor,) if self._was_skipped else ())
+            self.pending.wait((InvalidTensor,) if self._was_skipped else ())
             self._ended()
 
     def finish(self) -> Pulled | None:
         """Wait for the end of the step and of the pull; a pull that has expired is begun again.
-
-        Raises:
-            PushpullError: as `Client.wait`; a later call waits for the rest.
+        After an error, a later call waits for the rest.
         """
         if self._pull is not None and self._pull.has_expired:
             self.begin_pull()
@@ -397,12 +357,10 @@ class TrainedTable:
             self.begin_pull()
 
     def finish_refresh(self) -> None:
-        """Wait for the pull; staged gradients stay.
-
-        Raises:
-            PushpullError: as `Client.wait`; another `begin_refresh` goes on.
+        """Wait for the pull; staged gradients stay. After an error, another `begin_refresh` goes
+        on.
         """
-        self._pending.wait()
+        self.pending.wait()
         self._pull = None
 
     def left(self) -> None:
@@ -445,9 +403,7 @@ class TrainedTable:
         self._arrivals = from_host(moves)
 
     def _ended(self) -> None:
-        self._pull = None
-        self._edit = None
-        self._eager = None
+        self._pull = self._edit = self._eager = None
         self._was_skipped = False
         if self._staging is not None:
             self._staging.finish()
@@ -455,6 +411,6 @@ class TrainedTable:
     def _push(self, blocks: list[BlockValues], hyperparameters: Hyperparameters) -> None:
         if not blocks:
             return
-        if self._applies_on_arrival and self._eager is None:
+        if self._options.applies_on_arrival and self._eager is None:
             self._eager = hyperparameters
         self._client.tables.begin_step(self.handle).push_blocks(blocks, eager=self._eager)
