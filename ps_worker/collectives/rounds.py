@@ -22,11 +22,7 @@ class Entering(NamedTuple):
 
 
 class Rounds:
-    """One worker's state of rounds.
-
-    Args:
-        is_late_joiner: hosts must know the worker before it takes part in a round.
-    """
+    """One worker's state of rounds. Hosts must know a late joiner before it takes part in one."""
 
     def __init__(self, *, is_late_joiner: bool) -> None:
         self._is_late_joiner = is_late_joiner

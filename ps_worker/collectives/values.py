@@ -34,12 +34,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def packed(value: Any, verb: str) -> bytes:
-    """A value as bytes; see `ps_worker.checkpoint.state_codec.ACCEPTED`.
-
-    Raises:
-        InvalidConfig: the value has a type that cannot be sent.
-        InvalidTensor: it is over the limit.
-    """
+    """A value as bytes; see `ps_worker.checkpoint.state_codec.ACCEPTED`."""
     state, tensors = encode({"value": value})
     header = json.dumps(
         {
@@ -61,11 +56,7 @@ def packed(value: Any, verb: str) -> bytes:
 
 
 def unpacked(payload: bytes) -> Any:
-    """The inverse of `packed`; tensors are on the CPU.
-
-    Raises:
-        InvalidTensor: the bytes are malformed.
-    """
+    """The inverse of `packed`; tensors are on the CPU."""
     try:
         (length,) = _LENGTH.unpack_from(payload)
         begin = _LENGTH.size + length
@@ -101,12 +92,7 @@ def words_of(verb: str, name: str, what: str = "") -> str:
 
 
 def check_agreement(ended: Round) -> None:
-    """Refuse a round in which workers made different calls, or that failed.
-
-    Raises:
-        InvalidConfig: two workers made different calls; the message has both.
-        InvalidTensor: the round failed; the message has the reason.
-    """
+    """Refuse a round in which workers made different calls, or that failed."""
     first = ended.shares[0]
     for share in ended.shares[1:]:
         if share.call != first.call:
@@ -121,11 +107,7 @@ def check_agreement(ended: Round) -> None:
 
 def reducible(value: Any, op: str, at: str = "value") -> Any:
     """A value as it is sent for a reduction: numbers, tensors on the CPU, and dicts, lists and
-    tuples of these.
-
-    Raises:
-        InvalidConfig: there is no such `op`.
-        InvalidTensor: `op` cannot reduce the value.
+    tuples of these. Refuses one that `op` cannot reduce.
     """
     if op not in OPS:
         raise InvalidConfig(f"op is {op!r}; expected one of {', '.join(OPS)}")

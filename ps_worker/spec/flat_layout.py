@@ -31,12 +31,7 @@ from torch.nn.parameter import is_lazy
 from ps_core.errors import InvalidConfig
 from ps_core.tables import DType
 
-TORCH_DTYPE: dict[DType, torch.dtype] = {
-    DType.FLOAT32: torch.float32,
-    DType.FLOAT16: torch.float16,
-    DType.BFLOAT16: torch.bfloat16,
-    DType.FLOAT64: torch.float64,
-}
+TORCH_DTYPE: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
 """The torch dtype of each table dtype."""
 
 TABLE_DTYPE: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_DTYPE.items()}
@@ -100,9 +95,6 @@ def named_groups(parameters: Parameters, module: nn.Module | None = None) -> lis
 
     Tensors without a name get the one that they have in `module`, else ``parameter.<position>``,
     counted over all groups.
-
-    Raises:
-        InvalidConfig: an entry is not a parameter, or there are none.
     """
     if isinstance(parameters, nn.Module):
         return named_groups(parameters.named_parameters(), module or parameters)
@@ -160,9 +152,6 @@ def _named_group(group: Any, known: Mapping[int, str], positions: Iterator[int])
 def table_layouts(prefix: str, group: Mapping[str, Any]) -> Iterator[FlatLayout]:
     """The tables of one group of `named_groups`: one for each element type and frozenness, in order
     of first appearance.
-
-    Raises:
-        InvalidConfig: no table can have an element type, or two parameters have one name.
     """
     bins: dict[tuple[DType, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in zip(group["param_names"], group["params"], strict=True):

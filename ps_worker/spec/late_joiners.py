@@ -27,18 +27,13 @@ _SILENT_LEASES = 1.2
 
 
 class LateJoiner(NamedTuple):
-    """A worker that joins a model.
-
-    Attributes:
-        incarnation: its own.
-        joined_ids: the tables that are older than it.
-        is_at_start: no worker had taken a step when it joined them.
-        lease_s: of the cluster.
-    """
+    """A worker that joins a model."""
 
     incarnation: Incarnation
     joined_ids: frozenset[TableId]
+    """The tables that are older than it."""
     is_at_start: bool
+    """No worker had taken a step when it joined them."""
     lease_s: float
 
     @property

@@ -184,7 +184,7 @@ class Adam(ServerOptimizer):
 
 
 @dataclass(frozen=True, slots=True)
-class AdamW(ServerOptimizer):
+class AdamW(Adam):
     """`torch.optim.AdamW`, on the servers; with `clamp`, see `Clamp`.
 
     Raises:
@@ -193,13 +193,7 @@ class AdamW(ServerOptimizer):
 
     kind: ClassVar[OptimizerKind] = OptimizerKind.ADAMW
 
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
     weight_decay: float = 1e-2
-    amsgrad: bool = False
-    maximize: bool = False
-    clamp: Clamp | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,12 +337,8 @@ def hyperparameters_of(spec: OptimizerSpec, group: Mapping[str, Any]) -> Hyperpa
 
 
 def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparameters:
-    """The hyperparameters of a torch parameter group that `kind` has, sorted by name.
-
-    `betas` become `beta1` and `beta2`; one-element tensors become floats; other keys are ignored.
-
-    Raises:
-        InvalidConfig: one is missing, not a number, or not finite.
+    """The hyperparameters of a torch parameter group that `kind` has, sorted by name; InvalidConfig
+    if one is missing. `betas` become `beta1` and `beta2`; one-element tensors become floats.
     """
     found = []
     for name in HYPERPARAMETER_DEFAULTS[kind]:
@@ -361,11 +351,7 @@ def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparam
 
 
 def clamp_hyperparameters(optimizer: str, clamp: object) -> Hyperparameters:
-    """The hyperparameters of a clamp, for the sides with a bound.
-
-    Raises:
-        InvalidConfig: it is not a pair of finite numbers or None, or the least is the greater.
-    """
+    """The hyperparameters of a clamp, for the sides with a bound."""
     if clamp is None:
         return ()
     if not isinstance(clamp, tuple | list) or len(clamp) != 2:

@@ -31,42 +31,32 @@ class Straggler(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ComputeTime:
-    """The schedule of a run.
-
-    Attributes:
-        fast_s: the time of a step's computation.
-        straggler: the pattern of slow workers.
-        slow_s: the time of the slow worker.
-        burst: ROTATING: clocks that a worker stays slow.
-        seed: ROTATING: of the orders in which the workers take turns.
-        rank: PERMANENT: the slow worker.
-    """
+    """The schedule of a run."""
 
     fast_s: float
     straggler: Straggler = Straggler.NONE
     slow_s: float = 0.0
     burst: int = 1
+    """ROTATING: clocks that a worker stays slow."""
     seed: int = 0
+    """ROTATING: of the orders in which the workers take turns."""
     rank: int = 0
+    """PERMANENT: the slow worker."""
 
     @classmethod
     def parsed(cls, text: str) -> ComputeTime:
-        """The schedule of a text in one of the forms above.
-
-        Raises:
-            InvalidConfig: it has none of the forms.
-        """
+        """The schedule of a text in one of the forms above."""
         name, colon, rest = text.strip().lower().partition(":")
         try:
             if not colon:
                 return cls(_duration_s(name)).validated()
             fast, slow, *words = rest.split(",")
-            integers = dict(_integer(word) for word in words)
+            pairs = [word.partition("=") for word in words]
+            integers = {each.strip(): int(value) for each, _, value in pairs}
             kind = Straggler(name)
             if set(integers) - set(_FIELDS[kind]):
                 raise ValueError(words)
-            found = cls(_duration_s(fast), kind, _duration_s(slow), **integers)
-            return found.validated()
+            return cls(_duration_s(fast), kind, _duration_s(slow), **integers).validated()
         except (ValueError, KeyError):
             raise InvalidConfig(f"compute is '{text}'; expected one of {_FORMS}") from None
 
@@ -123,11 +113,6 @@ _FORMS = (
     "30ms (or 0.03s), rotating:FAST,SLOW[,burst=CLOCKS][,seed=SEED], "
     "permanent:FAST,SLOW[,rank=RANK]"
 )
-
-
-def _integer(word: str) -> tuple[str, int]:
-    name, _, value = word.partition("=")
-    return name.strip(), int(value)
 
 
 def _duration_s(text: str) -> float:

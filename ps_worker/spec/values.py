@@ -65,10 +65,8 @@ def shape_of(values: Values) -> tuple[int, ...]:
 def raw_of(values: Values, dtype: DType, what: str) -> Raw:
     """The bytes of `values`: a view if they are C-contiguous in host memory, else a copy.
 
-    Plain numbers and sequences of them, which have no dtype of their own, are converted.
-
-    Raises:
-        InvalidTensor: its dtype is not `dtype`; `what` names it in the message.
+    Plain numbers and sequences of them, which have no dtype of their own, are converted. `what`
+    names the values in the InvalidTensor for another dtype.
     """
     if not isinstance(values, np.ndarray | np.generic):
         if is_tensor(values):
@@ -99,11 +97,7 @@ def _raw_of_tensor(values: Any, dtype: DType, what: str) -> Raw:
 
 
 def writable_raw_of(out: Array, dtype: DType, what: str) -> Raw:
-    """The writable bytes of the caller's own array.
-
-    Raises:
-        InvalidTensor: another dtype, or memory that is not C-contiguous, on the host and writable.
-    """
+    """The writable bytes of the caller's own array, which is C-contiguous and on the host."""
     if not isinstance(out, np.ndarray):
         if not is_tensor(out):
             kind = type(out).__name__
@@ -151,16 +145,13 @@ class ElementRun:
 
 
 class BlockValues(NamedTuple):
-    """A push's values of one block, and the presence of its segments.
-
-    Shapes:
-        payload: C-contiguous bytes, the whole block's.
-        presence: packed by `ps_core.tables.pack_presence`; empty means all segments.
-    """
+    """A push's values of one block, and the presence of its segments."""
 
     block: int
     payload: memoryview
+    """C-contiguous bytes, the whole block's."""
     presence: bytes = b""
+    """Packed by `ps_core.tables.pack_presence`; empty means all segments."""
 
 
 def tensor_named(table: Table, name: str) -> TensorSpec:
@@ -173,11 +164,7 @@ def tensor_named(table: Table, name: str) -> TensorSpec:
 
 
 def region_of(table: Table, part: slice | str | None) -> Region:
-    """A caller's region: all elements (None), one tensor (its name), or a slice of elements.
-
-    Raises:
-        InvalidKeys: outside the table, empty, or with a step.
-    """
+    """A caller's region: all elements (None), one tensor (its name), or a slice of elements."""
     spec = table.spec
     if part is None:
         shape = spec.tensors[0].shape if len(spec.tensors) == 1 else (spec.element_count,)
@@ -209,12 +196,7 @@ def blocks_of(table: Table, region: Region) -> range:
 def runs_of(
     table: Table, values: Values | Mapping[str, Values], part: slice | str | None
 ) -> list[ElementRun]:
-    """A caller's values as runs of elements: one, or one for each tensor of a mapping.
-
-    Raises:
-        InvalidTensor: another dtype or shape than the region's.
-        InvalidKeys: the region or a tensor is not in the table.
-    """
+    """A caller's values as runs of elements: one, or one for each tensor of a mapping."""
     if not isinstance(values, np.ndarray) and isinstance(values, Mapping):
         if part is not None:
             raise InvalidKeys("a mapping of tensors names its elements; leave slice out")
@@ -240,11 +222,7 @@ def check_shape(shape: tuple[int, ...], region: Region, what: str) -> None:
 
 
 def cut(table: Table, runs: Sequence[ElementRun]) -> Iterator[BlockValues]:
-    """The blocks of runs that are in order and do not overlap (CUT-2).
-
-    Raises:
-        InvalidKeys: a run begins or ends inside a segment.
-    """
+    """The blocks of runs that are in order and do not overlap (CUT-2)."""
     size, element_count = table.spec.block_elements, table.spec.element_count
     width = element_bytes(table.spec.dtype)
     block = first = 0

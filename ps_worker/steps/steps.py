@@ -195,9 +195,8 @@ class StepSink(Protocol):
 
 
 class TableStep:
-    """One step of this worker on one table, written block by block. Not thread-safe.
-
-    Made by `ClientTables.begin_step`, or by `begin_assign` for initial values (clock 0).
+    """One step of this worker on one table, written block by block; clock 0 is that of initial
+    values. Not thread-safe.
     """
 
     def __init__(self, table: Table, clock: int, sink: StepSink, steps: TableSteps) -> None:
@@ -255,12 +254,9 @@ class TableStep:
         all workers make the same edit. Blocks pushed before are withdrawn.
 
         Args:
-            blocks: those with changed tensors.
+            blocks: as `push_blocks`; of optimizer state in the dtype of the table's arithmetic.
             edit: a name of all changes of the model, equal at every worker that made the same.
             array: the array of optimizer state that `blocks` replace; empty: the values.
-
-        Shapes:
-            blocks: as `push_blocks`; of optimizer state in the dtype of the table's arithmetic.
 
         Raises: as `push_blocks`. The ticket raises EditRefused if the workers do not all make this
         edit.
@@ -338,7 +334,6 @@ class TableStep:
 
 class TableSteps:
     """This worker's clock on one table, its open step, and the versions that its pulls have seen.
-
     Thread-safe.
 
     Args:
@@ -347,11 +342,10 @@ class TableSteps:
             together, or on none (SEMANTICS S7).
         joins: others train the table already; the first pull gives the clock where this worker
             begins.
-        owed_count: the clocks that this worker had skipped when the table was created.
 
     Attributes:
         clock: of the last step that this worker sealed on the table, or skipped.
-        owed_count: clocks to skip before the first step.
+        owed_count: clocks to skip before the first step, as on earlier tables.
         skipped_count: clocks that the worker skipped here while it trained only tables that it
             steps together with this one: a later table skips as many.
         peer_versions: of each block, the peer version that the last pull has seen.

@@ -1,9 +1,5 @@
 """Gives all workers the same parameters: two barriers with a pull between them (SEMANTICS S17).
 
-    begun      this worker waits until each worker has taken its last step
-    met        all have; no worker takes a step
-    pulled     this worker has the model, and waits until all have it
-
 Rules:
     - The next call resumes one that was interrupted. So does the next step, which otherwise only
       some workers would pull.
@@ -12,8 +8,8 @@ Rules:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from enum import IntEnum
 
 from ps_core.errors import EditRefused, InvalidConfig
 from ps_worker.client.client import Client
@@ -22,12 +18,8 @@ from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import names_of
 from ps_worker.training.tables.trained_table import TrainedTable
 
-
-class _Stage(IntEnum):
-    NONE = 0
-    BEGUN = 1
-    MET = 2
-    PULLED = 3
+_PULL = ""
+"""The pull, among the names of barriers."""
 
 
 class CommonModel:
@@ -44,13 +36,12 @@ class CommonModel:
         self._name = name
         self._tables = tables
         self._buffers = buffers
-        self._stage = _Stage.NONE
-        self._is_pulled = True
+        self._left: deque[str] = deque()  # the barriers, and the pull, that have not ended
 
     @property
     def is_interrupted(self) -> bool:
         """True if a meeting was begun and has not ended."""
-        return self._stage is not _Stage.NONE
+        return bool(self._left)
 
     def meet(self, timeout_s: float | None, *, is_pulled: bool) -> None:
         """Wait until all workers have called this, and have the model; raises as
@@ -60,7 +51,9 @@ class CommonModel:
         if not went_on:
             if is_pulled:
                 self._check_unchanged()
-            self._is_pulled, self._stage = is_pulled, _Stage.BEGUN
+            # After the first barrier no worker takes a step, until all have passed the second.
+            self._left.append(f"synchronize {self._name}")
+            self._left.extend([_PULL, f"synchronized {self._name}"] if is_pulled else [])
         self.go_on(timeout_s)
         if went_on and is_pulled:
             self._check_unchanged()
@@ -68,19 +61,16 @@ class CommonModel:
     def go_on(self, timeout_s: float | None = None) -> None:
         """End a meeting that was interrupted, if one was. Changed parameters keep their values."""
         try:
-            if self._stage is _Stage.BEGUN:
-                self._client.barrier(f"synchronize {self._name}", timeout_s=timeout_s)
-                self._stage = _Stage.MET if self._is_pulled else _Stage.NONE
-            if self._stage is _Stage.MET:
-                self._pull_all()
-                self._stage = _Stage.PULLED
-            if self._stage is _Stage.PULLED:
-                self._client.barrier(f"synchronized {self._name}", timeout_s=timeout_s)
-                self._stage = _Stage.NONE
+            while self._left:
+                if self._left[0] == _PULL:
+                    self._pull_all()
+                else:
+                    self._client.barrier(self._left[0], timeout_s=timeout_s)
+                self._left.popleft()
         except BaseException as error:
             if isinstance(error, InvalidConfig):  # it has ended for all
-                self._stage = _Stage.NONE
-            if self._is_pulled and self._stage in (_Stage.BEGUN, _Stage.MET):
+                self._left.clear()
+            if _PULL in self._left:
                 parts: list[TrainedTable | BufferTable] = [*self._tables, *self._buffers]
                 with uninterrupted():
                     for part in parts:

@@ -93,7 +93,9 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         self._batch_size = 0
         if name is not None:
             client.checkpoints.save_points.attach(name, self)
-            self._restore(client.checkpoints.restored_states(name))
+            states = client.checkpoints.restored_states(name)
+            if states:
+                self._load([states[rank] for rank in sorted(states)], alike=False)
 
     # --- torch's
 
@@ -214,10 +216,6 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         """
         self._load([state_dict], alike=True)
 
-    def _restore(self, states: Mapping[int, Any]) -> None:
-        if states:
-            self._load([states[rank] for rank in sorted(states)], alike=False)
-
     def _load(self, states: list[Mapping[str, Any]], *, alike: bool) -> None:
         for state in states:
             self._check(state)
@@ -229,7 +227,8 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
         taken: list[int | None] = [None] * places
         for state in states:
             if state["epoch"] > number:  # it had seen all of this one
-                _warn_of_repeated_samples(state)
+                if state["taken"]:
+                    logs.warning("samples_come_again", epoch=state["epoch"], count=state["taken"])
                 state = {**state, "taken": plan.length}
             elif _stage_in(state) != (stages, places):
                 continue
@@ -261,8 +260,3 @@ class DistributedSampler(torch.utils.data.Sampler[int]):
 def _stage_in(state: Mapping[str, Any]) -> tuple[tuple[Stage, ...], int]:
     """The ended stages, and the places of the running one."""
     return tuple(map(tuple, state["stages"])), state["places"]
-
-
-def _warn_of_repeated_samples(state: Mapping[str, Any]) -> None:
-    if state["taken"]:
-        logs.warning("samples_come_again", epoch=state["epoch"], count=state["taken"])

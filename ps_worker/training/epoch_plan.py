@@ -34,14 +34,8 @@ Stage = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """An epoch.
-
-    Attributes:
-        length: samples of the data set.
-        number: of the epoch, from 0.
-        seed: of its order, together with its number.
-        is_shuffled: the order is drawn; else it is the data set's.
-        stages: the ended ones.
+    """An epoch of `length` samples; `number` counts from 0. Its order is drawn with `seed` and
+    `number`, or is the data set's; `stages` are the ended ones.
     """
 
     length: int

@@ -9,7 +9,6 @@ because a pull of one table may wait for workers that wait for this one on anoth
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import WaitExpired
@@ -61,19 +60,18 @@ def joins_nobody(
         logs.info("waits_for_other_new_workers", at_most_s=round(ALL_HERE_WITHIN_S - waited_s, 1))
     while (may := may_load(engine.view, late_joiner, waited_s)) is None:
         limit_s = next(each for each in late_joiner.limits_s if waited_s < each)
-        known = partial(_is_known, late_joiner=late_joiner, waited_s=waited_s)
+
+        def is_known(view: ClusterView, waited_s: float = waited_s) -> bool:
+            return may_load(view, late_joiner, waited_s) is not None
+
         try:
-            client.tables.await_view(known, "the other workers to join", limit_s - waited_s)
+            client.tables.await_view(is_known, "the other workers to join", limit_s - waited_s)
             waited_s = max(waited_s, now_s() - joined_s)
         except WaitExpired:
             waited_s = limit_s
     if may and not all_have_joined(engine.view, joined_ids):
         logs.warning("other_workers_did_not_come", waited_s=round(waited_s, 1))
     return may
-
-
-def _is_known(view: ClusterView, late_joiner: LateJoiner, waited_s: float) -> bool:
-    return may_load(view, late_joiner, waited_s) is not None
 
 
 def clocks_to_pass(client: Client, tables: Sequence[TrainedTable]) -> int:

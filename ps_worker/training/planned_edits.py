@@ -60,8 +60,7 @@ class PlannedEdits:
     Attributes:
         edited: the changed parameters.
         problem: the reason why their values are invalid; empty if they are valid.
-        digest: a name of all changes.
-        edit_digest: a name of the changed parameters.
+        digest, edit_digest: names of all changes, and of the changed parameters.
     """
 
     def __init__(self) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -46,7 +45,6 @@ _MOMENTUM = "momentum_buffer"
 """An array that torch makes only with momentum."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class LoadedState:
     """Loaded optimizer state that the servers do not have yet.
 
@@ -56,18 +54,14 @@ class LoadedState:
         digest: the same at all workers that loaded the same.
     """
 
-    arrays: Mapping[TrainedTable, Arrays]
-    names: tuple[str, ...]
-    digest: bytes
-
-
-def loaded_state(arrays: Mapping[TrainedTable, Arrays]) -> LoadedState:
-    """The result of `arrays_of`, with its digest."""
-    names = dict.fromkeys(name for own in arrays.values() for name in own)
-    digest = digest_of_arrays(
-        (table.name, name, values) for table, own in arrays.items() for name, values in own.items()
-    )
-    return LoadedState(arrays, tuple(names), digest)
+    def __init__(self, arrays: Mapping[TrainedTable, Arrays]) -> None:
+        self.arrays = arrays
+        self.names = tuple(dict.fromkeys(name for own in arrays.values() for name in own))
+        self.digest = digest_of_arrays(
+            (table.name, name, values)
+            for table, own in arrays.items()
+            for name, values in own.items()
+        )
 
 
 def digest_of_arrays(arrays: Iterable[tuple[str, str, torch.Tensor]]) -> bytes:
@@ -176,17 +170,9 @@ def arrays_of(
     *,
     may_be_infinite: bool,
 ) -> dict[TrainedTable, Arrays]:
-    """State in torch's layout, as arrays of the tables that are awake.
-
-    Args:
-        state: by the place of the parameter, counted over all groups.
-        tables: of the model.
-        groups: the parameter groups as they will be.
-        may_be_infinite: accept infinities and NaNs.
-
-    Raises:
-        InvalidConfig: it is another optimizer's, or of other parameters.
-        InvalidTensor: an array has another shape than its parameter, or is not finite.
+    """State in torch's layout, as arrays of the tables that are awake; refuses another optimizer's,
+    or of other parameters. `state` has the places of parameters, counted over all groups; `groups`
+    are the parameter groups as they will be.
     """
     place_of: dict[torch.Tensor, int] = {}
     for group in groups:

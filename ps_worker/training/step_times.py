@@ -15,16 +15,6 @@ from ps_worker.spec.settings import BSP
 from ps_worker.steps.steps import PushTicket
 
 
-def _begin_together(client: Client) -> None:
-    """Wait for all workers, because compared runs should not contain the time that some start
-    later: under BSP the others would wait in their first step, and under ASP they would train
-    alone.
-    """
-    table = client.create_table("pushpull-start", 1, optimizer=Assign(), consistency=BSP())
-    if table.clock == 0:  # one barrier a client, however many optimizers it has
-        client.push_pull(table, np.zeros(1, dtype=np.float32))
-
-
 class StepTimes:
     """The times of one optimizer's steps; sleeps to emulate computation. If steps are recorded,
     making it blocks until all workers of the cluster are here.
@@ -36,7 +26,11 @@ class StepTimes:
         if self._compute is not None:
             self._compute.check_fits(client.world_size)
         if client.connection.record.is_on:
-            _begin_together(client)
+            # Compared runs should not contain the time that some workers start later: under BSP the
+            # others would wait in their first step, and under ASP they would train alone.
+            table = client.create_table("pushpull-start", 1, optimizer=Assign(), consistency=BSP())
+            if table.clock == 0:  # one barrier a client, however many optimizers it has
+                client.push_pull(table, np.zeros(1, dtype=np.float32))
         self._tickets: Sequence[PushTicket] = ()
         self._committed_s: list[float] = []
         self._ended_s = self._computed_s = self._sealed_s = now_s()

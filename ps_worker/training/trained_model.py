@@ -11,13 +11,10 @@ Rules:
       are equally far apart at every worker. Otherwise a change to BSP could leave two workers
       waiting for each other, each on another table. For the same reason a worker skips clocks whose
       updates were made without it on all tables, or on none.
-
-`distributed_optimizer` has torch's interface, and creates the tables.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,7 +52,6 @@ from ps_worker.training.served_state import (
     State,
     arrays_of,
     is_same,
-    loaded_state,
     pulled_arrays,
 )
 from ps_worker.training.step_times import StepTimes
@@ -112,6 +108,7 @@ class TrainedModel:
         results: the results of the last step, by table that is awake; empty if it was skipped.
         gradient_norm: the norm that the last step was clipped by; None without clipping.
         loaded: optimizer state that the servers do not have in full yet.
+        adds: the worker pushes its local optimizer's updates.
     """
 
     def __init__(
@@ -123,12 +120,12 @@ class TrainedModel:
         self.inner: torch.optim.Optimizer | None = None
         self.results: dict[TrainedTable, StepResult] = {}
         self.gradient_norm: float | None = None
+        self.loaded: LoadedState | None = None
+        self.adds = isinstance(optimizer, Add)
         self._client = client
-        self._optimizer = optimizer
         self._sealed: _SealedStep | None = None
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # the clocks beyond the script's steps
-        self.loaded: LoadedState | None = None
         self._given = (-1, b"")  # clock and digest of the state that `gave_state` noted
         self._edits = PlannedEdits()
         self._joined_at = -1  # its clock when it joined others
@@ -136,11 +133,6 @@ class TrainedModel:
         self._is_at_start = True  # no worker had taken a step by then
         self._brought: Edited | None = None  # its changes before its first backward pass
         self._times: StepTimes  # from `begin` on
-
-    @property
-    def adds(self) -> bool:
-        """True if the worker pushes its local optimizer's updates."""
-        return isinstance(self._optimizer, Add)
 
     @property
     def aggregates(self) -> bool:
@@ -267,13 +259,25 @@ class TrainedModel:
             rejected = self._rejected()
             if not rejected or not self._may_recompute(before):
                 break
-            with self._restricted(rejected):
+            for table in self.tables:
+                table.restrict(rejected.get(table, ()))
+            try:
                 with torch.enable_grad():
                     closure()
                 ended = self._step(groups, scale, before)
+            finally:
+                for table in self.tables:
+                    table.restrict(None)
             MEASURES.recomputed_blocks.inc(sum(map(len, rejected.values())))
             for table, result in ended.items():
-                self.results[table] = _after_round(self.results[table], result)
+                earlier = self.results[table]
+                self.results[table] = replace(
+                    earlier,
+                    clock=result.clock,
+                    staleness=max(earlier.staleness, result.staleness),
+                    rejected=result.rejected,
+                    round_count=earlier.round_count + 1,
+                )
         MEASURES.abandoned_blocks.inc(sum(map(len, self._rejected().values())))
 
     def _rejected(self) -> dict[TrainedTable, tuple[int, ...]]:
@@ -295,16 +299,6 @@ class TrainedModel:
             return None
         rejects = any(setting.policy is StalePolicy.REJECT for setting in self._settings())
         return StateBefore(self.inner) if rejects else None
-
-    @contextlib.contextmanager
-    def _restricted(self, rejected: Mapping[TrainedTable, Sequence[int]]) -> Iterator[None]:
-        for table in self.tables:
-            table.restrict(rejected.get(table, ()))
-        try:
-            yield
-        finally:
-            for table in self.tables:
-                table.restrict(None)
 
     @torch.no_grad()
     def _step(
@@ -333,7 +327,7 @@ class TrainedModel:
         arrays = arrays_of(state, self.tables, groups, may_be_infinite=may_be_infinite)
         loaded = None
         if self._edits or not is_same(arrays, pulled_arrays(self._client, list(arrays))):
-            loaded = loaded_state(arrays)
+            loaded = LoadedState(arrays)
             if self._is_new and not self._joins_nobody():
                 raise EditRefused(f"optimizer state was loaded into {self._brings_nothing()}")
             why = self._why_no_edit()
@@ -353,7 +347,7 @@ class TrainedModel:
             parameters = enumerate(_parameters(groups))
             state = {place: entries[p] for place, p in parameters if p in entries}
             arrays = arrays_of(state, self.tables, groups, may_be_infinite=True)
-            self._given = self.clock, loaded_state(arrays).digest
+            self._given = self.clock, LoadedState(arrays).digest
 
     def _take_edits(self) -> None:
         """Give the servers the parameters that were changed since the last step, and loaded
@@ -491,8 +485,11 @@ class TrainedModel:
         if self.options.is_eager:
             for table, hyperparameters in awake.items():
                 table.check_final(hyperparameters)
-        if self.adds and not scale.skip:
-            self._move(before)
+        if self.adds and not scale.skip:  # a step on this worker's own gradients
+            if before is not None:
+                before.step_again(set().union(*(table.restricted_to() for table in self.tables)))
+            elif self.inner is not None:
+                self.inner.step()
         # All checks come before the first seal, so that all tables end the step.
         problem = scale.problem if scale.skip else _push_rest(awake)
         self._seal_buffers()
@@ -576,13 +573,6 @@ class TrainedModel:
         for part in parts:
             for _ in range(count if part not in pulled else 0):
                 part.pass_clock()
-
-    def _move(self, before: StateBefore | None) -> None:
-        """ADD: take a local optimizer's step on this worker's own gradients."""
-        if before is not None:
-            before.step_again(set().union(*(table.restricted_to() for table in self.tables)))
-        elif self.inner is not None:
-            self.inner.step()
 
     def _take_over(self, sealed: _SealedStep) -> None:
         """Write the pulled values into the parameters, or into the gradients for one step of the
@@ -696,15 +686,4 @@ def _not_finite(name: str, table: TrainedTable) -> str:
     return (
         f"the gradient of '{name}' has an infinity or a NaN at step {table.handle.clock + 1} of "
         f"table '{table.name}'"
-    )
-
-
-def _after_round(before: StepResult, ended: StepResult) -> StepResult:
-    """The result of a step with one round more."""
-    return replace(
-        before,
-        clock=ended.clock,
-        staleness=max(before.staleness, ended.staleness),
-        rejected=ended.rejected,
-        round_count=before.round_count + 1,
     )

@@ -58,13 +58,9 @@ def to_host(source: torch.Tensor, target: torch.Tensor) -> Arrival | None:
 
 
 def from_host(moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arrival]:
-    """Copy host memory into tensors on any devices.
-
-    Args:
-        moves: (target, source) pairs; sources are pinned if their targets are on CUDA devices.
-
-    Returns:
-        The arrivals after which the sources may be written again; empty: at once.
+    """Copy host memory into tensors on any devices, by (target, source) pairs; sources are pinned
+    if their targets are on CUDA devices. Returns the arrivals after which the sources may be
+    written again; empty: at once.
     """
     by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in moves:

@@ -23,6 +23,7 @@ from ps_worker.training.tables.staging import (
     column_sums,
     flagged,
     is_same_memory,
+    place_of,
     same_bits,
     sums_differ,
 )
@@ -40,7 +41,7 @@ class WrittenValues:
         self._received = received
         self._sums: dict[int, torch.Tensor] = {}
         self._sources = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
-        self._marks: list[tuple[int, int]] = []
+        self._marks: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[torch.Tensor] = []
         self.is_known = False
 
@@ -75,7 +76,7 @@ class WrittenValues:
 
     def mark(self) -> None:
         """Note the versions and addresses of the parameters, which are as they were written."""
-        self._marks = [_mark_of(entry.tensor) for entry in self._layout.placed]
+        self._marks = [place_of(entry.tensor) for entry in self._layout.placed]
 
     @property
     def is_touched(self) -> bool:
@@ -83,7 +84,7 @@ class WrittenValues:
         misses changes that bypass both (`.data`, numpy).
         """
         marks = zip(self._layout.placed, self._marks, strict=True)
-        return any(_mark_of(entry.tensor) != mark for entry, mark in marks)
+        return any(place_of(entry.tensor) != mark for entry, mark in marks)
 
     def edited(self) -> list[int]:
         """The parameters that have other values now. Reads every parameter once (CPU), or waits for
@@ -121,8 +122,3 @@ class WrittenValues:
         if now.dtype is not expected.dtype:  # as it was rounded when it was written
             expected = expected.to(now.dtype)
         return same_bits(expected, now.cpu())
-
-
-def _mark_of(tensor: torch.Tensor) -> tuple[int, int]:
-    version = -1 if tensor.is_inference() else tensor._version
-    return version, tensor.data_ptr()

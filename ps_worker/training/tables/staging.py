@@ -64,11 +64,11 @@ class Fingerprint:
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Fingerprint:
-        return cls(_place_of(gradient), column_sums(gradient))
+        return cls(place_of(gradient), column_sums(gradient))
 
     def is_untouched(self, gradient: torch.Tensor) -> bool:
         """True if a gradient is the same tensor, of the same version; never blocks."""
-        return _place_of(gradient) == self.place
+        return place_of(gradient) == self.place
 
     def differs(self, other: Fingerprint) -> torch.Tensor:
         """A one-element bool tensor on the device: True if two gradients differ."""
@@ -77,8 +77,9 @@ class Fingerprint:
         return sums_differ(self.sums, other.sums)
 
 
-def _place_of(gradient: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
-    return gradient.data_ptr(), gradient._version, gradient.stride()
+def place_of(gradient: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
+    version = -1 if gradient.is_inference() else gradient._version
+    return gradient.data_ptr(), version, gradient.stride()
 
 
 def _flat_bits(gradient: torch.Tensor) -> torch.Tensor:

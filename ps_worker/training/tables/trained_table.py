@@ -219,11 +219,10 @@ class TrainedTable:
             if array:  # which is in the dtype of the table's arithmetic
                 is_double = values.dtype is torch.float64
                 values = values.to(torch.float64 if is_double else torch.float32)
-            blocks = [
-                BlockValues(each.block, each.payload, pack_presence(present))
-                for each in blocks_in(self.handle.table, values)
-                if any(present := self._presence(each.block, indexes))
-            ]
+            for block, payload, _ in blocks_in(self.handle.table, values):
+                present = tuple(s.tensor in indexes for s in self.handle.table.segments(block))
+                if any(present):
+                    blocks.append(BlockValues(block, payload, pack_presence(present)))
         return self._end_edit(blocks, name, array)
 
     def load(self, array: str, values: torch.Tensor | None, name: bytes) -> PushTicket:
@@ -247,9 +246,6 @@ class TrainedTable:
         """Begin to pull an array of optimizer state into `values`, of the shape of `load`'s."""
         raw = values.view(torch.uint8).numpy()
         return self._client.pulls.start_state(self.handle, raw, array)
-
-    def _presence(self, block: int, indexes: Collection[int]) -> tuple[bool, ...]:
-        return tuple(s.tensor in indexes for s in self.handle.table.segments(block))
 
     # --- when the step ends
 
