@@ -45,7 +45,10 @@ def packed(value: Any, verb: str) -> bytes:
             ],
         }
     ).encode()
-    raws = [_raw(one) for one in tensors.values()]
+    raws = [
+        one.reshape(-1).view(torch.uint8).numpy().tobytes() if one.numel() else b""
+        for one in tensors.values()
+    ]
     byte_count = _LENGTH.size + len(header) + sum(map(len, raws))
     if byte_count > limits.MAX_COLLECTIVE_BYTES:
         raise InvalidTensor(
@@ -74,10 +77,6 @@ def unpacked(payload: bytes) -> Any:
         raise InvalidTensor(f"a worker's value is of another version: {error}") from error
     except InvalidCheckpoint as error:
         raise InvalidTensor(f"a worker's value is of another version: {error.message}") from error
-
-
-def _raw(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
 def words_of(verb: str, name: str, what: str = "") -> str:

@@ -4,12 +4,9 @@ A torch parameter group becomes one table per element type; its parameters follo
 order of registration, each flattened in logical (C) order whatever its memory format.
 
 Rules:
-    - A parameter registered twice (tied weights) is in its group once, under its first name.
     - Parameters that are frozen when their group is registered get a table of their own
       (``.../frozen``): evaluators can pull a whole model, while training moves none of their bytes.
       The table takes part in steps once one of them is unfrozen.
-    - A compiled module's tensors have the names of the plain one's (`plain_name`), so that
-      checkpoints and other ranks find them.
     - Tensors without elements have a place and no bytes; a group without elements has no table.
 
 Invariants:
@@ -39,7 +36,7 @@ TABLE_DTYPE: dict[torch.dtype, DType] = {theirs: ours for ours, theirs in TORCH_
 
 
 def plain_name(name: str) -> str:
-    """A parameter's or a buffer's name in the module before `torch.compile`, which adds a word."""
+    """A tensor's name in the module before `torch.compile`, by which other ranks know it."""
     return ".".join(word for word in name.split(".") if word != "_orig_mod")
 
 
@@ -91,10 +88,9 @@ class FlatLayout:
 
 
 def named_groups(parameters: Parameters, module: nn.Module | None = None) -> list[dict[str, Any]]:
-    """Parameter groups with "params" and, in the same order, "param_names"; no tensor twice.
-
-    Tensors without a name get the one that they have in `module`, else ``parameter.<position>``,
-    counted over all groups.
+    """Parameter groups with "params" and, in the same order, "param_names". A tensor that is there
+    twice (tied weights) is in its group once, under its first name. Tensors without a name get the
+    one that they have in `module`, else ``parameter.<position>``, counted over all groups.
     """
     if isinstance(parameters, nn.Module):
         return named_groups(parameters.named_parameters(), module or parameters)

@@ -1,8 +1,7 @@
 """Optimizers that run on the servers, with the names and hyperparameters of torch.optim.
 
-Each is a frozen dataclass whose fields are the keys of a `torch.optim` parameter group, so that a
-group and an optimizer can be turned into each other, and torch's learning-rate schedulers find the
-names that they look for.
+The fields of each are the keys of a `torch.optim` parameter group, so torch's learning-rate
+schedulers find the names that they look for.
 
 Rules:
     - Fields, defaults and bounds are those of the `torch.optim` namesake, and `clamp`, which torch

@@ -31,17 +31,23 @@ class Straggler(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ComputeTime:
-    """The schedule of a run."""
+    """The schedule of a run.
+
+    Attributes:
+        fast_s: the time of a step's computation.
+        straggler: the pattern of slow workers.
+        slow_s: the time of the slow worker.
+        burst: ROTATING: clocks that a worker stays slow.
+        seed: ROTATING: of the orders in which the workers take turns.
+        rank: PERMANENT: the slow worker.
+    """
 
     fast_s: float
     straggler: Straggler = Straggler.NONE
     slow_s: float = 0.0
     burst: int = 1
-    """ROTATING: clocks that a worker stays slow."""
     seed: int = 0
-    """ROTATING: of the orders in which the workers take turns."""
     rank: int = 0
-    """PERMANENT: the slow worker."""
 
     @classmethod
     def parsed(cls, text: str) -> ComputeTime:

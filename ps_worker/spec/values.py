@@ -3,8 +3,6 @@
 Rules:
     - A value's dtype must be the table's, because a silent conversion would surprise the caller.
     - Raw bytes are C-contiguous little-endian; numpy lacks bfloat16, which needs torch.
-    - torch is imported only for a torch tensor.
-    - A region is a half-open interval of elements of a table.
     - A push gives whole segments (a segment is a tensor's elements in one block); segments that it
       leaves out are absent, like a tensor without a gradient.
 

@@ -12,7 +12,6 @@ Rules:
       change before the step's ticket is done, or before the block is pushed again.
     - A step has one future, which all its tickets share. The background thread completes it when
       every entry of the step has its outcome.
-    - A wait for a step that is not sealed raises, because it would hang.
     - All network work is the background thread's.
 """
 
@@ -152,13 +151,9 @@ def skipped_clocks(missed_counts: Sequence[int]) -> tuple[int, ...]:
 
 
 def passed(clocks: Sequence[int], first_clocks: Sequence[int]) -> tuple[int, ...]:
-    """The number of empty steps that a joining worker ends on each table of a model, to reach the
-    other workers.
-
-    Args:
-        clocks: of each table, after which it has joined.
-        first_clocks: of each table, the clock at which it began: a checkpoint may have had them a
-            step apart, and they stay so for all workers.
+    """The number of empty steps that a worker that has joined after `clocks` ends on each table of
+    a model, to reach the others. The tables began at `first_clocks`: a checkpoint may have had them
+    a step apart, and they stay so for all workers.
     """
     taken = [clock - first for clock, first in zip(clocks, first_clocks, strict=True)]
     most = max(taken, default=0)
@@ -222,22 +217,18 @@ class TableStep:
         eager: Hyperparameters | None = None,
     ) -> None:
         """Send blocks, in this order; a second push of a block in this step replaces the first.
+        Never blocks: the window bounds the bytes in flight, not those handed over.
 
         Args:
+            blocks: payloads in the table's own dtype. Not copied: they must not change before the
+                step's ticket is done, or the block has been pushed again.
             priority: lower goes first when the window is full.
             eager: ASP tables: the hyperparameters that the seal will repeat; the servers then apply
                 the blocks on arrival. None: at the seal.
 
-        Shapes:
-            blocks: payloads in the table's own dtype. Not copied: they must not change before the
-            step's ticket is done, or the block has been pushed again.
-
-        Blocking: no; the window bounds the bytes in flight, not those handed over.
-
         Raises:
             InvalidConfig: the step has been sealed.
-            InvalidKeys: there is no such block.
-            InvalidTensor: a payload has another length than its block.
+            InvalidKeys, InvalidTensor: there is no such block, or it has another length.
         """
         self._check_open()
         peer_versions, is_initial = self._steps.peer_versions, self.clock == 0

@@ -98,7 +98,9 @@ def pull_model(
         clock = _pull_by_cut(training, end_s)
     _pull([pull for pull in pulls if pull not in training], consistent, end_s)
     for pull in pulls:
-        pull.write(targets)
+        for tensor in pull.table.spec.tensors:
+            flat = pull.values[tensor.offset : tensor.offset + tensor.element_count]
+            write_values(targets[tensor.name], flat.view(tensor.shape))
     return clock
 
 
@@ -122,11 +124,6 @@ class _TablePull:
         )
         self.pending.add(ticket)
         return ticket
-
-    def write(self, targets: dict[str, torch.Tensor]) -> None:
-        for tensor in self.table.spec.tensors:
-            flat = self.values[tensor.offset : tensor.offset + tensor.element_count]
-            write_values(targets[tensor.name], flat.view(tensor.shape))
 
 
 def _find_tables(

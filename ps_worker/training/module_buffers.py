@@ -141,9 +141,7 @@ class BufferTable:
         self._pending.wait()
 
     def left(self) -> None:
-        """A wait for the buffers was given up, and the script goes on: its changes of them from now
-        on are not overwritten.
-        """
+        """A wait for the buffers was given up: changes from now on are not overwritten."""
         if self._pull is not None and not self._left:
             current = self._current(self._received)
             self._left = {name: buffer.detach().clone() for name, buffer, _ in current}

@@ -1,14 +1,11 @@
 """The servers' optimizer state in torch.optim's own layout: pulled, and loaded.
 
-    optimizer.state_dict()          pulls each array of each table, and cuts it into tensors
-    optimizer.load_state_dict(sd)   checks `sd`, and lays it out as tables have it; the next `step`
-                                    gives it to the servers (SEMANTICS S16)
-
 Rules:
     - A tensor that has taken no step has no entry, as in torch; Adagrad's have one from the start.
     - State is float32 (float64 for float64 parameters), the servers' arithmetic, whatever the dtype
       of the parameters.
-    - Loaded state replaces all state of all tables: a tensor without an entry begins anew.
+    - Loaded state replaces all state of all tables, with the next `step` (SEMANTICS S16): a tensor
+      without an entry begins anew.
 """
 
 from __future__ import annotations
@@ -20,13 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import (
-    MAX_LOADED_STEP_COUNT,
-    STEP_ARRAY,
-    Codec,
-    OptimizerKind,
-    array_words,
-)
+from ps_core.tables import MAX_LOADED_STEP_COUNT, STEP_ARRAY, Codec, OptimizerKind, array_words
 from ps_worker.client.pending import PendingTickets
 from ps_worker.training.tables.staging import is_finite, same_bits
 
@@ -109,9 +100,7 @@ def _begins_with_state(table: TrainedTable) -> bool:
 
 
 def _pull(
-    client: Client,
-    wanted: Sequence[tuple[TrainedTable, str]],
-    found: dict[TrainedTable, Arrays],
+    client: Client, wanted: Sequence[tuple[TrainedTable, str]], found: dict[TrainedTable, Arrays]
 ) -> None:
     pending = PendingTickets(client)
     for table, name in wanted:

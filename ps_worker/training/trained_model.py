@@ -47,13 +47,7 @@ from ps_worker.training.planned_edits import (
     names_of,
     problem_of,
 )
-from ps_worker.training.served_state import (
-    LoadedState,
-    State,
-    arrays_of,
-    is_same,
-    pulled_arrays,
-)
+from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
 from ps_worker.training.tables.staging import is_finite
 from ps_worker.training.tables.step_scale import StepScale
@@ -73,11 +67,8 @@ class _SealedStep:
 
     Attributes:
         tickets: of the tables that are awake.
-        scaling: clips the update.
         is_skipped: it takes no part in the update.
         problem: the name of a gradient that was not finite, in words; else empty.
-        pulled: the tables pulled so far.
-        edited: the parameters of an edit.
         is_staged: it is an edit that a later one puts in place.
         refused: the error, if the edit was refused.
         is_taken_over: its result was written into the parameters.
@@ -101,9 +92,7 @@ class TrainedModel:
     """The tables of one `DistributedOptimizer`, which take their steps together.
 
     Attributes:
-        options: the present ones.
-        tables: of parameters; the owner adds them.
-        buffers: of buffers; the owner adds them.
+        tables, buffers: the owner adds them.
         inner: the local optimizer of `Aggregate` and `Add`; the owner sets it.
         results: the results of the last step, by table that is awake; empty if it was skipped.
         gradient_norm: the norm that the last step was clipped by; None without clipping.
@@ -499,7 +488,11 @@ class TrainedModel:
             for table, hyperparameters in awake.items()
         }
         scaling = None if skip else self._scale_updates(scale, tickets)
-        self._pass_asleep()
+        if any(table.is_restricted for table in self.tables):  # a round
+            self._round_count += 1
+            for table in self.tables:
+                if table.is_asleep:
+                    table.pass_clock()
         self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
         return _SealedStep(tickets, scaling, skip, problem)
 
@@ -524,7 +517,11 @@ class TrainedModel:
         except BaseException as error:
             if isinstance(error, PushpullError) and not isinstance(error, WaitExpired):
                 self._sealed = None  # it has ended, with an error
-            self._left(sealed)
+            with uninterrupted():  # the script goes on: its changes come after the step
+                for table in () if self.aggregates else sealed.tickets:
+                    table.left()
+                for buffers in self.buffers:
+                    buffers.left()
             raise
         with uninterrupted():
             self._sealed = None
@@ -543,23 +540,6 @@ class TrainedModel:
             )
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
-
-    def _left(self, sealed: _SealedStep) -> None:
-        """The script goes on before the step has ended: its changes come after the step."""
-        with uninterrupted():
-            for table in () if self.aggregates else sealed.tickets:
-                table.left()
-            for buffers in self.buffers:
-                buffers.left()
-
-    def _pass_asleep(self) -> None:
-        """Pass the clock of a round on tables that sleep."""
-        if not any(table.is_restricted for table in self.tables):
-            return
-        self._round_count += 1
-        for table in self.tables:
-            if table.is_asleep:
-                table.pass_clock()
 
     def _leave_out(self, awake: Collection[TrainedTable]) -> None:
         """Backup workers: skip clocks whose updates were made without this worker on all tables.

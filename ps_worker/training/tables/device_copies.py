@@ -2,13 +2,10 @@
 beside the device's computation.
 
 Rules:
-    - A copy begins when the device has done all earlier work of the current stream.
     - To the host: later work of the current stream does not wait, and may change the source during
       the copy; `staging` compares afterwards.
     - To a device: later work of the current stream waits, and so finds the new values.
-    - The copy owns the host's memory until its arrival.
-
-A copy of memory that is not pinned blocks; all else holds.
+    - The copy owns the host's memory until its arrival. If that is not pinned, the copy blocks.
 """
 
 from __future__ import annotations

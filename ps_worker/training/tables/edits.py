@@ -7,8 +7,6 @@ Rules:
       whatever autograd's version counter or the tensor's address say.
     - On the CPU it is compared with the pulled values, bit by bit. On a device its sums of bits by
       column are compared with those of the moment when it was written.
-
-`planned_edits` names the edits, `trained_table` sends them.
 """
 
 from __future__ import annotations
@@ -46,9 +44,7 @@ class WrittenValues:
         self.is_known = False
 
     def left(self) -> None:
-        """A wait for new values was given up: changes from now on are made after that step. Queues
-        sums on the devices of the parameters.
-        """
+        """A wait for new values was given up: changes from now on are made after that step."""
         if not self._left:
             self._left = [column_sums(entry.tensor.detach()) for entry in self._layout.placed]
 
@@ -87,9 +83,7 @@ class WrittenValues:
         return any(place_of(entry.tensor) != mark for entry, mark in marks)
 
     def edited(self) -> list[int]:
-        """The parameters that have other values now. Reads every parameter once (CPU), or waits for
-        the device.
-        """
+        """The parameters that have other values now."""
         found = []
         on_device: list[tuple[int, torch.Tensor]] = []
         for index, entry in enumerate(self._layout.placed):

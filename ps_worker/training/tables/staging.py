@@ -11,8 +11,8 @@ Rules:
       column do, because reading the gradient back would cost a transfer.
     - A table whose gradients mostly changed after they left (clipping does that in every step) is
       not streamed in the next step; staging goes on, so streaming starts again when that ends.
-    - A gradient on a device is copied beside backward (`device_copies`), which may change it during
-      the copy; that is a change after it left, like any other.
+    - Backward may change a gradient on a device while it is copied; that is a change after it left,
+      like any other.
 
 Invariants:
     STG-1  `take` gives every block with a present gradient that has not left in its present form.
@@ -281,9 +281,7 @@ class GradientStaging:
             yield blocks
 
     def changed_after_leaving(self) -> str | None:
-        """The name of a parameter whose gradient has changed since its block left. Waits for the
-        device.
-        """
+        """The name of a parameter whose gradient has changed since its block left."""
         with self._lock:
             self._finish_copies()
             for index in sorted(self._changed_parameters()):

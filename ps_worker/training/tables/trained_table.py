@@ -353,16 +353,12 @@ class TrainedTable:
             self.begin_pull()
 
     def finish_refresh(self) -> None:
-        """Wait for the pull; staged gradients stay. After an error, another `begin_refresh` goes
-        on.
-        """
+        """Wait for the pull; staged gradients stay. After an error, `begin_refresh` goes on."""
         self.pending.wait()
         self._pull = None
 
     def left(self) -> None:
-        """A wait for the pull was given up, and the script goes on: its changes of parameters from
-        now on are not overwritten.
-        """
+        """A wait for the pull was given up: changes from now on are not overwritten."""
         self._written.left()
 
     def write_parameters(self, but: Collection[int] = ()) -> None:
@@ -378,9 +374,7 @@ class TrainedTable:
         self._written.written(but)
 
     def write_gradients(self, pulled: Pulled) -> None:
-        """AGGREGATE: write the pulled sums into the gradients; tensors absent at all workers get
-        None.
-        """
+        """AGGREGATE: write the pulled sums into the gradients; None if absent at all workers."""
         absent = set(range(len(self.layout.placed)))
         for block in range(self.handle.table.block_count):
             segments = self.handle.table.segments(block)
