@@ -23,7 +23,7 @@ from typing import Any
 
 from ps_core.errors import Internal
 
-SCRIPT = Path(__file__).parent.parent / "examples" / "fashion_mnist.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "fashion_mnist.py"
 SINGLE = "one process"
 MODES = ("bsp", "ssp:4", "asp", "asp:divide", "asp:compensate=2,adaptive")
 _REACHED = re.compile(r"(test|validation) accuracy ([\d.]+)%")

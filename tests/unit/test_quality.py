@@ -6,7 +6,16 @@ import argparse
 
 import pytest
 
-from ps_cli.bench.quality import SINGLE, Reached, accuracies, judged, line, options, with_points
+from ps_cli.bench.quality import (
+    SCRIPT,
+    SINGLE,
+    Reached,
+    accuracies,
+    judged,
+    line,
+    options,
+    with_points,
+)
 
 RATES = (0.1, 0.2, 0.4)
 VALIDATION = {0.1: 0.5, 0.2: 0.8, 0.4: 0.7}
@@ -65,6 +74,10 @@ def test_every_setting_sees_as_many_pictures_at_a_clock(mode: str, batch_size: i
         "--batch-size": str(batch_size), "--epochs": "5", "--lr": "0.006", "--seed": "2",
         "--hold-out": "5000", "--log-every": "1000000",
     }  # fmt: skip
+
+
+def test_the_script_is_there() -> None:
+    assert SCRIPT.is_file()
 
 
 def test_the_script_says_what_it_reached() -> None:
