@@ -100,18 +100,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--epochs",
-        type=int,
-        default=4,
-        help="passes over the training data, those of earlier runs included",
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("runs/accelerate"),
-        help="what is saved there is gone on from",
-    )
+    passes = "passes over the training data, those of earlier runs included"
+    parser.add_argument("--epochs", type=int, default=4, help=passes)
+    saved = "what is saved there is gone on from"
+    parser.add_argument("--folder", type=Path, default=Path("runs/accelerate"), help=saved)
     arguments = parser.parse_args()
     with ps.connect() as client:
         train(client, arguments.folder, arguments.epochs)

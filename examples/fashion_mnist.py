@@ -56,13 +56,8 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def last(self, count: int) -> Pictures:
-        first = len(self) - count
-        return Pictures(self.pixels[first:], self.labels[first:])
-
-    def without_last(self, count: int) -> Pictures:
-        first = len(self) - count
-        return Pictures(self.pixels[:first], self.labels[:first])
+    def take(self, chosen: Tensor | slice) -> Pictures:
+        return Pictures(self.pixels[chosen], self.labels[chosen])
 
 
 def find_data(wanted: Path | None) -> Path:
@@ -70,11 +65,11 @@ def find_data(wanted: Path | None) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pushpull"
     candidates = [wanted] if wanted else [cache / "fashion-mnist", DEBIAN_DIRECTORY]
     for folder in candidates:
-        if all((folder / name).is_file() for name in PUBLISHED_MD5):
+        missing = [name for name in PUBLISHED_MD5 if not (folder / name).is_file()]
+        if not missing:
             return folder
-    if wanted:
-        missing = [name for name in PUBLISHED_MD5 if not (wanted / name).is_file()]
-        sys.exit(f"--data {wanted} lacks {', '.join(missing)}")
+        if wanted:
+            sys.exit(f"--data {wanted} lacks {', '.join(missing)}")
     try:
         return download(cache / "fashion-mnist")
     except (OSError, urllib.error.URLError) as error:
@@ -173,7 +168,7 @@ def batches(pictures: Pictures, step_count: int, size: int, seed: int) -> Iterat
         if len(order) < size:
             order = torch.randperm(len(pictures), generator=generator)
         chosen, order = order[:size], order[size:]
-        yield Pictures(pictures.pixels[chosen], pictures.labels[chosen])
+        yield pictures.take(chosen)
 
 
 def train(arguments: argparse.Namespace, client: ps.Client | None) -> dict[str, float]:
@@ -181,12 +176,10 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> dict[str, 
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
     folder = find_data(arguments.data)
     everything = load(folder, "train")
-    held_out = everything.last(arguments.hold_out)
-    everything = everything.without_last(arguments.hold_out)
-    shard = Pictures(everything.pixels[rank::world_size], everything.labels[rank::world_size])
-    step_count = arguments.steps or (
-        len(everything) // world_size // arguments.batch_size * arguments.epochs
-    )
+    count = len(everything) - arguments.hold_out
+    held_out = everything.take(slice(count, None))
+    shard = everything.take(slice(rank, count, world_size))
+    step_count = arguments.steps or count // world_size // arguments.batch_size * arguments.epochs
     torch.manual_seed(arguments.seed)
     model = build_model()
     optimizer: torch.optim.Optimizer

@@ -85,15 +85,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--steps", type=int, default=60, help="of the optimizer, those of earlier runs included"
-    )
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=Path("runs/transformers"),
-        help="what is saved there is gone on from",
-    )
+    steps = "of the optimizer, those of earlier runs included"
+    parser.add_argument("--steps", type=int, default=60, help=steps)
+    saved = "what is saved there is gone on from"
+    parser.add_argument("--folder", type=Path, default=Path("runs/transformers"), help=saved)
     arguments = parser.parse_args()
     with ps.connect() as client:
         train(client, arguments.folder, arguments.steps)

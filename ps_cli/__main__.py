@@ -24,17 +24,12 @@ from ps_cli.console.scheduler_query import addresses_of, first_status, server_an
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.status.document import status_document
 from ps_cli.status.runs import runs_app
-from ps_cli.status.tables import (
-    ConsistencyRequest,
-    SchedulerAddress,
-    list_tables,
-    matching_tables,
-    set_consistency,
-)
+from ps_cli.status.tables import SchedulerAddress, list_tables, matching_tables
 from ps_cli.status.view import status_view
 from ps_cli.train.roles import BecomesRole
 from ps_cli.train.train import ALL_KINDS, TrainOptions, TrainRun, TrainSettings
 from ps_cli.train.up import UpOptions, run_up
+from ps_core.consistency import parsed
 
 app = typer.Typer(
     name="pushpull",
@@ -92,9 +87,8 @@ def compare(options: CompareOptions) -> None:
     """
     # Imported here, because other commands start without numpy.
     from ps_cli.compare.compare import compare as run_comparison
-    from ps_cli.compare.compare import settings_of
 
-    reported(lambda _: run_comparison(settings_of(options)))
+    reported(lambda _: run_comparison(options))
 
 
 @app.command()
@@ -214,12 +208,17 @@ def tables_set(
 
     def change(output: Output) -> int:
         names = asyncio.run(matching_tables(addresses_of(scheduler), table, run))
-        return set_consistency(
-            scheduler,
-            names,
-            ConsistencyRequest(consistency, after_clock, timeout, run),
-            output,
-        )
+        setting = parsed(consistency).as_requested
+        # Imported here, because other commands start without torch.
+        import ps_worker
+
+        with ps_worker.connect(
+            scheduler, role="operator", run=run, request_deadline_s=timeout
+        ) as client:
+            for name in names:
+                last = client.set_consistency(name, setting, after_clock=after_clock)
+                output.say(f"{name}: {setting} from clock {last + 1} on")
+        return 0
 
     reported(change)
 
@@ -294,7 +293,7 @@ def options(
 
 def _versions() -> str:
     names = ("pushpull", "torch", "grpcio", "protobuf")
-    packages = [f"{name} {_installed(name)}" for name in names]
+    packages = (f"{name} {_installed(name)}" for name in names)
     return ", ".join((*packages, f"Python {platform.python_version()}", os.uname().machine))
 
 

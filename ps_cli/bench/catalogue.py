@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 
 from ps_cli.bench.devices import CPU, DEVICES
+from ps_cli.bench.instruments.environment import environment
 from ps_cli.bench.measurements.checkpoint import checkpoint, checkpoint_view
 from ps_cli.bench.measurements.dense import dense, dense_view
 from ps_cli.bench.measurements.latency import latency, latency_view
@@ -21,14 +23,16 @@ from ps_cli.bench.measurements.train import train, train_view
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import InvalidConfig
 
-Document = dict[str, object]
+Document = dict[str, Any]
 
 STANDARD_OUTPUT = "-"
 
 
 @dataclass(frozen=True, slots=True)
 class Benchmark:
-    """One benchmark; `view` shows its document to a person, `devices` may run its workers."""
+    """One benchmark: `measure` makes its document, whose environment has the settings alone; `view`
+    shows it to a person; `devices` may run its workers.
+    """
 
     summary: str
     measure: Callable[[BenchSettings], Document]
@@ -60,10 +64,6 @@ REPLICATED = Benchmark(
 
 
 def find(name: str) -> Benchmark:
-    """
-    Raises:
-        InvalidConfig: there is no benchmark of that name; the message lists all.
-    """
     found = BENCHMARKS.get(name)
     if found is None:
         known = "; ".join(f"{known} ({one.summary})" for known, one in BENCHMARKS.items())
@@ -72,13 +72,7 @@ def find(name: str) -> Benchmark:
 
 
 def run(name: str, settings: BenchSettings, console: Console) -> Document:
-    """Run one benchmark and print its table.
-
-    Blocking: up to a few minutes.
-
-    Raises:
-        InvalidConfig: there is no such benchmark, or it does not run on the device.
-    """
+    """Run one benchmark and print its table."""
     benchmark = find(name)
     if settings.replica_count > 1 or settings.has_update_log:
         if name != "dense":
@@ -92,26 +86,21 @@ def run(name: str, settings: BenchSettings, console: Console) -> Document:
         raise InvalidConfig(
             f"device is '{settings.device}'; {name} runs on {' or '.join(benchmark.devices)}"
         )
+    found = environment()  # the load is that before the measurement
     with console.status(f"{name}: starting") as status:
         document = benchmark.measure(
             replace(settings, on_progress=lambda phase: status.update(f"{name}: {phase}"))
         )
+    document["environment"] = {**found, **document["environment"]}
     console.print(benchmark.view(document))
-    found = document["environment"]
-    assert isinstance(found, dict)
     for warning in found["warnings"]:
         console.print(f"warning: {warning}", style="yellow", markup=False)
     return document
 
 
 def bench(name: str, settings: BenchSettings, json_path: str) -> None:
-    """Run one benchmark for `pushpull bench`, and write its table and its document.
-
-    Args:
-        name: the benchmark.
-        settings: its settings.
-        json_path: the document's file; "-" is standard output, and the table goes to standard
-            error; empty: no document.
+    """Run one benchmark, and write its table, and its document to `json_path`: empty: nowhere; "-":
+    standard output, and the table goes to standard error.
 
     Raises:
         InvalidConfig: there is no such benchmark, or no folder for the file.

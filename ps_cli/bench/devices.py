@@ -11,13 +11,7 @@ CPU, CUDA = DEVICES = ("cpu", "cuda")
 
 
 def name_of(device: str) -> str:
-    """The name of a device: "cpu", or CUDA's name of the card.
-
-    Blocking: until torch is imported, for any but the CPU.
-
-    Raises:
-        InvalidConfig: there is no such device here.
-    """
+    """The name of a device: "cpu", or CUDA's name of the card."""
     if device == CPU:
         return CPU
     if device != CUDA:

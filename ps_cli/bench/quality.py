@@ -38,11 +38,7 @@ def accuracies(printed: str) -> Reached:
 
 
 def one_process(told: Sequence[str]) -> Reached:
-    """The script without a cluster.
-
-    Raises:
-        Internal: the run failed.
-    """
+    """The script without a cluster."""
     command = [sys.executable, str(SCRIPT), "--single", *told]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
@@ -51,11 +47,7 @@ def one_process(told: Sequence[str]) -> Reached:
 
 
 def compared(mode: str, worker_count: int, told: Sequence[str]) -> Reached:
-    """The script on a cluster under `mode`.
-
-    Raises:
-        Internal: the run failed.
-    """
+    """The script on a cluster under `mode`."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
         command = [

@@ -22,16 +22,8 @@ def _ignore(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """Settings of one run.
-
-    Attributes:
-        quick: small sizes and two rounds, to see that it runs.
-        size_mb: the size of the table in MiB; 0: the benchmark's own.
-        lanes: the lanes that are measured.
-        replica_count: dense: servers that hold each range.
-        has_update_log: dense: with an update log, and without.
-        device: computes training steps; one of `ps_cli.bench.devices.DEVICES`.
-        on_progress: is called with a phrase about each phase.
+    """Settings of one run, as `BenchOptions` has them; `on_progress` is called with a phrase about
+    each phase.
     """
 
     quick: bool = False
@@ -50,10 +42,6 @@ class BenchSettings:
     def round_count(self) -> int:
         """Rounds that count, after the warm-up."""
         return QUICK_ROUND_COUNT if self.quick else ROUND_COUNT
-
-    def on_round(self, number: int) -> None:
-        """Report the beginning of a round; 0 is the warm-up."""
-        self.on_progress(f"round {number} of {self.round_count}" if number else "warm-up")
 
     def within(self, phase: str) -> BenchSettings:
         """The same settings, with `phase` before each phrase about the progress."""

@@ -6,13 +6,13 @@ A URL is that of one checkpoint, or of a root with several.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import DownloadColumn
 from rich.table import Table
 
-from ps_cli.console.output import Output
+from ps_cli.console.output import Output, progress_bars
 from ps_cli.status.document import spans
 from ps_cli.status.view import size
 from ps_core.errors import InvalidCheckpoint
@@ -33,33 +33,28 @@ def list_checkpoints(url: str, output: Output) -> int:
         output.say(f"no checkpoint is under {store.url}")
         return 0
     view = Table(box=None, pad_edge=False, header_style="dim")
-    for name, justify in (("checkpoint", "left"), ("created", "left"), ("clock", "right")):
-        view.add_column(name, justify="right" if justify == "right" else "left", no_wrap=True)
+    view.add_column("checkpoint", no_wrap=True)
+    view.add_column("created", no_wrap=True)
+    view.add_column("clock", justify="right", no_wrap=True)
     view.add_column("size", justify="right", no_wrap=True)
     view.add_column("reason")
     view.add_column("state", overflow="fold")
     for name, found in entries:
         if isinstance(found, Manifest):
-            cells = (
-                found.created,
-                _clocks(found),
-                size(found.byte_count),
-                found.reason,
-                f"good{_needs(found)}",
-            )
+            figures = (found.created, _clocks(found), size(found.byte_count))
+            view.add_row(name, *figures, found.reason, f"good{_needs(found)}")
         else:
-            cells = ("", "", "", "", found.message.replace(f"{store.url}/", ""))
-        view.add_row(name, *cells)
+            view.add_row(name, "", "", "", "", found.message.replace(f"{store.url}/", ""))
     output.print(view)
     return 0
 
 
 def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
     with opened(url, output) as reader:
-        if as_json:
-            output.say(to_json(reader.manifest))
-            return 0
         manifest = reader.manifest
+        if as_json:
+            output.say(to_json(manifest))
+            return 0
         output.say(reader.directory.url)
         by = f" by cluster {manifest.cluster_id} of {manifest.worker_count} workers"
         output.say(
@@ -81,18 +76,15 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
                 f"{'any optimizer' if manifest.is_imported else trained}"
             )
         for part in manifest.parts:
-            blocks = sum(part.tables.values())
-            referred = part.referred_block_count
+            blocks, referred = sum(part.tables.values()), part.referred_block_count
             more = f", {referred} of them elsewhere ({size(part.referred_byte_count)})"
-            output.say(
-                f"part {part.file}: {size(part.byte_count)}, {blocks} blocks{more * bool(referred)}"
-            )
+            more *= bool(referred)
+            output.say(f"part {part.file}: {size(part.byte_count)}, {blocks} blocks{more}")
         for worker in manifest.workers:
             state = f"{worker.file}, {size(worker.byte_count)}" if worker.file else "no state"
-            lost = f"its state is lost: {worker.problem}"
-            output.say(
-                f"worker {worker.rank}: clock {worker.clock}, {lost if worker.problem else state}"
-            )
+            if worker.problem:
+                state = f"its state is lost: {worker.problem}"
+            output.say(f"worker {worker.rank}: clock {worker.clock}, {state}")
     return 0
 
 
@@ -120,10 +112,7 @@ def _verify(directory: CheckpointDirectory, output: Output, *, is_one: bool) -> 
         byte_count = manifest.byte_count + manifest.referred_byte_count
     except InvalidCheckpoint:
         byte_count = 0
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, disable=not output.is_terminal, transient=True) as progress:
+    with progress_bars(output, DownloadColumn()) as progress:
         task = progress.add_task(directory.name, total=byte_count)
         problems = problems_of(directory, lambda count: progress.advance(task, count))
     for problem in problems:
@@ -143,9 +132,9 @@ def prune_checkpoints(url: str, keep: int, output: Output) -> int:
 
 def diff_checkpoints(first: str, second: str, output: Output) -> int:
     """Print the differences of two checkpoints; 1 if there is one."""
-    differs = False
     with opened(first, output) as left, opened(second, output) as right:
         output.say(f"from {left.directory.url} to {right.directory.url}")
+        differs = False
         for name in sorted(left.tables.keys() | right.tables.keys()):
             for line in _table_differences(left, right, name):
                 differs = True
@@ -195,43 +184,34 @@ def _table_differences(left: CheckpointReader, right: CheckpointReader, name: st
         yield f"only in {(left if name in left.tables else right).directory.url}"
         return
     one, other = left.manifest.table(name), right.manifest.table(name)
-    fields = (
-        ("clock", one.clock, other.clock), ("consistency", one.consistency, other.consistency),
-    )  # fmt: skip
-    for field, before, after in fields:
+    for field in ("clock", "consistency"):
+        before, after = getattr(one, field), getattr(other, field)
         if before != after:
             yield f"{field} {before} -> {after}"
     was, now = _flat(one.spec), _flat(other.spec)
     for field in sorted(was.keys() | now.keys()):
         if was.get(field) != now.get(field):
             yield f"spec {field} {was.get(field, 'unset')} -> {now.get(field, 'unset')}"
-    ours, theirs = left.tables[name], right.tables[name]
-    if (ours.spec.element_count, ours.spec.block_elements, ours.spec.dtype) != (
-        theirs.spec.element_count,
-        theirs.spec.block_elements,
-        theirs.spec.dtype,
-    ):
+    specs = (left.tables[name].spec, right.tables[name].spec)
+    if len({(spec.element_count, spec.block_elements, spec.dtype) for spec in specs}) > 1:
         yield "its blocks differ in size or type, and are not compared"
-        return
-    yield from _block_differences(left, right, name)
+    else:
+        yield from _block_differences(left, right, name)
 
 
 def _block_differences(left: CheckpointReader, right: CheckpointReader, name: str) -> Iterator[str]:
-    blocks, steps = [], []
+    blocks, steps = set[int](), []
     largest: dict[str, float] = {}
     for block in range(left.tables[name].block_count):
         one, other = left.block(name, block), right.block(name, block)
         if one.steps != other.steps:
             steps.append(block)
-        differs = False
         for tensor in sorted({*one.tensors, *other.tensors}):
             distance = _distance(left, right, (name, block, tensor))
             if distance is not None:
-                differs = True
+                blocks.add(block)
                 known = largest.get(tensor, 0.0)
                 largest[tensor] = max(known, distance, key=lambda far: (math.isnan(far), far))
-        if differs:
-            blocks.append(block)
     if steps:
         yield f"other step numbers in blocks {_listed(steps)}"
     if blocks:
@@ -262,7 +242,7 @@ def _distance(
         return float(np.max(np.abs(ours - theirs)))
 
 
-def _listed(blocks: Sequence[int]) -> str:
+def _listed(blocks: Collection[int]) -> str:
     shown = spans(blocks)
     more = f" and {len(shown) - _SHOWN_SPAN_COUNT} more" * (len(shown) > _SHOWN_SPAN_COUNT)
     return ", ".join(shown[:_SHOWN_SPAN_COUNT]) + more
@@ -270,13 +250,11 @@ def _listed(blocks: Sequence[int]) -> str:
 
 def _flat(value: Any, path: str = "") -> dict[str, object]:
     """The leaves of a JSON value, by their paths."""
-    if isinstance(value, Mapping):
-        entries = [(str(name), inner) for name, inner in value.items()]
-    elif isinstance(value, list):
-        entries = [(str(index), inner) for index, inner in enumerate(value)]
-    else:
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
         return {path: value}
     found: dict[str, object] = {}
-    for name, inner in entries:
-        found |= _flat(inner, f"{path}.{name}" if path else name)
+    for name, inner in value.items():
+        found |= _flat(inner, f"{path}.{name}" if path else str(name))
     return found

@@ -25,12 +25,7 @@ STATE_VERSION = 1
 
 
 def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Output) -> int:
-    """Write the tables of a checkpoint as tensors, and their optimizers' state to `optimizer`.
-
-    Raises:
-        InvalidCheckpoint: the checkpoint is bad, or has no table for `prefix`.
-        InvalidConfig: two tensors have the same name, or a file cannot be written.
-    """
+    """Write the tables of a checkpoint as tensors, and their optimizers' state to `optimizer`."""
     with opened(url, output) as reader:
         tables = _chosen(reader, prefix, output)
         count = write_tables(out, tables, lambda table, block: reader.read(table.spec.name, block))
@@ -71,7 +66,8 @@ def _export_state(
     states: dict[str, Any] = {}
     pieces: list[Iterator[bytes]] = []
     for table in sorted(tables, key=lambda table: table.spec.dtype is not DType.FLOAT64):
-        for slot in _slots(reader, table):
+        blocks = (reader.block(table.spec.name, each) for each in range(table.block_count))
+        for slot in sorted({slot for block in blocks for slot in block.tensors} - {VALUES}):
             source = _Slot(reader, table, slot)
             for index, tensor in enumerate(table.spec.tensors):
                 found = source.presence(index)
@@ -114,12 +110,6 @@ def _group(reader: CheckpointReader, table: Table) -> dict[str, Any]:
     }
 
 
-def _slots(reader: CheckpointReader, table: Table) -> list[str]:
-    name = table.spec.name
-    stored = (reader.block(name, block).tensors for block in range(table.block_count))
-    return sorted({tensor for tensors in stored for tensor in tensors} - {VALUES})
-
-
 def _steps(reader: CheckpointReader, table: Table) -> dict[str, list[int]]:
     """The step counts of each tensor, by name: one for each of its blocks."""
     found: dict[str, list[int]] = {}
@@ -149,10 +139,8 @@ class _Slot:
         """
         blocks = [block for block, _ in self._segments.get(tensor, ())]
         there = [self._stored(block) for block in blocks]
-        if any(there) and not all(there):
-            is_known = self._table.spec.optimizer.kind is not OptimizerKind.CUSTOM
-            return True if is_known else None
-        return any(there)
+        is_custom = self._table.spec.optimizer.kind is OptimizerKind.CUSTOM
+        return None if is_custom and any(there) and not all(there) else any(there)
 
     def elements(self, tensor: int) -> Iterator[bytes]:
         width = 8 if self._table.spec.dtype is DType.FLOAT64 else 4
@@ -163,18 +151,15 @@ class _Slot:
         return self._reader.tensor(self._table.spec.name, block, self._slot) is not None
 
     def _block(self, block: int) -> bytes:
-        if self._last[0] != block:
-            if self._stored(block):
-                taken = self._reader.read(self._table.spec.name, block, self._slot)
-                self._last = block, bytes(taken)
-            else:
-                element = "<f8" if self._table.spec.dtype is DType.FLOAT64 else "<f4"
-                start = np.full(self._table.block_length(block), self._start(), element)
-                self._last = block, start.tobytes()
-        return self._last[1]
-
-    def _start(self) -> float:
-        """The first value of the slot in torch's optimizers."""
-        hyperparameters = dict(self._table.spec.optimizer.hyperparameters)
-        is_sum = self._slot == "sum"
-        return hyperparameters.get("initial_accumulator_value", 0.0) if is_sum else 0.0
+        spec = self._table.spec
+        if self._last[0] == block:
+            return self._last[1]
+        if self._stored(block):
+            taken = bytes(self._reader.read(spec.name, block, self._slot))
+        else:  # the slot's first value in torch's optimizers
+            first = dict(spec.optimizer.hyperparameters).get("initial_accumulator_value", 0.0)
+            element = "<f8" if spec.dtype is DType.FLOAT64 else "<f4"
+            length = self._table.block_length(block)
+            taken = np.full(length, first if self._slot == "sum" else 0.0, element).tobytes()
+        self._last = block, taken
+        return taken

@@ -37,6 +37,7 @@ from ps_runtime.cluster.wire import spec_to_proto
 if TYPE_CHECKING:
     import torch
 
+NUMBER = 1
 CLUSTER_ID = "imported"
 FILE = "imported.safetensors"
 
@@ -55,13 +56,7 @@ class _Source:
 
 
 def import_model(file: Path, url: str, prefix: str, output: Output) -> int:
-    """Write a state dict's tensors as a checkpoint, and print its directory.
-
-    Raises:
-        InvalidConfig: the file is no state dict, a table cannot hold one of its tensors, or there
-            are checkpoints under the URL.
-        InvalidCheckpoint: the checkpoint cannot be written.
-    """
+    """Write a state dict's tensors as a checkpoint, and print its directory."""
     if prefix.strip("/") != prefix:
         raise InvalidConfig(f"prefix is '{prefix}'; expected a name such as 'model'")
     store = _empty_store(url)
@@ -93,12 +88,7 @@ def _empty_store(url: str) -> CheckpointStore:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[list[_Source]]:
-    """The tensors of a file, in its order.
-
-    Raises:
-        InvalidConfig: the file cannot be read or is no state dict, or a table cannot hold one of
-            its tensors.
-    """
+    """The tensors of a file, in its order."""
     # Imported here, because other commands start without torch.
     import torch
     from safetensors import SafetensorError, safe_open
@@ -185,12 +175,22 @@ def _write(
         for dtype, found in by_dtype.items()
         if any(map(_count, found))
     }
-    directory = store.directory(1, CLUSTER_ID)
-    manifest = _manifest(reason, [_saved(spec) for spec in specs.values()])
+    directory = store.directory(NUMBER, CLUSTER_ID)
+    saved = tuple(map(_saved, specs.values()))
     directory.create()
     try:
-        parts = (_part(directory, manifest, {s: by_dtype[dtype] for dtype, s in specs.items()}),)
-        manifest = _manifest(reason, manifest.tables, parts)
+        part = _part(directory, saved, {specs[dtype]: by_dtype[dtype] for dtype in specs})
+        manifest = Manifest(
+            number=NUMBER,
+            created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            reason=reason,
+            cluster_id=CLUSTER_ID,
+            timeline=b"",
+            worker_count=0,
+            tables=saved,
+            parts=(part,),
+            workers=(),
+        )
         problems = problems_with(directory, manifest)
         if problems:
             raise InvalidCheckpoint(f"the written checkpoint is not good: {problems[0]}")
@@ -218,27 +218,13 @@ def _saved(spec: TableSpec) -> SavedTable:
     return SavedTable(spec.name, fields, str(Consistency()), 0, False, count)
 
 
-def _manifest(
-    reason: str, tables: Sequence[SavedTable], parts: tuple[SavedPart, ...] = ()
-) -> Manifest:
-    return Manifest(
-        number=1,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        reason=reason,
-        cluster_id=CLUSTER_ID,
-        timeline=b"",
-        worker_count=0,
-        tables=tuple(tables),
-        parts=parts,
-        workers=(),
-    )
-
-
 def _part(
-    directory: CheckpointDirectory, manifest: Manifest, tables: Mapping[TableSpec, list[_Source]]
+    directory: CheckpointDirectory,
+    saved: Sequence[SavedTable],
+    tables: Mapping[TableSpec, list[_Source]],
 ) -> SavedPart:
     path = directory.begin(FILE)
-    counts = {table.name: table.block_count for table in manifest.tables}
+    counts = {table.name: table.block_count for table in saved}
     writer = PartWriter(path, [PlannedTable(n, count, (VALUES,)) for n, count in counts.items()])
     try:
         # Wide elements come first, so that all are aligned.
@@ -247,7 +233,7 @@ def _part(
                 wide = "F64" if spec.dtype is DType.FLOAT64 else "F32"
                 writer.append(spec.name, block, VALUES, payload, wide)
                 writer.note_block(spec.name, block, version=0, steps=(0,))
-        written = writer.finish(manifest.number, manifest.cluster_id)
+        written = writer.finish(NUMBER, CLUSTER_ID)
     finally:
         writer.abort()
     directory.commit(FILE, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import grpc.aio
@@ -22,12 +23,7 @@ _Blocks = dict[tuple[str, int], bytes]
 
 
 def rescue(values_file: Path, out: Path, output: Output) -> int:
-    """Read all parameters from their servers, and write them as `checkpoint export` does.
-
-    Raises:
-        InvalidConfig: no server wrote `values_file`, or `out` cannot be written.
-        PushpullError: a range cannot be read; the message names it.
-    """
+    """Read all parameters from their servers, and write them as `checkpoint export` does."""
     session, view = kept_values.read(values_file)
     found = [t for t in view.tables if t.spec.optimizer.kind is not OptimizerKind.AGGREGATE]
     tables = [table for table in found if not table.run]
@@ -46,7 +42,7 @@ async def _read(
     blocks: _Blocks = {}
     addresses = {node.node_id: node.address for node in view.nodes}
     channels: dict[str, grpc.aio.Channel] = {}
-    try:
+    async with contextlib.AsyncExitStack() as stack:
         for table in tables:
             for range_id in table.blocks_by_range(len(view.ranges)):
                 assignment = view.ranges[range_id]
@@ -54,17 +50,14 @@ async def _read(
                     raise NotOwner(f"range {range_id} of table '{table.spec.name}' has no primary")
                 address = addresses[assignment.primary]
                 if address not in channels:
-                    channels[address] = aio_channel(address)
+                    channels[address] = await stack.enter_async_context(aio_channel(address))
                 stub = parameters_pb2_grpc.ParameterServiceStub(channels[address])
                 try:
                     await _read_range(stub, session, (table, assignment), blocks)
-                except grpc.RpcError as failure:
-                    raise _named(from_rpc_error(failure), table, range_id, address) from failure
                 except PushpullError as error:
-                    raise _named(error, table, range_id, address) from error
-    finally:
-        for channel in channels.values():
-            await channel.close()
+                    where = f"range {range_id} of table '{table.spec.name}' at {address}"
+                    message = f"{where} cannot be read: {error.message}"
+                    raise type(error)(message) from error
     return blocks
 
 
@@ -87,12 +80,10 @@ async def _read_range(
         deadline_ms=round(_DEADLINE_S * 500),
         codec=types_pb2.CODEC_FP64 if is_wide else types_pb2.CODEC_FP32,
     )
-    async for response in stub.Pull(request, timeout=_DEADLINE_S):
-        if response.HasField("error"):
-            raise error_from_proto(response.error.error)
-        blocks[table.spec.name, response.block.block] = response.block.payload
-
-
-def _named(error: PushpullError, table: Table, range_id: int, address: str) -> PushpullError:
-    where = f"range {range_id} of table '{table.spec.name}' at {address}"
-    return type(error)(f"{where} cannot be read: {error.message}")
+    try:
+        async for response in stub.Pull(request, timeout=_DEADLINE_S):
+            if response.HasField("error"):
+                raise error_from_proto(response.error.error)
+            blocks[table.spec.name, response.block.block] = response.block.payload
+    except grpc.RpcError as failure:
+        raise from_rpc_error(failure) from failure

@@ -18,7 +18,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import ps_worker
@@ -26,7 +25,6 @@ from ps_cli.compare.figures import (
     ModeRow,
     figures_of,
     gradient_tables,
-    median_time_s,
     mode_row,
     other_consistency,
 )
@@ -59,52 +57,39 @@ STOP_EXIT_CODES = 128
 INTERRUPT_EXIT_CODE = 130
 
 
-@dataclass(frozen=True, slots=True)
-class CompareSettings:
-    """The script, its settings and the report.
+def comparison_of(options: CompareOptions) -> Comparison:
+    """The comparison that the options ask for, on this machine.
 
-    Attributes:
-        arguments: the script's own; `{seed}` in them is the run's seed.
-        modes: as `modes_of` gives them.
-        seeds: every mode runs once with each.
-        compute: emulated computation, as in the worker's setting `compute`.
-        report: the HTML file; the JSON file is beside it.
-        shown_kinds: the kinds of role whose lines are shown.
+    Raises:
+        InvalidConfig: an option is wrong, or contradicts another.
     """
-
-    script: Path
-    arguments: tuple[str, ...]
-    modes: tuple[str, ...]
-    seeds: tuple[int, ...]
-    worker_count: int
-    server_count: int
-    compute: str
-    report: Path
-    shown_kinds: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        if not self.seeds:
-            raise InvalidConfig("there are no seeds; expected at least one")
-        if len(set(self.seeds)) != len(self.seeds):
-            raise InvalidConfig(f"the seeds {self.seeds} name one twice")
-        for mode in self.modes:
-            backup_count = parsed(mode).backup_workers
-            if backup_count >= self.worker_count:
-                raise InvalidConfig(
-                    f"'{mode}' has {backup_count} backup workers of {self.worker_count} workers; "
-                    "expected fewer"
-                )
-        if self.compute:
-            ps_worker.ComputeTime.parsed(self.compute).check_fits(self.worker_count)
-        if self.report.suffix == ".json":
+    modes, seeds = modes_of(options.modes), seeds_of(options.seeds)
+    if len(set(seeds)) != len(seeds):
+        raise InvalidConfig(f"the seeds {seeds} name one twice")
+    for mode in modes:
+        backup_count = parsed(mode).backup_workers
+        if backup_count >= options.workers:
             raise InvalidConfig(
-                f"the report is {self.report}; expected another ending than .json, which is the "
-                "ending of the file beside it"
+                f"'{mode}' has {backup_count} backup workers of {options.workers} workers; "
+                "expected fewer"
             )
-
-    @property
-    def json_path(self) -> Path:
-        return self.report.with_suffix(".json")
+    if options.straggler:
+        ps_worker.ComputeTime.parsed(options.straggler).check_fits(options.workers)
+    if options.report.suffix == ".json":
+        raise InvalidConfig(
+            f"the report is {options.report}; expected another ending than .json, which is the "
+            "ending of the file beside it"
+        )
+    return Comparison(
+        script=str(options.script),
+        arguments=tuple(options.script_arguments or ()),
+        worker_count=options.workers,
+        server_count=options.servers,
+        compute=options.straggler,
+        modes=modes,
+        began=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        environment=_environment(),
+    )
 
 
 def modes_of(text: str) -> tuple[str, ...]:
@@ -131,30 +116,7 @@ def modes_of(text: str) -> tuple[str, ...]:
     return modes
 
 
-def settings_of(options: CompareOptions) -> CompareSettings:
-    """
-    Raises:
-        InvalidConfig: an option is wrong; the message names it.
-    """
-    return CompareSettings(
-        script=options.script,
-        arguments=tuple(options.script_arguments or ()),
-        modes=modes_of(options.modes),
-        seeds=seeds_of(options.seeds),
-        worker_count=options.workers,
-        server_count=options.servers,
-        compute=options.straggler,
-        report=options.report,
-        shown_kinds=frozenset({"worker"}) if options.verbose else frozenset(),
-    )
-
-
 def seeds_of(text: str) -> tuple[int, ...]:
-    """The seeds of a list separated by commas.
-
-    Raises:
-        InvalidConfig: one of them is no whole number.
-    """
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
@@ -163,95 +125,78 @@ def seeds_of(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def compare(settings: CompareSettings) -> int:
+def compare(options: CompareOptions) -> int:
     """Run everything, write the report, print the table.
 
     Returns:
         The exit code: 0 if every run finished, 1 if one failed, 128 + the number of the signal that
         ended it.
 
-    Blocking: until all runs have ended.
-
     Raises:
-        InvalidConfig: the report cannot be written.
+        InvalidConfig: an option is wrong, or the report cannot be written.
     """
-    comparison = Comparison(
-        script=str(settings.script),
-        arguments=settings.arguments,
-        worker_count=settings.worker_count,
-        server_count=settings.server_count,
-        compute=settings.compute,
-        modes=settings.modes,
-        began=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        environment=_environment(),
-    )
+    comparison = comparison_of(options)
     runs: list[Run] = []
     code = INTERRUPT_EXIT_CODE
     with Output(sys.stderr) as progress, contextlib.suppress(KeyboardInterrupt):
         # Before the first run and after the last, a signal is Python's KeyboardInterrupt.
-        host = RunHost(progress, SharedCluster(progress, settings.shown_kinds))
-        code = asyncio.run(_all_runs(settings, comparison, host, runs))
+        cluster = SharedCluster(progress, _shown_kinds(options))
+        code = asyncio.run(_all_runs(options, comparison, cluster, runs))
     with Output() as output:
         output.print(table_of(comparison, _rows(comparison, runs)))
         for remark in missing_reports(runs):
             output.say(remark)
-        output.say(f"report: {settings.report}, figures: {settings.json_path}")
+        output.say(f"report: {options.report}, figures: {options.json_path}")
     return code
 
 
-@dataclass(frozen=True, slots=True)
-class RunHost:
-    """The output and the cluster of all runs."""
-
-    progress: Output
-    cluster: SharedCluster
+def _shown_kinds(options: CompareOptions) -> frozenset[str]:
+    return frozenset({"worker"} if options.verbose else ())
 
 
 async def _all_runs(
-    settings: CompareSettings, comparison: Comparison, host: RunHost, runs: list[Run]
+    options: CompareOptions, comparison: Comparison, cluster: SharedCluster, runs: list[Run]
 ) -> int:
     """Add each run to `runs` when it has ended, and return the exit code."""
-    _write(settings, comparison, runs)  # fails before the first run if it cannot be written
-    plan = [(seed, mode) for seed in settings.seeds for mode in settings.modes]
+    _write(options, comparison, runs)  # fails before the first run if it cannot be written
+    plan = [(seed, mode) for seed in seeds_of(options.seeds) for mode in comparison.modes]
     try:
         for number, (seed, mode) in enumerate(plan, 1):
             title = f"run {number} of {len(plan)}: {mode}, seed {seed}"
-            host.progress.say(title)
-            await host.cluster.renew()
-            run, code = await _one_run(settings, mode, seed, host)
+            cluster.output.say(title)
+            await cluster.renew()
+            run, code = await _one_run(options, mode, seed, cluster)
             runs.append(run)
-            _write(settings, comparison, runs)
-            host.progress.say(f"{title}: {_outcome(run)}")
+            _write(options, comparison, runs)
+            cluster.output.say(f"{title}: {_outcome(run)}")
             if code > STOP_EXIT_CODES:
                 return code
     finally:
-        await host.cluster.stop()
+        await cluster.stop()
     return int(any(run.state == FAILED for run in runs))
 
 
 async def _one_run(
-    settings: CompareSettings, mode: str, seed: int, host: RunHost
+    options: CompareOptions, mode: str, seed: int, cluster: SharedCluster
 ) -> tuple[Run, int]:
     """Train once; the run, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="pushpull-compare-") as folder:
-        trained = TrainSettings(
-            script=settings.script,
-            arguments=tuple(word.replace(SEED_PLACE, str(seed)) for word in settings.arguments),
-            shape=ClusterShape(
-                settings.server_count,
-                settings.worker_count,
-                replica_count=1,
-                min_in_sync=1,
-                has_journal=True,
+        settings = TrainSettings(
+            script=options.script,
+            arguments=tuple(
+                word.replace(SEED_PLACE, str(seed)) for word in options.script_arguments or ()
             ),
-            shown_kinds=settings.shown_kinds,
+            shape=ClusterShape(
+                options.servers, options.workers, replica_count=1, min_in_sync=1, has_journal=True
+            ),
+            shown_kinds=_shown_kinds(options),
             environment={
                 "PUSHPULL_CONSISTENCY": mode,
-                "PUSHPULL_COMPUTE": settings.compute,
+                "PUSHPULL_COMPUTE": options.straggler,
                 "PUSHPULL_RECORD": folder,
             },
         )
-        ending = await TrainRun(trained, host.progress, host.cluster).ending()
+        ending = await TrainRun(settings, cluster.output, cluster).ending()
         records = read_records(Path(folder))
     state, message = _judged(ending, records, mode)
     return Run(mode, seed, state, message, figures_of(records)), ending.exit_code
@@ -266,10 +211,8 @@ def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple
     if ending.exit_code:
         return (STOPPED if ending.exit_code > STOP_EXIT_CODES else FAILED), ending.message
     others = other_consistency(records, mode)
-    remark = ""
-    if others:
-        names = ", ".join(f"'{table.name}' is {table.consistency}" for table in others[:3])
-        remark = f"the script fixes a consistency of its own: table {names}, not {mode}"
+    names = ", ".join(f"'{table.name}' is {table.consistency}" for table in others[:3])
+    remark = f"the script fixes a consistency of its own: table {names}, not {mode}" * bool(others)
     if others and len(others) == len(gradient_tables(records)):
         return FAILED, (
             f"{remark}; expected a script without consistency=, or with the client's `consistency`"
@@ -293,25 +236,23 @@ def _outcome(run: Run) -> str:
 
 def _rows(comparison: Comparison, runs: Sequence[Run]) -> list[ModeRow]:
     rows: list[ModeRow] = []
-    first_time_s: float | None = None
-    for number, mode in enumerate(comparison.modes):
+    for mode in comparison.modes:
         of_mode = [run for run in runs if run.mode == mode]
         finished = [run.figures for run in of_mode if run.state == FINISHED]
-        if number == 0:
-            first_time_s = median_time_s(finished)
-        rows.append(mode_row(mode, len(of_mode), finished, first_time_s))
+        first = rows[0] if rows else mode_row(mode, len(of_mode), finished, None)
+        rows.append(mode_row(mode, len(of_mode), finished, first.time_s))
     return rows
 
 
-def _write(settings: CompareSettings, comparison: Comparison, runs: Sequence[Run]) -> None:
+def _write(options: CompareOptions, comparison: Comparison, runs: Sequence[Run]) -> None:
     rows = _rows(comparison, runs)
     document = document_of(comparison, runs, rows)
     try:
-        settings.report.parent.mkdir(parents=True, exist_ok=True)
-        settings.json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        settings.report.write_text(page_of(comparison, runs, rows), encoding="utf-8")
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        options.json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        options.report.write_text(page_of(comparison, runs, rows), encoding="utf-8")
     except OSError as error:
-        raise InvalidConfig(f"the report {settings.report} cannot be written: {error}") from error
+        raise InvalidConfig(f"the report {options.report} cannot be written: {error}") from error
 
 
 def _environment() -> dict[str, str]:

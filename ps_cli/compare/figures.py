@@ -24,6 +24,9 @@ from ps_core import consistency
 MAX_CURVE_POINTS = 60
 """The most points of a curve; each is the mean of the losses around it."""
 
+PHASE_TIMES = ("compute_s", "send_s", "commit_s", "read_s")
+"""The phases of a step; their sum is the time from the end of the step before to its own end."""
+
 Point = tuple[float, float]
 
 
@@ -49,13 +52,12 @@ class RunFigures:
 
     Attributes:
         quality: by the measure's name; None if it is not finite.
-        staleness: counts of steps by their staleness.
+        staleness: counts of steps by it.
         rejected_count: blocks that were too stale (ASP with a bound).
         discarded_count: steps that came too late (BSP with backup workers).
         skipped_count: steps that were not applied (gradients that are not finite).
         workers: by rank.
-        loss_by_step: (step, mean loss of the workers).
-        loss_by_time: (seconds, mean loss of the workers).
+        loss_by_step, loss_by_time: (step, or seconds, and the mean loss of the workers).
     """
 
     time_s: float = 0.0
@@ -121,14 +123,8 @@ def _quality(records: Iterable[WorkerRecord]) -> dict[str, float | None]:
 
 
 def _worker_time(record: WorkerRecord) -> WorkerTime:
-    return WorkerTime(
-        rank=record.rank,
-        step_count=len(record.steps),
-        compute_s=sum(step.compute_s for step in record.steps),
-        send_s=sum(step.send_s for step in record.steps),
-        commit_s=sum(step.commit_s for step in record.steps),
-        read_s=sum(step.read_s for step in record.steps),
-    )
+    times_s = (sum(getattr(step, phase) for step in record.steps) for phase in PHASE_TIMES)
+    return WorkerTime(record.rank, len(record.steps), *times_s)
 
 
 def _curve(losses: Sequence[LossEntry], place: Callable[[LossEntry], float]) -> tuple[Point, ...]:
@@ -162,14 +158,10 @@ def gradient_tables(records: Sequence[WorkerRecord]) -> tuple[TableRecord, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModeRow:
-    """A mode's row of the table: medians over its finished runs.
+    """A mode's row of the table: medians over its finished runs, but the largest `max_staleness`.
 
-    Attributes:
-        mode: in its canonical form.
-        run_count: runs that were started.
-        relative_time: `time_s` over that of the first mode; None if that is not known.
-        quality: by the measure's name: the median, and each run's.
-        max_staleness: the largest of all.
+    `relative_time` is over that of the first mode; `quality` has the median of each measure, and
+    each run's.
     """
 
     mode: str
@@ -192,7 +184,11 @@ def mode_row(
     """The row of one mode; `first_time_s` is the median time of the first mode."""
     if not finished:
         return ModeRow(mode, 0, run_count)
-    time_s = median_time_s(finished)
+
+    def median(figure: str) -> float:
+        return statistics.median(getattr(figures, figure) for figures in finished)
+
+    time_s = median("time_s")
     names = dict.fromkeys(name for figures in finished for name in figures.quality)
     return ModeRow(
         mode=mode,
@@ -200,18 +196,14 @@ def mode_row(
         run_count=run_count,
         time_s=time_s,
         relative_time=time_s / first_time_s if first_time_s and time_s else None,
-        steps_per_s=statistics.median(figures.steps_per_s for figures in finished),
+        steps_per_s=median("steps_per_s"),
         quality={name: _median_of(name, finished) for name in names},
-        mean_staleness=statistics.median(figures.mean_staleness for figures in finished),
+        mean_staleness=median("mean_staleness"),
         max_staleness=max(figures.max_staleness for figures in finished),
-        wait_share=statistics.median(figures.wait_share for figures in finished),
-        rejected_count=statistics.median(figures.rejected_count for figures in finished),
-        discarded_count=statistics.median(figures.discarded_count for figures in finished),
+        wait_share=median("wait_share"),
+        rejected_count=median("rejected_count"),
+        discarded_count=median("discarded_count"),
     )
-
-
-def median_time_s(finished: Sequence[RunFigures]) -> float | None:
-    return statistics.median(figures.time_s for figures in finished) if finished else None
 
 
 def _median_of(

@@ -52,3 +52,7 @@ class CompareOptions:
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show the output of the workers, too.")
     ] = False
+
+    @property
+    def json_path(self) -> Path:
+        return self.report.with_suffix(".json")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,9 @@ class StepEntry:
         return self.compute_s + self.send_s + self.commit_s + self.read_s
 
 
+_STEP_FIELDS = [field.name for field in fields(StepEntry)][1:]
+
+
 @dataclass(frozen=True, slots=True)
 class LossEntry:
     """A loss of a worker's step; `at_s` is on the host's monotonic clock."""
@@ -62,12 +65,9 @@ class WorkerRecord:
 
 
 def read_records(directory: Path) -> tuple[WorkerRecord, ...]:
-    """The records in a directory, by rank.
-
-    Blocking: reads the files.
-    """
-    found = (_read(path) for path in sorted(directory.glob("worker-*.jsonl")))
-    return tuple(sorted((one for one in found if one), key=lambda record: record.rank))
+    """The records in a directory, by rank."""
+    found = map(_read, directory.glob("worker-*.jsonl"))
+    return tuple(sorted(filter(None, found), key=lambda record: record.rank))
 
 
 def _read(path: Path) -> WorkerRecord | None:
@@ -82,7 +82,7 @@ def _read(path: Path) -> WorkerRecord | None:
     for line in lines[1:]:
         at_s = began_s + line.get("t_s", 0.0)
         if line["kind"] == "step":
-            steps.append(_step(line, at_s))
+            steps.append(StepEntry(at_s, *(line[name] for name in _STEP_FIELDS)))
             if "loss" in line:
                 losses.append(LossEntry(len(steps), at_s, line["loss"]))
         elif line["kind"] == "report":
@@ -90,22 +90,8 @@ def _read(path: Path) -> WorkerRecord | None:
         elif line["kind"] == "table":
             tables.append(TableRecord(line["name"], line["optimizer"], line["consistency"]))
         elif line["kind"] == "quality":
-            quality = quality | line["measures"]
+            quality |= line["measures"]
     return WorkerRecord(lines[0]["rank"], tuple(tables), tuple(steps), tuple(losses), quality)
-
-
-def _step(line: dict[str, Any], ended_s: float) -> StepEntry:
-    return StepEntry(
-        ended_s=ended_s,
-        compute_s=line["compute_s"],
-        send_s=line["send_s"],
-        commit_s=line["commit_s"],
-        read_s=line["read_s"],
-        staleness=line["staleness"],
-        rejected=line["rejected"],
-        discarded=line["discarded"],
-        applied=line["applied"],
-    )
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

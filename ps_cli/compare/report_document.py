@@ -17,14 +17,8 @@ FINISHED, FAILED, STOPPED = "finished", "failed", "stopped"
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The script, the settings and the machine of a comparison.
-
-    Attributes:
-        arguments: the script's own; `{seed}` in them is the run's seed.
-        compute: emulated computation; empty: none.
-        modes: in the order of the command line.
-        began: ISO 8601.
-        environment: the machine and the versions, by name.
+    """The script, the settings and the machine of a comparison; `{seed}` in the script's arguments
+    is the run's seed, `compute` the emulated computation, `began` in ISO 8601.
     """
 
     script: str
@@ -51,15 +45,13 @@ class Run:
 def missing_reports(runs: Sequence[Run]) -> list[str]:
     """Remarks on figures that no worker of a finished run reported, with the call that does."""
     figures = [run.figures for run in runs if run.state == FINISHED]
-    if not figures:
-        return []
     remarks = []
-    if not any(each.quality for each in figures):
+    if figures and not any(each.quality for each in figures):
         remarks.append(
             "No run says how good its model is: have the script call "
             'client.report(quality={"accuracy": ...}) at its end, in every worker.'
         )
-    if not any(each.loss_by_step for each in figures):
+    if figures and not any(each.loss_by_step for each in figures):
         remarks.append(
             "No run has a curve of the loss: have the script call client.report(loss=...) after "
             "each step."
@@ -82,17 +74,9 @@ def document_of(
 
 
 def _run(run: Run) -> dict[str, Any]:
-    figures = run.figures
-    return {
-        **asdict(run),
-        "figures": {
-            **asdict(figures),
-            "steps_per_s": figures.steps_per_s,
-            "mean_staleness": figures.mean_staleness,
-            "max_staleness": figures.max_staleness,
-            "wait_share": figures.wait_share,
-        },
-    }
+    derived = ("steps_per_s", "mean_staleness", "max_staleness", "wait_share")
+    figures = asdict(run.figures) | {name: getattr(run.figures, name) for name in derived}
+    return {**asdict(run), "figures": figures}
 
 
 def _finite(value: Any) -> Any:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ps_cli.compare.figures import ModeRow, WorkerTime
+from ps_cli.compare.figures import PHASE_TIMES, ModeRow, WorkerTime
 from ps_cli.compare.report_document import FINISHED, Comparison, Run, missing_reports
 from ps_cli.compare.report_table import head_and_cells
 from ps_cli.console.svg import (
-    Axis,
     Bar,
-    BarSegment,
     Histogram,
+    LegendEntry,
     Line,
     colour,
     dashes,
@@ -27,22 +26,15 @@ from ps_cli.console.svg import (
 )
 from ps_cli.status.view import size
 
-PHASES = ("computing", "sending", "waiting for the commit", "waiting for the pull")
-"""The phases of a step, as `WorkerTime` has them."""
-
-PHASE_COLOURS = ("#BDBDBD", "#56B4E9", "#D55E00", "#0072B2")
+PHASES = (
+    LegendEntry("computing", "#BDBDBD"),
+    LegendEntry("sending", "#56B4E9"),
+    LegendEntry("waiting for the commit", "#D55E00"),
+    LegendEntry("waiting for the pull", "#0072B2"),
+)
 """Computing is grey, so that waiting is seen, by colour-blind people as well."""
 
 _TEMPLATE = "report.html.j2"
-
-
-@dataclass(frozen=True, slots=True)
-class LegendEntry:
-    """A name with a sample of its line, or of its fill where `dashes` is None."""
-
-    name: str
-    fill: str
-    dashes: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +73,6 @@ def page_of(comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]
     )
 
 
-def _lines_of(modes: Sequence[str]) -> tuple[LegendEntry, ...]:
-    return tuple(LegendEntry(mode, colour(n), dashes(n)) for n, mode in enumerate(modes))
-
-
-def _fills_of(names: Sequence[str], fills: Sequence[str]) -> tuple[LegendEntry, ...]:
-    return tuple(LegendEntry(name, fill) for name, fill in zip(names, fills, strict=True))
-
-
 def _qualities(comparison: Comparison, runs: Sequence[Run]) -> Iterator[Plot]:
     """A plot of each measure over time."""
     finished = [run for run in runs if run.state == FINISHED]
@@ -103,16 +87,18 @@ def _qualities(comparison: Comparison, runs: Sequence[Run]) -> Iterator[Plot]:
             for run in finished
             if (value := run.figures.quality.get(measure)) is not None
         ]
-        svg = dot_chart(title, Axis("seconds, each run's time"), Axis(measure), dots)
-        fills = [colour(n) for n in range(len(comparison.modes))]
-        yield Plot(title, svg, _fills_of(comparison.modes, fills))
+        svg = dot_chart(title, "seconds, each run's time", measure, dots)
+        legend = (LegendEntry(mode, colour(n)) for n, mode in enumerate(comparison.modes))
+        yield Plot(title, svg, tuple(legend))
 
 
 def _losses(comparison: Comparison, runs: Sequence[Run]) -> Iterator[Plot]:
     kinds = (
-        ("Loss against steps", Axis("steps of a worker"), "loss_by_step"),
-        ("Loss against time", Axis("seconds since the first step began"), "loss_by_time"),
+        ("Loss against steps", "steps of a worker", "loss_by_step"),
+        ("Loss against time", "seconds since the first step began", "loss_by_time"),
     )
+    modes = enumerate(comparison.modes)
+    legend = tuple(LegendEntry(mode, colour(n), dashes(n)) for n, mode in modes)
     for title, axis, curve in kinds:
         lines = [
             Line(
@@ -123,8 +109,8 @@ def _losses(comparison: Comparison, runs: Sequence[Run]) -> Iterator[Plot]:
             )
             for run in runs
         ]
-        svg = line_chart(title, axis, Axis("training loss, mean of the workers"), lines)
-        yield Plot(title, svg, _lines_of(comparison.modes))
+        svg = line_chart(title, axis, "training loss, mean of the workers", lines)
+        yield Plot(title, svg, legend)
 
 
 def _staleness(comparison: Comparison, runs: Sequence[Run]) -> Plot:
@@ -136,15 +122,14 @@ def _staleness(comparison: Comparison, runs: Sequence[Run]) -> Plot:
         for run in judged:
             counts.update(run.figures.staleness)
         histograms.append(Histogram(name, style, dict(counts)))
-    return Plot(title, histogram_panels(title, Axis("staleness, updates"), histograms))
+    return Plot(title, histogram_panels(title, "staleness, updates", histograms))
 
 
 def _waits(comparison: Comparison, runs: Sequence[Run]) -> Plot:
     title = "Where the workers' time went"
     bars = [bar for mode in comparison.modes for bar in _bars(mode, runs)]
-    segments = [BarSegment(name, fill) for name, fill in zip(PHASES, PHASE_COLOURS, strict=True)]
-    svg = stacked_bars(title, Axis("seconds a run, mean of the runs"), segments, bars)
-    return Plot(title, svg, _fills_of(PHASES, PHASE_COLOURS))
+    svg = stacked_bars(title, "seconds a run, mean of the runs", PHASES, bars)
+    return Plot(title, svg, PHASES)
 
 
 def _bars(mode: str, runs: Sequence[Run]) -> Iterator[Bar]:
@@ -153,14 +138,11 @@ def _bars(mode: str, runs: Sequence[Run]) -> Iterator[Bar]:
     for worker in (worker for run in judged for worker in run.figures.workers):
         by_rank.setdefault(worker.rank, []).append(worker)
     for rank, workers in sorted(by_rank.items()):
-        count = len(workers)
-        lengths = (
-            sum(worker.compute_s for worker in workers) / count,
-            sum(worker.send_s for worker in workers) / count,
-            sum(worker.commit_s for worker in workers) / count,
-            sum(worker.read_s for worker in workers) / count,
+        means_s = (
+            sum(getattr(worker, phase) for worker in workers) / len(workers)
+            for phase in PHASE_TIMES
         )
-        yield Bar(name, f"worker {rank}", lengths)
+        yield Bar(name, f"worker {rank}", tuple(means_s))
 
 
 def _judged_runs(mode: str, runs: Sequence[Run]) -> tuple[str, list[Run]]:

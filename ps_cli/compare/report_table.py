@@ -8,43 +8,32 @@ from rich.table import Table
 
 from ps_cli.compare.figures import ModeRow
 from ps_cli.compare.report_document import Comparison
+from ps_cli.console.progress import number
 
 Cells = list[str]
 
 
 def head_and_cells(comparison: Comparison, rows: Sequence[ModeRow]) -> tuple[Cells, list[Cells]]:
     measures = list(dict.fromkeys(name for row in rows for name in row.quality))
-    head = [
-        "mode",
-        "runs",
-        "time, s",
-        f"of {comparison.modes[0]}",
-        "steps/s",
-        *measures,
-        "staleness mean",
-        "max",
-        "waiting",
-        "rejected blocks",
-        "discarded steps",
-    ]
+    head = ["mode", "runs", "time, s", f"of {comparison.modes[0]}", "steps/s", *measures]
+    head += ["staleness mean", "max", "waiting", "rejected blocks", "discarded steps"]
     return head, [_cells(row, measures) for row in rows]
 
 
 def _cells(row: ModeRow, measures: Sequence[str]) -> Cells:
+    unfinished = f"{row.finished_count} of " if row.finished_count != row.run_count else ""
     return [
         row.mode,
-        str(row.run_count)
-        if row.finished_count == row.run_count
-        else f"{row.finished_count} of {row.run_count}",
-        _number(row.time_s, 1),
-        _number(row.relative_time, 2),
-        _number(row.steps_per_s, 1),
+        f"{unfinished}{row.run_count}",
+        number(row.time_s, 1),
+        number(row.relative_time, 2),
+        number(row.steps_per_s, 1),
         *(_quality(row, name) for name in measures),
-        _number(row.mean_staleness, 2),
-        _number(row.max_staleness, 0),
+        number(row.mean_staleness, 2),
+        number(row.max_staleness, 0),
         "-" if row.wait_share is None else f"{row.wait_share:.0%}",
-        _number(row.rejected_count, 0),
-        _number(row.discarded_count, 0),
+        number(row.rejected_count, 0),
+        number(row.discarded_count, 0),
     ]
 
 
@@ -61,15 +50,11 @@ def measure_text(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4g}"
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
 def table_of(comparison: Comparison, rows: Sequence[ModeRow]) -> Table:
     head, cells = head_and_cells(comparison, rows)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(head):
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    for at, name in enumerate(head):
+        table.add_column(name, justify="right" if at else "left", overflow="fold")
     for row in cells:
         table.add_row(*row)
     return table

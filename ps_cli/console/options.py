@@ -181,10 +181,6 @@ class ClusterOptions:
 
     @property
     def shape(self) -> ClusterShape:
-        """
-        Raises:
-            InvalidConfig: the options contradict each other.
-        """
         return ClusterShape(
             self.servers,
             self.workers,
@@ -207,10 +203,8 @@ class ClusterOptions:
 def options_of(
     cls: type[OptionsT],
 ) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
-    """Decorates a command whose options are the fields of a dataclass.
-
-    Args:
-        cls: the dataclass; its fields are annotated as typer wants parameters to be.
+    """Decorates a command whose options are the fields of the dataclass `cls`, which are annotated
+    as typer wants parameters to be.
     """
     hints = get_type_hints(cls, include_extras=True)
     options = inspect.signature(cls).parameters.values()

@@ -10,11 +10,12 @@ import contextlib
 import os
 import sys
 import threading
-from types import TracebackType
+from functools import partial
 from typing import Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green")
@@ -38,17 +39,9 @@ class Output:
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
         self.is_terminal = is_terminal(self._stream)
-        self._console = Console(
-            file=stream,
-            width=None if self.is_terminal else FILE_WIDTH,
-            highlight=False,
-            soft_wrap=True,
-            emoji=False,
-            markup=False,
-        )
-        self._errors = Console(
-            highlight=False, soft_wrap=True, emoji=False, markup=False, stderr=True
-        )
+        plain = partial(Console, highlight=False, soft_wrap=True, emoji=False, markup=False)
+        self._console = plain(file=stream, width=None if self.is_terminal else FILE_WIDTH)
+        self._errors = plain(stderr=True)
         self._live: Live | None = None
         # Held for one line at most: several roles' readers write at once.
         self._lock = threading.Lock()
@@ -58,9 +51,7 @@ class Output:
             self._write(f"[{name}] {line}")
             return
         style = _COLOURS[colour_number % len(_COLOURS)]
-        text = Text.assemble((f"[{name}] ", style))
-        text.append_text(Text.from_ansi(line))
-        self._console.print(text)
+        self._console.print(Text.assemble((f"[{name}] ", style), Text.from_ansi(line)))
 
     def say(self, message: str) -> None:
         """Write a line of the tool's own."""
@@ -97,11 +88,11 @@ class Output:
 
     def show(self, view: RenderableType) -> None:
         """Replace the live table; only on a terminal."""
-        if self._live is None:
-            self._live = Live(view, console=self._console, auto_refresh=False, transient=False)
-            self._live.start(refresh=True)
+        if self._live is not None:
+            self._live.update(view, refresh=True)
             return
-        self._live.update(view, refresh=True)
+        self._live = Live(view, console=self._console, auto_refresh=False, transient=False)
+        self._live.start(refresh=True)
 
     def close(self) -> None:
         """Stop the live table, which stays on the terminal. Idempotent."""
@@ -112,10 +103,11 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def progress_bars(output: Output, count: ProgressColumn) -> Progress:
+    """Bars with a count of what is done, on a terminal only; they vanish at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    return Progress(*columns, disable=not output.is_terminal, transient=True)

@@ -159,9 +159,9 @@ def live_view(rows: Sequence[WorkerRow], elapsed_s: float, note: str) -> Rendera
             str(sample.rank),
             _bar(sample),
             str(sample.clock),
-            _number(row.steps_per_s, 1),
+            number(row.steps_per_s, 1),
             _left(row.left_s),
-            _number(sample.loss, 4),
+            number(sample.loss, 4),
             str(sample.staleness),
             _rate(row.bytes_per_s),
             sample.waiting_for or ("" if sample.state == "training" else sample.state),
@@ -180,12 +180,8 @@ def _bar(sample: WorkerSample) -> RenderableType:
 
 
 def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float, awaited: str = "") -> list[str]:
-    """The periodic lines without a terminal: one for each worker, or one for all of many.
-
-    Args:
-        rows: the workers'.
-        elapsed_s: since the run began.
-        awaited: as `still_awaited`.
+    """The periodic lines without a terminal: one for each worker, or one for all of many; `awaited`
+    is as `still_awaited`.
     """
     head = f"[train {duration(elapsed_s)}]"
     lines = [f"{head} {awaited}"] if awaited else []
@@ -197,45 +193,38 @@ def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float, awaited: str = "") 
 
 
 def early_ends(rows: Sequence[WorkerRow], cut_off: Collection[int]) -> list[str]:
-    """A line for each worker that ended before its steps were done.
-
-    Args:
-        rows: all workers', when all have ended.
-        cut_off: ranks whose process ended without leaving the cluster.
+    """A line for each worker that ended before its steps were done, when all have ended; the
+    processes of the ranks `cut_off` ended without leaving the cluster.
     """
     found = []
-    for row in rows:
-        sample = row.sample
-        is_short = sample.step_count < sample.planned_step_count
-        is_cut_off = sample.rank in cut_off and sample.state == "gone"
-        if is_short or is_cut_off:
-            planned = f" of {sample.planned_step_count}" if sample.planned_step_count else ""
-            how = "it left after step"
-            if is_cut_off:
-                how = "its process ended without leaving the cluster, last heard at step"
-            found.append(
-                f"worker {sample.rank} ended before its steps were done: {how} "
-                f"{sample.step_count}{planned}"
-            )
+    for sample in (row.sample for row in rows):
+        how = "it left after step" if sample.step_count < sample.planned_step_count else ""
+        if sample.rank in cut_off and sample.state == "gone":
+            how = "its process ended without leaving the cluster, last heard at step"
+        if how:
+            steps = _steps(sample)
+            found.append(f"worker {sample.rank} ended before its steps were done: {how} {steps}")
     return found
+
+
+def _steps(sample: WorkerSample) -> str:
+    planned = f" of {sample.planned_step_count}" if sample.planned_step_count else ""
+    return f"{sample.step_count}{planned}"
 
 
 def _line(row: WorkerRow) -> str:
     sample = row.sample
-    planned = f" of {sample.planned_step_count}" if sample.planned_step_count else ""
     parts = [
-        f"step {sample.step_count}{planned}",
+        f"step {_steps(sample)}",
         f"clock {sample.clock}",
-        f"{_number(row.steps_per_s, 1)} steps/s",
-        *([] if row.left_s is None else [f"{_left(row.left_s)} left"]),
-        f"loss {_number(sample.loss, 4)}",
+        f"{number(row.steps_per_s, 1)} steps/s",
+        *[f"{_left(row.left_s)} left"] * (row.left_s is not None),
+        f"loss {number(sample.loss, 4)}",
         f"staleness {sample.staleness}",
         _rate(row.bytes_per_s),
     ]
-    if sample.state != "training":
-        parts.append(sample.state)
-    if sample.waiting_for:
-        parts.append(f"waits for {sample.waiting_for}")
+    parts += [sample.state] * (sample.state != "training")
+    parts += [f"waits for {sample.waiting_for}"] * bool(sample.waiting_for)
     return ", ".join(parts)
 
 
@@ -248,9 +237,9 @@ def _summary(rows: Sequence[WorkerRow]) -> str:
     parts = [
         f"{len(rows)} workers",
         f"clocks {min(clocks)} to {max(clocks)}",
-        f"{_number(_sum([row.steps_per_s for row in rows]), 1)} steps/s",
+        f"{number(_sum([row.steps_per_s for row in rows]), 1)} steps/s",
         *([] if not lefts else [f"{_left(max(lefts))} left"]),
-        f"mean loss {_number(loss, 4)}",
+        f"mean loss {number(loss, 4)}",
         f"staleness up to {max(row.sample.staleness for row in rows)}",
         _rate(_sum([row.bytes_per_s for row in rows])),
         f"slowest is worker {slowest.sample.rank}",
@@ -263,7 +252,7 @@ def _sum(rates: Sequence[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 

@@ -31,12 +31,8 @@ def reported(command: Callable[[Output], int]) -> None:
     with Output() as output:
         try:
             code = command(output)
-        except InvalidConfig as error:
-            output.close()
-            output.complain(error.message)
-            code = USAGE_EXIT_CODE
         except PushpullError as error:
             output.close()
             output.complain(error.message)
-            code = 1
+            code = USAGE_EXIT_CODE if isinstance(error, InvalidConfig) else 1
     raise typer.Exit(code)

@@ -6,16 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self, TypeVar
-
-import grpc
 
 from ps_core.errors import Fenced, InvalidConfig, PushpullError, Recovering, Unauthenticated
 from ps_runtime.cluster.registration import answer_of, operator_session
 from ps_runtime.grpc.addresses import check_scheduler_address
 from ps_runtime.grpc.channels import aio_channel
-from ps_runtime.grpc.errors import from_rpc_error
 from pushpull.v1 import (
     parameters_pb2,
     parameters_pb2_grpc,
@@ -43,86 +39,61 @@ class SchedulerQuery:
     def __init__(self, address: str) -> None:
         self._channel = aio_channel(address)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
-        self.session: types_pb2.SessionIdentity | None = None
+        self._known: types_pb2.SessionIdentity | None = None
+
+    async def session(self) -> types_pb2.SessionIdentity:
+        if self._known is None:
+            self._known = await operator_session(self._stub, QUERY_DEADLINE_S)
+        return self._known
 
     async def status(self) -> scheduler_pb2.GetClusterStatusResponse:
-        if self.session is not None:
+        if self._known is not None:
             with contextlib.suppress(Fenced):  # the cluster was restored, or replaced
-                return await self._ask(self.session)
-        self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
-        return await self._ask(self.session)
+                return await self._status()
+            self._known = None
+        return await self._status()
+
+    async def _status(self) -> scheduler_pb2.GetClusterStatusResponse:
+        request = scheduler_pb2.GetClusterStatusRequest(session=await self.session())
+        return await _answer(self._stub.GetClusterStatus, request)
 
     async def process_ended(self, launch_id: bytes, reason: str) -> int:
-        """Report the end of the process that this one started as `launch_id`.
-
-        Returns:
-            The number of its nodes that had not left, and are now gone.
+        """Report the end of the process that this one started as `launch_id`; the number of its
+        nodes that had not left, and are now gone.
         """
-        if self.session is None:
-            self.session = await operator_session(self._stub, QUERY_DEADLINE_S)
         request = scheduler_pb2.DeregisterNodeRequest(
-            session=self.session, reason=reason, launch_id=launch_id
+            session=await self.session(), reason=reason, launch_id=launch_id
         )
-        answer: scheduler_pb2.DeregisterNodeResponse = await answer_of(
-            self._stub.DeregisterNode(request, timeout=QUERY_DEADLINE_S)
-        )
+        answer: scheduler_pb2.DeregisterNodeResponse
+        answer = await _answer(self._stub.DeregisterNode, request)
         return answer.ended_count
 
     async def begin_anew(self) -> None:
         """Empty the cluster, as when it was new; its servers register again by themselves."""
-        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
-        self.session = None  # it belongs to the cluster before
+        session, self._known = await self.session(), None  # it belongs to the cluster before
         request = scheduler_pb2.RestoreCheckpointRequest(session=session, empty=True)
-        await answer_of(self._stub.RestoreCheckpoint(request, timeout=QUERY_DEADLINE_S))
+        await _answer(self._stub.RestoreCheckpoint, request)
 
     async def end_run(self, run: str) -> int:
-        """End a run.
-
-        Returns:
-            The number of workers that were members of it.
-
-        Raises:
-            InvalidConfig: there is no such run.
-        """
-        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
-        request = scheduler_pb2.EndRunRequest(session=session, run=run)
-        answer: scheduler_pb2.EndRunResponse = await answer_of(
-            self._stub.EndRun(request, timeout=QUERY_DEADLINE_S)
-        )
+        """End a run; the number of workers that were members of it."""
+        request = scheduler_pb2.EndRunRequest(session=await self.session(), run=run)
+        answer: scheduler_pb2.EndRunResponse = await _answer(self._stub.EndRun, request)
         return answer.ended_count
 
     async def remove_run(self, run: str) -> scheduler_pb2.RemoveRunResponse:
-        """Remove a run that is over, with its tables.
-
-        Raises:
-            InvalidConfig: there is no such run, or it is not over.
-        """
-        session = self.session or await operator_session(self._stub, QUERY_DEADLINE_S)
-        request = scheduler_pb2.RemoveRunRequest(session=session, run=run)
-        answer: scheduler_pb2.RemoveRunResponse = await answer_of(
-            self._stub.RemoveRun(request, timeout=QUERY_DEADLINE_S)
-        )
-        return answer
-
-    async def _ask(
-        self, session: types_pb2.SessionIdentity
-    ) -> scheduler_pb2.GetClusterStatusResponse:
-        request = scheduler_pb2.GetClusterStatusRequest(session=session)
-        response: scheduler_pb2.GetClusterStatusResponse = await answer_of(
-            self._stub.GetClusterStatus(request, timeout=QUERY_DEADLINE_S)
-        )
-        return response
+        """Remove a run that is over, with its tables."""
+        request = scheduler_pb2.RemoveRunRequest(session=await self.session(), run=run)
+        return await _answer(self._stub.RemoveRun, request)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._channel.close()
+
+
+async def _answer(call: Callable[..., Awaitable[AnswerT]], request: object) -> AnswerT:
+    return await answer_of(call(request, timeout=QUERY_DEADLINE_S))
 
 
 ServerAnswer = parameters_pb2.GetRangeStatsResponse | PushpullError
@@ -142,44 +113,20 @@ def addresses_of(scheduler: str) -> list[str]:
 
 
 async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
-    """The status from the first scheduler that answers.
-
-    Blocking: up to twice `QUERY_DEADLINE_S` for each address.
-
-    Raises: as `_first`.
-    """
+    """The status from the first scheduler that answers; as `first_answer`."""
 
     async def ask(query: SchedulerQuery) -> ClusterAnswer:
-        response = await query.status()
-        return ClusterAnswer(response, query.session or types_pb2.SessionIdentity())
+        return ClusterAnswer(await query.status(), await query.session())
 
-    return await _first(addresses, ask)
-
-
-async def end_run(addresses: Sequence[str], run: str) -> int:
-    """As `SchedulerQuery.end_run`, at the first scheduler that answers.
-
-    Blocking: up to twice `QUERY_DEADLINE_S` for each address.
-
-    Raises: as `_first`.
-    """
-    return await _first(addresses, lambda query: query.end_run(run))
+    return await first_answer(addresses, ask)
 
 
-async def remove_run(addresses: Sequence[str], run: str) -> scheduler_pb2.RemoveRunResponse:
-    """As `SchedulerQuery.remove_run`, at the first scheduler that answers.
-
-    Blocking: up to twice `QUERY_DEADLINE_S` for each address.
-
-    Raises: as `_first`.
-    """
-    return await _first(addresses, lambda query: query.remove_run(run))
-
-
-async def _first(
+async def first_answer(
     addresses: Sequence[str], ask: Callable[[SchedulerQuery], Awaitable[AnswerT]]
 ) -> AnswerT:
     """The answer of the first scheduler that gives one.
+
+    Blocking: up to twice `QUERY_DEADLINE_S` for each address.
 
     Raises:
         InvalidConfig: the list is empty, an address or the join secret is malformed, or the
@@ -224,9 +171,6 @@ async def _range_stats(address: str, session: types_pb2.SessionIdentity) -> Serv
         stub = parameters_pb2_grpc.ParameterServiceStub(channel)
         request = parameters_pb2.GetRangeStatsRequest(session=session)
         try:
-            response: parameters_pb2.GetRangeStatsResponse = await stub.GetRangeStats(
-                request, timeout=QUERY_DEADLINE_S
-            )
-        except grpc.RpcError as failure:
-            return from_rpc_error(failure)
-        return response
+            return await _answer(stub.GetRangeStats, request)
+        except PushpullError as error:
+            return error

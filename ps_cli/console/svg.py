@@ -44,13 +44,6 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
-    """An axis; its name includes its unit."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
 class Histogram:
     """The counts of each value, for one panel."""
 
@@ -60,11 +53,12 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class BarSegment:
-    """A segment of stacked bars: its name and its colour."""
+class LegendEntry:
+    """A name with a sample of its line, or of its fill where `dashes` is None."""
 
     name: str
     fill: str
+    dashes: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,49 +93,36 @@ def ticks(low: float, high: float, count: int = _TICK_COUNT) -> list[float]:
 
 
 def line_chart(
-    title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line], from_x: float = 0.0
+    title: str, x_axis: str, y_axis: str, lines: Sequence[Line], from_x: float = 0.0
 ) -> str:
     """Curves over one pair of axes.
 
     Args:
         title: describes the plot for people who cannot see it.
-        x_axis: the horizontal axis.
-        y_axis: the vertical axis; from the lowest to the highest value.
+        x_axis: the name of the horizontal axis.
+        y_axis: the name of the vertical axis, from the lowest to the highest value.
         lines: the curves; those without points are left out.
         from_x: the start of the horizontal axis; no point is before it.
     """
     points = [point for line in lines for point in line.points]
     if not points:
         return _empty(title)
-    frame = _Frame(
-        low_x=from_x,
-        high_x=max(max(x for x, _ in points), from_x + 1.0),
-        low_y=min(y for _, y in points),
-        high_y=max(y for _, y in points),
-    )
+    frame = _framed(points, from_x, max(max(x for x, _ in points), from_x + 1.0))
     inside = [*frame.grid(x_axis, y_axis)]
     inside += [mark for line in lines if line.points for mark in _curve(frame, line, x_axis)]
     return _svg(title, WIDTH, _HEIGHT, inside)
 
 
-def dot_chart(title: str, x_axis: Axis, y_axis: Axis, lines: Sequence[Line]) -> str:
+def dot_chart(title: str, x_axis: str, y_axis: str, lines: Sequence[Line]) -> str:
     """As `line_chart`, with a dot for each point and no curve."""
     points = [point for line in lines for point in line.points]
     if not points:
         return _empty(title)
-    frame = _Frame(
-        low_x=0.0,
-        high_x=max(1.0, *(x for x, _ in points)) * _DOT_MARGIN,
-        low_y=min(y for _, y in points),
-        high_y=max(y for _, y in points),
-    )
+    frame = _framed(points, 0.0, max(1.0, *(x for x, _ in points)) * _DOT_MARGIN)
     inside = [*frame.grid(x_axis, y_axis)]
-    inside += [
-        f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="5" fill="{colour(line.style)}">'
-        f"<title>{escape(line.name)}: {y:.4g} at {x:.4g} {escape(x_axis.name)}</title></circle>"
-        for line in lines
-        for x, y in line.points
-    ]
+    for line in lines:
+        kind = f'r="5" fill="{colour(line.style)}"'
+        inside += [frame.dot(line, point, x_axis, "", kind) for point in line.points]
     return _svg(title, WIDTH, _HEIGHT, inside)
 
 
@@ -162,7 +143,13 @@ class _Frame:
         span = self.high_y - self.low_y or 1.0
         return _HEIGHT - _BOTTOM - (value - self.low_y) / span * (_HEIGHT - _TOP - _BOTTOM)
 
-    def grid(self, x_axis: Axis, y_axis: Axis) -> Iterator[str]:
+    def dot(self, line: Line, point: Point, x_axis: str, before: str, after: str) -> str:
+        x, y = point
+        said = f"{escape(line.name)}: {y:.4g} at {x:.4g} {escape(x_axis)}"
+        place = f'cx="{self.x(x):.1f}" cy="{self.y(y):.1f}"'
+        return f"<circle {before}{place} {after}><title>{said}</title></circle>"
+
+    def grid(self, x_axis: str, y_axis: str) -> Iterator[str]:
         bottom, right = _HEIGHT - _BOTTOM, WIDTH - _RIGHT
         for value in ticks(self.low_y, self.high_y):
             yield _rule(_LEFT, self.y(value), right, self.y(value), "grid")
@@ -171,40 +158,42 @@ class _Frame:
             yield _rule(self.x(value), bottom, self.x(value), bottom + 5, "axis")
             yield _text(self.x(value), bottom + 19, f"{value:g}", "number middle")
         yield _rule(_LEFT, bottom, right, bottom, "axis")
-        yield _text((_LEFT + right) / 2, _HEIGHT - 10, x_axis.name, "axis-name middle")
-        yield _upright(18, (_TOP + bottom) / 2, y_axis.name)
+        yield _text((_LEFT + right) / 2, _HEIGHT - 10, x_axis, "axis-name middle")
+        turned = f"translate(18.0 {(_TOP + bottom) / 2:.1f}) rotate(-90)"
+        yield f'<text class="axis-name middle" transform="{turned}">{escape(y_axis)}</text>'
 
 
-def _curve(frame: _Frame, line: Line, x_axis: Axis) -> Iterator[str]:
+def _framed(points: Sequence[Point], low_x: float, high_x: float) -> _Frame:
+    heights = [y for _, y in points]
+    return _Frame(low_x, high_x, min(heights), max(heights))
+
+
+def _curve(frame: _Frame, line: Line, x_axis: str) -> Iterator[str]:
     path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in line.points)
     dash = f' stroke-dasharray="{dashes(line.style)}"' if dashes(line.style) else ""
     yield (
         f'<polyline class="curve" points="{path}" stroke="{colour(line.style)}"{dash}>'
         f"<title>{escape(line.name)}</title></polyline>"
     )
-    for x, y in line.points:
-        yield (
-            f'<circle class="point" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4">'
-            f"<title>{escape(line.name)}: {y:.4g} at {x:.4g} {escape(x_axis.name)}</title></circle>"
-        )
+    for point in line.points:
+        yield frame.dot(line, point, x_axis, 'class="point" ', 'r="4"')
 
 
-def histogram_panels(title: str, axis: Axis, histograms: Sequence[Histogram]) -> str:
+def histogram_panels(title: str, axis: str, histograms: Sequence[Histogram]) -> str:
     """A panel for each histogram, with the share of each value in percent; all share axes."""
     counted = [one for one in histograms if one.counts]
     if not counted:
         return _empty(title)
-    highest = max(max(one.counts) for one in counted)
+    highest = max(value for one in counted for value in one.counts)
     width = max(1, math.ceil((highest + 1) / _MAX_BIN_COUNT))
     shares = [_shares(one, width) for one in counted]
-    bin_count = max(max(share) for share in shares) + 1
+    bin_count = highest // width + 1
     top = max(max(share.values()) for share in shares)
     rows = math.ceil(len(counted) / _PANEL_COLUMNS)
     inside: list[str] = []
     for number, (one, share) in enumerate(zip(counted, shares, strict=True)):
-        left = number % _PANEL_COLUMNS * _PANEL_WIDTH
-        above = number // _PANEL_COLUMNS * _PANEL_HEIGHT
-        panel = _Panel(left, above, bin_count, width, top)
+        row, column = divmod(number, _PANEL_COLUMNS)
+        panel = _Panel(column * _PANEL_WIDTH, row * _PANEL_HEIGHT, bin_count, width, top)
         inside += panel.marks(one, share, axis)
     return _svg(title, _PANEL_COLUMNS * _PANEL_WIDTH + 10, rows * _PANEL_HEIGHT + 6, inside)
 
@@ -228,7 +217,7 @@ class _Panel:
     bin_width: int
     top: float
 
-    def marks(self, one: Histogram, shares: dict[int, float], axis: Axis) -> Iterator[str]:
+    def marks(self, one: Histogram, shares: dict[int, float], axis: str) -> Iterator[str]:
         left, right = self.left + 46, self.left + _PANEL_WIDTH - 12
         top, bottom = self.above + 26, self.above + _PANEL_HEIGHT - 44
         step = (right - left) / self.bin_count
@@ -244,26 +233,21 @@ class _Panel:
             yield _rectangle(
                 (left + index * step + 0.5, bottom - height, max(step - 1, 1), height),
                 colour(one.style),
-                f"{one.name}: {axis.name} {values} in {share:.1f}% of the steps",
+                f"{one.name}: {axis} {values} in {share:.1f}% of the steps",
             )
         for tick in ticks(0.0, self.bin_count - 1.0, 5):
             if tick == int(tick):
                 x = left + (tick + 0.5) * step
                 yield _text(x, bottom + 15, f"{int(tick) * self.bin_width}", "number middle")
         yield _rule(left, bottom, right, bottom, "axis")
-        yield _text((left + right) / 2, bottom + 32, axis.name, "axis-name middle")
+        yield _text((left + right) / 2, bottom + 32, axis, "axis-name middle")
 
 
 def stacked_bars(
-    title: str, axis: Axis, segments: Sequence[BarSegment], bars: Sequence[Bar]
+    title: str, axis: str, segments: Sequence[LegendEntry], bars: Sequence[Bar]
 ) -> str:
-    """Horizontal bars of segments; each group of bars has its name at the left.
-
-    Args:
-        title: as for `line_chart`.
-        axis: the axis of the segments' lengths.
-        segments: those of each bar, in order.
-        bars: those of a group follow each other.
+    """Horizontal bars of `segments`, whose lengths the axis measures; each group of bars, which
+    follow each other, has its name at the left.
     """
     longest = max((sum(bar.lengths) for bar in bars), default=0.0)
     if not longest > 0:
@@ -279,7 +263,7 @@ def stacked_bars(
         inside.append(_text(_LABEL_WIDTH - 8, y + _BAR_HEIGHT - 4, bar.name, "number end"))
         x = float(_LABEL_WIDTH)
         for segment, length in zip(segments, bar.lengths, strict=True):
-            said = f"{bar.group}, {bar.name}: {segment.name} {length:.3g} {axis.name}"
+            said = f"{bar.group}, {bar.name}: {segment.name} {length:.3g} {axis}"
             inside.append(_rectangle((x, y, length * scale, _BAR_HEIGHT - 2), segment.fill, said))
             x += length * scale
         y += _BAR_HEIGHT
@@ -288,7 +272,7 @@ def stacked_bars(
         x = _LABEL_WIDTH + value * scale
         inside.insert(0, _rule(x, _TOP, x, bottom, "grid"))
         inside.append(_text(x, bottom + 15, f"{value:g}", "number middle"))
-    inside.append(_text((_LABEL_WIDTH + WIDTH) / 2, bottom + 34, axis.name, "axis-name middle"))
+    inside.append(_text((_LABEL_WIDTH + WIDTH) / 2, bottom + 34, axis, "axis-name middle"))
     return _svg(title, WIDTH, bottom + 44, inside)
 
 
@@ -311,13 +295,6 @@ def _rule(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
 
 def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
-
-
-def _upright(x: float, y: float, text: str) -> str:
-    return (
-        f'<text class="axis-name middle" transform="translate({x:.1f} {y:.1f}) rotate(-90)">'
-        f"{escape(text)}</text>"
-    )
 
 
 def _rectangle(place: tuple[float, float, float, float], fill: str, said: str) -> str:

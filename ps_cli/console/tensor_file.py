@@ -43,7 +43,7 @@ def write_tables(out: Path, tables: Iterable[Table], read: ReadBlock) -> int:
     """Write the tensors of tables, and return their number.
 
     Raises:
-        InvalidConfig: two tensors have the same name, or the file cannot be written.
+        InvalidConfig: two tables have a tensor of the same name, or the file cannot be written.
     """
     ordered = wide_first(tables)
     entries: list[TensorEntry] = []
@@ -90,8 +90,8 @@ def write_file(
     for entry in entries:
         begin = end
         end += int(np.prod(entry.shape, dtype=np.int64)) * ELEMENT_BYTES[entry.dtype]
-        described = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [begin, end]}
-        header[entry.name] = described
+        offsets = [begin, end]
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     with replaced(out) as file:

@@ -18,11 +18,7 @@ _SHOWN_PROBLEM_COUNT = 5
 
 
 def compare(run: RunLog, tables: Sequence[Table], url: str, output: Output) -> int:
-    """Print the differences; 1 if there is one, or tables cannot be compared.
-
-    Raises:
-        InvalidUpdateLog: the checkpoint has none of the tables.
-    """
+    """Print the differences; 1 if there is one, or tables cannot be compared."""
     are_different = []
     with opened(url, output) as reader:
         where = reader.directory.url
@@ -75,7 +71,7 @@ def _differences(replay: Replay, table: Table, reader: CheckpointReader) -> Iter
         if made.version != stored.version:
             others.setdefault("counts of updates", []).append(block)
         tensors = dict(made.tensors)
-        for tensor in sorted(tensors.keys() | set(stored.tensors)):
+        for tensor in sorted({*tensors, *stored.tensors}):
             if tensor not in tensors or tensor not in stored.tensors:
                 others.setdefault(f"{tensor} in one of them only", []).append(block)
             elif tensors[tensor] != reader.read(name, block, tensor):

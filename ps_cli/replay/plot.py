@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from ps_cli.console.svg import PALETTE, WIDTH, Axis, Line, Point, line_chart
+from ps_cli.console.svg import PALETTE, WIDTH, Line, Point, line_chart
 from ps_cli.replay.view import VersionRow
 
 _HEIGHT = 340
@@ -22,62 +22,52 @@ svg { background: #fff; } text { font: 12px system-ui, sans-serif; fill: #333; }
 
 def plot_of(rows: Sequence[VersionRow], tables: str) -> str:
     """One SVG image, with the charts below each other."""
-    charts = [(title, chart.replace("<svg ", "<svg {}", 1)) for title, chart in _charts(rows)]
-    step = _TITLE_HEIGHT + _HEIGHT
-    inside = []
-    for number, (title, chart) in enumerate(charts):
-        top = number * step
-        place = f'x="0" y="{top + _TITLE_HEIGHT}" width="{WIDTH}" height="{_HEIGHT}" '
-        inside.append(f'<text class="title" x="16" y="{top + 18}">{escape(title)}</text>')
-        inside.append(chart.replace("<svg {}", f"<svg {place}", 1))
+    inside, end = [], 0
+    for title, chart in _charts(rows):
+        place = f'x="0" y="{end + _TITLE_HEIGHT}" width="{WIDTH}" height="{_HEIGHT}"'
+        inside.append(f'<text class="title" x="16" y="{end + 18}">{escape(title)}</text>')
+        inside.append(chart.replace("<svg ", f"<svg {place} ", 1))
+        end += _TITLE_HEIGHT + _HEIGHT
     body = "\n".join(inside)
     said = escape(f"replay of {tables}", quote=True)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {len(charts) * step}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {end}" '
         f'role="img" aria-label="{said}">\n<style>{_STYLE}</style>\n{body}\n</svg>\n'
     )
 
 
 def _charts(rows: Sequence[VersionRow]) -> Iterator[tuple[str, str]]:
-    axis = Axis("version")
     first = rows[0].version.number
+    stale = rows if any(row.version.staleness for row in rows) else ()
     curves = (
         ("loss", 1, [(r.version.number, r.loss) for r in rows]),
         ("norm of the parameters", 0, [(r.version.number, r.parameter_norm) for r in rows]),
         ("norm of the gradient", 2, [(r.version.number, r.gradient_norm) for r in rows]),
-        ("updates of others missed", 4, _staleness(rows)),
+        ("updates of others missed", 4, [(r.version.number, r.version.staleness) for r in stale]),
     )
     for name, style, values in curves:
-        points: list[Point] = [(float(x), y) for x, y in values if y is not None]
+        points: list[Point] = [(float(x), float(y)) for x, y in values if y is not None]
         if points:
-            yield (
-                name,
-                line_chart(name, axis, Axis(name), [Line(name, style, tuple(points))], first),
-            )
+            line = Line(name, style, tuple(points))
+            yield name, line_chart(name, "version", name, [line], first)
     lines = list(_workers(rows))
     if lines:
         shown = ", ".join(
             f"{line.name} {_COLOUR_NAMES[line.style % len(PALETTE)]}" for line in lines
         )
         title = f"clock of each worker: {shown}"
-        yield title, line_chart(title, axis, Axis("clock"), lines, first)
+        yield title, line_chart(title, "version", "clock", lines, first)
 
 
 _COLOUR_NAMES = ("blue", "red", "green", "pink", "orange", "light blue", "black", "grey")
-
-
-def _staleness(rows: Sequence[VersionRow]) -> list[tuple[int, float | None]]:
-    if not any(row.version.staleness for row in rows):
-        return []
-    return [(row.version.number, float(row.version.staleness)) for row in rows]
 
 
 def _workers(rows: Sequence[VersionRow]) -> Iterator[Line]:
     points: dict[int, list[Point]] = {}
     for row in rows:
         version = row.version
-        for rank in (*version.ranks, *version.partial_ranks):
-            if version.clock:
-                points.setdefault(rank, []).append((float(version.number), float(version.clock)))
+        place = (float(version.number), float(version.clock))
+        for rank in (*version.ranks, *version.partial_ranks) if version.clock else ():
+            points.setdefault(rank, []).append(place)
     for style, (rank, found) in enumerate(sorted(points.items())):
         yield Line(f"worker {rank}", style, tuple(found))

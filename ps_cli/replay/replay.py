@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import importlib
 import importlib.util
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskProgressColumn
 
-from ps_cli.console.output import Output
+from ps_cli.console.output import Output, progress_bars
 from ps_cli.console.tensor_file import replaced, write_tables
 from ps_cli.replay.against import compare
 from ps_cli.replay.options import ReplayOptions
@@ -45,13 +44,7 @@ Loss = Callable[[dict[str, torch.Tensor]], float]
 
 
 def replay(options: ReplayOptions, output: Output) -> int:
-    """Run the command; 1 if the log differs from the checkpoint of --against.
-
-    Raises:
-        InvalidConfig: the options contradict each other.
-        InvalidUpdateLog: the log is damaged, or does not have the version.
-        TableNotFound: the log has no table for --table.
-    """
+    """Run the command; 1 if the log differs from the checkpoint of --against."""
     _check(options)
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # as in a server
@@ -63,8 +56,12 @@ def replay(options: ReplayOptions, output: Output) -> int:
 
 def _replayed(options: ReplayOptions, output: Output) -> int:
     loss = _evaluator(options.evaluate) if options.evaluate else None
-    with _bars(output) as bars:
-        run = _read(options.directory, bars)
+    with progress_bars(output, TaskProgressColumn()) as bars:
+        task = bars.add_task("reading", total=None)
+        run = read_run(
+            options.directory, lambda done, total: bars.update(task, completed=done, total=total)
+        )
+        bars.remove_task(task)
         tables = _chosen(run, options.table)
         for note in _notes(run):
             output.complain(note)
@@ -72,18 +69,17 @@ def _replayed(options: ReplayOptions, output: Output) -> int:
             return compare(run, tables, options.against, output)
         replayer = Replay(run, tables, by_clock=options.clock is not None)
         if options.export is not None:
-            return _export(replayer, options, output, bars)
+            return _export(options.export, replayer, options, output, bars)
         shown = _shown(replayer.history.versions, options)
         rows = list(_rows(replayer, shown, loss, bars))
-    _show(run, replayer, rows, options, output)
+    _show(replayer, rows, [*_notes(run)], options, output)
     return 0
 
 
 def _check(options: ReplayOptions) -> None:
     is_alone = options.export is not None or bool(options.against)
     shows = options.json_path or options.plot or options.evaluate or options.every or options.last
-    shows = shows or options.first is not None or options.to is not None
-    if is_alone and shows:
+    if is_alone and (shows or options.first is not None or options.to is not None):
         raise InvalidConfig("--export and --against show no versions; give them alone")
     if options.export is not None and options.against:
         raise InvalidConfig("--export and --against: give one of them")
@@ -94,22 +90,6 @@ def _check(options: ReplayOptions) -> None:
 
 
 # --- the log
-
-
-@contextlib.contextmanager
-def _bars(output: Output) -> Iterator[Progress]:
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
-    with Progress(
-        *columns, TimeRemainingColumn(), disable=not output.is_terminal, transient=True
-    ) as bars:
-        yield bars
-
-
-def _read(directory: Path, bars: Progress) -> RunLog:
-    task = bars.add_task("reading", total=None)
-    run = read_run(directory, lambda done, total: bars.update(task, completed=done, total=total))
-    bars.remove_task(task)
-    return run
 
 
 def _chosen(run: RunLog, pattern: str) -> list[Table]:
@@ -181,9 +161,9 @@ def _go_to(replayer: Replay, position: int, told: Callable[[int], object]) -> No
 
 
 def _show(
-    run: RunLog,
     replayer: Replay,
     rows: Sequence[VersionRow],
+    notes: Sequence[str],
     options: ReplayOptions,
     output: Output,
 ) -> None:
@@ -193,15 +173,16 @@ def _show(
     output.print(view_of(rows, is_by_clock=history.is_by_clock))
     for line in _ends(replayer, history):
         output.say(line)
+    files: dict[Path, str] = {}
     if options.json_path is not None:
-        document = document_of(rows, replayer, [*_notes(run)])
-        with replaced(options.json_path) as file:
-            file.write((json.dumps(document, indent=1) + "\n").encode())
-        output.say(f"{options.json_path}: {len(rows)} versions")
+        document = document_of(rows, replayer, notes)
+        files[options.json_path] = json.dumps(document, indent=1) + "\n"
     if options.plot is not None:
-        with replaced(options.plot) as file:
-            file.write(plot_of(rows, names).encode())
-        output.say(f"{options.plot}: {len(rows)} versions")
+        files[options.plot] = plot_of(rows, names)
+    for path, text in files.items():
+        with replaced(path) as file:
+            file.write(text.encode())
+        output.say(f"{path}: {len(rows)} versions")
 
 
 def _ends(replayer: Replay, history: History) -> Iterator[str]:
@@ -221,18 +202,18 @@ def _ends(replayer: Replay, history: History) -> Iterator[str]:
 # --- one version
 
 
-def _export(replayer: Replay, options: ReplayOptions, output: Output, bars: Progress) -> int:
-    if options.export is None:
-        return 0
+def _export(
+    out: Path, replayer: Replay, options: ReplayOptions, output: Output, bars: Progress
+) -> int:
     position, name = _wanted(replayer, options)
     task = bars.add_task("replaying", total=replayer.change_count)
     _go_to(replayer, position, lambda done: bars.update(task, completed=done))
-    count = write_tables(
-        options.export,
-        replayer.tables,
-        lambda table, block: bytes(replayer.block(table, block).tensors[0][1]),
-    )
-    output.say(f"{options.export}: {count} tensors at {name}")
+
+    def read(table: Table, block: int) -> bytes:
+        return bytes(replayer.block(table, block).tensors[0][1])
+
+    count = write_tables(out, replayer.tables, read)
+    output.say(f"{out}: {count} tensors at {name}")
     return 0
 
 
@@ -246,19 +227,15 @@ def _wanted(replayer: Replay, options: ReplayOptions) -> tuple[int, str]:
         return options.clock, f"clock {options.clock}"
     versions = replayer.history.versions
     number = versions[-1].number if options.at is None else options.at
-    for version in versions:
-        if version.number == number:
-            when = datetime.fromtimestamp(version.time_s, UTC).isoformat(timespec="milliseconds")
-            return version.position, f"version {number}, clock {version.clock}, of {when}"
-    raise InvalidConfig(f"there is no version {number}; {_extent(versions)}")
+    version = next((version for version in versions if version.number == number), None)
+    if version is None:
+        raise InvalidConfig(f"there is no version {number}; {_extent(versions)}")
+    when = datetime.fromtimestamp(version.time_s, UTC).isoformat(timespec="milliseconds")
+    return version.position, f"version {number}, clock {version.clock}, of {when}"
 
 
 def _evaluator(given: str) -> Loss:
-    """The function MODULE:FUNCTION, or FILE.py:FUNCTION.
-
-    Raises:
-        InvalidConfig: there is no such function.
-    """
+    """The function MODULE:FUNCTION, or FILE.py:FUNCTION."""
     module_name, _, name = given.rpartition(":")
     if not module_name or not name:
         raise InvalidConfig(

@@ -37,7 +37,8 @@ def view_of(rows: Sequence[VersionRow], *, is_by_clock: bool) -> Table:
     for row in rows:
         version = row.version
         cells = [str(version.number), *[str(version.clock)] * (not is_by_clock)]
-        cells += [_time(version.time_s), contributors(version)]
+        time = datetime.fromtimestamp(version.time_s, UTC).strftime("%H:%M:%S.%f")[:-3]
+        cells += [time, contributors(version)]
         cells += [str(version.staleness)] * is_stale
         cells += [_number(row.gradient_norm), _number(row.parameter_norm)]
         cells += [_number(row.loss)] * is_evaluated
@@ -46,7 +47,6 @@ def view_of(rows: Sequence[VersionRow], *, is_by_clock: bool) -> Table:
 
 
 def contributors(version: Version) -> str:
-    """The workers whose steps are in a version, in words."""
     if version.step is None:
         return "the log's beginning"
     return ", ".join(_contributors(version)) or "nobody"
@@ -62,10 +62,6 @@ def _contributors(version: Version) -> Iterator[str]:
         yield f"({version.gone_count} gone)"
 
 
-def _time(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).strftime("%H:%M:%S.%f")[:-3]
-
-
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
 
@@ -73,7 +69,6 @@ def _number(value: float | None) -> str:
 def document_of(
     rows: Sequence[VersionRow], replayer: Replay, notes: Sequence[str]
 ) -> dict[str, Any]:
-    """The document for programs."""
     history = replayer.history
     return {
         "format": FORMAT,
@@ -92,16 +87,9 @@ def document_of(
 
 def _entry(row: VersionRow) -> dict[str, Any]:
     version = row.version
+    same = ("clock", "time_s", "ranks", "partial_ranks", "skipped_ranks", "gone_count", "staleness")
     return {
         "version": version.number,
-        "clock": version.clock,
-        "time_s": version.time_s,
-        "ranks": list(version.ranks),
-        "partial_ranks": list(version.partial_ranks),
-        "skipped_ranks": list(version.skipped_ranks),
-        "gone_count": version.gone_count,
-        "staleness": version.staleness,
-        "gradient_norm": row.gradient_norm,
-        "parameter_norm": row.parameter_norm,
-        "loss": row.loss,
+        **{name: getattr(version, name) for name in same},
+        **{name: getattr(row, name) for name in ("gradient_norm", "parameter_norm", "loss")},
     }

@@ -165,26 +165,17 @@ class StatusDocument(TypedDict):
 def status_document(
     response: scheduler_pb2.GetClusterStatusResponse, answers: Mapping[int, ServerAnswer]
 ) -> StatusDocument:
-    """
-    Args:
-        response: the scheduler's answer.
-        answers: each server's, by node id.
-    """
+    """The document of the scheduler's answer, and of each server's, by node id."""
     view = view_from_proto(response.view)
-    stats = [
-        entry
-        for answer in answers.values()
-        if isinstance(answer, parameters_pb2.GetRangeStatsResponse)
-        for entry in answer.ranges
-    ]
-    knows_all = all(
-        isinstance(answers.get(r.primary), parameters_pb2.GetRangeStatsResponse)
-        for r in view.ranges
-        if r.primary is not None
-    )
+    known = {
+        node_id: answer
+        for node_id, answer in sorted(answers.items())
+        if not isinstance(answer, PushpullError)
+    }
+    stats = [entry for answer in known.values() for entry in answer.ranges]
+    primaries = [r.primary for r in view.ranges if r.primary is not None]
     in_sync = Counter(view.in_sync_count(r) for r in view.ranges if r.primary is not None)
     replica_count = max(1, response.replica_count)
-    unserved = _unserved(view)
     return StatusDocument(
         cluster_id=view.cluster_id,
         view_number=view.view_number,
@@ -200,7 +191,7 @@ def status_document(
         min_in_sync=max(1, response.min_in_sync),
         ranges_by_in_sync={str(count): in_sync[count] for count in sorted(in_sync)},
         degraded_range_count=sum(n for count, n in in_sync.items() if count < replica_count),
-        unserved_ranges=spans(unserved),
+        unserved_ranges=spans(_unserved(view)),
         lost_ranges=spans(int(r.range_id) for r in view.lost_ranges),
         lost=view.lost_words or None,
         awaited=view.awaited_words or None,
@@ -215,8 +206,8 @@ def status_document(
         ],
         nodes=[_node(status, view) for status in response.nodes],
         servers=[_server(node_id, answer, view) for node_id, answer in sorted(answers.items())],
-        tables=[_table(table, stats, knows_all) for table in view.tables],
-        waits=[*_worker_waits(response), *_range_waits(answers, view)],
+        tables=[_table(table, stats, known.keys() >= set(primaries)) for table in view.tables],
+        waits=[*_worker_waits(response), *_range_waits(known, view)],
     )
 
 
@@ -286,27 +277,25 @@ def _node(status: scheduler_pb2.NodeStatus, view: ClusterView) -> NodeEntry:
 
 def _server(node_id: int, answer: ServerAnswer, view: ClusterView) -> ServerEntry:
     served = [int(r.range_id) for r in view.ranges if r.primary == node_id]
-    entry = ServerEntry(
+
+    def total(figure: str) -> int | None:
+        if isinstance(answer, PushpullError):
+            return None
+        return sum(getattr(shard, figure) for shard in answer.ranges)
+
+    return ServerEntry(
         node_id=node_id,
         address=next((node.address for node in view.nodes if node.node_id == node_id), ""),
         ranges=spans(served),
         range_count=len(served),
         backup_count=sum(node_id in r.backups for r in view.ranges),
         catching_up_count=sum(node_id in r.catching_up for r in view.ranges),
-        block_count=None,
-        state_bytes=None,
-        gate_bytes=None,
-        update_count=None,
-        error=None,
+        block_count=total("block_count"),
+        state_bytes=total("state_bytes"),
+        gate_bytes=None if isinstance(answer, PushpullError) else answer.gate_bytes,
+        update_count=total("update_count"),
+        error=answer.message if isinstance(answer, PushpullError) else None,
     )
-    if isinstance(answer, PushpullError):
-        entry["error"] = answer.message
-        return entry
-    entry["block_count"] = sum(shard.block_count for shard in answer.ranges)
-    entry["state_bytes"] = sum(shard.state_bytes for shard in answer.ranges)
-    entry["gate_bytes"] = answer.gate_bytes
-    entry["update_count"] = sum(shard.update_count for shard in answer.ranges)
-    return entry
 
 
 def _table(table: Table, stats: Sequence[parameters_pb2.RangeStats], knows_all: bool) -> TableEntry:
@@ -343,7 +332,9 @@ def _worker_waits(response: scheduler_pb2.GetClusterStatusResponse) -> list[Wait
     return found
 
 
-def _range_waits(answers: Mapping[int, ServerAnswer], view: ClusterView) -> list[WaitEntry]:
+def _range_waits(
+    known: Mapping[int, parameters_pb2.GetRangeStatsResponse], view: ClusterView
+) -> list[WaitEntry]:
     names = {int(table.table_id): table.title for table in view.tables}
     return [
         WaitEntry(
@@ -351,8 +342,7 @@ def _range_waits(answers: Mapping[int, ServerAnswer], view: ClusterView) -> list
             table=names.get(entry.table_id),
             waits_for=wait,
         )
-        for node_id, answer in sorted(answers.items())
-        if isinstance(answer, parameters_pb2.GetRangeStatsResponse)
+        for node_id, answer in known.items()
         for entry in answer.ranges
         for wait in entry.waits
     ]

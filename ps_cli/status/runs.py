@@ -10,7 +10,7 @@ import typer
 
 from ps_cli.console.output import Output
 from ps_cli.console.reported import reported
-from ps_cli.console.scheduler_query import addresses_of, end_run, first_status, remove_run
+from ps_cli.console.scheduler_query import addresses_of, first_answer, first_status
 from ps_cli.status.tables import SchedulerAddress
 from ps_core.cluster_view import ClusterView, NodeState, Role
 from ps_core.runs import Run, words
@@ -101,7 +101,7 @@ def runs_end(
     """
 
     def end(output: Output) -> int:
-        count = asyncio.run(end_run(addresses_of(scheduler), run))
+        count = asyncio.run(first_answer(addresses_of(scheduler), lambda query: query.end_run(run)))
         output.say(f"run '{run}' has ended; {count} workers were in it")
         return 0
 
@@ -122,7 +122,9 @@ def runs_remove(
     """
 
     def remove(output: Output) -> int:
-        had = asyncio.run(remove_run(addresses_of(scheduler), run))
+        had = asyncio.run(
+            first_answer(addresses_of(scheduler), lambda query: query.remove_run(run))
+        )
         output.say(
             f"run '{run}' is removed; it had {had.table_count} tables, for which the servers had "
             f"up to {had.byte_count / 1e6:.1f} MB"

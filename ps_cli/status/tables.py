@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from ps_cli.console.output import Output
 from ps_cli.console.scheduler_query import first_status
-from ps_core.consistency import parsed
 from ps_core.errors import TableNotFound
 from ps_core.runs import words
 from ps_runtime.cluster import wire
@@ -28,22 +26,8 @@ _NAMED_COUNT = 8
 """The most tables that an error names."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConsistencyRequest:
-    """A setting for tables of a run, from the clock after `after_clock` on at the earliest."""
-
-    setting: str
-    after_clock: int
-    timeout_s: float
-    run: str
-
-
 async def matching_tables(addresses: Sequence[str], pattern: str, run: str) -> list[str]:
-    """The names of a run's tables that match a shell pattern; a name matches itself.
-
-    Raises:
-        TableNotFound: no table matches; the message names some tables.
-    """
+    """The names of a run's tables that match a shell pattern; a name matches itself."""
     response = (await first_status(addresses)).response
     names = [table.spec.name for table in response.view.tables if table.run == run]
     found = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
@@ -66,21 +50,4 @@ async def list_tables(addresses: Sequence[str], output: Output) -> int:
             f"{table.spec.dtype.value}, {table.spec.optimizer.label}, "
             f"{table.consistency}{since}{proposed}"
         )
-    return 0
-
-
-def set_consistency(
-    address: str, names: Sequence[str], request: ConsistencyRequest, output: Output
-) -> int:
-    """Change the tables one after the other, and print the first clock of each change."""
-    setting = parsed(request.setting).as_requested
-    # Imported here, because other commands start without torch.
-    import ps_worker
-
-    with ps_worker.connect(
-        address, role="operator", run=request.run, request_deadline_s=request.timeout_s
-    ) as client:
-        for name in names:
-            last = client.set_consistency(name, setting, after_clock=request.after_clock)
-            output.say(f"{name}: {setting} from clock {last + 1} on")
     return 0

@@ -44,8 +44,12 @@ def status_view(document: StatusDocument) -> RenderableType:
     )
     for title, table in sections:
         parts += ["", Text(title, style="bold"), table if table.row_count else Text("  none yet")]
-        if title == "servers":
-            parts += _silent(document["servers"])
+        if title == "servers":  # the reason of one that is silent is too long for a column
+            parts += [
+                Text(f"  server {server['node_id']} does not answer: {server['error']}", "yellow")
+                for server in document["servers"]
+                if server["error"]
+            ]
     parts += ["", Text("waits", style="bold"), _waits(document["waits"])]
     return Group(*parts)
 
@@ -70,9 +74,9 @@ def _head(document: StatusDocument) -> Text:
         f"  servers {counts['server']} of {document['server_count']}",
         f"  workers {counts['worker']} of {document['world_size']}",
     )
-    replica_count = document["replica_count"]
-    if replica_count > 1:
-        text.append(f"  replicas {replica_count} (at least {document['min_in_sync']} in sync)")
+    if document["replica_count"] > 1:
+        text.append(f"  replicas {document['replica_count']} ")
+        text.append(f"(at least {document['min_in_sync']} in sync)")
     if document["restored_from"]:
         text.append(f"\nstarted from {document['restored_from']}")
     if document["checkpoint"]:
@@ -93,28 +97,19 @@ def _checkpoints(entry: CheckpointsEntry | None) -> list[Text]:
     """A line for the newest complete checkpoint, and one for the last that failed."""
     if entry is None:
         return []
-    if entry["newest"] is None:
-        lines = [Text(f"checkpoints go to {entry['url']}; none is complete yet")]
-    else:
-        lines = [
-            Text(
-                f"checkpoints {entry['complete_count']} complete, the newest "
-                f"{_ago(entry['newest_age_s'])}: {entry['newest']}"
-            )
-        ]
+    state = f"go to {entry['url']}; none is complete yet"
+    if entry["newest"] is not None:
+        ago = _ago(entry["newest_age_s"])
+        state = f"{entry['complete_count']} complete, the newest {ago}: {entry['newest']}"
+    lines = [Text(f"checkpoints {state}")]
     if entry["failure"] is not None:
-        lines.append(
-            Text(
-                f"checkpoints {entry['failed_count']} failed; checkpoint {entry['failed_number']}, "
-                f"{_ago(entry['failure_age_s'])}: {entry['failure']}",
-                "red",
-            )
-        )
+        last = f"checkpoint {entry['failed_number']}, {_ago(entry['failure_age_s'])}"
+        failed = f"checkpoints {entry['failed_count']} failed; {last}: {entry['failure']}"
+        lines.append(Text(failed, "red"))
     return lines
 
 
 def _kept_values(entry: KeptValuesEntry) -> Text:
-    """A line about values of an earlier cluster, with what to do about them."""
     remedy = "stop it if they are not needed"
     if entry["file"] is not None:
         remedy = f"pushpull checkpoint rescue {entry['file']} OUT.safetensors there, then stop it"
@@ -130,7 +125,6 @@ def _ago(age_s: float | None) -> str:
 
 
 def _degraded(document: StatusDocument) -> str:
-    """A line about the ranges that miss replicas."""
     count, replica_count = document["degraded_range_count"], document["replica_count"]
     in_sync = {int(n): ranges for n, ranges in document["ranges_by_in_sync"].items()}
     line = f"degraded: {count} ranges have fewer than {replica_count} replicas"
@@ -153,46 +147,28 @@ def _servers(
     servers: Sequence[ServerEntry], nodes: Sequence[NodeEntry], *, are_replicated: bool
 ) -> Table:
     states = {node["node_id"]: node["state"] for node in nodes}
-    copies = ("backs up",) if are_replicated else ()
+    copies = ["backs up"] * are_replicated
     table = _grid(
         *("  node", "address", "state", "ranges", *copies),
         *("blocks", "parameters", "gate", "updates"),
     )
     for server in servers:
+        first = ", ".join(server["ranges"][:3]) + ", ..." * (len(server["ranges"]) > 3)
+        backed_up = str(server["backup_count"])
+        if server["catching_up_count"]:
+            backed_up += f" +{server['catching_up_count']} catching up"
         table.add_row(
             f"  {server['node_id']}",
             server["address"],
             states.get(server["node_id"], _UNKNOWN),
-            _spans(server),
-            *((_backed_up(server),) if are_replicated else ()),
+            f"{server['range_count']} ({first})" if first else "0",
+            *[backed_up] * are_replicated,
             _count(server["block_count"]),
             size(server["state_bytes"]),
             size(server["gate_bytes"]),
             _count(server["update_count"]),
         )
     return table
-
-
-def _silent(servers: Sequence[ServerEntry]) -> list[Text]:
-    """A line for each server that did not answer: its reason is too long for a column."""
-    return [
-        Text(f"  server {server['node_id']} does not answer: {server['error']}", "yellow")
-        for server in servers
-        if server["error"]
-    ]
-
-
-def _backed_up(server: ServerEntry) -> str:
-    """Counts of the ranges that it backs up, and of those on which it is catching up."""
-    more = f" +{server['catching_up_count']} catching up" if server["catching_up_count"] else ""
-    return f"{server['backup_count']}{more}"
-
-
-def _spans(server: ServerEntry) -> str:
-    """The number of ranges, and their first spans."""
-    spans = server["ranges"]
-    shown = ", ".join(spans[:3]) + (", ..." if len(spans) > 3 else "")
-    return f"{server['range_count']} ({shown})" if spans else "0"
 
 
 def _clients(nodes: Sequence[NodeEntry]) -> Table:
@@ -207,7 +183,7 @@ def _clients(nodes: Sequence[NodeEntry]) -> Table:
         table.add_row(
             f"  {node['node_id']}",
             node["role"],
-            _count(node["rank"]) if node["rank"] is not None else "",
+            "" if node["rank"] is None else str(node["rank"]),
             node["state"],
             "" if node["lane"] is None else f"lane={node['lane']}",
             f"{node['last_heard_s']:.1f} s ago",
@@ -246,10 +222,9 @@ def _waits(waits: Sequence[WaitEntry]) -> RenderableType:
         return Text("  nobody waits")
     lines = []
     for wait in waits[:MAX_WAIT_COUNT]:
-        table = f", table '{wait['table']}'" if wait["table"] else ""
+        table = f", table '{wait['table']}'" * bool(wait["table"])
         lines.append(f"  {wait['where']}{table}: {wait['waits_for']}")
-    if len(waits) > MAX_WAIT_COUNT:
-        lines.append(f"  and {len(waits) - MAX_WAIT_COUNT} more")
+    lines += [f"  and {len(waits) - MAX_WAIT_COUNT} more"] * (len(waits) > MAX_WAIT_COUNT)
     return Text("\n".join(lines))
 
 

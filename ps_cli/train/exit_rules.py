@@ -106,23 +106,18 @@ class ExitRules:
         self._served: set[str] = set()
 
     def judge(self, role_exit: RoleExit, serving_count: int) -> Verdict:
-        """Decide what follows from the end of a role that nobody asked to end.
-
-        Args:
-            role_exit: the role, and how it ended.
-            serving_count: the servers that serve now.
+        """Decide what follows from the end of a role that nobody asked to end, while
+        `serving_count` servers serve.
         """
         kind = role_exit.command.kind
         if kind == "worker":
             return self._of_worker(role_exit)
-        if kind == "server":
-            return self._of_server(role_exit, serving_count)
-        return self._of_scheduler(role_exit)
-
-    def _of_scheduler(self, role_exit: RoleExit) -> Verdict:
-        self._served |= {role_exit.command.name} if role_exit.was_ready else set()
+        has_served = role_exit.was_ready or role_exit.command.name in self._served
+        if has_served:
+            self._served.add(role_exit.command.name)
         is_refused = role_exit.returncode == REFUSED_EXIT_CODE
-        has_served = role_exit.command.name in self._served
+        if kind == "server":
+            return self._of_server(role_exit, serving_count, has_served, is_refused)
         if not has_served or is_refused or self._scheduler_count == SCHEDULER_RESTARTS:
             return self._the_end(role_exit, _CANNOT_GO_ON)
         self._scheduler_count += 1
@@ -137,19 +132,17 @@ class ExitRules:
             return self._restart(role_exit, "it", ", and takes its rank over")
         return self._the_end(role_exit, _CANNOT_GO_ON)
 
-    def _of_server(self, role_exit: RoleExit, serving_count: int) -> Verdict:
-        name = role_exit.command.name
-        has_served = role_exit.was_ready or name in self._served
-        if role_exit.was_ready:
-            self._served.add(name)
+    def _of_server(
+        self, role_exit: RoleExit, serving_count: int, has_served: bool, is_refused: bool
+    ) -> Verdict:
         if has_served and not self._has_update_log:
+            lost = ""
             if role_exit.was_ready and self._replica_count == 1:
                 lost = "its values are lost: no other server had a copy (--replicas 2 keeps one)"
-                return self._the_end(role_exit, f"{_CANNOT_GO_ON}: {lost}")
-            if not serving_count:
+            elif not serving_count:
                 lost = "no server is left that serves, and the values are lost"
+            if lost:
                 return self._the_end(role_exit, f"{_CANNOT_GO_ON}: {lost}")
-        is_refused = role_exit.returncode == REFUSED_EXIT_CODE
         if not is_refused and self._restart_count < self._max_server_restarts:
             who = self._who_goes_on(role_exit) if has_served else "it"
             return self._restart(role_exit, who)

@@ -14,6 +14,7 @@ import typing
 from importlib import import_module
 from inspect import Parameter, Signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
@@ -70,12 +71,8 @@ class BecomesRole(TyperCommand):
 
 
 def asks_for_help(arguments: list[str], *, ends_at_script: bool) -> bool:
-    """True if the command line has --help, and not among the script's arguments.
-
-    Args:
-        arguments: those behind the command's name.
-        ends_at_script: all options have a value; the first argument that is neither an option nor a
-            value is the script.
+    """True if the command line has --help, and not among the script's arguments: where it
+    `ends_at_script` all options have a value, and the first other argument is the script.
     """
     is_value = False
     for argument in arguments:
@@ -93,19 +90,16 @@ def _parameters(role: StartedRole) -> list[Any]:
     def shown(**given: object) -> None:
         pass
 
-    options = [_option(field, hint) for name in role.settings for field, hint in _fields(name)]
+    options = [_setting(*each) for name in role.settings for each in _hints(name)]
     if role.runs_script:
+        rest = Annotated[list[str] | None, typer.Argument(metavar="ARGS")]
         options += [
             Parameter("script", _NAMED, annotation=Annotated[Path, typer.Argument()]),
-            Parameter(
-                "arguments",
-                _NAMED,
-                default=None,
-                annotation=Annotated[list[str] | None, typer.Argument(metavar="ARGS")],
-            ),
+            Parameter("arguments", _NAMED, default=None, annotation=rest),
         ]
     else:
-        options += [_more("config", Path), _more("print_config", bool)]
+        options += [_option("config", Path, "--config")]
+        options += [_option("print_config", bool, "--print-config")]
     vars(shown)["__signature__"] = Signature(options)
     shown.__annotations__ = {option.name: option.annotation for option in options}
     alone = typer.Typer(add_completion=False)
@@ -117,21 +111,19 @@ def _parameters(role: StartedRole) -> list[Any]:
 _NAMED = Parameter.KEYWORD_ONLY
 
 
-def _fields(name: str) -> list[tuple[dataclasses.Field[Any], Any]]:
-    module, _, cls = name.rpartition(".")
-    settings = getattr(import_module(module), cls)
+def _hints(name: str) -> list[tuple[str, Any]]:
+    settings = resolve_name(name)
     hints = typing.get_type_hints(settings)
-    return [(field, hints[field.name]) for field in fields_of(settings)]
+    return [(field.name, hints[field.name]) for field in fields_of(settings)]
 
 
-def _option(field: dataclasses.Field[Any], hint: Any) -> Parameter:
-    flag = flag_name(field.name)
-    is_switch = hint is bool
-    given = typer.Option(f"{flag}/--no{flag[1:]}" if is_switch else flag)
-    kind = bool if is_switch else str
-    return Parameter(field.name, _NAMED, default=None, annotation=Annotated[kind | None, given])
+def _setting(name: str, hint: Any) -> Parameter:
+    flag = flag_name(name)
+    if hint is bool:
+        return _option(name, bool, f"{flag}/--no{flag[1:]}")
+    return _option(name, str, flag)
 
 
-def _more(name: str, kind: Any) -> Parameter:
-    given = typer.Option(flag_name(name))
-    return Parameter(name, _NAMED, default=None, annotation=Annotated[kind | None, given])
+def _option(name: str, kind: Any, flags: str) -> Parameter:
+    hint = Annotated[kind | None, typer.Option(flags)]
+    return Parameter(name, _NAMED, default=None, annotation=hint)

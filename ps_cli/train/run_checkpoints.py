@@ -18,10 +18,8 @@ DEADLINE_S = 60.0
 
 
 async def make_last(scheduler: str, ending: RunEnd, output: Output) -> bool:
-    """Make a checkpoint of what the servers hold now, and print its place or its failure.
-
-    Returns:
-        False if the checkpoint failed; without tables there is none to make.
+    """Make a checkpoint of what the servers hold now, and print its place or its failure; False if
+    it failed. Without tables there is none to make.
     """
     with contextlib.suppress(PushpullError):
         async with SchedulerQuery(scheduler) as query:
@@ -41,9 +39,7 @@ async def make_last(scheduler: str, ending: RunEnd, output: Output) -> bool:
 
 
 def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:
-    """Make a checkpoint, and return its directory and the bytes of its files.
-
-    Blocking: until the checkpoint is complete, at most `timeout_s`.
+    """Make a checkpoint within `timeout_s`; its directory, and the bytes of its files.
 
     Raises:
         PushpullError: the checkpoint failed.
@@ -61,8 +57,6 @@ def create(scheduler: str, reason: str, timeout_s: float) -> tuple[str, int]:
 def warn_of_earlier_runs(plan: CheckpointPlan, output: Output) -> None:
     """Warn of a run that begins at step 0 where there are checkpoints of another one, because
     --resume may have been forgotten.
-
-    Blocking: reads the manifests at `plan.url`.
     """
     if not plan.url or plan.resume:
         return
@@ -86,11 +80,7 @@ def tell_beginning(plan: CheckpointPlan, restored_from: str, output: Output) -> 
 
 
 class CheckpointWatch:
-    """Counts the checkpoints of a run that failed, and warns of each.
-
-    Attributes:
-        failed_count: failed checkpoints since the run began.
-    """
+    """Counts the checkpoints of a run that failed, and warns of each."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -99,10 +89,8 @@ class CheckpointWatch:
 
     def observe(self, history: scheduler_pb2.CheckpointHistory) -> None:
         """Warn of the failures since the last call. A restored cluster counts from 0 again."""
-        new_count = history.failed_count - self._told_count
-        self._told_count = history.failed_count
-        if new_count < 0:
-            new_count = history.failed_count
+        known, self._told_count = self._told_count, history.failed_count
+        new_count = history.failed_count - (known if known <= history.failed_count else 0)
         if not new_count:
             return
         self.failed_count += new_count

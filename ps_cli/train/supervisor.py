@@ -21,18 +21,16 @@ from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RestartRole, R
 from ps_core.errors import PushpullError
 from ps_runtime.launch.launcher import Launcher, RoleExit, RoleProcess
 
+Work = Coroutine[Any, Any, None]
+
 
 async def _nothing(_: RoleExit) -> None:
     pass
 
 
 class Supervisor:
-    """Owns the launcher of one run.
-
-    Args:
-        output: takes the roles' lines and the messages about their ends.
-        shown_kinds: the kinds of role whose lines are shown; the lines of others appear only in the
-            message about a role's end.
+    """Owns the launcher of one run. Lines of roles of the kinds `shown_kinds` are shown; those of
+    others appear only in the message about a role's end.
     """
 
     def __init__(self, output: Output, shown_kinds: frozenset[str]) -> None:
@@ -47,10 +45,10 @@ class Supervisor:
 
     async def run(
         self,
-        work: Coroutine[Any, Any, None],
+        work: Work,
         rules: ExitRules,
-        last: Callable[[RunEnd], Coroutine[Any, Any, None]] | None = None,
-        ended: Callable[[RoleExit], Coroutine[Any, Any, None]] = _nothing,
+        last: Callable[[RunEnd], Work] | None = None,
+        ended: Callable[[RoleExit], Work] = _nothing,
         *,
         leaves_roles: bool = False,
     ) -> RunEnd:
@@ -62,9 +60,6 @@ class Supervisor:
             last: called before the roles are stopped, unless the run failed.
             ended: called when a role has ended, before it is started again.
             leaves_roles: a run that ends well leaves its roles to another run, or to `stop`.
-
-        Returns:
-            How the run ended; the caller tells the user.
         """
         self._catch_signals()
         working = asyncio.create_task(work)
@@ -99,16 +94,18 @@ class Supervisor:
         others = (p for p in self.launcher.processes if p.command.kind != "worker")
         return not self._is_stopping and all(role.exit is None for role in others)
 
-    async def _last(
-        self, last: Callable[[RunEnd], Coroutine[Any, Any, None]], ending: RunEnd
-    ) -> None:
+    async def _last(self, last: Callable[[RunEnd], Work], ending: RunEnd) -> None:
         if not ending.exit_code:  # otherwise roles may wait to be started again
             await asyncio.gather(*self._following)
         await last(ending)
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_stopped(self, work: Work) -> None:
+        async def signalled() -> None:
+            while not isinstance(await self._events.get(), signal.Signals):
+                pass
+
         doing = asyncio.create_task(work)
-        stopped = asyncio.create_task(self._signalled())
+        stopped = asyncio.create_task(signalled())
         try:
             await asyncio.wait({doing, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if doing.done():
@@ -118,17 +115,11 @@ class Supervisor:
                 task.cancel()
             await asyncio.gather(doing, stopped, return_exceptions=True)
 
-    async def _signalled(self) -> None:
-        while not isinstance(await self._events.get(), signal.Signals):
-            pass
-
     def _stop(self) -> None:
         self._is_stopping = True
         self.launcher.stop()
 
-    async def _first_ending(
-        self, rules: ExitRules, ended: Callable[[RoleExit], Coroutine[Any, Any, None]]
-    ) -> RunEnd:
+    async def _first_ending(self, rules: ExitRules, ended: Callable[[RoleExit], Work]) -> RunEnd:
         while True:
             event = await self._events.get()
             if isinstance(event, signal.Signals):
@@ -147,10 +138,7 @@ class Supervisor:
                 self._output.say(verdict.message)
 
     async def _follow(
-        self,
-        role_exit: RoleExit,
-        ended: Callable[[RoleExit], Coroutine[Any, Any, None]],
-        again: RestartRole | None,
+        self, role_exit: RoleExit, ended: Callable[[RoleExit], Work], again: RestartRole | None
     ) -> None:
         try:
             await ended(role_exit)
@@ -172,8 +160,8 @@ class Supervisor:
     def _on_signal(self, number: signal.Signals) -> None:
         if self._is_stopping:
             self.launcher.kill()
-            return
-        self._events.put_nowait(number)
+        else:
+            self._events.put_nowait(number)
 
     def _on_exit(self, role_exit: RoleExit) -> None:
         if role_exit.was_stopped:

@@ -103,16 +103,13 @@ class TrainSettings:
 class SharedCluster:
     """A cluster for several runs, one after the other; it is emptied between them.
 
-    Args:
-        output: takes the roles' lines.
-        shown_kinds: the kinds of role whose lines are shown.
-
     Attributes:
+        output: takes the roles' lines.
         scheduler: the scheduler's address; empty until it was started.
     """
 
     def __init__(self, output: Output, shown_kinds: frozenset[str]) -> None:
-        self._output = output
+        self.output = output
         self._shown_kinds = shown_kinds
         self._supervisor: Supervisor | None = None
         self.scheduler = ""
@@ -120,7 +117,7 @@ class SharedCluster:
     def supervised(self) -> Supervisor:
         """The cluster's supervisor; a new one, without roles yet, if roles of the last are gone."""
         if self._supervisor is None or not self._supervisor.is_whole:
-            self._supervisor, self.scheduler = Supervisor(self._output, self._shown_kinds), ""
+            self._supervisor, self.scheduler = Supervisor(self.output, self._shown_kinds), ""
         return self._supervisor
 
     async def renew(self) -> None:
@@ -134,7 +131,7 @@ class SharedCluster:
             async with SchedulerQuery(self.scheduler) as query:
                 await query.begin_anew()
         except PushpullError as error:
-            self._output.say(f"the next run has a cluster of its own: {error.message}")
+            self.output.say(f"the next run has a cluster of its own: {error.message}")
             await self.stop()
 
     async def stop(self) -> None:
@@ -144,12 +141,8 @@ class SharedCluster:
 
 
 class TrainRun:
-    """One run, from the first process to the last line.
-
-    Args:
-        settings: its script and its cluster.
-        output: takes the roles' lines and the run's own.
-        shared: the cluster that it trains on, and leaves as it is; None: one of its own.
+    """One run, from the first process to the last line, on the cluster `shared`, which it leaves as
+    it is, or on one of its own.
     """
 
     def __init__(
@@ -175,33 +168,27 @@ class TrainRun:
         return ending.exit_code
 
     async def ending(self) -> RunEnd:
-        """Train to the end.
-
-        Returns:
-            Exit code 0 if every worker finished, 1 if a role died that the run needs, 3 if every
-            worker finished but a checkpoint failed, 128 + the number of the signal that ended it.
-
-        Raises:
-            InvalidConfig: the settings contradict each other.
+        """Train to the end: exit code 0 if every worker finished, 1 if a role died that the run
+        needs, 3 if every worker finished but a checkpoint failed, 128 + the number of the signal
+        that ended it.
         """
-        settings = self._settings
+        settings, shape = self._settings, self._settings.shape
         environment, remark = thread_environment(
-            os.environ, usable_core_count(), settings.shape.worker_count
+            os.environ, usable_core_count(), shape.worker_count
         )
-        shape = replace(settings.shape, environment=environment)
         if remark:
             self._output.say(remark)
-        await asyncio.to_thread(warn_of_earlier_runs, settings.shape.checkpoints, self._output)
+        await asyncio.to_thread(warn_of_earlier_runs, shape.checkpoints, self._output)
         cluster = self._shared or SharedCluster(self._output, settings.shown_kinds)
         supervisor = cluster.supervised()
         rules = ExitRules(
-            settings.shape.worker_count,
-            settings.shape.replica_count,
+            shape.worker_count,
+            shape.replica_count,
             settings.max_restarts,
-            has_update_log=bool(settings.shape.update_log.path),
+            has_update_log=bool(shape.update_log.path),
         )
         ending = await supervisor.run(
-            self._work(supervisor, shape, cluster),
+            self._work(supervisor, replace(shape, environment=environment), cluster),
             rules,
             self._last,
             self._ended,
@@ -236,10 +223,8 @@ class TrainRun:
                 self._observe(await query.status())
 
     def _observe(self, status: scheduler_pb2.GetClusterStatusResponse) -> None:
-        settings = self._settings
-        self._awaited = still_awaited(
-            status, settings.shape.server_count, settings.shape.worker_count
-        )
+        shape = self._settings.shape
+        self._awaited = still_awaited(status, shape.server_count, shape.worker_count)
         self._rates.observe(worker_samples(status, time.monotonic()))
         self._checkpoints.observe(status.checkpoints)
 
@@ -253,8 +238,8 @@ class TrainRun:
             started = await asyncio.to_thread(start_scheduler, launcher, shape)
             await asyncio.to_thread(start_servers, launcher, shape, started.address)
             cluster.scheduler = started.address
-            workers = counted(settings.shape.worker_count, "worker")
-            servers = counted(settings.shape.server_count, "server")
+            workers = counted(shape.worker_count, "worker")
+            servers = counted(shape.server_count, "server")
             self._output.say(
                 f"scheduler at {cluster.scheduler}; starting {workers} on {servers}, which import "
                 "torch first"
@@ -262,14 +247,14 @@ class TrainRun:
         self._scheduler = cluster.scheduler
         script = (str(settings.script), *settings.arguments)
         environment = {**shape.environment, **settings.environment}
-        for rank in range(settings.shape.worker_count):
+        for rank in range(shape.worker_count):
             command = worker_command(rank, cluster.scheduler, script, environment)
             await asyncio.to_thread(launcher.start, command)
         async with SchedulerQuery(cluster.scheduler) as query:
             if is_new:
                 with contextlib.suppress(PushpullError):
                     view = (await query.status()).view
-                    tell_beginning(settings.shape.checkpoints, view.restored_from, self._output)
+                    tell_beginning(shape.checkpoints, view.restored_from, self._output)
             await self._show_progress(query)
 
     async def _show_progress(self, query: SchedulerQuery) -> None:
@@ -303,10 +288,10 @@ class TrainRun:
             self._output.say(self._note)
 
     def _tell(self, ending: RunEnd) -> None:
-        elapsed_s = time.monotonic() - self._began_s
         if ending.exit_code not in (0, CHECKPOINT_EXIT_CODE):
             self._output.complain(ending.message)
             return
+        elapsed_s = time.monotonic() - self._began_s
         count = self._settings.shape.worker_count
         early = early_ends(self._rates.rows(), self._cut_off)
         finished = f"{count - len(early)} of {count}" if early else f"{count}"
@@ -316,8 +301,7 @@ class TrainRun:
         if ending.exit_code:
             told = "the last checkpoint failed"
             if self._has_last:
-                count = self._checkpoints.failed_count
-                failed = "1 checkpoint" if count == 1 else f"{count} checkpoints"
+                failed = counted(self._checkpoints.failed_count, "checkpoint")
                 told = f"{failed} before the last one failed; the last one is complete"
             self._output.complain(f"the run has ended well, but {told}")
 

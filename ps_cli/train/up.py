@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -37,9 +36,6 @@ async def run_up(options: UpOptions, output: Output) -> int:
 
     Returns:
         The exit code: 128 + the signal's number, or 1 if a role died.
-
-    Raises:
-        InvalidConfig: the options contradict each other.
     """
     shape = replace(options.shape, listen=options.listen)
     kinds = () if options.quiet else ("server", "scheduler")
@@ -50,32 +46,27 @@ async def run_up(options: UpOptions, output: Output) -> int:
         max_restarts=options.max_restarts,
         has_update_log=bool(options.update_log),
     )
-    addresses: list[str] = []
+    address = ""
 
-    def tell(scheduler: ReadyRole) -> None:
-        addresses.append(scheduler.address)
+    async def work() -> None:
+        nonlocal address
+        launcher = supervisor.launcher
+        scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
+        servers = await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
+        for server in servers:
+            await asyncio.to_thread(launcher.wait_ready, server)
+        address = scheduler.address
         output.say(_how_to_use(scheduler, shape))
+        await asyncio.Event().wait()
 
     async def last_checkpoint(ending: RunEnd) -> None:
-        if addresses:
-            await make_last(addresses[0], ending, output)
+        if address:
+            await make_last(address, ending, output)
 
     last = last_checkpoint if options.checkpoint_url else None
-    ending = await supervisor.run(_work(supervisor, shape, tell), rules, last)
+    ending = await supervisor.run(work(), rules, last)
     output.complain(ending.message)
     return ending.exit_code
-
-
-async def _work(
-    supervisor: Supervisor, shape: ClusterShape, tell: Callable[[ReadyRole], None]
-) -> None:
-    launcher = supervisor.launcher
-    scheduler = await asyncio.to_thread(start_scheduler, launcher, shape)
-    servers = await asyncio.to_thread(start_servers, launcher, shape, scheduler.address)
-    for server in servers:
-        await asyncio.to_thread(launcher.wait_ready, server)
-    tell(scheduler)
-    await asyncio.Event().wait()
 
 
 def _how_to_use(scheduler: ReadyRole, shape: ClusterShape) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ps_cli.compare.compare import CompareSettings, modes_of, seeds_of
+from ps_cli.compare.compare import comparison_of, modes_of, seeds_of
 from ps_cli.compare.figures import (
     MAX_CURVE_POINTS,
     RunFigures,
@@ -14,6 +16,7 @@ from ps_cli.compare.figures import (
     mode_row,
     other_consistency,
 )
+from ps_cli.compare.options import CompareOptions
 from ps_cli.compare.records import LossEntry, StepEntry, TableRecord, WorkerRecord
 from ps_core.errors import InvalidConfig
 
@@ -146,36 +149,27 @@ def test_wrong_modes_are_refused_by_name(text: str, named: str) -> None:
         modes_of(text)
 
 
-def settings(**changed: object) -> CompareSettings:
-    given: dict[str, object] = {
-        "script": Path("train.py"),
-        "arguments": (),
-        "modes": ("bsp", "asp"),
-        "seeds": (0,),
-        "worker_count": 2,
-        "server_count": 1,
-        "compute": "",
-        "report": Path("compare.html"),
-    }
-    return CompareSettings(**{**given, **changed})  # type: ignore[arg-type]
+def options(**changed: Any) -> CompareOptions:
+    return replace(CompareOptions(Path("train.py"), modes="bsp,asp"), **changed)
 
 
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"modes": ("bsp:backup=2",)}, "2 backup workers of 2 workers"),
-        ({"seeds": (1, 1)}, "name one twice"),
-        ({"compute": "permanent:1ms,2ms,rank=2"}, "a rank below 2"),
-        ({"compute": "later"}, "compute is 'later'"),
+        ({"modes": "bsp:backup=2"}, "2 backup workers of 2 workers"),
+        ({"seeds": "1,1"}, "name one twice"),
+        ({"straggler": "permanent:1ms,2ms,rank=2"}, "a rank below 2"),
+        ({"straggler": "later"}, "compute is 'later'"),
         ({"report": Path("compare.json")}, "another ending than .json"),
     ],
 )
 def test_contradictions_are_refused_before_anything_runs(
     changed: dict[str, object], named: str
 ) -> None:
-    assert settings().json_path == Path("compare.json")
+    assert options().json_path == Path("compare.json")
+    assert comparison_of(options()).modes == ("bsp", "asp")
     with pytest.raises(InvalidConfig, match=named):
-        settings(**changed)
+        comparison_of(options(**changed))
 
 
 def test_seeds_are_whole_numbers() -> None:

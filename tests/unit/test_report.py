@@ -25,10 +25,9 @@ from ps_cli.compare.report_document import (
 from ps_cli.compare.report_html import page_of
 from ps_cli.console.svg import (
     PALETTE,
-    Axis,
     Bar,
-    BarSegment,
     Histogram,
+    LegendEntry,
     Line,
     colour,
     dashes,
@@ -60,7 +59,7 @@ def test_a_line_chart_has_a_curve_and_its_points_for_each_line() -> None:
         Line("a <b> & c", 1, ((2.0, 3.0), (4.0, 0.25))),
         Line("nothing", 2, ()),
     ]
-    root = parsed(line_chart("Loss", Axis("steps"), Axis("loss, nats"), lines))
+    root = parsed(line_chart("Loss", "steps", "loss, nats", lines))
     assert root.get("aria-label") == "Loss"
     curves = list(root.iter(f"{SVG}polyline"))
     assert [len(str(curve.get("points")).split()) for curve in curves] == [3, 2]
@@ -72,7 +71,7 @@ def test_a_line_chart_has_a_curve_and_its_points_for_each_line() -> None:
 
 def test_higher_values_lie_higher_and_later_ones_further_right() -> None:
     lines = [Line("one", 0, ((1.0, 1.0), (2.0, 3.0)))]
-    (curve,) = parsed(line_chart("x", Axis("x"), Axis("y"), lines)).iter(f"{SVG}polyline")
+    (curve,) = parsed(line_chart("x", "x", "y", lines)).iter(f"{SVG}polyline")
     (x1, y1), (x2, y2) = (point.split(",") for point in str(curve.get("points")).split())
     assert float(x2) > float(x1)
     assert float(y2) < float(y1)
@@ -84,7 +83,7 @@ def test_higher_values_lie_higher_and_later_ones_further_right() -> None:
 def test_flat_and_extreme_curves_stay_within_the_plot(
     points: tuple[tuple[float, float], ...],
 ) -> None:
-    root = parsed(line_chart("x", Axis("x"), Axis("y"), [Line("one", 0, points)]))
+    root = parsed(line_chart("x", "x", "y", [Line("one", 0, points)]))
     _, _, width, height = (float(number) for number in str(root.get("viewBox")).split())
     for circle in root.iter(f"{SVG}circle"):
         assert 0 <= float(str(circle.get("cx"))) <= width
@@ -93,9 +92,9 @@ def test_flat_and_extreme_curves_stay_within_the_plot(
 
 def test_a_plot_of_nothing_says_so() -> None:
     empty = [
-        line_chart("a", Axis("x"), Axis("y"), [Line("one", 0, ())]),
-        histogram_panels("b", Axis("x"), [Histogram("one", 0, {})]),
-        stacked_bars("c", Axis("s"), [BarSegment("p", "#000")], [Bar("g", "n", (0.0,))]),
+        line_chart("a", "x", "y", [Line("one", 0, ())]),
+        histogram_panels("b", "x", [Histogram("one", 0, {})]),
+        stacked_bars("c", "s", [LegendEntry("p", "#000")], [Bar("g", "n", (0.0,))]),
     ]
     assert [texts(parsed(svg)) for svg in empty] == [["nothing was recorded"]] * 3
 
@@ -104,7 +103,7 @@ def test_histograms_have_a_bar_for_each_value_over_one_axis() -> None:
     root = parsed(
         histogram_panels(
             "Staleness",
-            Axis("staleness, updates"),
+            "staleness, updates",
             [Histogram("bsp", 0, {0: 10}), Histogram("asp", 2, {0: 1, 3: 2, 5: 1})],
         )
     )
@@ -120,15 +119,15 @@ def test_histograms_have_a_bar_for_each_value_over_one_axis() -> None:
 
 def test_many_values_share_bars() -> None:
     counts = dict.fromkeys(range(1000), 1)
-    root = parsed(histogram_panels("x", Axis("tau"), [Histogram("asp", 0, counts)]))
+    root = parsed(histogram_panels("x", "tau", [Histogram("asp", 0, counts)]))
     assert 10 <= len(list(root.iter(f"{SVG}rect"))) <= 24
     assert titles(root)[0].startswith("asp: tau 0 to 41 in 4.2%")
 
 
 def test_bars_are_stacked_and_named() -> None:
-    segments = [BarSegment("computing", "#111"), BarSegment("waiting", "#222")]
+    segments = [LegendEntry("computing", "#111"), LegendEntry("waiting", "#222")]
     bars = [Bar("bsp", "worker 0", (1.0, 3.0)), Bar("asp", "worker 0", (1.0, 0.0))]
-    root = parsed(stacked_bars("Time", Axis("seconds"), segments, bars))
+    root = parsed(stacked_bars("Time", "seconds", segments, bars))
     drawn = list(root.iter(f"{SVG}rect"))
     assert [bar.get("fill") for bar in drawn] == ["#111", "#222", "#111", "#222"]
     first, second = drawn[:2]
@@ -235,12 +234,12 @@ def test_the_page_says_what_to_report_where_nobody_did() -> None:
 
 def test_dots_stand_where_their_values_are() -> None:
     lines = [Line("bsp", 0, ((2.0, 0.5),)), Line("asp", 1, ((1.0, 0.25),))]
-    root = parsed(dot_chart("Quality", Axis("s"), Axis("accuracy"), lines))
+    root = parsed(dot_chart("Quality", "s", "accuracy", lines))
     bsp, asp = root.iter(f"{SVG}circle")
     assert (bsp.get("fill"), asp.get("fill")) == (colour(0), colour(1))
     assert float(str(bsp.get("cx"))) > float(str(asp.get("cx")))
     assert float(str(bsp.get("cy"))) < float(str(asp.get("cy")))
-    assert texts(parsed(dot_chart("Quality", Axis("s"), Axis("a"), []))) == ["nothing was recorded"]
+    assert texts(parsed(dot_chart("Quality", "s", "a", []))) == ["nothing was recorded"]
 
 
 def test_the_page_fetches_nothing_and_runs_nothing() -> None:

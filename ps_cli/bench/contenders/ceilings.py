@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.contenders.child import Actions, started
 from ps_cli.bench.instruments.sampling import MIB
 
 
@@ -26,55 +26,42 @@ def memcpy(byte_count: int) -> Callable[[], float]:
     return copy
 
 
-class TcpSender:
-    """Sends one buffer in 1 MiB writes over one connection; the peer acknowledges all of it.
-
-    Args:
-        address: the host and port of a `_receive`.
-        byte_count: the size of the buffer.
+@contextlib.contextmanager
+def tcp_loopback(byte_count: int) -> Iterator[Callable[[], float]]:
+    """A function that sends one buffer in 1 MiB writes over one TCP connection, and returns the
+    seconds until the peer, another process, has all of it in memory.
     """
+    source = np.ones(byte_count, dtype=np.uint8).data
+    with started(("ceilings:tcp_receiver", str(byte_count))) as (receiver,):
+        port = receiver.do("port").result
+        receiver.tell("receive")
+        with socket.create_connection(("127.0.0.1", port)) as connection:
 
-    def __init__(self, address: tuple[str, int], byte_count: int) -> None:
-        self._connection = socket.create_connection(address)
-        self._source = np.ones(byte_count, dtype=np.uint8).data
+            def send() -> float:
+                began_s = time.perf_counter()
+                for begin in range(0, byte_count, MIB):
+                    connection.sendall(source[begin : begin + MIB])
+                connection.recv(1)
+                return time.perf_counter() - began_s
 
-    def send(self) -> float:
-        """Send the buffer; the seconds until the peer has all of it in memory."""
-        began_s = time.perf_counter()
-        for begin in range(0, len(self._source), MIB):
-            self._connection.sendall(self._source[begin : begin + MIB])
-        self._connection.recv(1)
-        return time.perf_counter() - began_s
-
-    def close(self) -> None:
-        """End the connection, and with it the peer."""
-        self._connection.close()
+            yield send
+        receiver.answer()
 
 
-def main() -> None:
-    """`BYTES`: receive buffers of this size, and answer each with a byte."""
-    byte_count = int(sys.argv[1])
-    answers = open_answers()
+@contextlib.contextmanager
+def tcp_receiver(size: str) -> Iterator[Actions]:
+    """Receives buffers of this size, and answers each with a byte."""
+    target = np.zeros(int(size), dtype=np.uint8).data
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
 
-        def accept() -> None:
-            connection, _ = server.accept()
-            with connection:
-                _receive(connection, byte_count)
-
-        obey(answers, {"port": lambda: port, "receive": accept})
-
-
-def _receive(connection: socket.socket, byte_count: int) -> None:
-    target = np.zeros(byte_count, dtype=np.uint8).data
-    received_bytes = 0
-    while count := connection.recv_into(target[received_bytes : received_bytes + MIB]):
-        received_bytes += count
-        if received_bytes == byte_count:
-            connection.sendall(b"1")
+        def receive() -> None:
             received_bytes = 0
+            with server.accept()[0] as connection:
+                while count := connection.recv_into(target[received_bytes : received_bytes + MIB]):
+                    received_bytes += count
+                    if received_bytes == len(target):
+                        connection.sendall(b"1")
+                        received_bytes = 0
 
-
-if __name__ == "__main__":
-    main()
+        yield {"port": lambda: port, "receive": receive}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 import ps_worker as ps
-from ps_cli.bench.contenders.child import obey, open_answers
-from ps_cli.bench.contenders.moves import OPTIMIZERS, Buffers
+from ps_cli.bench.contenders.child import Actions
+from ps_cli.bench.contenders.worker import OPTIMIZERS, Buffers
 from ps_cli.bench.lanes import SHARED_MEMORY
 from ps_worker.client.checkpoints import CheckpointTicket
 
@@ -22,26 +21,6 @@ _REST_S = 1.0
 
 _FIRST_STEP_COUNT = 4
 """Steps of a turn without a checkpoint before the first one."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    """A checkpoint that is being made; `ended_s` is when it was complete."""
-
-    ticket: CheckpointTicket
-    began_s: float
-    held_s: float
-    ended_s: Future[float]
-
-    def found(self) -> dict[str, object]:
-        """Wait until it is complete; its figures."""
-        made = self.ticket.wait()
-        return {
-            "wall_s": self.ended_s.result() - self.began_s,
-            "held_s": self.held_s,
-            "byte_count": made.byte_count,
-            "url": made.url,
-        }
 
 
 class _Script:
@@ -65,37 +44,42 @@ class _Script:
 
     def train_during(self) -> dict[str, object]:
         """Steps from the request for a checkpoint until it is complete."""
-        watched = _ask(self._client)
+        ticket, found = _ask(self._client)
         waits_s: list[float] = []
-        while not watched.ticket.done() or not waits_s:
+        while not ticket.done() or not waits_s:
             waits_s.append(self.step())
         self._step_count = len(waits_s)
-        return {"waits_s": waits_s, **watched.found()}
+        return {"waits_s": waits_s, **found()}
 
     def train_between(self) -> dict[str, object]:
         """As many steps as the last checkpoint took, without one."""
         return {"waits_s": [self.step() for _ in range(self._step_count)]}
 
 
-def _ask(client: ps.Client) -> _Watched:
+def _ask(client: ps.Client) -> tuple[CheckpointTicket, Callable[[], dict[str, object]]]:
+    """Ask for a checkpoint; a function waits until it is complete, and returns its figures."""
     ended_s: Future[float] = Future()
     began_s = time.perf_counter()
     ticket = client.checkpoint(timeout_s=CHECKPOINT_DEADLINE_S)
     held_s = time.perf_counter() - began_s
     ticket.future.add_done_callback(lambda _: ended_s.set_result(time.perf_counter()))
-    return _Watched(ticket, began_s, held_s, ended_s)
+
+    def found() -> dict[str, object]:
+        made, wall_s = ticket.wait(), ended_s.result() - began_s
+        return {"wall_s": wall_s, "held_s": held_s, "byte_count": made.byte_count, "url": made.url}
+
+    return ticket, found
 
 
 def _write(client: ps.Client) -> dict[str, object]:
     """Make a checkpoint without training."""
     time.sleep(_REST_S)
-    return _ask(client).found()
+    return _ask(client)[1]()
 
 
-def main() -> None:
-    """`SCHEDULER LANE NAME=BYTES...`: a table for each name, with one update."""
-    scheduler, lane, *given = sys.argv[1:]
-    answers = open_answers()
+@contextlib.contextmanager
+def checkpoint_worker(scheduler: str, lane: str, *given: str) -> Iterator[Actions]:
+    """A table for each NAME=BYTES that is given, with one update."""
     with ps.connect(scheduler, rank=0, lane=lane) as client:
         actions: dict[str, Callable[[], object]] = {"write": partial(_write, client)}
         for name, _, size in (each.partition("=") for each in given):
@@ -103,8 +87,4 @@ def main() -> None:
             script.step()  # makes the optimizer's state
             actions[f"{name} during"] = script.train_during
             actions[f"{name} between"] = script.train_between
-        obey(answers, actions)
-
-
-if __name__ == "__main__":
-    main()
+        yield actions

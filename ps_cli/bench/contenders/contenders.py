@@ -11,32 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from ps_cli.bench.contenders.ceilings import TcpSender
-from ps_cli.bench.contenders.child import Child, Done
+from ps_cli.bench.contenders.child import Child, Done, started
 from ps_runtime.launch.cluster_shape import NO_UPDATE_LOG, ClusterShape, UpdateLogPlan
 from ps_worker.client.local_cluster import LocalCluster
 
 ContenderT = TypeVar("ContenderT")
 
-RAW_GRPC = "ps_cli.bench.contenders.raw_grpc"
-TORCH_RPC = "ps_cli.bench.contenders.torch_rpc"
-
 
 def enter_all(
     stack: ExitStack, contenders: Sequence[AbstractContextManager[ContenderT]]
 ) -> list[ContenderT]:
-    """Start contenders at once; they end with `stack`.
-
-    Blocking: until all have started, or one has failed and the others have started.
-
-    Raises:
-        PushpullError: from the first that failed.
-    """
+    """Start contenders at once; they end with `stack`. If one fails, the others start first."""
     # The pool stays as long, because children end with the thread that forked them.
     pool = stack.enter_context(ThreadPoolExecutor(max_workers=len(contenders)))
     starting = [pool.submit(stack.enter_context, contender) for contender in contenders]
     wait(starting)
-    return [started.result() for started in starting]
+    return [each.result() for each in starting]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +55,6 @@ class Pair:
         for child in (self.client, self.server):
             child.pause()
 
-    @property
-    def pids(self) -> tuple[int, int]:
-        """The process ids, the client's first."""
-        return self.client.pid, self.server.pid
-
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -95,17 +80,6 @@ class Cluster:
         return (*self.worker_pids, *self.server_pids)
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The tables of each worker of a cluster: one of this size for each name (see
-    `ps_cli.bench.contenders.worker`). For latencies a worker makes `call_count` calls.
-    """
-
-    byte_count: int
-    names: tuple[str, ...] = ("sgd",)
-    call_count: int = 0
-
-
 class Servers(NamedTuple):
     """A cluster's servers. Update logs are in the system's temporary folder, so its disk counts."""
 
@@ -120,66 +94,61 @@ ONE_SERVER = Servers()
 @contextlib.contextmanager
 def raw_grpc(byte_count: int, call_count: int) -> Iterator[Pair]:
     size = str(byte_count)
-    with (
-        Child(RAW_GRPC, "server", size) as server,
-        Child(RAW_GRPC, "client", size, server.ready["address"], str(call_count)) as client,
-    ):
-        yield Pair(client, server)
+    with started(("raw_grpc:server", size)) as (server,):
+        address = server.do("address").result
+        server.tell("serve")
+        with started(("raw_grpc:client", size, address, str(call_count))) as (client,):
+            yield Pair(client, server)
 
 
 @contextlib.contextmanager
 def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
     """A torch RPC parameter server and its trainer; `lane` is one of its module's."""
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="pushpull-bench-"))
-        store = str(Path(folder) / "store")
-        children = Child.start_all(
-            (TORCH_RPC, "server", lane, str(byte_count), store),
-            (TORCH_RPC, "client", lane, str(byte_count), store, str(call_count)),
-        )
-        for child in children:
-            stack.enter_context(child)
-        server, client = children
-        # Its shared-memory transport polls: two idle processes would keep two cores busy.
-        pair = Pair(client, server, is_restless=True)
-        pair.pause()
-        yield pair
+    with tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder:
+        given = (lane, str(byte_count), str(Path(folder) / "store"))
+        commands = ("torch_rpc:server", *given), ("torch_rpc:client", *given, str(call_count))
+        with started(*commands) as (server, client):
+            # Its shared-memory transport polls: two idle processes would keep two cores busy.
+            pair = Pair(client, server, is_restless=True)
+            pair.pause()
+            yield pair
+
+
+def members(
+    count: int, byte_count: int, names: Sequence[str] = ("sgd",), call_count: int = 0
+) -> list[tuple[str, ...]]:
+    """The commands of so many workers, each with a table of this size for each name; for latencies
+    a worker makes `call_count` calls.
+    """
+    given = (str(byte_count), str(call_count), *names)
+    return [("worker:member", str(rank), *given) for rank in range(count)]
 
 
 @contextlib.contextmanager
 def cluster(
-    lane: str, worker_count: int, load: Load, servers: Servers = ONE_SERVER
+    lane: str,
+    commands: Sequence[tuple[str, ...]],
+    servers: Servers = ONE_SERVER,
+    worker_count: int | None = None,
 ) -> Iterator[Cluster]:
-    """A scheduler, servers, and workers that use the lane."""
+    """A scheduler, servers, and processes with `worker_count` workers (None: one each), which use
+    the lane; the scheduler's address and the lane go before the arguments of each command.
+    """
     with ExitStack() as stack:
         log = NO_UPDATE_LOG
         if servers.has_update_log:
             folder = tempfile.TemporaryDirectory(prefix="pushpull-bench-")
             log = UpdateLogPlan(stack.enter_context(folder))
         shape = ClusterShape(
-            servers.server_count, worker_count, replica_count=servers.replica_count, update_log=log
+            servers.server_count,
+            worker_count or len(commands),
+            replica_count=servers.replica_count,
+            update_log=log,
         )
         roles = stack.enter_context(LocalCluster.of(shape))
-        given = (str(load.byte_count), str(load.call_count), *load.names)
-        workers = Child.start_all(
-            *(
-                ("ps_cli.bench.contenders.worker", roles.address, lane, str(rank), *given)
-                for rank in range(worker_count)
-            )
+        workers = stack.enter_context(
+            started(*((entry, roles.address, lane, *given) for entry, *given in commands))
         )
-        for worker in workers:
-            stack.enter_context(worker)
-        process_ids = roles.process_ids
-        pids = tuple(process_ids[f"server {index}"] for index in range(servers.server_count))
-        yield Cluster(lane, workers, pids)
-
-
-@contextlib.contextmanager
-def tcp_loopback(byte_count: int) -> Iterator[TcpSender]:
-    """A TCP connection to a process that receives."""
-    with Child("ps_cli.bench.contenders.ceilings", str(byte_count)) as receiver:
-        port = receiver.do("port").result
-        receiver.tell("receive")
-        with contextlib.closing(TcpSender(("127.0.0.1", port), byte_count)) as sender:
-            yield sender
-        receiver.answer()
+        pids = roles.process_ids
+        server_pids = tuple(pids[f"server {index}"] for index in range(servers.server_count))
+        yield Cluster(lane, workers, server_pids)

@@ -6,18 +6,18 @@ takes the next piece, as the threads of a checkpoint do.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.instruments.sampling import MIB
 
 THREAD_COUNTS = (1, 2)
@@ -61,20 +61,13 @@ def _write_pieces(
             piece, begin = piece[count:], begin + count
 
 
-def main() -> None:
-    """`FOLDER BYTES`."""
-    folder, size = sys.argv[1:]
-    answers = open_answers()
+@contextlib.contextmanager
+def disk_writes(folder: str, size: str) -> Iterator[Actions]:
     byte_count = int(size)
     pages = max(MIB, min(_SOURCE_BYTES, byte_count // MIB * MIB))
-    source = np.random.default_rng(1).bytes(pages)
+    source = memoryview(np.random.default_rng(1).bytes(pages))
     path = Path(folder, "ceiling")
-    actions: dict[str, Callable[[], object]] = {
-        action_of(count): partial(_write, path, memoryview(source), byte_count, count)
+    yield {
+        action_of(count): partial(_write, path, source, byte_count, count)
         for count in THREAD_COUNTS
     }
-    obey(answers, actions)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import ps_worker as ps
-from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.contenders.child import Actions
 from ps_core.keys import TableId
 from ps_core.tables import NATIVE_CODEC, Kernels, Table
 from ps_runtime.grpc.channels import tune_allocator
@@ -29,20 +29,27 @@ OPTIMIZERS: dict[str, tuple[ServerOptimizer, Callable[..., torch.optim.Optimizer
     "adagrad": (ps.Adagrad(lr=1e-2), torch.optim.Adagrad),
     "rmsprop": (ps.RMSprop(lr=1e-3), torch.optim.RMSprop),
 }
-SWITCHES: dict[Kernels, dict[str, Any]] = {Kernels.EXACT: {}, Kernels.FAST: {"fused": True}}
-"""Arguments that choose torch.optim's default implementation, and its fastest."""
-
-FASTEST_WITHOUT_FUSED = {"foreach": True}
 UPDATE_COUNT = 2
 """The first update of two makes the optimizer's state and is not timed."""
 
 
+def _table(name: str, kernels: Kernels, element_count: int) -> Table:
+    spec = table_spec("bench", element_count, OPTIMIZERS[name][0].spec(kernels), {})
+    return Table(TableId(1), 0, spec)
+
+
+def _switches(name: str, kernels: Kernels) -> dict[str, Any]:
+    """The arguments that choose torch.optim's default implementation, or its fastest."""
+    if kernels is Kernels.EXACT:
+        return {}
+    return {"foreach" if name == "rmsprop" else "fused": True}  # RMSprop has no fused one
+
+
 def _store_update_s(name: str, kernels: Kernels, element_count: int) -> float:
     """Seconds in which a server checks, accumulates and applies a gradient, block by block."""
-    spec = table_spec("bench", element_count, OPTIMIZERS[name][0].spec(kernels), {})
-    table = Table(TableId(1), 0, spec)
+    table = _table(name, kernels, element_count)
     store = ShardStore(table, range(table.block_count))
-    codec = NATIVE_CODEC[spec.dtype]
+    codec = NATIVE_CODEC[table.spec.dtype]
     payloads = [
         np.full(table.block_length(block), 1e-3, dtype=np.float32).tobytes()
         for block in range(table.block_count)
@@ -59,16 +66,12 @@ def _store_update_s(name: str, kernels: Kernels, element_count: int) -> float:
 
 def _torch_update_s(name: str, kernels: Kernels, element_count: int) -> float:
     """Seconds of torch.optim's step over tensors of the same sizes."""
-    spec = table_spec("bench", element_count, OPTIMIZERS[name][0].spec(kernels), {})
-    table = Table(TableId(1), 0, spec)
+    table = _table(name, kernels, element_count)
     parameters = [torch.zeros(table.block_length(block)) for block in range(table.block_count)]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
     ours, make = OPTIMIZERS[name]
-    switches = SWITCHES[kernels]
-    if kernels is Kernels.FAST and name == "rmsprop":
-        switches = FASTEST_WITHOUT_FUSED
-    optimizer = make(parameters, **ours.defaults(), **switches)
+    optimizer = make(parameters, **ours.defaults(), **_switches(name, kernels))
     began_s = 0.0
     for _ in range(UPDATE_COUNT):
         began_s = time.perf_counter()
@@ -76,20 +79,16 @@ def _torch_update_s(name: str, kernels: Kernels, element_count: int) -> float:
     return time.perf_counter() - began_s
 
 
-def main() -> None:
-    """`BYTES`: the size of the gradient."""
-    answers = open_answers()
+@contextlib.contextmanager
+def kernels(size: str) -> Iterator[Actions]:
+    """Updates with a gradient of this size."""
     tune_allocator()
     torch.set_num_threads(1)  # as in a server
-    element_count = int(sys.argv[1]) // ELEMENT_BYTES
-    actions: dict[str, Callable[[], object]] = {}
-    for name in OPTIMIZERS:
-        for kernels in Kernels:
-            key = f"{name} {kernels.value}"
-            actions[f"{key} store"] = partial(_store_update_s, name, kernels, element_count)
-            actions[f"{key} torch"] = partial(_torch_update_s, name, kernels, element_count)
-    obey(answers, actions)
-
-
-if __name__ == "__main__":
-    main()
+    element_count = int(size) // ELEMENT_BYTES
+    actors = {"store": _store_update_s, "torch": _torch_update_s}
+    yield {
+        f"{name} {kernels.value} {actor}": partial(update_s, name, kernels, element_count)
+        for name in OPTIMIZERS
+        for kernels in Kernels
+        for actor, update_s in actors.items()
+    }

@@ -9,16 +9,17 @@ cache.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
 import grpc.aio
 import numpy as np
 
-from ps_cli.bench.contenders.child import obey, open_answers, say
+from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.instruments.sampling import MIB, latency_percentiles
 from ps_runtime.grpc.channels import SERVER_OPTIONS, aio_channel, new_event_loop, tune_allocator
 
@@ -47,27 +48,30 @@ class _RawServer:
         self._values[:] = np.frombuffer(request, np.uint8)
         return self._values.tobytes()
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """All calls, without serializers."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "Push": grpc.stream_unary_rpc_method_handler(self.push),
-                "Pull": grpc.unary_stream_rpc_method_handler(self.pull),
-                "Exchange": grpc.unary_unary_rpc_method_handler(self.exchange),
-            },
-        )
+    async def start(self) -> tuple[grpc.aio.Server, int]:
+        """Serve all calls, without serializers; the server and its port."""
+        calls: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Push": grpc.stream_unary_rpc_method_handler(self.push),
+            "Pull": grpc.unary_stream_rpc_method_handler(self.pull),
+            "Exchange": grpc.unary_unary_rpc_method_handler(self.exchange),
+        }
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, calls),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
 
 
-async def _serve(byte_count: int) -> None:
-    answers = open_answers()
-    server = grpc.aio.server(options=SERVER_OPTIONS)
-    server.add_generic_rpc_handlers((_RawServer(byte_count).handler(),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    say(answers, {"address": f"127.0.0.1:{port}"})
-    await asyncio.to_thread(sys.stdin.read)
-    await server.stop(None)
+@contextlib.contextmanager
+def server(size: str) -> Iterator[Actions]:
+    tune_allocator()
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        serving, port = runner.run(_RawServer(int(size)).start())
+        yield {
+            "address": lambda: f"127.0.0.1:{port}",
+            "serve": lambda: runner.run(asyncio.to_thread(sys.stdin.read)),
+        }
+        runner.run(serving.stop(None))
 
 
 class _RawClient:
@@ -78,15 +82,9 @@ class _RawClient:
         self._target = np.zeros(byte_count, dtype=np.uint8)
         self._call_count = call_count
         self._channel = aio_channel(address)
-        self._push: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(
-            f"/{SERVICE}/Push"
-        )
-        self._pull: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(
-            f"/{SERVICE}/Pull"
-        )
-        self._exchange: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(
-            f"/{SERVICE}/Exchange"
-        )
+        self._push: Any = self._channel.stream_unary(f"/{SERVICE}/Push")
+        self._pull: Any = self._channel.unary_stream(f"/{SERVICE}/Pull")
+        self._exchange: Any = self._channel.unary_unary(f"/{SERVICE}/Exchange")
 
     async def push(self) -> None:
         """Send the buffer; returns when the server has all of it."""
@@ -113,35 +111,17 @@ class _RawClient:
         return latency_percentiles(waits_s)
 
 
-async def _made(address: str, byte_count: int, call_count: int) -> _RawClient:
-    return _RawClient(address, byte_count, call_count)
-
-
-def _be_client(address: str, byte_count: int, call_count: int) -> None:
-    answers = open_answers()
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        client = runner.run(_made(address, byte_count, call_count))
-        obey(
-            answers,
-            {
-                "push": lambda: runner.run(client.push()),
-                "pull": lambda: runner.run(client.pull()),
-                "exchange": lambda: runner.run(client.exchange()),
-            },
-        )
-
-
-def main() -> None:
-    """`server BYTES` or `client BYTES ADDRESS CALLS`."""
+@contextlib.contextmanager
+def client(size: str, address: str, calls: str) -> Iterator[Actions]:
     tune_allocator()
-    role, size, *rest = sys.argv[1:]
-    if role == "server":
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(_serve(int(size)))
-    else:
-        address, call_count = rest
-        _be_client(address, int(size), int(call_count))
 
+    async def connect() -> _RawClient:
+        return _RawClient(address, int(size), int(calls))
 
-if __name__ == "__main__":
-    main()
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        made = runner.run(connect())
+        yield {
+            "push": lambda: runner.run(made.push()),
+            "pull": lambda: runner.run(made.pull()),
+            "exchange": lambda: runner.run(made.exchange()),
+        }

@@ -11,14 +11,15 @@ it works as between machines. Both are measured.
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import warnings
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 from torch.distributed import rpc
 
-from ps_cli.bench.contenders.child import obey, open_answers, say
+from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.instruments.sampling import MIB, call_latencies
 
 TENSOR_BYTES = 4 * MIB
@@ -103,50 +104,36 @@ class _Trainer:
         return call_latencies(self.tutorial_round, self._call_count)
 
 
-def _be_server(byte_count: int) -> None:
-    for parameter in tensors(byte_count):
-        _parameters.append(parameter.requires_grad_())
-        _optimizers.append(torch.optim.SGD([parameter], lr=LEARNING_RATE))
-
-
-def main() -> None:
-    """`server LANE BYTES STORE` or `client LANE BYTES STORE CALLS`; the store is a file where they
-    meet.
-    """
-    role, lane, size, store, *rest = sys.argv[1:]
-    answers = open_answers()
+@contextlib.contextmanager
+def _joined(name: str, rank: int, lane: str, store: str) -> Iterator[None]:
+    """One of two processes, which meet at the file `store`."""
     # Torch warns of its own deprecated calls.
     warnings.simplefilter("ignore")
-    rank = 0 if role == "server" else 1
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=f"file://{store}",
         _transports=["uv"] if lane == TCP_LANE else None,
         _channels=["basic"] if lane == TCP_LANE else None,
     )
-    if rank == 0:
-        torch_rpc._be_server(int(size))
-    rpc.init_rpc(
-        SERVER if rank == 0 else "trainer", rank=rank, world_size=2, rpc_backend_options=options
-    )
-    if rank == 0:
-        say(answers, {})
-        sys.stdin.read()
-    else:
-        trainer = torch_rpc._Trainer(int(size), int(rest[0]))
-        obey(
-            answers,
-            {
-                "tutorial": trainer.tutorial_round,
-                "best": trainer.best_round,
-                "exchange": trainer.exchange,
-            },
-        )
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+    yield
     rpc.shutdown(graceful=False)
 
 
-if __name__ == "__main__":
-    # Calls name their functions by module: imported under its own name, not as __main__, this
-    # module has the same parameters at both ends.
-    from ps_cli.bench.contenders import torch_rpc
+@contextlib.contextmanager
+def server(lane: str, size: str, store: str) -> Iterator[Actions]:
+    for parameter in tensors(int(size)):
+        _parameters.append(parameter.requires_grad_())
+        _optimizers.append(torch.optim.SGD([parameter], lr=LEARNING_RATE))
+    with _joined(SERVER, 0, lane, store):
+        yield {}
 
-    main()
+
+@contextlib.contextmanager
+def client(lane: str, size: str, store: str, calls: str) -> Iterator[Actions]:
+    with _joined("trainer", 1, lane, store):
+        trainer = _Trainer(int(size), int(calls))
+        yield {
+            "tutorial": trainer.tutorial_round,
+            "best": trainer.best_round,
+            "exchange": trainer.exchange,
+        }

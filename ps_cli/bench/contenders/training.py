@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import ps_worker as ps
-from ps_cli.bench.contenders.child import obey, open_answers
+from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.devices import CUDA
 from ps_runtime.grpc.channels import tune_allocator
 
@@ -89,19 +89,14 @@ class _Training:
             self._optimizer.zero_grad()
             self._model.loss(text).backward()
             update()
-        _wait_for(self._shape.device)
+        if self._shape.device == CUDA:
+            torch.cuda.synchronize()
         return (time.perf_counter() - began_s) / self._shape.step_count
 
 
-def _wait_for(device: str) -> None:
-    if device == CUDA:
-        torch.cuda.synchronize()
-
-
 def _transfer(client: ps.Client, device: str, element_count: int) -> Callable[[], float]:
-    """A function that pushes and pulls as many values as the model has, and returns the seconds.
-
-    No computation hides the transfer. Values of a CUDA device go through pinned memory.
+    """A function that pushes and pulls as many values as the model has, and returns the seconds;
+    no computation hides them. Values of a CUDA device go through pinned memory.
     """
     table = client.create_table("transfer", element_count, optimizer=ps.Adam(lr=LEARNING_RATE))
     is_far = device == CUDA
@@ -123,13 +118,12 @@ def _transfer(client: ps.Client, device: str, element_count: int) -> Callable[[]
     return round_trip
 
 
-def main() -> None:
-    """`WAY SCHEDULER DEVICE WIDTH BATCH LENGTH STEPS`; the way is plain, tuned, or a lane."""
-    way, scheduler, device, *sizes = sys.argv[1:]
-    answers = open_answers()
+@contextlib.contextmanager
+def training(way: str, scheduler: str, device: str, *sizes: str) -> Iterator[Actions]:
+    """A training; the way is plain, tuned, or a lane, and the sizes are those of `Shape`."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = Shape(device, *(int(size) for size in sizes))
+    shape = Shape(device, *map(int, sizes))
     model = ByteModel(shape.width).to(device)
     element_count = sum(parameter.numel() for parameter in model.parameters())
     if way in (PLAIN, TUNED):
@@ -137,29 +131,19 @@ def main() -> None:
             tune_allocator()
         plain = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
         fused = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=True)
-        obey(
-            answers,
-            {
-                "steps": _Training(model, plain, shape).steps,
-                "fused steps": _Training(model, fused, shape).steps,
-                "bare steps": _Training(model, fused, shape).bare_steps,
-                "parameters": lambda: element_count,
-            },
-        )
+        yield {
+            "steps": _Training(model, plain, shape).steps,
+            "fused steps": _Training(model, fused, shape).steps,
+            "bare steps": _Training(model, fused, shape).bare_steps,
+            "parameters": lambda: element_count,
+        }
         return
     with ps.connect(scheduler, lane=way) as client:
         optimizer = ps.DistributedOptimizer(client, model, ps.Adam(lr=LEARNING_RATE))
         together = _Training(model, optimizer, shape)
-        obey(
-            answers,
-            {
-                "steps": together.steps,
-                "detection": together.detection,
-                "transfer": _transfer(client, device, element_count),
-                "lane": lambda: client.progress().lane,
-            },
-        )
-
-
-if __name__ == "__main__":
-    main()
+        yield {
+            "steps": together.steps,
+            "detection": together.detection,
+            "transfer": _transfer(client, device, element_count),
+            "lane": lambda: client.progress().lane,
+        }

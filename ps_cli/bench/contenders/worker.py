@@ -1,24 +1,76 @@
-"""A process: a worker of pushpull that does actions on its tables."""
+"""Processes: workers of pushpull that do actions on their tables, as a user's script does."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
+
 import ps_worker as ps
-from ps_cli.bench.contenders.child import obey, open_answers
-from ps_cli.bench.contenders.moves import OPTIMIZERS, PRIVATE, Buffers, Moves
+from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.instruments.sampling import call_latencies
 from ps_cli.bench.lanes import SHARED_MEMORY
 
+ELEMENT_BYTES = 4
+PRIVATE = "/private"
+"""After the name of an optimizer: its gradient is an array in numpy's own memory."""
 
-def main() -> None:
-    """`SCHEDULER LANE RANK BYTES CALLS NAME...`: a table for each name, which is that of an
-    optimizer, or that and PRIVATE.
+OPTIMIZERS: dict[str, ps.SGD | ps.Adam] = {"sgd": ps.SGD(lr=0.1), "adam": ps.Adam(lr=1e-3)}
+CROWD_TABLE = "sgd"
+
+
+class Buffers:
+    """A gradient and an array for pulled values; every page of both is resident. A shared gradient
+    is in memory that servers on this host read, as that of `DistributedOptimizer`.
     """
-    scheduler, lane, rank, size, calls, *names = sys.argv[1:]
-    answers = open_answers()
+
+    def __init__(self, byte_count: int, *, is_shared: bool = False) -> None:
+        self.element_count = byte_count // ELEMENT_BYTES
+        make = ps.empty_shared if is_shared else np.empty
+        self.gradient = make(self.element_count, dtype=np.float32)
+        self.gradient[:] = 1e-3
+        self.values = np.full(self.element_count, 0, dtype=np.float32)
+
+
+class Moves:
+    """Push, pull and both, on a table as large as the buffers; several `Moves` may share buffers,
+    one at a time.
+    """
+
+    def __init__(self, client: ps.Client, table: ps.TableHandle, buffers: Buffers) -> None:
+        self._client = client
+        self._table = table
+        self._buffers = buffers
+
+    def push(self) -> None:
+        """Push, and wait for the commit."""
+        self._client.wait(self._client.push(self._table, self._buffers.gradient, copy=False))
+
+    def pull(self) -> None:
+        self._client.pull(self._table, out=self._buffers.values)
+
+    def round(self) -> None:
+        """Push, and pull values that include it."""
+        ticket = self._client.push(self._table, self._buffers.gradient, copy=False)
+        self._client.pull(self._table, out=self._buffers.values)
+        self._client.wait(ticket)
+
+    def push_pull(self) -> None:
+        self._client.push_pull(self._table, self._buffers.gradient, out=self._buffers.values)
+
+    def by_name(self) -> dict[str, Callable[[], None]]:
+        """The moves that are measured in bytes per second."""
+        return {"push": self.push, "pull": self.pull, "round": self.round}
+
+
+@contextlib.contextmanager
+def member(
+    scheduler: str, lane: str, rank: str, size: str, calls: str, *names: str
+) -> Iterator[Actions]:
+    """A worker with a table for each name, which is that of an optimizer, or that and PRIVATE."""
     shared = {name: lane == SHARED_MEMORY and not name.endswith(PRIVATE) for name in names}
     buffers = {
         is_shared: Buffers(int(size), is_shared=is_shared) for is_shared in set(shared.values())
@@ -28,16 +80,35 @@ def main() -> None:
         for name in names:
             own = buffers[shared[name]]
             optimizer = OPTIMIZERS[name.removesuffix(PRIVATE)]
-            moves = Moves(
-                client, client.create_table(name, own.element_count, optimizer=optimizer), own
-            )
+            table = client.create_table(name, own.element_count, optimizer=optimizer)
+            moves = Moves(client, table, own)
             for move, act in moves.by_name().items():
                 actions[f"{name} {move}"] = act
             for verb in (moves.push_pull, moves.push, moves.pull):
                 action = f"{name} {verb.__name__} latency"
                 actions[action] = partial(call_latencies, verb, int(calls))
-        obey(answers, actions)
+        yield actions
 
 
-if __name__ == "__main__":
-    main()
+@contextlib.contextmanager
+def crowd(scheduler: str, lane: str, size: str, operations: str, *ranks: str) -> Iterator[Actions]:
+    """A worker for each rank, on one ASP table; an action is so many moves, each by the next."""
+    buffers = Buffers(int(size))
+    with contextlib.ExitStack() as stack:
+        workers = []
+        for rank in ranks:
+            client = stack.enter_context(ps.connect(scheduler, rank=int(rank), lane=lane))
+            table = client.create_table(
+                CROWD_TABLE,
+                buffers.element_count,
+                optimizer=OPTIMIZERS[CROWD_TABLE],
+                consistency=ps.ASP(),
+            )
+            workers.append(Moves(client, table, buffers))
+        turns = itertools.cycle(workers)
+
+        def act(move: str) -> None:
+            for _ in range(int(operations)):
+                next(turns).by_name()[move]()
+
+        yield {move: partial(act, move) for move in workers[0].by_name()}

@@ -8,6 +8,7 @@ import subprocess
 from functools import cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ps_runtime.system.capacity import usable_core_count
 
@@ -18,7 +19,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "grpcio", "protobuf", "numpy", "uvloop")
 
 
-def environment() -> dict[str, object]:
+def environment() -> dict[str, Any]:
     """The machine, the versions, and the load before the first measurement of this process."""
     load = _load_at_start()
     return {
@@ -30,7 +31,7 @@ def environment() -> dict[str, object]:
         **{name: _version(name) for name in _PACKAGES},
         "commit": _commit(),
         "load_average": round(load, 2),
-        "warnings": warnings_about(load, usable_core_count()),
+        "warnings": _warnings(load),
     }
 
 
@@ -40,13 +41,13 @@ def _load_at_start() -> float:
     return os.getloadavg()[0]
 
 
-def warnings_about(load: float, core_count: int) -> list[str]:
-    """Warnings about a measurement that began under this load average."""
+def _warnings(load: float) -> list[str]:
     if load <= QUIET_LOAD:
         return []
     message = (
-        f"the load average was {load:.2f} on {core_count} cores at the start; expected at most "
-        f"{QUIET_LOAD}: other work shares this machine, so trust the ratios more than the figures"
+        f"the load average was {load:.2f} on {usable_core_count()} cores at the start; expected at "
+        f"most {QUIET_LOAD}: other work shares this machine, so trust the ratios more than the "
+        "figures"
     )
     return [message]
 

@@ -10,20 +10,15 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 _SAMPLE_INTERVAL_S = 0.02
 _KIB = 1024
-_RESET_PEAK = "5"
-"""Resets VmHWM, by proc_pid_clear_refs(5)."""
-
 _MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ (\S{4}) \S+ \S+ \d+\s*(.*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Resident:
+class Resident(NamedTuple):
     """A process's resident memory; `total_bytes` includes file pages (libraries)."""
 
     total_bytes: int
@@ -61,9 +56,7 @@ class PeakWatch:
     The kernel keeps the peak. A thread samples every 20 ms which kinds of memory it consists of;
     where the kernel's peak cannot be reset, the highest sample is the peak.
 
-    Args:
-        pid: the process.
-        since_its_start: the peak is that of the process's whole life, not of the time under watch.
+    With `since_its_start` the peak is that of the process's whole life.
     """
 
     def __init__(self, pid: int, *, since_its_start: bool = False) -> None:
@@ -118,7 +111,7 @@ class PeakWatch:
 
 
 def _status(pid: int) -> dict[str, int]:
-    """The sizes in the process's status, in bytes."""
+    """The sizes in a process's status, in bytes."""
     sizes = {}
     for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines():
         name, _, value = line.partition(":")
@@ -128,9 +121,9 @@ def _status(pid: int) -> dict[str, int]:
 
 
 def _reset_peak(pid: int) -> bool:
-    """Make the kernel forget the peak of a process; False if it refuses."""
+    """Make the kernel forget the peak (VmHWM, see proc_pid_clear_refs(5)); False if it refuses."""
     try:
-        Path(f"/proc/{pid}/clear_refs").write_text(_RESET_PEAK, encoding="utf-8")
+        Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return False
     return True

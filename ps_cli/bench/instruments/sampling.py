@@ -6,12 +6,17 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from rich.table import Table
 
+SampleT = TypeVar("SampleT")
+
+MB = 1e6
 GB = 1e9
 MIB = 1024 * 1024
 
@@ -31,20 +36,19 @@ class Operation:
     pids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(NamedTuple):
     """One run of an operation: its wall time, and the CPU time of each of its processes."""
 
     wall_s: float
     cpu_s: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
 class Measured:
     """The samples of one operation."""
 
-    def __init__(self, operation: Operation) -> None:
-        self.operation = operation
-        self.samples: list[Sample] = []
+    operation: Operation
+    samples: list[Sample]
 
     @property
     def gb_s(self) -> float:
@@ -67,27 +71,40 @@ class Measured:
 
 
 def take_turns(
-    operations: Sequence[Operation], round_count: int, on_round: Callable[[int], None]
-) -> dict[str, Measured]:
-    """Run all operations once as a warm-up, then in turns `round_count` times.
+    runs: Mapping[str, Callable[[], SampleT]], round_count: int, on_progress: Callable[[str], None]
+) -> dict[str, list[SampleT]]:
+    """Do all runs once as a warm-up, then in turns `round_count` times; the results by name.
 
     So contenders are measured within seconds of each other, and a disturbance of the machine
     disturbs all of them.
 
-    Blocking: until all is measured; `on_round` is called with the number of each round, 0 for the
-    warm-up.
+    Blocking: until all is measured; `on_progress` is called with a phrase about each round.
     """
-    measured = {operation.name: Measured(operation) for operation in operations}
+    samples: dict[str, list[SampleT]] = {name: [] for name in runs}
     for number in range(round_count + 1):
-        on_round(number)
-        for operation in operations:
-            before = [process_cpu_s(pid) for pid in operation.pids]
-            wall_s = operation.run()
-            after = [process_cpu_s(pid) for pid in operation.pids]
-            spent = tuple(late - early for early, late in zip(before, after, strict=True))
+        on_progress(f"round {number} of {round_count}" if number else "warm-up")
+        for name, run in runs.items():
+            sample = run()
             if number:
-                measured[operation.name].samples.append(Sample(wall_s, spent))
-    return measured
+                samples[name].append(sample)
+    return samples
+
+
+def measured_in_turns(
+    operations: Iterable[Operation], round_count: int, on_progress: Callable[[str], None]
+) -> dict[str, Measured]:
+    """As `take_turns`."""
+    by_name = {operation.name: operation for operation in operations}
+    runs = {name: partial(_sample, operation) for name, operation in by_name.items()}
+    samples = take_turns(runs, round_count, on_progress)
+    return {name: Measured(operation, samples[name]) for name, operation in by_name.items()}
+
+
+def _sample(operation: Operation) -> Sample:
+    before = [process_cpu_s(pid) for pid in operation.pids]
+    wall_s = operation.run()
+    after = [process_cpu_s(pid) for pid in operation.pids]
+    return Sample(wall_s, tuple(late - early for early, late in zip(before, after, strict=True)))
 
 
 def joined(legs: Sequence[dict[str, Measured]]) -> dict[str, Measured]:
@@ -95,8 +112,15 @@ def joined(legs: Sequence[dict[str, Measured]]) -> dict[str, Measured]:
     found: dict[str, Measured] = {}
     for leg in legs:
         for name, measured in leg.items():
-            found.setdefault(name, Measured(measured.operation)).samples.extend(measured.samples)
+            found.setdefault(name, Measured(measured.operation, [])).samples.extend(
+                measured.samples
+            )
     return found
+
+
+def samples_gb_s(measured: Mapping[str, Measured]) -> dict[str, list[float]]:
+    """The document's rates of all samples."""
+    return {name: [rounded(rate) for rate in each.rates_gb_s] for name, each in measured.items()}
 
 
 def process_cpu_s(pid: int) -> float:

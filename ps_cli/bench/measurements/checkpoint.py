@@ -7,27 +7,27 @@ import shutil
 import statistics
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table as TextTable
 
 import ps_worker as ps
-from ps_cli.bench.contenders.child import Child
+from ps_cli.bench.contenders.child import Child, started
 from ps_cli.bench.contenders.disk_writes import THREAD_COUNTS, action_of
-from ps_cli.bench.instruments.environment import environment
 from ps_cli.bench.instruments.process_memory import PeakWatch
 from ps_cli.bench.instruments.sampling import (
     GB,
+    MB,
     MIB,
     Measured,
     Operation,
     figures_table,
     joined,
+    measured_in_turns,
     percentile,
     rounded,
-    take_turns,
+    samples_gb_s,
 )
 from ps_cli.bench.measurements.restoring import Saved, memory_row, restores
 from ps_cli.bench.settings import BenchSettings
@@ -51,8 +51,7 @@ _FILE_COUNT = 3
 _THREADS = {1: "one_thread", 2: "two_threads"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Site:
+class _Site(NamedTuple):
     """A cluster of one server that writes checkpoints, and a worker that asks for them."""
 
     lane: str
@@ -76,15 +75,8 @@ class _Site:
         return found
 
 
-def checkpoint(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document of `--json`.
-
-    Blocking: some minutes for each lane at 1 GB.
-
-    Raises:
-        InvalidConfig: the disk has too little space for the files.
-    """
-    found = environment()
+def checkpoint(settings: BenchSettings) -> dict[str, Any]:
+    """The document of `--json`; takes some minutes for each lane at 1 GB."""
     byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     _check_space(byte_count)
     round_count = max(settings.round_count, QUICK_ROUND_COUNT)
@@ -100,24 +92,22 @@ def checkpoint(settings: BenchSettings) -> dict[str, object]:
                 legs.append(_writes(site, folder, round_count, within))
                 rows.append(_pushes(site, SMALL, within))
                 # A checkpoint is the same over each lane: that of the first is restored.
-                saved = None if lane != settings.lanes[0] else _saved(site)
+                made = site.do("write") if lane == settings.lanes[0] else None
             with _site(lane, folder, {WHOLE: _share(byte_count, _WHOLE_SHARE)}) as site:
                 rows.append(_pushes(site, WHOLE, within))
-            if saved is not None:
+            if made is not None:
+                saved = Saved(made["url"], made["byte_count"], LARGE, byte_count)
                 rows += restores(saved, lane, within)
                 shutil.rmtree(saved.url)
     measured = joined(legs)
-    ceilings = {
-        f"write_{name}_gb_s": rounded(measured[action_of(count)].gb_s)
-        for count, name in _THREADS.items()
-    }
     return {
-        "environment": {**found, "table_bytes": byte_count, "round_count": round_count},
-        "ceilings": ceilings,
-        "rows": [*(_written(lane, measured) for lane in settings.lanes), *rows],
-        "samples_gb_s": {
-            name: [rounded(rate) for rate in result.rates_gb_s] for name, result in measured.items()
+        "environment": {"table_bytes": byte_count, "round_count": round_count},
+        "ceilings": {
+            f"write_{name}_gb_s": rounded(measured[action_of(count)].gb_s)
+            for count, name in _THREADS.items()
         },
+        "rows": [*(_written(lane, measured) for lane in settings.lanes), *rows],
+        "samples_gb_s": samples_gb_s(measured),
     }
 
 
@@ -139,11 +129,10 @@ def _check_space(byte_count: int) -> None:
 @contextlib.contextmanager
 def _site(lane: str, folder: str, sizes: dict[str, int]) -> Iterator[_Site]:
     given = [f"{name}={size}" for name, size in sizes.items()]
-    with (
-        ps.local_cluster(1, 1, checkpoint_url=folder) as cluster,
-        Child("ps_cli.bench.contenders.checkpoint_worker", cluster.address, lane, *given) as worker,
-    ):
-        yield _Site(lane, worker, cluster.process_ids["server 0"], sizes)
+    with ps.local_cluster(1, 1, checkpoint_url=folder) as cluster:
+        command = ("checkpoint_worker:checkpoint_worker", cluster.address, lane, *given)
+        with started(command) as (worker,):
+            yield _Site(lane, worker, cluster.process_ids["server 0"], sizes)
 
 
 def _writes(
@@ -151,25 +140,19 @@ def _writes(
 ) -> dict[str, Measured]:
     """Checkpoints without training, and plain writes of as many bytes, in turns."""
     byte_count = site.passing("write")["byte_count"]
-    with Child("ps_cli.bench.contenders.disk_writes", folder, str(byte_count)) as writer:
+
+    def write() -> float:
+        return float(site.passing("write")["wall_s"])
+
+    with started(("disk_writes:disk_writes", folder, str(byte_count))) as (writer,):
         operations = [
-            Operation(
-                _write_name(site.lane),
-                lambda: float(site.passing("write")["wall_s"]),
-                byte_count,
-                (site.server_pid,),
-            ),
+            Operation(_write_name(site.lane), write, byte_count, (site.server_pid,)),
             *(
                 Operation(name, writer.timed(name), byte_count)
                 for name in map(action_of, THREAD_COUNTS)
             ),
         ]
-
-        def listener(number: int) -> None:
-            round_name = f"round {number} of {round_count}" if number else "warm-up"
-            settings.on_progress(f"write, {round_name}")
-
-        return take_turns(operations, round_count, listener)
+        return measured_in_turns(operations, round_count, settings.within("write").on_progress)
 
 
 def _write_name(lane: str) -> str:
@@ -177,7 +160,6 @@ def _write_name(lane: str) -> str:
 
 
 def _written(lane: str, measured: dict[str, Measured]) -> dict[str, Any]:
-    """The row of a lane: its rate, also over the ceilings of the run."""
     own = measured[_write_name(lane)]
     (server_pid,) = own.operation.pids
     return {
@@ -245,16 +227,7 @@ def _figures(prefix: str, waits_s: list[float]) -> dict[str, float]:
     }
 
 
-def _saved(site: _Site) -> Saved:
-    found = site.do("write")
-    return Saved(found["url"], found["byte_count"], LARGE, site.sizes[LARGE])
-
-
-_MB = 1e6
-
-
 def checkpoint_view(document: dict[str, Any]) -> RenderableType:
-    """Four tables: writing, pushing meanwhile, restoring, memory."""
     rows: dict[str, list[dict[str, Any]]] = {}
     for row in document["rows"]:
         rows.setdefault(row["part"], []).append(row)
@@ -326,7 +299,7 @@ def _memory_table(rows: list[dict[str, Any]]) -> TextTable:
     for row in rows:
         table.add_row(
             f"{row['lane']}, servers: {row['servers']}, {row['during']}",
-            *(f"{row[f'{key}_bytes'] / _MB:.0f}" for key in ("before", "peak", "growth", "bound")),
+            *(f"{row[f'{key}_bytes'] / MB:.0f}" for key in ("before", "peak", "growth", "bound")),
             f"{row['of_bound']:.2f}",
         )
     return table

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table as TextTable
 
 from ps_cli.bench.contenders import contenders
-from ps_cli.bench.contenders.ceilings import memcpy
+from ps_cli.bench.contenders.ceilings import memcpy, tcp_loopback
 from ps_cli.bench.contenders.child import together
-from ps_cli.bench.contenders.contenders import Cluster, Load, Pair
-from ps_cli.bench.contenders.moves import PRIVATE
-from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.contenders.contenders import Cluster, Pair
+from ps_cli.bench.contenders.worker import PRIVATE
 from ps_cli.bench.instruments.sampling import (
     Measured,
     Operation,
     figures_table,
     joined,
+    measured_in_turns,
     rounded,
-    take_turns,
+    samples_gb_s,
 )
 from ps_cli.bench.lanes import GRPC, SHARED_MEMORY
 from ps_cli.bench.settings import BenchSettings
@@ -46,39 +46,40 @@ _CEILINGS = {
 }
 """The operation of each key of the document."""
 
-PEERS = ("torch_rpc_tutorial", "torch_rpc_best", "torch_rpc_tcp_tutorial", "torch_rpc_tcp_best")
+_PEERS = {
+    "torch_rpc_tutorial": "torch RPC tutorial",
+    "torch_rpc_best": "torch RPC best",
+    "torch_rpc_tcp_tutorial": "torch RPC/TCP tutorial",
+    "torch_rpc_tcp_best": "torch RPC/TCP best",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A row of the result, and the cluster of its operations."""
+class _Row(NamedTuple):
+    """A row of the result: a table of a cluster, and the operations on it by move."""
 
     name: str
     cluster: Cluster
-
-    @property
-    def optimizer(self) -> str:
-        return self.name.removesuffix(PRIVATE)
-
-    @property
-    def gradient(self) -> str:
-        is_shared = self.cluster.lane == SHARED_MEMORY and not self.name.endswith(PRIVATE)
-        return "shared" if is_shared else "private"
-
-    @property
-    def worker_count(self) -> int:
-        return len(self.cluster.workers)
-
-    def name_of(self, move: str) -> str:
-        return f"{self.cluster.lane} {self.name}, {self.worker_count} x {move}"
+    operations: dict[str, Operation]
 
 
-def dense(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document of `--json`.
+def operations_by_move(
+    cluster: Cluster, name: str, title: str, byte_count: int
+) -> dict[str, Operation]:
+    """The moves of all workers on the table `name`; `title` has a place for the move."""
+    moved_bytes = byte_count * len(cluster.workers)
+    return {
+        move: Operation(
+            title.format(move),
+            partial(together, cluster.workers, f"{name} {move}"),
+            moved_bytes,
+            cluster.pids,
+        )
+        for move in MOVES
+    }
 
-    Blocking: half a minute to a few minutes at 256 MB.
-    """
-    found = environment()
+
+def dense(settings: BenchSettings) -> dict[str, Any]:
+    """The document of `--json`; takes half a minute to a few minutes at 256 MB."""
     byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     rows: list[_Row] = []
     legs = []
@@ -89,25 +90,23 @@ def dense(settings: BenchSettings) -> dict[str, object]:
         for lane in settings.lanes:
             with contextlib.ExitStack() as lane_stack:
                 lane_rows = _rows(lane_stack, lane, byte_count)
-                own = [_row_operations(row, byte_count) for row in lane_rows]
-                operations = list(itertools.chain(peers, *own))
-                listener = settings.within(lane).on_round
-                legs.append(take_turns(operations, settings.round_count, listener))
+                own = [row.operations.values() for row in lane_rows]
+                operations = itertools.chain(peers, *own)
+                listener = settings.within(lane).on_progress
+                legs.append(measured_in_turns(operations, settings.round_count, listener))
             rows += lane_rows
     measured = joined(legs)
     ceilings = {key: rounded(measured[name].gb_s) for key, name in _CEILINGS.items()}
     figures = [_figures(row, measured, ceilings) for row in rows]
     return {
-        "environment": {**found, "table_bytes": byte_count, "round_count": settings.round_count},
+        "environment": {"table_bytes": byte_count, "round_count": settings.round_count},
         "ceilings": ceilings,
         "rows": figures,
         "compared": [
             {"lane": lane, **_compared([row for row in figures if row["lane"] == lane], ceilings)}
             for lane in settings.lanes
         ],
-        "samples_gb_s": {
-            name: [rounded(rate) for rate in result.rates_gb_s] for name, result in measured.items()
-        },
+        "samples_gb_s": samples_gb_s(measured),
     }
 
 
@@ -121,28 +120,13 @@ def _peer_operations(stack: contextlib.ExitStack, byte_count: int) -> list[Opera
             contenders.torch_rpc("tcp", byte_count, 0),
         ],
     )
-    tcp = stack.enter_context(contenders.tcp_loopback(byte_count))
+    send = stack.enter_context(tcp_loopback(byte_count))
     return [
         Operation("memcpy", memcpy(byte_count), byte_count),
-        Operation("tcp", tcp.send, byte_count),
+        Operation("tcp", send, byte_count),
         *_pair_operations("raw", raw, ("push", "pull"), byte_count),
         *_pair_operations("torch", torch_own, ("tutorial", "best"), byte_count),
         *_pair_operations("torch TCP", torch_tcp, ("tutorial", "best"), byte_count),
-    ]
-
-
-def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_Row]:
-    """The rows of one lane; their clusters end with `stack`."""
-    also = (f"sgd{PRIVATE}",) if lane == SHARED_MEMORY else ()
-    loads = (Load(byte_count, ("sgd", "adam", *also)), Load(byte_count, ("sgd",)))
-    clusters = contenders.enter_all(
-        stack,
-        [contenders.cluster(lane, count, load) for count, load in enumerate(loads, start=1)],
-    )
-    return [
-        _Row(name, cluster)
-        for cluster, load in zip(clusters, loads, strict=True)
-        for name in load.names
     ]
 
 
@@ -152,41 +136,57 @@ def _pair_operations(
     def run(action: str) -> float:
         return pair.do(action).wall_s
 
+    pids = (pair.client.pid, pair.server.pid)
     return [
-        Operation(f"{name} {action}", partial(run, action), byte_count, pair.pids)
-        for action in actions
+        Operation(f"{name} {action}", partial(run, action), byte_count, pids) for action in actions
     ]
 
 
-def _row_operations(row: _Row, byte_count: int) -> list[Operation]:
-    cluster, moved_bytes = row.cluster, byte_count * row.worker_count
-    runs = {move: partial(together, cluster.workers, f"{row.name} {move}") for move in MOVES}
+def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_Row]:
+    """The rows of one lane; their clusters end with `stack`."""
+    also = (f"sgd{PRIVATE}",) if lane == SHARED_MEMORY else ()
+    loads = {1: ("sgd", "adam", *also), 2: ("sgd",)}
+    clusters = contenders.enter_all(
+        stack,
+        [
+            contenders.cluster(lane, contenders.members(count, byte_count, names))
+            for count, names in loads.items()
+        ],
+    )
     return [
-        Operation(row.name_of(move), run, moved_bytes, cluster.pids) for move, run in runs.items()
+        _Row(
+            name,
+            cluster,
+            operations_by_move(cluster, name, f"{lane} {name}, {count} x {{}}", byte_count),
+        )
+        for cluster, (count, names) in zip(clusters, loads.items(), strict=True)
+        for name in names
     ]
 
 
-def _figures(row: _Row, measured: dict[str, Measured], ceilings: Figures) -> dict[str, Any]:
-    moves = {move: measured[row.name_of(move)] for move in MOVES}
-    # A round pushes a GB and pulls a GB for each GB of parameters.
-    moved_gb = moves["push"].gb + moves["pull"].gb + 2 * moves["round"].gb
-
-    def cpu_s_per_gb(*pids: int) -> float:
-        return sum(move.cpu_s(pid) for move in moves.values() for pid in pids) / moved_gb
-
-    of = lane_ceilings(row.cluster.lane, ceilings)
+def _figures(row: _Row, measured: Mapping[str, Measured], ceilings: Figures) -> dict[str, Any]:
+    cluster = row.cluster
+    moves = {move: measured[operation.name] for move, operation in row.operations.items()}
+    is_shared = cluster.lane == SHARED_MEMORY and not row.name.endswith(PRIVATE)
+    of = lane_ceilings(cluster.lane, ceilings)
     return {
-        "lane": row.cluster.lane,
-        "optimizer": row.optimizer,
-        "gradient": row.gradient,
-        "workers": row.worker_count,
+        "lane": cluster.lane,
+        "optimizer": row.name.removesuffix(PRIVATE),
+        "gradient": "shared" if is_shared else "private",
+        "workers": len(cluster.workers),
         "servers": 1,
         **{f"{move}_gb_s": rounded(result.gb_s) for move, result in moves.items()},
         **{f"{move}_of_ceiling": rounded(moves[move].gb_s / of[move]) for move in MOVES},
-        "cpu_s_per_gb": rounded(cpu_s_per_gb(*row.cluster.pids)),
-        "server_cpu_s_per_gb": rounded(cpu_s_per_gb(row.cluster.server_pid)),
-        "worker_cpu_s_per_gb": rounded(cpu_s_per_gb(*row.cluster.worker_pids)),
+        "cpu_s_per_gb": cpu_s_per_gb(moves, cluster.pids),
+        "server_cpu_s_per_gb": cpu_s_per_gb(moves, cluster.server_pids),
+        "worker_cpu_s_per_gb": cpu_s_per_gb(moves, cluster.worker_pids),
     }
+
+
+def cpu_s_per_gb(moves: Mapping[str, Measured], pids: tuple[int, ...]) -> float:
+    # A round pushes a GB and pulls a GB for each GB of parameters.
+    moved_gb = moves["push"].gb + moves["pull"].gb + 2 * moves["round"].gb
+    return rounded(sum(move.cpu_s(pid) for move in moves.values() for pid in pids) / moved_gb)
 
 
 def lane_ceilings(lane: str, ceilings: Figures) -> Figures:
@@ -207,7 +207,7 @@ def _compared(rows: list[dict[str, Any]], ceilings: Figures) -> Figures:
     return {
         **{
             f"round_over_{peer}": rounded(sgd["round_gb_s"] / ceilings[f"{peer}_round_gb_s"])
-            for peer in PEERS
+            for peer in _PEERS
         },
         "adam_push_over_sgd": rounded(adam["push_gb_s"] / sgd["push_gb_s"]),
         **{
@@ -217,34 +217,24 @@ def _compared(rows: list[dict[str, Any]], ceilings: Figures) -> Figures:
     }
 
 
-_PEER_NAMES = {
-    "torch_rpc_tutorial": "torch RPC tutorial",
-    "torch_rpc_best": "torch RPC best",
-    "torch_rpc_tcp_tutorial": "torch RPC/TCP tutorial",
-    "torch_rpc_tcp_best": "torch RPC/TCP best",
-}
-
-
 def dense_view(document: dict[str, Any]) -> RenderableType:
-    """Two tables: the rates, and the rates over each other."""
     return Group(_rates(document), _comparison(document["compared"]))
 
 
 def _rates(document: dict[str, Any]) -> TextTable:
-    ceilings, rows = document["ceilings"], document["rows"]
+    ceilings = document["ceilings"]
     table = figures_table(
         "dense: GB/s of parameters",
         *(*MOVES, "CPU s/GB"),
         caption="in brackets: shm of memcpy, grpc of raw gRPC; CPU: server + worker",
     )
-    for name in ("memcpy", "tcp"):
-        rate = f"{ceilings[f'{name}_gb_s']:.2f}"
-        table.add_row({"tcp": "TCP loopback"}.get(name, name), rate, rate)
+    for name, key in {"memcpy": "memcpy_gb_s", "TCP loopback": "tcp_gb_s"}.items():
+        table.add_row(name, *(2 * [f"{ceilings[key]:.2f}"]))
     table.add_row("raw gRPC", *(f"{rate:.2f}" for rate in lane_ceilings(GRPC, ceilings).values()))
-    for peer in PEERS:
-        table.add_row(_PEER_NAMES[peer], "", "", f"{ceilings[f'{peer}_round_gb_s']:.2f}")
+    for peer, name in _PEERS.items():
+        table.add_row(name, "", "", f"{ceilings[f'{peer}_round_gb_s']:.2f}")
     table.add_section()
-    for row in rows:
+    for row in document["rows"]:
         plural = "" if row["workers"] == 1 else "s"
         table.add_row(
             f"{row['lane']} {row['optimizer']}, {row['workers']} worker{plural}"
@@ -258,7 +248,7 @@ def _rates(document: dict[str, Any]) -> TextTable:
 def _comparison(lanes: list[dict[str, Any]]) -> TextTable:
     names = [lane["lane"] for lane in lanes]
     table = figures_table("dense: rates of a lane over others in this run", *names)
-    lines = {f"round / {_PEER_NAMES[peer]}": f"round_over_{peer}" for peer in PEERS}
+    lines = {f"round / {name}": f"round_over_{peer}" for peer, name in _PEERS.items()}
     lines["Adam's push / SGD's"] = "adam_push_over_sgd"
     for move in MOVES:
         lines[f"2 workers' {move} / 1 worker's"] = f"two_workers_{move}_over_one"

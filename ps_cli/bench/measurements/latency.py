@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from rich.table import Table as TextTable
 
 from ps_cli.bench.contenders import contenders
-from ps_cli.bench.contenders.child import Child
-from ps_cli.bench.contenders.contenders import Load, Pair
-from ps_cli.bench.instruments.environment import environment
-from ps_cli.bench.instruments.sampling import figures_table, rounded
+from ps_cli.bench.contenders.child import Done
+from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import InvalidConfig
 
@@ -21,28 +21,19 @@ CALL_COUNT = 1000
 QUICK_CALL_COUNT = 50
 _VERBS = ("push_pull", "push", "pull")
 
-Percentiles = dict[str, float]
 
-
-def latency(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document of `--json`.
-
-    Each run is many calls, one after the other; the contenders' runs take turns.
-
-    Blocking: about half a minute.
-
-    Raises:
-        InvalidConfig: the settings have a size.
+def latency(settings: BenchSettings) -> dict[str, Any]:
+    """The document of `--json`; takes about half a minute. Each run is many calls, one after the
+    other; the contenders' runs take turns.
     """
     if settings.size_mb:
         raise InvalidConfig(
             f"latency is measured on a table of {TABLE_BYTES} bytes; leave the size of "
             f"{settings.size_mb} MB out"
         )
-    found = environment()
     call_count = QUICK_CALL_COUNT if settings.quick else CALL_COUNT
     with contextlib.ExitStack() as stack:
-        load = Load(TABLE_BYTES, call_count=call_count)
+        commands = contenders.members(1, TABLE_BYTES, call_count=call_count)
         raw, torch_rpc = contenders.enter_all(
             stack,
             [
@@ -51,28 +42,21 @@ def latency(settings: BenchSettings) -> dict[str, object]:
             ],
         )
         clusters = contenders.enter_all(
-            stack, [contenders.cluster(lane, 1, load) for lane in settings.lanes]
+            stack, [contenders.cluster(lane, commands) for lane in settings.lanes]
         )
         runs = {
-            "raw_unary": _runner(raw, "exchange"),
-            "torch_rpc": _runner(torch_rpc, "exchange"),
+            "raw_unary": partial(raw.do, "exchange"),
+            "torch_rpc": partial(torch_rpc.do, "exchange"),
             **{
-                f"{cluster.lane} {verb}": _runner(cluster.workers[0], f"sgd {verb} latency")
+                f"{cluster.lane} {verb}": partial(cluster.workers[0].do, f"sgd {verb} latency")
                 for cluster in clusters
                 for verb in _VERBS
             },
         }
-        samples: dict[str, list[Percentiles]] = {name: [] for name in runs}
-        for number in range(settings.round_count + 1):
-            settings.on_round(number)
-            for name, run in runs.items():
-                taken = run()
-                if number:
-                    samples[name].append(taken)
+        samples = take_turns(runs, settings.round_count, settings.on_progress)
     figures = {name: _medians_ms(taken) for name, taken in samples.items()}
     return {
         "environment": {
-            **found,
             "table_bytes": TABLE_BYTES,
             "calls_per_run": call_count,
             "round_count": settings.round_count,
@@ -90,25 +74,15 @@ def latency(settings: BenchSettings) -> dict[str, object]:
     }
 
 
-def _runner(contender: Child | Pair, action: str) -> Callable[[], Percentiles]:
-    def run() -> Percentiles:
-        found: Percentiles = contender.do(action).result
-        return found
-
-    return run
-
-
-def _medians_ms(samples: list[Percentiles]) -> dict[str, float]:
+def _medians_ms(samples: Sequence[Done]) -> dict[str, float]:
     return {
-        f"{name}_ms": rounded(statistics.median(one[f"{name}_s"] for one in samples) * 1000)
+        f"{name}_ms": rounded(statistics.median(one.result[f"{name}_s"] for one in samples) * 1000)
         for name in ("p50", "p99")
     }
 
 
-def latency_view(document: dict[str, object]) -> TextTable:
-    ceilings, rows = document["ceilings"], document["rows"]
-    assert isinstance(ceilings, dict)
-    assert isinstance(rows, list)
+def latency_view(document: dict[str, Any]) -> TextTable:
+    ceilings = document["ceilings"]
     table = figures_table(
         "latency: ms of a call on a 4 KB table",
         *("p50", "p99", "p50 / raw gRPC", "p50 / torch RPC", "p99 / p50"),
@@ -116,7 +90,10 @@ def latency_view(document: dict[str, object]) -> TextTable:
     figures = [
         ("raw gRPC, unary", ceilings["raw_unary_p50_ms"], ceilings["raw_unary_p99_ms"]),
         ("torch RPC", ceilings["torch_rpc_p50_ms"], ceilings["torch_rpc_p99_ms"]),
-        *((f"{row['lane']} {row['call']}", row["p50_ms"], row["p99_ms"]) for row in rows),
+        *(
+            (f"{row['lane']} {row['call']}", row["p50_ms"], row["p99_ms"])
+            for row in document["rows"]
+        ),
     ]
     for name, p50, p99 in figures:
         table.add_row(

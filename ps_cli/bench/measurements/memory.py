@@ -9,11 +9,9 @@ from rich.table import Table as TextTable
 
 from ps_cli.bench.contenders import contenders
 from ps_cli.bench.contenders.child import together
-from ps_cli.bench.contenders.contenders import Load
-from ps_cli.bench.contenders.moves import PRIVATE
-from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.contenders.worker import PRIVATE
 from ps_cli.bench.instruments.process_memory import PeakWatch
-from ps_cli.bench.instruments.sampling import figures_table, rounded
+from ps_cli.bench.instruments.sampling import MB, figures_table, rounded
 from ps_cli.bench.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 1024
@@ -32,15 +30,9 @@ SERVER_EXTRA_BYTES = 300_000_000
 WORKER_GROWTH_BYTES = 256_000_000
 """The bounds that the figures are compared with."""
 
-MB = 1e6
 
-
-def memory(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document of `--json`.
-
-    Blocking: a few minutes at 1 GB.
-    """
-    found = environment()
+def memory(settings: BenchSettings) -> dict[str, Any]:
+    """The document of `--json`; takes a few minutes at 1 GB."""
     byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     rows = []
     for lane in settings.lanes:
@@ -48,7 +40,7 @@ def memory(settings: BenchSettings) -> dict[str, object]:
             settings.on_progress(f"{lane}, workers: {worker_count}")
             rows += _rows(lane, worker_count, byte_count)
     return {
-        "environment": {**found, "table_bytes": byte_count, "pass_count": PASS_COUNT},
+        "environment": {"table_bytes": byte_count, "pass_count": PASS_COUNT},
         "ceilings": {},
         "rows": rows,
     }
@@ -56,46 +48,38 @@ def memory(settings: BenchSettings) -> dict[str, object]:
 
 def _rows(lane: str, worker_count: int, byte_count: int) -> list[dict[str, Any]]:
     """The peaks of one cluster's server, and of the worker that grew most."""
-    with contextlib.ExitStack() as stack:
-        # The gradient is the script's: in shared memory it would count as the client's.
-        name = f"{OPTIMIZER}{PRIVATE}"
-        load = Load(byte_count, (name,))
-        cluster = stack.enter_context(contenders.cluster(lane, worker_count, load))
-        with contextlib.ExitStack() as watching:
-            server = watching.enter_context(PeakWatch(cluster.server_pid, since_its_start=True))
-            workers = [watching.enter_context(PeakWatch(pid)) for pid in cluster.worker_pids]
-            for move in MOVES * PASS_COUNT:
-                together(cluster.workers, f"{name} {move}")
+    # The gradient is the script's: in shared memory it would count as the client's.
+    name = f"{OPTIMIZER}{PRIVATE}"
+    commands = contenders.members(worker_count, byte_count, (name,))
+    with contenders.cluster(lane, commands) as cluster, contextlib.ExitStack() as watching:
+        server = watching.enter_context(PeakWatch(cluster.server_pid, since_its_start=True))
+        workers = [watching.enter_context(PeakWatch(pid)) for pid in cluster.worker_pids]
+        for move in MOVES * PASS_COUNT:
+            together(cluster.workers, f"{name} {move}")
     worker = max(workers, key=lambda watch: watch.growth_bytes)
     bound_bytes = round(SERVER_ALLOWANCE * TABLES_ON_A_SERVER * byte_count) + SERVER_EXTRA_BYTES
+    held_bytes = server.highest.private_bytes
+    more_bytes = worker.highest.private_bytes - worker.before.private_bytes
+    figures = {
+        "server": _figures(server, bound_bytes, server.peak_bytes, held_bytes),
+        "worker": _figures(worker, WORKER_GROWTH_BYTES, worker.growth_bytes, more_bytes),
+    }
     place = {"lane": lane, "optimizer": OPTIMIZER, "workers": worker_count, "servers": 1}
     return [
-        {
-            **place,
-            "role": "server",
-            "table_bytes": byte_count,
-            **_against(bound_bytes, server.peak_bytes),
-            "private_bytes": server.highest.private_bytes,
-            "shared_bytes": max(server.highest.shared_bytes - server.borrowed_bytes, 0),
-            "borrowed_bytes": server.borrowed_bytes,
-        },
-        {
-            **place,
-            "role": "worker",
-            "table_bytes": byte_count,
-            **_against(WORKER_GROWTH_BYTES, worker.growth_bytes),
-            "private_bytes": worker.highest.private_bytes - worker.before.private_bytes,
-            "shared_bytes": max(worker.highest.shared_bytes - worker.borrowed_bytes, 0),
-            "borrowed_bytes": worker.borrowed_bytes,
-        },
+        {**place, "role": role, "table_bytes": byte_count, **own} for role, own in figures.items()
     ]
 
 
-def _against(bound_bytes: int, peak_bytes: int) -> dict[str, object]:
+def _figures(
+    watch: PeakWatch, bound_bytes: int, peak_bytes: int, private_bytes: int
+) -> dict[str, Any]:
     return {
         "bound_bytes": bound_bytes,
         "peak_bytes": peak_bytes,
         "of_bound": rounded(peak_bytes / bound_bytes),
+        "private_bytes": private_bytes,
+        "shared_bytes": max(watch.highest.shared_bytes - watch.borrowed_bytes, 0),
+        "borrowed_bytes": watch.borrowed_bytes,
     }
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +13,7 @@ import numpy as np
 
 import ps_worker as ps
 from ps_cli.bench.contenders.checkpoint_worker import OPTIMIZER
-from ps_cli.bench.contenders.moves import ELEMENT_BYTES, OPTIMIZERS
+from ps_cli.bench.contenders.worker import ELEMENT_BYTES, OPTIMIZERS
 from ps_cli.bench.instruments.process_memory import PeakWatch, resident
 from ps_cli.bench.instruments.sampling import GB, MIB, rounded
 from ps_cli.bench.settings import BenchSettings
@@ -32,8 +30,7 @@ GROWTH_BYTES = limits.CHECKPOINT_BUFFER_BYTES + 32 * MIB
 """Memory that a server may take for a checkpoint: copies that wait to be written, and the rest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     """A checkpoint, and its table that is pulled."""
 
     url: str
@@ -53,10 +50,7 @@ class _Start(NamedTuple):
 
 
 def restores(saved: Saved, lane: str, settings: BenchSettings) -> list[dict[str, Any]]:
-    """The document's rows of restoring, and of its memory.
-
-    Blocking: a cluster starts three times in each round, and takes some seconds.
-    """
+    """The document's rows of restoring, and of its memory."""
     out = np.full(saved.table_bytes // ELEMENT_BYTES, 0, dtype=np.float32)
     round_count = 1 if settings.quick else settings.round_count
     rows = []
@@ -69,7 +63,7 @@ def restores(saved: Saved, lane: str, settings: BenchSettings) -> list[dict[str,
                 listener(f"round {number} of {round_count}, {how}")
                 taken[how].append(_start(saved, lane, server_count, how, out))
         place = {"lane": lane, "servers": server_count}
-        rows += _restored(place, saved, taken)
+        rows += [_restored(place, saved, cache, taken) for cache in (WARM, COLD)]
         rows.append(_memory(place, saved, taken))
     return rows
 
@@ -77,7 +71,6 @@ def restores(saved: Saved, lane: str, settings: BenchSettings) -> list[dict[str,
 def _start(
     saved: Saved, lane: str, server_count: int, how: str, out: np.ndarray[Any, Any]
 ) -> _Start:
-    """Start a cluster and pull the table."""
     if how == COLD:
         _forget_pages(Path(saved.url))
     resume = "" if how == _NOTHING else saved.url
@@ -110,33 +103,24 @@ def _forget_pages(directory: Path) -> None:
 
 
 def _restored(
-    place: dict[str, Any], saved: Saved, taken: dict[str, list[_Start]]
-) -> list[dict[str, Any]]:
-    without_s = _median_s(taken[_NOTHING])
-    rows = []
-    for cache in (WARM, COLD):
-        with_s = _median_s(taken[cache])
-        restore_s = with_s - without_s
-        rows.append(
-            {
-                "part": "restore",
-                **place,
-                "cache": cache,
-                "checkpoint_bytes": saved.byte_count,
-                "with_s": rounded(with_s),
-                "without_s": rounded(without_s),
-                "restore_s": rounded(restore_s),
-                # A small table may take no measurable time.
-                "restore_gb_s": rounded(saved.byte_count / GB / restore_s)
-                if restore_s > 0
-                else None,
-            }
-        )
-    return rows
-
-
-def _median_s(starts: Sequence[_Start]) -> float:
-    return statistics.median(start.wall_s for start in starts)
+    place: dict[str, Any], saved: Saved, cache: str, taken: dict[str, list[_Start]]
+) -> dict[str, Any]:
+    with_s, without_s = (
+        statistics.median(start.wall_s for start in taken[how]) for how in (cache, _NOTHING)
+    )
+    restore_s = with_s - without_s
+    # A small table may take no measurable time.
+    rate = rounded(saved.byte_count / GB / restore_s) if restore_s > 0 else None
+    return {
+        "part": "restore",
+        **place,
+        "cache": cache,
+        "checkpoint_bytes": saved.byte_count,
+        "with_s": rounded(with_s),
+        "without_s": rounded(without_s),
+        "restore_s": rounded(restore_s),
+        "restore_gb_s": rate,
+    }
 
 
 def _memory(place: dict[str, Any], saved: Saved, taken: dict[str, list[_Start]]) -> dict[str, Any]:

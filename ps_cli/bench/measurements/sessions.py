@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table as TextTable
 
-import ps_worker as ps
-from ps_cli.bench.contenders.child import Child, together
-from ps_cli.bench.contenders.contenders import Cluster, enter_all
-from ps_cli.bench.instruments.environment import environment
+from ps_cli.bench.contenders import contenders
+from ps_cli.bench.contenders.child import together
 from ps_cli.bench.instruments.process_memory import PeakWatch, thread_count
 from ps_cli.bench.instruments.sampling import (
-    Measured,
+    MB,
     Operation,
     figures_table,
+    measured_in_turns,
     rounded,
-    take_turns,
 )
 from ps_cli.bench.settings import BenchSettings
 
 DEFAULT_SIZE_MB = 32
 QUICK_SIZE_MB = 1
 MOVES = ("push", "pull", "round")
-MB = 1e6
 
 
-@dataclass(frozen=True, slots=True)
-class _Crowd:
+class _Crowd(NamedTuple):
     """Processes with several sessions each; one session of a process is active at a time.
 
     A sample has `operation_count` operations of each process, each by its next session.
@@ -52,6 +46,11 @@ class _Crowd:
     def name_of(self, move: str) -> str:
         return f"{self.session_count} sessions, {move}"
 
+    def commands(self, byte_count: int) -> list[tuple[str, ...]]:
+        ranks = [str(rank) for rank in range(self.session_count)]
+        given = ("worker:crowd", str(byte_count), str(self.operation_count))
+        return [(*given, *ranks[at :: self.process_count]) for at in range(self.process_count)]
+
 
 PAIR, CROWD = _Crowd(2, 1, 32), _Crowd(8, 8, 8)
 """Both move the same bytes in a sample; each session of the crowd has one turn in it."""
@@ -59,12 +58,8 @@ PAIR, CROWD = _Crowd(2, 1, 32), _Crowd(8, 8, 8)
 QUICK_PAIR, QUICK_CROWD = _Crowd(2, 1, 4), _Crowd(2, 4, 4)
 
 
-def sessions(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document of `--json`.
-
-    Blocking: a few minutes.
-    """
-    found = environment()
+def sessions(settings: BenchSettings) -> dict[str, Any]:
+    """The document of `--json`; takes a few minutes."""
     byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
     crowds = (QUICK_PAIR, QUICK_CROWD) if settings.quick else (PAIR, CROWD)
     rows: list[dict[str, Any]] = []
@@ -75,7 +70,6 @@ def sessions(settings: BenchSettings) -> dict[str, object]:
         compared.append({"lane": lane, **_compared(pair, crowd)})
     return {
         "environment": {
-            **found,
             "table_bytes": byte_count,
             "operations_per_sample": crowds[1].operations_per_sample,
             "round_count": settings.round_count,
@@ -91,7 +85,15 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """The rows of one lane; its crowds, each with its own server, take turns."""
     with contextlib.ExitStack() as stack:
-        clusters = enter_all(stack, [_gather(lane, crowd, byte_count) for crowd in crowds])
+        clusters = contenders.enter_all(
+            stack,
+            [
+                contenders.cluster(
+                    lane, crowd.commands(byte_count), worker_count=crowd.session_count
+                )
+                for crowd in crowds
+            ],
+        )
         operations = [
             Operation(
                 crowd.name_of(move),
@@ -106,7 +108,7 @@ def _measure(
                 watching.enter_context(PeakWatch(cluster.server_pid, since_its_start=True))
                 for cluster in clusters
             ]
-            measured = take_turns(operations, settings.round_count, settings.on_round)
+            measured = measured_in_turns(operations, settings.round_count, settings.on_progress)
             threads = [thread_count(cluster.server_pid) for cluster in clusters]
     return [
         {
@@ -115,34 +117,13 @@ def _measure(
             "processes": crowd.process_count,
             "active": crowd.process_count,
             "servers": 1,
-            **_rates(crowd, measured),
+            **{f"{move}_gb_s": rounded(measured[crowd.name_of(move)].gb_s) for move in MOVES},
             "server_thread_count": threads[at],
             "server_peak_bytes": watches[at].peak_bytes,
             "server_borrowed_bytes": watches[at].borrowed_bytes,
         }
         for at, crowd in enumerate(crowds)
     ]
-
-
-@contextlib.contextmanager
-def _gather(lane: str, crowd: _Crowd, byte_count: int) -> Iterator[Cluster]:
-    with contextlib.ExitStack() as stack:
-        roles = stack.enter_context(ps.local_cluster(servers=1, workers=crowd.session_count))
-        given = (roles.address, lane, str(byte_count), str(crowd.operation_count))
-        ranks = [str(rank) for rank in range(crowd.session_count)]
-        workers = Child.start_all(
-            *(
-                ("ps_cli.bench.contenders.crowd", *given, *ranks[number :: crowd.process_count])
-                for number in range(crowd.process_count)
-            )
-        )
-        for worker in workers:
-            stack.enter_context(worker)
-        yield Cluster(lane, workers, (roles.process_ids["server 0"],))
-
-
-def _rates(crowd: _Crowd, measured: dict[str, Measured]) -> dict[str, float]:
-    return {f"{move}_gb_s": rounded(measured[crowd.name_of(move)].gb_s) for move in MOVES}
 
 
 def _compared(pair: dict[str, Any], crowd: dict[str, Any]) -> dict[str, float]:
@@ -167,17 +148,15 @@ def sessions_view(document: dict[str, Any]) -> TextTable:
     )
     ratios = {lane["lane"]: lane for lane in document["compared"]}
     for row in document["rows"]:
-        ratio = ratios[row["lane"]] if row["workers"] > PAIR.session_count else None
+        rates = [f"{row[f'{move}_gb_s']:.2f}" for move in MOVES]
+        if row["workers"] > PAIR.session_count:
+            over = (ratios[row["lane"]][f"{move}_over_two_workers"] for move in MOVES)
+            rates = [f"{rate} ({each:.2f})" for rate, each in zip(rates, over, strict=True)]
         borrowed = f"(+ {row['server_borrowed_bytes'] / MB:.0f})"
         table.add_row(
             f"{row['lane']}, {row['workers']}",
-            *(_rate(row, ratio, move) for move in MOVES),
+            *rates,
             str(row["server_thread_count"]),
             f"{row['server_peak_bytes'] / MB:.0f} {borrowed}",
         )
     return table
-
-
-def _rate(row: dict[str, Any], ratio: dict[str, Any] | None, move: str) -> str:
-    rate = f"{row[f'{move}_gb_s']:.2f}"
-    return rate if ratio is None else f"{rate} ({ratio[f'{move}_over_two_workers']:.2f})"

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
 
 import ps_worker as ps
-from ps_cli.bench.contenders.child import Child
+from ps_cli.bench.contenders.child import Child, started
 from ps_cli.bench.contenders.contenders import enter_all
 from ps_cli.bench.devices import name_of
-from ps_cli.bench.instruments.environment import environment
-from ps_cli.bench.instruments.sampling import figures_table, rounded
+from ps_cli.bench.instruments.sampling import MB, figures_table, rounded, take_turns
 from ps_cli.bench.lanes import AUTO, GRPC, LANES
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import InvalidConfig
@@ -25,12 +23,19 @@ WIDTH, BATCH, LENGTH, STEP_COUNT = 1280, 16, 128, 3
 
 QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH = 128, 4, 16
 ELEMENT_BYTES = 4
-MB = 1e6
 ALONE = ("plain", "tuned")
 """Ways of `ps_cli.bench.contenders.training`, which is another process because it imports torch."""
 
 _ACTIONS = ("steps", "transfer", "detection")
 """The actions that are timed on a cluster."""
+
+_CEILINGS = {
+    "local_step_s": ("plain", "steps"),
+    "local_fused_step_s": ("plain", "fused steps"),
+    "local_tuned_step_s": ("tuned", "fused steps"),
+    "bare_step_s": ("tuned", "bare steps"),
+}
+"""The way and the action of each key of the document."""
 
 _CEILING_NAMES = {
     "local_step_s": "alone, default Adam",
@@ -40,47 +45,34 @@ _CEILING_NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """The functions that time actions, by name, and the processes that train, by way."""
-
-    timed: dict[str, Callable[[], float]]
-    trainers: dict[str, Child]
-    parameter_count: int
-
-
-def train(settings: BenchSettings) -> dict[str, object]:
-    """Measure everything; the document of `--json`.
-
-    Blocking: a few minutes.
-
-    Raises:
-        InvalidConfig: the settings have a size, or there is no such device.
-    """
+def train(settings: BenchSettings) -> dict[str, Any]:
+    """The document of `--json`; takes a few minutes."""
     if settings.size_mb:
         raise InvalidConfig(
             f"train has a model of its own; leave the size of {settings.size_mb} MB out"
         )
-    found = {**environment(), "device": name_of(settings.device)}
+    device = name_of(settings.device)
     sizes = (QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH) if settings.quick else (WIDTH, BATCH, LENGTH)
-    shape = (settings.device, *(str(size) for size in (*sizes, STEP_COUNT)))
+    shape = (settings.device, *map(str, (*sizes, STEP_COUNT)))
     # A worker on "auto" takes the best lane; the other one is asked for by name.
     asked = (AUTO, GRPC) if settings.lanes == LANES else settings.lanes
+    ways = (*ALONE, *asked)
     with contextlib.ExitStack() as stack:
-        runs = _start(stack, asked, shape)
-        samples: dict[str, list[float]] = {name: [] for name in runs.timed}
-        for number in range(settings.round_count + 1):
-            settings.on_round(number)
-            for name, run in runs.timed.items():
-                seconds = run()
-                if number:
-                    samples[name].append(seconds)
-        found_lanes = {way: runs.trainers[way].do("lane").result for way in asked}
+        trainers = dict(
+            zip(ways, enter_all(stack, [_trainer(way, shape) for way in ways]), strict=True)
+        )
+        runs = {
+            **{key: trainers[way].timed(action) for key, (way, action) in _CEILINGS.items()},
+            **{f"{way} {each}": trainers[way].timed(each) for way in asked for each in _ACTIONS},
+        }
+        parameter_count = int(trainers["plain"].do("parameters").result)
+        samples = take_turns(runs, settings.round_count, settings.on_progress)
+        found_lanes = {way: trainers[way].do("lane").result for way in asked}
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
-    ceilings = {key: medians[key] for key in _CEILING_NAMES}
+    ceilings = {key: medians[key] for key in _CEILINGS}
     return {
         "environment": {
-            **found,
+            "device": device,
             "batch": sizes[1],
             "length": sizes[2],
             "steps_per_run": STEP_COUNT,
@@ -94,28 +86,13 @@ def train(settings: BenchSettings) -> dict[str, object]:
                 "optimizer": "adam",
                 "workers": 1,
                 "servers": 1,
-                "parameter_count": runs.parameter_count,
-                "bytes_per_step": 2 * ELEMENT_BYTES * runs.parameter_count,
-                **_figures({each: medians[f"{way} {each}"] for each in _ACTIONS}, ceilings),
+                "parameter_count": parameter_count,
+                "bytes_per_step": 2 * ELEMENT_BYTES * parameter_count,
+                **_figures([medians[f"{way} {each}"] for each in _ACTIONS], ceilings),
             }
             for way in asked
         ],
     }
-
-
-def _start(stack: contextlib.ExitStack, asked: tuple[str, ...], shape: tuple[str, ...]) -> _Runs:
-    """Start the processes, which end with `stack`."""
-    ways = (*ALONE, *asked)
-    trainers = enter_all(stack, [_trainer(way, shape) for way in ways])
-    by_way = dict(zip(ways, trainers, strict=True))
-    timed = {
-        "local_step_s": by_way["plain"].timed("steps"),
-        "local_fused_step_s": by_way["plain"].timed("fused steps"),
-        "local_tuned_step_s": by_way["tuned"].timed("fused steps"),
-        "bare_step_s": by_way["tuned"].timed("bare steps"),
-        **{f"{way} {action}": by_way[way].timed(action) for way in asked for action in _ACTIONS},
-    }
-    return _Runs(timed, by_way, int(by_way["plain"].do("parameters").result))
 
 
 @contextlib.contextmanager
@@ -125,12 +102,12 @@ def _trainer(way: str, shape: tuple[str, ...]) -> Iterator[Child]:
         scheduler = ""
         if way not in ALONE:
             scheduler = stack.enter_context(ps.local_cluster(servers=1, workers=1)).address
-        yield stack.enter_context(Child("ps_cli.bench.contenders.training", way, scheduler, *shape))
+        yield stack.enter_context(started(("training:training", way, scheduler, *shape)))[0]
 
 
-def _figures(taken_s: dict[str, float], ceilings: dict[str, float]) -> dict[str, float]:
+def _figures(taken_s: Sequence[float], ceilings: dict[str, float]) -> dict[str, float]:
     """A step on the cluster compared with one alone, and the hidden share of the transfer."""
-    step_s, transfer_s, detection_s = (taken_s[action] for action in _ACTIONS)
+    step_s, transfer_s, detection_s = taken_s
     exposed_s = step_s - ceilings["bare_step_s"]
     return {
         "step_s": rounded(step_s),
@@ -146,7 +123,6 @@ def _figures(taken_s: dict[str, float], ceilings: dict[str, float]) -> dict[str,
 
 
 def train_view(document: dict[str, Any]) -> RenderableType:
-    """Two tables: the steps, and the transfer."""
     device = document["environment"]["device"]
     steps = figures_table(
         f"train on {device}: s of a step of a byte LSTM with Adam, 1 torch thread a process",
