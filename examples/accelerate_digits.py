@@ -9,7 +9,7 @@ one has saved in `runs/accelerate` (`--folder`).
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,7 @@ def train(client: ps.Client, folder: Path, epochs: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     passes = "passes over the training data, those of earlier runs included"
     parser.add_argument("--epochs", type=int, default=4, help=passes)
     saved = "what is saved there is gone on from"

@@ -15,7 +15,7 @@ C. Kaynak, UCI Machine Learning Repository (CC BY 4.0), in the form in which sci
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,7 +95,7 @@ def train_epoch(
     return total / len(batches)
 
 
-def train(arguments: argparse.Namespace, client: ps.Client | None) -> float:
+def train(arguments: Namespace, client: ps.Client | None) -> float:
     """Train to the end; returns the accuracy on the test images."""
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
     training, testing = load(arguments.seed)
@@ -139,10 +139,8 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> float:
     return accuracy(model, testing)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training images")
     parser.add_argument("--batch-size", type=int, default=32, help="images a step and worker")
     parser.add_argument("--lr", type=float, default=4e-3, help="Adam's first learning rate")

@@ -11,7 +11,6 @@ the workers' running statistics, where all are at one step (BSP).
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import gzip
 import hashlib
@@ -20,6 +19,7 @@ import struct
 import sys
 import urllib.error
 import urllib.request
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -171,7 +171,7 @@ def batches(pictures: Pictures, step_count: int, size: int, seed: int) -> Iterat
         yield pictures.take(chosen)
 
 
-def train(arguments: argparse.Namespace, client: ps.Client | None) -> dict[str, float]:
+def train(arguments: Namespace, client: ps.Client | None) -> dict[str, float]:
     """Train to the end; returns the accuracy on the test pictures, and on those held out."""
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
     folder = find_data(arguments.data)
@@ -213,10 +213,8 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> dict[str, 
     return reached
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with the four *-ubyte.gz files")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training pictures")
     parser.add_argument("--steps", type=int, default=0, help="steps, instead of epochs")

@@ -14,7 +14,6 @@ A perplexity of 256 is guessing; 2 means that the model is as unsure as between 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -23,6 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -88,7 +88,7 @@ def held_out_windows(length: int) -> Tensor:
     return torch.stack([text[start : start + length + 1] for start in starts])
 
 
-def windows(text: Tensor, arguments: argparse.Namespace, rank: int) -> Iterator[Tensor]:
+def windows(text: Tensor, arguments: Namespace, rank: int) -> Iterator[Tensor]:
     """Random windows, without end."""
     generator = torch.Generator().manual_seed(arguments.seed + 1 + rank)
     bound = len(text) - arguments.length
@@ -102,7 +102,7 @@ def perplexity(model: ByteModel, held_out: Tensor) -> float:
         return math.exp(model.loss(held_out).item())
 
 
-def train(arguments: argparse.Namespace, client: ps.Client | None) -> None:
+def train(arguments: Namespace, client: ps.Client | None) -> None:
     rank, world_size = (client.rank, client.world_size) if client else (0, 1)
     text = training_text(rank, world_size, arguments.megabytes << 20)
     torch.manual_seed(arguments.seed)
@@ -136,7 +136,7 @@ def train(arguments: argparse.Namespace, client: ps.Client | None) -> None:
         print(f"held-out perplexity {reached:.2f}")
 
 
-def evaluate(arguments: argparse.Namespace) -> None:
+def evaluate(arguments: Namespace) -> None:
     """Pull and judge the model again and again; with --until-eof until standard input ends."""
     held_out = held_out_windows(arguments.length)
     model = ByteModel(arguments.width)
@@ -154,7 +154,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
             )
 
 
-def pause(arguments: argparse.Namespace) -> bool:
+def pause(arguments: Namespace) -> bool:
     """Wait for the next report's time; returns whether it is the last."""
     if not arguments.until_eof:
         time.sleep(arguments.evaluate_every)
@@ -180,10 +180,8 @@ def evaluator() -> Iterator[None]:
         sys.exit(f"the evaluator ended with exit code {child.returncode}")
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse_arguments() -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="steps to take")
     parser.add_argument("--minutes", type=float, help="minutes to train, instead of --steps")
     parser.add_argument("--width", type=int, default=256, help="of the LSTM's memory")

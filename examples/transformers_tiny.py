@@ -10,7 +10,7 @@ one has saved in `runs/transformers` (`--folder`).
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
@@ -82,9 +82,7 @@ def train(client: ps.Client, folder: Path, steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     steps = "of the optimizer, those of earlier runs included"
     parser.add_argument("--steps", type=int, default=60, help=steps)
     saved = "what is saved there is gone on from"

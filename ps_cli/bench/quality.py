@@ -10,13 +10,13 @@ median of several seeds at that rate.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,14 @@ def accuracies(printed: str) -> Reached:
 
 def one_process(told: Sequence[str]) -> Reached:
     """The script without a cluster."""
-    command = [sys.executable, str(SCRIPT), "--single", *told]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    return accuracies(_output_of(SINGLE, [str(SCRIPT), "--single", *told]))
+
+
+def _output_of(name: str, command: Sequence[str]) -> str:
+    done = subprocess.run([sys.executable, *command], check=False, capture_output=True, text=True)
     if done.returncode:
-        raise Internal(f"{SINGLE} failed: {(done.stderr or done.stdout)[-2000:]}")
-    return accuracies(done.stdout)
+        raise Internal(f"{name} failed: {(done.stderr or done.stdout)[-2000:]}")
+    return done.stdout
 
 
 def compared(mode: str, worker_count: int, told: Sequence[str]) -> Reached:
@@ -51,19 +54,17 @@ def compared(mode: str, worker_count: int, told: Sequence[str]) -> Reached:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.html"
         command = [
-            sys.executable, "-m", "ps_cli", "compare", str(SCRIPT), "--modes", mode, "--workers",
+            "-m", "ps_cli", "compare", str(SCRIPT), "--modes", mode, "--workers",
             str(worker_count), "--report", str(report), "--", *told,
         ]  # fmt: skip
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        figures = report.with_suffix(".json")
-        if done.returncode or not figures.is_file():
-            raise Internal(f"compare {mode} failed: {(done.stderr or done.stdout)[-2000:]}")
-        (run,) = json.loads(figures.read_text(encoding="utf-8"))["runs"]
+        _output_of(f"compare {mode}", command)
+        figures = report.with_suffix(".json").read_text(encoding="utf-8")
+        (run,) = json.loads(figures)["runs"]
     found: Reached = run["figures"]["quality"]
     return found
 
 
-def options(arguments: argparse.Namespace, mode: str, rate: float, seed: int) -> list[str]:
+def options(arguments: Namespace, mode: str, rate: float, seed: int) -> list[str]:
     """The script's arguments: a worker's batch is its share of `--batch-size`."""
     worker_count = 1 if mode == SINGLE else arguments.workers
     return [
@@ -108,9 +109,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", default=list(MODES), help="the settings")
     parser.add_argument("--rates", nargs="+", type=float, default=[3e-3, 6e-3, 1.2e-2])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])

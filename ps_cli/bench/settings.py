@@ -57,8 +57,7 @@ class BenchOptions:
         typer.Argument(help="dense, latency, train, optimizers, memory, sessions or checkpoint."),
     ]
     json_path: Annotated[
-        str,
-        typer.Option("--json", help="Write the figures to this JSON file; -: standard output."),
+        str, typer.Option("--json", help="Write the figures to this JSON file; -: standard output.")
     ] = ""
     size_mb: Annotated[
         int,
@@ -73,12 +72,10 @@ class BenchOptions:
     ] = ""
     device: Annotated[str, typer.Option(help="train: the device of its steps, cpu or cuda.")] = CPU
     replicas: Annotated[
-        int,
-        typer.Option(min=1, help="dense: servers that hold each range, compared with 1."),
+        int, typer.Option(min=1, help="dense: servers that hold each range, compared with 1.")
     ] = 1
     update_log: Annotated[
-        bool,
-        typer.Option("--update-log", help="dense: with an update log, compared with none."),
+        bool, typer.Option("--update-log", help="dense: with an update log, compared with none.")
     ] = False
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes and two rounds, to see that it runs.")

@@ -11,7 +11,7 @@ back. So exactly that many batches are applied, unless a worker dies with one.
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ class Queue:
         return float(self._client.push_pull(self._table, np.array([number]))[0])
 
 
-def train(client: ps.Client, arguments: argparse.Namespace) -> float:
+def train(client: ps.Client, arguments: Namespace) -> float:
     """Train until the queue is empty; the accuracy on the test images."""
     training, testing = load(arguments.seed)
     torch.manual_seed(arguments.seed)
@@ -73,9 +73,7 @@ def train(client: ps.Client, arguments: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=400, help="batches of all workers together")
     parser.add_argument("--batch-size", type=int, default=32, help="images of a batch")
     parser.add_argument("--lr", type=float, default=1e-3, help="Adam's learning rate")

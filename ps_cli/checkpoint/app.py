@@ -23,8 +23,7 @@ Root = Annotated[
 ]
 
 checkpoint_app = typer.Typer(
-    help="Make, inspect, check, compare and convert checkpoints.",
-    no_args_is_help=True,
+    help="Make, inspect, check, compare and convert checkpoints.", no_args_is_help=True
 )
 
 
@@ -189,8 +188,7 @@ def import_command(
     ],
     url: Root,
     prefix: Annotated[
-        str,
-        typer.Option(help="Only for tables of one model: PREFIX itself, and PREFIX/..."),
+        str, typer.Option(help="Only for tables of one model: PREFIX itself, and PREFIX/...")
     ] = "",
 ) -> None:
     """Make a checkpoint of a plain state dict, from which `pushpull train --resume URL` starts.

@@ -21,13 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import ps_worker
-from ps_cli.compare.figures import (
-    ModeRow,
-    figures_of,
-    gradient_tables,
-    mode_row,
-    other_consistency,
-)
+from ps_cli.compare.figures import ModeRow, figures_of, gradient_tables, mode_row, other_consistency
 from ps_cli.compare.options import CompareOptions
 from ps_cli.compare.records import WorkerRecord, read_records
 from ps_cli.compare.report_document import (

@@ -186,7 +186,8 @@ def mode_row(
         return ModeRow(mode, 0, run_count)
 
     def median(figure: str) -> float:
-        return statistics.median(getattr(figures, figure) for figures in finished)
+        found: float = statistics.median(getattr(figures, figure) for figures in finished)
+        return found
 
     time_s = median("time_s")
     names = dict.fromkeys(name for figures in finished for name in figures.quality)

@@ -50,16 +50,13 @@ class ScriptCommand(TyperCommand):
 
 
 Script = Annotated[
-    Path,
-    typer.Argument(exists=True, dir_okay=False, readable=True, help="The training script."),
+    Path, typer.Argument(exists=True, dir_okay=False, readable=True, help="The training script.")
 ]
 WorkerCount = Annotated[
-    int,
-    typer.Option("--workers", "-w", min=1, help="Workers that the first update waits for."),
+    int, typer.Option("--workers", "-w", min=1, help="Workers that the first update waits for.")
 ]
 ServerCount = Annotated[
-    int,
-    typer.Option("--servers", "-s", min=1, help="Servers that share the parameters."),
+    int, typer.Option("--servers", "-s", min=1, help="Servers that share the parameters.")
 ]
 
 
@@ -71,7 +68,6 @@ class ClusterOptions:
     max_workers: Annotated[
         int,
         typer.Option(
-            "--max-workers",
             min=0,
             help="The most workers at a time. Those beyond --workers are started by hand and join "
             "while the others train. 0: as many as --workers.",
@@ -81,7 +77,6 @@ class ClusterOptions:
     replicas: Annotated[
         int,
         typer.Option(
-            "--replicas",
             min=1,
             envvar="PUSHPULL_REPLICAS",
             help="Servers that hold each range, at most --servers. 1: when a server dies its "
@@ -91,7 +86,6 @@ class ClusterOptions:
     min_in_sync: Annotated[
         int,
         typer.Option(
-            "--min-in-sync",
             min=1,
             envvar="PUSHPULL_MIN_IN_SYNC",
             help="Replicas of a range that must hold a push before it counts; a range with fewer "
@@ -101,7 +95,6 @@ class ClusterOptions:
     lease_s: Annotated[
         float,
         typer.Option(
-            "--lease-s",
             min=0.0,
             help="Seconds of silence after which a server is replaced by its backups; it sends "
             "three heartbeats in that time. 0: the scheduler's own setting.",
@@ -171,7 +164,6 @@ class ClusterOptions:
     max_restarts: Annotated[
         int | None,
         typer.Option(
-            "--max-restarts",
             min=0,
             show_default=f"servers with --update-log: {LOGGED_RESTARTS}; others: 0",
             help="Restarts of dead workers and servers, all together. A role that dies soon after "
@@ -200,9 +192,7 @@ class ClusterOptions:
         )
 
 
-def options_of(
-    cls: type[OptionsT],
-) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
+def options_of(cls: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
     """Decorates a command whose options are the fields of the dataclass `cls`, which are annotated
     as typer wants parameters to be.
     """

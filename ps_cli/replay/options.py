@@ -50,8 +50,7 @@ class ReplayOptions:
         typer.Option("--json", dir_okay=False, help="Write the versions to this JSON file, too."),
     ] = None
     plot: Annotated[
-        Path | None,
-        typer.Option(dir_okay=False, help="Draw the versions in this SVG file."),
+        Path | None, typer.Option(dir_okay=False, help="Draw the versions in this SVG file.")
     ] = None
     export: Annotated[
         Path | None,
@@ -63,9 +62,7 @@ class ReplayOptions:
     ] = None
     at: Annotated[
         int | None,
-        typer.Option(
-            "--at", min=0, metavar="V", help="The version of --export; the newest by default."
-        ),
+        typer.Option(min=0, metavar="V", help="The version of --export; the newest by default."),
     ] = None
     clock: Annotated[
         int | None,

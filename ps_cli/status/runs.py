@@ -89,8 +89,7 @@ def run_line(entry: RunEntry) -> str:
 
 @runs_app.command(name="end")
 def runs_end(
-    run: Annotated[str, typer.Argument(help="The run's name.")],
-    scheduler: SchedulerAddress = "",
+    run: Annotated[str, typer.Argument(help="The run's name.")], scheduler: SchedulerAddress = ""
 ) -> None:
     """End the run RUN of a cluster; other runs go on.
 
@@ -110,8 +109,7 @@ def runs_end(
 
 @runs_app.command(name="remove")
 def runs_remove(
-    run: Annotated[str, typer.Argument(help="The run's name.")],
-    scheduler: SchedulerAddress = "",
+    run: Annotated[str, typer.Argument(help="The run's name.")], scheduler: SchedulerAddress = ""
 ) -> None:
     """Remove the run RUN of a cluster, with its tables; the run must be over.
 

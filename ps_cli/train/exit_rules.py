@@ -74,14 +74,8 @@ Verdict = RunEnd | GoOn | RestartRole
 
 
 class ExitRules:
-    """The rules of one run.
-
-    Args:
-        worker_count: the workers that the run starts; it ends well when all have finished.
-        replica_count: servers that hold each range.
-        max_restarts: restarts of workers and servers together; None: `LOGGED_RESTARTS` of servers
-            with an update log, and no other.
-        has_update_log: a restarted server recovers its ranges.
+    """The rules of one run. `max_restarts` counts workers and servers together; None is
+    `LOGGED_RESTARTS` of servers with an update log, and no other.
     """
 
     def __init__(

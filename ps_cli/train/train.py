@@ -68,8 +68,7 @@ class TrainOptions(ClusterOptions):
     ] = None
     workers: WorkerCount = 2
     interval: Annotated[
-        float,
-        typer.Option(min=0.1, help="Seconds between progress lines without a terminal."),
+        float, typer.Option(min=0.1, help="Seconds between progress lines without a terminal.")
     ] = DEFAULT_LINE_INTERVAL_S
     verbose: Annotated[
         bool,
@@ -282,10 +281,9 @@ class TrainRun:
         if rows and rows == self._shown and has_ended:
             return
         self._shown = rows
-        for line in plain_lines(rows, elapsed_s, self._awaited):
+        lines = plain_lines(rows, elapsed_s, self._awaited)
+        for line in [*lines, self._note] if self._note else lines:
             self._output.say(line)
-        if self._note:
-            self._output.say(self._note)
 
     def _tell(self, ending: RunEnd) -> None:
         if ending.exit_code not in (0, CHECKPOINT_EXIT_CODE):
@@ -310,9 +308,7 @@ def thread_environment(
     inherited: Mapping[str, str], core_count: int, worker_count: int
 ) -> tuple[dict[str, str], str]:
     """The variable that limits each process's threads, and a line about it; a user's setting wins.
-
-    Without it every worker starts a thread for each core, and N workers on one machine would be
-    slower than one.
+    Without it, N workers with a thread for each core would be slower than one.
     """
     if "OMP_NUM_THREADS" in inherited:
         return {}, ""

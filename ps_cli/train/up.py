@@ -23,8 +23,7 @@ class UpOptions(ClusterOptions):
     """The options of `pushpull up`."""
 
     listen: Annotated[
-        str,
-        typer.Option(help="host:port of the scheduler; port 0 takes a free one."),
+        str, typer.Option(help="host:port of the scheduler; port 0 takes a free one.")
     ] = "127.0.0.1:0"
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Do not show the output of the roles.")
