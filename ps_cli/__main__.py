@@ -20,7 +20,7 @@ from ps_cli.compare.options import CompareOptions
 from ps_cli.console.options import ScriptCommand, options_of
 from ps_cli.console.output import FILE_WIDTH, Output
 from ps_cli.console.reported import guarded, reported
-from ps_cli.console.scheduler_query import addresses_of, first_status, server_answers
+from ps_cli.console.scheduler_query import first_status, server_answers
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.status.document import status_document
 from ps_cli.status.runs import runs_app
@@ -144,11 +144,11 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
 ) -> None:
     """Show a cluster's servers, ranges and tables, its workers' clocks, and who waits for whom."""
-    guarded(lambda _: _show_status(addresses_of(scheduler), as_json))
+    guarded(lambda _: _show_status(scheduler, as_json))
 
 
-async def _show_status(addresses: list[str], as_json: bool) -> int:
-    answer = await first_status(addresses)
+async def _show_status(scheduler: str, as_json: bool) -> int:
+    answer = await first_status(scheduler)
     document = status_document(answer.response, await server_answers(answer))
     if as_json:
         print(json.dumps(document, indent=2))
@@ -170,7 +170,7 @@ app.add_typer(runs_app, name="runs")
 @tables_app.command(name="list")
 def tables_list(scheduler: SchedulerAddress = "") -> None:
     """List a cluster's tables, each with its optimizer and its consistency."""
-    guarded(lambda output: list_tables(addresses_of(scheduler), output))
+    guarded(lambda output: list_tables(scheduler, output))
 
 
 @tables_app.command(name="set")
@@ -207,7 +207,7 @@ def tables_set(
     """
 
     def change(output: Output) -> int:
-        names = asyncio.run(matching_tables(addresses_of(scheduler), table, run))
+        names = asyncio.run(matching_tables(scheduler, table, run))
         setting = parsed(consistency).as_requested
         # Imported here, because other commands start without torch.
         import ps_worker

@@ -9,10 +9,17 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from rich.progress import DownloadColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
-from ps_cli.console.output import Output, progress_bars
+from ps_cli.console.output import Output
 from ps_cli.status.document import spans
 from ps_cli.status.view import size
 from ps_core.errors import InvalidCheckpoint
@@ -120,6 +127,12 @@ def _verify(directory: CheckpointDirectory, output: Output, *, is_one: bool) -> 
     if not problems:
         output.say(f"{directory.url}: good, {size(byte_count)} read")
     return bool(problems)
+
+
+def progress_bars(output: Output, count: ProgressColumn) -> Progress:
+    """Bars with a count of what is done, on a terminal only; they vanish at the end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    return Progress(*columns, disable=not output.is_terminal, transient=True)
 
 
 def prune_checkpoints(url: str, keep: int, output: Output) -> int:

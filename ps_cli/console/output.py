@@ -15,7 +15,6 @@ from typing import Self, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow", "bright_cyan", "bright_green")
@@ -105,9 +104,3 @@ class Output:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def progress_bars(output: Output, count: ProgressColumn) -> Progress:
-    """Bars with a count of what is done, on a terminal only; they vanish at the end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
-    return Progress(*columns, disable=not output.is_terminal, transient=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -108,32 +108,29 @@ class ClusterAnswer:
     session: types_pb2.SessionIdentity
 
 
-def addresses_of(scheduler: str) -> list[str]:
-    return [address.strip() for address in scheduler.split(",") if address.strip()]
-
-
-async def first_status(addresses: Sequence[str]) -> ClusterAnswer:
+async def first_status(scheduler: str) -> ClusterAnswer:
     """The status from the first scheduler that answers; as `first_answer`."""
 
     async def ask(query: SchedulerQuery) -> ClusterAnswer:
         return ClusterAnswer(await query.status(), await query.session())
 
-    return await first_answer(addresses, ask)
+    return await first_answer(scheduler, ask)
 
 
 async def first_answer(
-    addresses: Sequence[str], ask: Callable[[SchedulerQuery], Awaitable[AnswerT]]
+    scheduler: str, ask: Callable[[SchedulerQuery], Awaitable[AnswerT]]
 ) -> AnswerT:
-    """The answer of the first scheduler that gives one.
+    """The answer of the first scheduler that gives one; commas separate the addresses.
 
     Blocking: up to twice `QUERY_DEADLINE_S` for each address.
 
     Raises:
-        InvalidConfig: the list is empty, an address or the join secret is malformed, or the
+        InvalidConfig: there is no address, an address or the join secret is malformed, or the
             scheduler refuses the request.
         Unauthenticated: this process does not have the cluster's join secret.
         Recovering: no scheduler answers; the message has a reason for each.
     """
+    addresses = [address.strip() for address in scheduler.split(",") if address.strip()]
     if not addresses:
         raise InvalidConfig(
             "no scheduler given: use --scheduler HOST:PORT or set PUSHPULL_SCHEDULER"

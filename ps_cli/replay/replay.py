@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from rich.progress import Progress, TaskProgressColumn
 
-from ps_cli.console.output import Output, progress_bars
+from ps_cli.checkpoint.commands import progress_bars
+from ps_cli.console.output import Output
 from ps_cli.console.tensor_file import replaced, write_tables
 from ps_cli.replay.against import compare
 from ps_cli.replay.options import ReplayOptions

@@ -10,7 +10,7 @@ import typer
 
 from ps_cli.console.output import Output
 from ps_cli.console.reported import reported
-from ps_cli.console.scheduler_query import addresses_of, first_answer, first_status
+from ps_cli.console.scheduler_query import first_answer, first_status
 from ps_cli.status.tables import SchedulerAddress
 from ps_core.cluster_view import ClusterView, NodeState, Role
 from ps_core.runs import Run, words
@@ -70,7 +70,7 @@ def runs_list(
     """
 
     def show(output: Output) -> int:
-        response = asyncio.run(first_status(addresses_of(scheduler))).response
+        response = asyncio.run(first_status(scheduler)).response
         entries = run_entries(wire.view_from_proto(response.view))
         if as_json:
             print(json.dumps(entries, indent=2))
@@ -100,7 +100,7 @@ def runs_end(
     """
 
     def end(output: Output) -> int:
-        count = asyncio.run(first_answer(addresses_of(scheduler), lambda query: query.end_run(run)))
+        count = asyncio.run(first_answer(scheduler, lambda query: query.end_run(run)))
         output.say(f"run '{run}' has ended; {count} workers were in it")
         return 0
 
@@ -120,9 +120,7 @@ def runs_remove(
     """
 
     def remove(output: Output) -> int:
-        had = asyncio.run(
-            first_answer(addresses_of(scheduler), lambda query: query.remove_run(run))
-        )
+        had = asyncio.run(first_answer(scheduler, lambda query: query.remove_run(run)))
         output.say(
             f"run '{run}' is removed; it had {had.table_count} tables, for which the servers had "
             f"up to {had.byte_count / 1e6:.1f} MB"

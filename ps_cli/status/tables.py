@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -26,9 +25,9 @@ _NAMED_COUNT = 8
 """The most tables that an error names."""
 
 
-async def matching_tables(addresses: Sequence[str], pattern: str, run: str) -> list[str]:
+async def matching_tables(scheduler: str, pattern: str, run: str) -> list[str]:
     """The names of a run's tables that match a shell pattern; a name matches itself."""
-    response = (await first_status(addresses)).response
+    response = (await first_status(scheduler)).response
     names = [table.spec.name for table in response.view.tables if table.run == run]
     found = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
     if not found:
@@ -39,8 +38,8 @@ async def matching_tables(addresses: Sequence[str], pattern: str, run: str) -> l
     return found
 
 
-async def list_tables(addresses: Sequence[str], output: Output) -> int:
-    response = (await first_status(addresses)).response
+async def list_tables(scheduler: str, output: Output) -> int:
+    response = (await first_status(scheduler)).response
     for message in response.view.tables:
         table = wire.table_from_proto(message)
         since = f" from clock {table.change.after_clock + 1} on" if table.change else ""

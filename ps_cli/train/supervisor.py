@@ -21,6 +21,8 @@ from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RestartRole, R
 from ps_core.errors import PushpullError
 from ps_runtime.launch.launcher import Launcher, RoleExit, RoleProcess
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 Work = Coroutine[Any, Any, None]
 
 
@@ -40,7 +42,6 @@ class Supervisor:
         self._events: asyncio.Queue[RoleExit | signal.Signals | Exception] = asyncio.Queue()
         self._following: set[asyncio.Task[None]] = set()
         self._is_stopping = False
-        self._caught: set[signal.Signals] = set()
         self.launcher = Launcher(on_line=self._on_line, on_exit=self._on_exit)
 
     async def run(
@@ -84,9 +85,8 @@ class Supervisor:
     async def stop(self) -> None:
         """Stop every role, and stop catching signals. Idempotent."""
         await asyncio.to_thread(self._stop)
-        for number in self._caught:
+        for number in _SIGNALS:
             self._loop.remove_signal_handler(number)
-        self._caught.clear()
 
     @property
     def is_whole(self) -> bool:
@@ -150,12 +150,10 @@ class Supervisor:
                 self._events.put_nowait(error)
 
     def _catch_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in _SIGNALS:
             # nohup ignores SIGHUP on purpose.
-            if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            self._loop.add_signal_handler(number, self._on_signal, number)
-            self._caught.add(number)
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._loop.add_signal_handler(number, self._on_signal, number)
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._is_stopping:

@@ -33,7 +33,7 @@ def cluster() -> Iterator[ReplicatedCluster]:
 
 def status(cluster: ReplicatedCluster) -> str:
     """What `pushpull status` shows."""
-    response = asyncio.run(scheduler_query.first_status([cluster.address])).response
+    response = asyncio.run(scheduler_query.first_status(cluster.address)).response
     console = Console(width=200)
     with console.capture() as shown:
         console.print(status_view(status_document(response, {})))

@@ -52,7 +52,7 @@ def _first(cluster: LaneCluster) -> list[ps.Client]:
 
 
 def _status(cluster: LaneCluster) -> StatusDocument:
-    response = asyncio.run(scheduler_query.first_status([cluster.address])).response
+    response = asyncio.run(scheduler_query.first_status(cluster.address)).response
     return status_document(response, {})
 
 

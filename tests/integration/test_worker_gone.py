@@ -163,7 +163,7 @@ def steps_of_victim(client: ps.Client, handle: ps.TableHandle, *, is_bsp: bool) 
 
 def states(cluster: LaneCluster) -> dict[int | None, str]:
     """The workers' states by rank, as `pushpull status` shows them."""
-    response = asyncio.run(scheduler_query.first_status([cluster.address])).response
+    response = asyncio.run(scheduler_query.first_status(cluster.address)).response
     nodes = status_document(response, {})["nodes"]
     return {node["rank"]: node["state"] for node in nodes if node["role"] == "worker"}
 
