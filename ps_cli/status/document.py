@@ -281,7 +281,8 @@ def _server(node_id: int, answer: ServerAnswer, view: ClusterView) -> ServerEntr
     def total(figure: str) -> int | None:
         if isinstance(answer, PushpullError):
             return None
-        return sum(getattr(shard, figure) for shard in answer.ranges)
+        figures: list[int] = [getattr(shard, figure) for shard in answer.ranges]
+        return sum(figures)
 
     return ServerEntry(
         node_id=node_id,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import numpy.typing as npt
+import pytest
 import torch
 
 import ps_worker as ps
