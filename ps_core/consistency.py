@@ -84,13 +84,15 @@ class Consistency:
         return replace(self, staleness=self.least) if self.moves else self
 
     def validated(self) -> Consistency:
-        """The setting itself; InvalidConfig if a field is wrong, or belongs to another mode."""
+        """The setting itself, if it is valid.
+
+        Raises:
+            InvalidConfig: a field is wrong, or belongs to another mode.
+        """
         _check_count("backup_workers", self.backup_workers, limits.MAX_NODE_COUNT)
         _check_count("grace_ms", self.grace_ms, limits.MAX_GRACE_MS)
-        _check_count("staleness", self.staleness, limits.MAX_STALENESS)
-        _check_count("bound", self.bound, limits.MAX_STALENESS)
-        _check_count("least", self.least, limits.MAX_STALENESS)
-        _check_count("most", self.most, limits.MAX_STALENESS)
+        for field in ("staleness", "bound", "least", "most"):
+            _check_count(field, getattr(self, field), limits.MAX_STALENESS)
         is_ssp = self.mode is Mode.SSP
         compensates = self.policy is StalePolicy.COMPENSATE
         for field, is_set, belongs, owner in (

@@ -48,7 +48,7 @@ from ps_worker.spec.settings import ASP, BSP, SSP, Constant, FromRank0, Inline, 
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.steps import Pulled, PullTicket, PushTicket, StepResult, TableHandle
-from ps_worker.transport.shared_buffers import empty_shared
+from ps_worker.transport.lane import empty_shared
 
 if TYPE_CHECKING:
     from ps_worker.checkpoint.random_state import RandomState

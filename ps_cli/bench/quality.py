@@ -37,11 +37,6 @@ def accuracies(printed: str) -> Reached:
     return {f"{name} accuracy": float(value) / 100 for name, value in _REACHED.findall(printed)}
 
 
-def one_process(told: Sequence[str]) -> Reached:
-    """The script without a cluster."""
-    return accuracies(_output_of(SINGLE, [str(SCRIPT), "--single", *told]))
-
-
 def _output_of(name: str, command: Sequence[str]) -> str:
     done = subprocess.run([sys.executable, *command], check=False, capture_output=True, text=True)
     if done.returncode:
@@ -124,7 +119,10 @@ def main() -> None:
 
     def reached(mode: str, rate: float, seed: int) -> Reached:
         told = options(arguments, mode, rate, seed)
-        found = one_process(told) if mode == SINGLE else compared(mode, arguments.workers, told)
+        if mode == SINGLE:  # without a cluster
+            found = accuracies(_output_of(SINGLE, [str(SCRIPT), "--single", *told]))
+        else:
+            found = compared(mode, arguments.workers, told)
         print(f"{mode}, lr {rate:g}, seed {seed}: {found}", file=sys.stderr, flush=True)
         return found
 

@@ -369,10 +369,6 @@ def run_to_proto(run: Run) -> types_pb2.Run:
     )
 
 
-def _run_from_proto(message: types_pb2.Run) -> Run:
-    return Run(message.name, message.worker_count, message.ended, message.removed)
-
-
 def view_to_proto(view: ClusterView) -> types_pb2.ClusterView:
     running = view.checkpoint
     return _copy(
@@ -398,7 +394,7 @@ def view_from_proto(message: types_pb2.ClusterView) -> ClusterView:
         ranges=tuple(map(range_from_proto, message.ranges)),
         tables=tuple(map(table_from_proto, message.tables)),
         checkpoint=None if running is None else _copy(Checkpoint, running, Checkpoint.__slots__),
-        runs=tuple(map(_run_from_proto, message.runs)),
+        runs=tuple(Run(run.name, run.worker_count, run.ended, run.removed) for run in message.runs),
     )
 
 

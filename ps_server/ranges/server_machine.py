@@ -179,10 +179,6 @@ class ServerMachine:
         for table_id, copy in copies.items():
             self._adopted[table_id, range_id] = copy, now_s
 
-    def give_up(self, range_id: RangeId) -> list[Effect]:
-        """`giving_up`, at once."""
-        return at_once(self.giving_up((range_id,)))
-
     def giving_up(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
         """Give up ranges that another server is primary of. Their pulls are refused; the new
         primary gets later entries.
@@ -244,10 +240,6 @@ class ServerMachine:
         self._new_shards.append(shard)
         return ShardAdded(table, range_id, blocks)
 
-    def ended(self, workers: Sequence[Node], now_s: float) -> list[Effect]:
-        """`ending`, at once."""
-        return at_once(self.ending(workers, now_s))
-
     def ending(self, workers: Sequence[Node], now_s: float) -> Work[list[Effect]]:
         """End the membership of workers that left or were declared gone, by the newest view. Called
         after each view: a shard added since learns of all of them, the others of the new ones.
@@ -274,10 +266,6 @@ class ServerMachine:
                 yield
         yield from self._noting_times()
         return effects
-
-    def observe_changes(self, now_s: float) -> list[Effect]:
-        """`observing_changes`, at once."""
-        return at_once(self.observing_changes(now_s))
 
     def observing_changes(self, now_s: float) -> Work[list[Effect]]:
         """Observe the newest view's changes of tables; called again when shards were added."""

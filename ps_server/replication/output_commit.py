@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from ps_core.change import ChangeResult
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
-from ps_core.work import Work, at_once
+from ps_core.work import Work
 from ps_server.ranges.events import (
     Accumulate,
     Apply,
@@ -121,10 +121,6 @@ class OutputCommit:
         self._untold: dict[_Place, ToldMark] = {}
         self._known: dict[_Place, object] = {}  # what the backups know to be prepared or decided
         self._marks = itertools.count(1)
-
-    def decide(self, effects: Iterable[Effect], now_s: float) -> list[CommittedEffect]:
-        """`deciding`, at once."""
-        return at_once(self.deciding(effects, lambda: now_s))
 
     def deciding(
         self, effects: Iterable[Effect], now: Callable[[], float]
@@ -227,10 +223,6 @@ class OutputCommit:
         if len(told.workers) > len(delta.workers):  # some workers are gone
             told.workers = {w.incarnation: w for w in delta.workers}
         return None if is_known else news
-
-    def tell_prepared(self, now_s: float) -> list[CommittedEffect]:
-        """`telling_prepared`, at once."""
-        return at_once(self.telling_prepared(lambda: now_s))
 
     def telling_prepared(self, now: Callable[[], float]) -> Work[list[CommittedEffect]]:
         """Record changes that are prepared, which no effect shows, before the scheduler is told.

@@ -148,7 +148,7 @@ class PushStream:
     def put_parts(self, parts: Iterable[bytes]) -> None:
         """Queue serialized parts of an answer to a pull that is there at once."""
         for part in parts:
-            self._reader.put_now(len(part))
+            self._reader.count(len(part))
             self._parts.append(part)
         self._ready.set()
 
@@ -178,7 +178,7 @@ class PushStream:
                 self._drained.set()
                 yield replies, part
                 if part is not None:
-                    self._reader.took(len(part))
+                    self._reader.count(-len(part))
             if self._failure is not None:
                 raise self._failure
             if self._input_has_ended and not (self.pending or self._pull_count):
@@ -257,13 +257,9 @@ class Reader:
         await self._unread.wait_for_space(byte_count)
         self._unread.count(self, byte_count)
 
-    def put_now(self, byte_count: int) -> None:
-        """As `put`, without waiting; asked of `UnreadAnswers.has_space` first."""
+    def count(self, byte_count: int) -> None:
+        """Count bytes for which `UnreadAnswers` has space; below 0: that the reader has taken."""
         self._unread.count(self, byte_count)
-
-    def took(self, byte_count: int) -> None:
-        """Count bytes that the reader has taken."""
-        self._unread.count(self, -byte_count)
 
     def end(self) -> None:
         if self.byte_count:

@@ -138,7 +138,7 @@ class Pull:
                         for message in _messages(there):
                             yield message
                         there = []
-                    reader.took(byte_count)
+                    reader.count(-byte_count)
                     await turns.breathe()
                 self._reads.popleft()
             for message in _messages(there):

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import grpc
@@ -34,8 +35,9 @@ from ps_runtime.http2.channel import StreamChannel
 from ps_runtime.http2.stream_port import GrpcioCall, ServerCall, StreamPort
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
+from ps_worker.transport.lane import SharedLane
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.push_pull_stream import PushPullStream, SharedLane, StreamEntry
+from ps_worker.transport.push_pull_stream import PushPullStream, StreamEntry
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 Answer = tuple[parameters_pb2.BlockValue, memoryview] | parameters_pb2.PullResponse
@@ -437,9 +439,8 @@ class ServerLink:
         try:
             if self._offer is None:
                 raise OSError("the server does not offer shared memory")
-            self._lane = await SharedLane.open(
-                self._offer, self._lane_lost, pushes=self._task is not None
-            )
+            lost = partial(self._chose, "grpc", "the server closed its Unix socket")
+            self._lane = await SharedLane.open(self._offer, lost, pushes=self._task is not None)
         except (OSError, PushpullError) as reason:
             if self._setting.lane == "shm":
                 words = (
@@ -466,9 +467,6 @@ class ServerLink:
         if self._lane is not None:
             self._lane.close()
             self._lane = None
-
-    def _lane_lost(self) -> None:
-        self._chose("grpc", "the server closed its Unix socket")
 
     def _chose(self, lane: str, reason: str, *, is_odd: bool = False) -> None:
         if lane == self.lane_name:

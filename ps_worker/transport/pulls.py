@@ -53,9 +53,9 @@ from ps_runtime.system.clock import now_s
 from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, TableSteps
+from ps_worker.transport.lane import SharedLane
 from ps_worker.transport.links import Answer, ServerLink, ServerLinks
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.push_pull_stream import SharedLane
 from pushpull.v1 import parameters_pb2
 
 ATTEMPT_S = 10.0

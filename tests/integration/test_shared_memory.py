@@ -22,7 +22,7 @@ import pytest
 
 from ps_core.errors import InvalidConfig
 from ps_runtime.system.shared_memory import SharedSegment, map_segment, receive
-from ps_worker.transport.shared_buffers import collected_count, empty_shared, find, is_live
+from ps_worker.transport.lane import collected_count, empty_shared, find, is_live
 from tests.integration.no_segments import pipe_end, plain_file
 
 SIZE = 4 * mmap.PAGESIZE

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from ps_core import limits
-from ps_worker.transport.push_pull_stream import EntryName, SharedLane
+from ps_worker.transport.lane import EntryName, SharedLane
 from pushpull.v1 import parameters_pb2
 from tests.integration.raw_lane import offer_of
 from tests.integration.raw_wire import Wire

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from ps_core.errors import InvariantViolation
-from ps_worker.transport.push_pull_stream import ALIGNMENT_BYTES, Ring
+from ps_worker.transport.lane import ALIGNMENT_BYTES, Ring
 from tests.examples import examples
 
 RING_BYTES = 8 * ALIGNMENT_BYTES

@@ -14,6 +14,7 @@ from ps_core.change import TableChange
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.work import at_once
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.service.node import ParameterNode
@@ -118,7 +119,7 @@ def test_a_server_that_holds_for_nothing_looks_at_no_part_for_its_promises() -> 
     proposed = TableChange(1, 0, MANY[0].consistency, checkpoint=1)
     tables = (replace(MANY[0], proposed=proposed), *MANY[1:])
     machine.observe(replace(view(2, SERVER, 1), tables=tables))
-    machine.observe_changes(0.0)
+    at_once(machine.observing_changes(0.0))
     assert [promise.number for promise in machine.prepared_changes] == [1]
 
 

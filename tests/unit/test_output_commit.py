@@ -47,8 +47,8 @@ class Server:
         table = replace(TABLE, proposed=TableChange(change_number, 0, parsed("asp")))
         self.replication.observe(replace(seen, tables=(table,)), 0.0)
         self.machine.observe(self.replication.serve(0.0))
-        self.output.decide(self.machine.observe_changes(0.0), 0.0)
-        self.output.tell_prepared(0.0)
+        at_once(self.output.deciding(at_once(self.machine.observing_changes(0.0)), lambda: 0.0))
+        at_once(self.output.telling_prepared(lambda: 0.0))
 
 
 def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_else() -> None:
@@ -59,7 +59,7 @@ def test_what_could_be_told_to_nobody_is_promised_when_it_came_with_something_el
     ((_, snapshot),) = snapshots_of(server.output, 0.0)
     place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
     effects = server.machine.entry(WithdrawEvent(place, sender, 1), 0.0)
-    server.output.decide(effects, 0.0)
+    at_once(server.output.deciding(effects, lambda: 0.0))
     (record,) = server.sent
     assert (record.number, record.delta.facts.prepared) == (snapshot.number + 1, 1)
     server.replication.acked(TWO, Ack(RANGE, record.number, EPOCH), 0.0)
@@ -77,7 +77,11 @@ def test_who_joins_again_is_given_what_was_promised_while_nobody_listened() -> N
     server = Server(min_in_sync=1)
     server.see(view(1, (2, ONE, (TWO,), ())))
     place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
-    server.output.decide(server.machine.entry(WithdrawEvent(place, sender, 1), 0.0), 0.0)
+    at_once(
+        server.output.deciding(
+            server.machine.entry(WithdrawEvent(place, sender, 1), 0.0), lambda: 0.0
+        )
+    )
     record = server.sent[-1]
     server.replication.acked(TWO, Ack(RANGE, record.number, EPOCH), 0.0)  # no lease: answers wait
     server.see(view(2, (3, ONE, (), (TWO,))), change_number=2)
@@ -101,7 +105,11 @@ def test_what_takes_long_releases_nothing_when_the_lease_is_over() -> None:
         server.see(view(1, (2, ONE, (TWO,), ())))
         server.replication.granted(TWO, Grant(0.0, (RANGE,)), 0.0)
         place, sender = Place(TABLE.table_id, RANGE, EPOCH), Sender(Incarnation(11), 0, 11)
-        server.output.decide(server.machine.entry(WithdrawEvent(place, sender, 1), 0.0), 0.0)
+        at_once(
+            server.output.deciding(
+                server.machine.entry(WithdrawEvent(place, sender, 1), 0.0), lambda: 0.0
+            )
+        )
         effects = server.machine.entry(WithdrawEvent(place, sender, 2), 0.0)
         work = server.output.deciding(effects, partial(now_s.__getitem__, 0))
         next(work)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import Table
+from ps_core.work import at_once
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
 from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
@@ -111,7 +112,7 @@ def test_a_range_that_left_and_came_back_is_read_again() -> None:
     server.ranges.look()
     before = server.ranges.begin(ONE)
     assert before is not None
-    server.machine.give_up(RANGE)
+    at_once(server.machine.giving_up((RANGE,)))
     assert server.ranges.look() == []
     server.see(PLACED_EPOCH, ME)
     assert server.ranges.look() == [ONE, TWO]

@@ -18,7 +18,7 @@ from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import SharedValues, ValueSegments
 from ps_server.ranges.server_machine import ShardAdded
-from ps_worker.transport.push_pull_stream import SharedLane
+from ps_worker.transport.lane import SharedLane
 from pushpull.v1 import parameters_pb2
 
 HERE, ELSEWHERE = NodeId(1), NodeId(2)

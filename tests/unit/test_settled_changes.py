@@ -12,6 +12,7 @@ from ps_core.cluster_view import ClusterView, Role
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import NotOwner
 from ps_core.keys import Incarnation, NodeId, TableId
+from ps_core.work import at_once
 from ps_server.ranges.schedule import Schedule
 from ps_server.ranges.server_machine import Doubt, ServerMachine
 from tests.unit.cluster_harness import Harness
@@ -50,8 +51,8 @@ class Servers:
     @staticmethod
     def show(machine: ServerMachine, view: ClusterView) -> None:
         machine.observe(view)
-        machine.ended((), 0.0)
-        machine.observe_changes(0.0)
+        at_once(machine.ending((), 0.0))
+        at_once(machine.observing_changes(0.0))
 
     def settings(self, machine: ServerMachine) -> set[Consistency]:
         return {part.state.schedule.at(9) for part in machine.shards.values()}

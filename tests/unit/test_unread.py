@@ -20,10 +20,10 @@ def test_what_would_be_too_much_waits_until_others_have_read() -> None:
         waiting = asyncio.create_task(other.put(50))
         done, _ = await asyncio.wait([waiting], timeout=0)
         assert not done
-        slow.took(40)
+        slow.count(-40)
         done, _ = await asyncio.wait([waiting], timeout=0)
         assert not done
-        slow.took(60)
+        slow.count(-60)
         await waiting
         assert unread.byte_count == 50
         other.end()
@@ -56,7 +56,7 @@ def test_who_reads_nothing_is_cut_and_who_reads_goes_on() -> None:
                 await reader.put(50)
                 if reads_at_s is not None:
                     now_s = reads_at_s
-                    reader.took(10)
+                    reader.count(-10)
                     await reader.put(10)
                 await asyncio.Event().wait()
             finally:

@@ -13,6 +13,7 @@ from ps_core.errors import Fenced, InvalidConfig, InvalidTensor, Recovering
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, key_ranges
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import Table
+from ps_core.work import at_once
 from ps_server.ranges.events import (
     Apply,
     Effect,
@@ -403,7 +404,7 @@ def test_whatever_it_sends_after_its_fence_is_refused(
 ) -> None:
     """SM-3."""
     server.push(2, 1, 1)
-    server.machine.ended([dead()], 100.0)
+    at_once(server.machine.ending([dead()], 100.0))
     found = send(server, 2, 2, 1)
     assert kinds(found) == [ReplyKind.ERROR]
     assert isinstance(problem(found), Fenced)
@@ -413,16 +414,16 @@ def test_whatever_it_sends_after_its_fence_is_refused(
 
 def test_it_cannot_read_either(server: Server) -> None:
     """SM-3."""
-    server.machine.ended([dead()], 100.0)
+    at_once(server.machine.ending([dead()], 100.0))
     event = PullEvent(PLACE, 1, dead().incarnation, 0, False, 110.0)
     assert isinstance(problem(server.machine.pull(event, 100.0)), Fenced)
 
 
 def test_a_table_that_is_made_later_does_not_wait_for_it() -> None:
     server = Server(make_table())
-    server.machine.ended([dead()], 100.0)
+    at_once(server.machine.ending([dead()], 100.0))
     server.observe()
-    server.machine.ended([dead()], 100.0)
+    at_once(server.machine.ending([dead()], 100.0))
     for rank in (0, 1):
         server.push(rank, 1, 1)
     assert applied(server.seal(0, 2, 1) + server.seal(1, 2, 1))[0][0] == 1
@@ -444,7 +445,7 @@ def test_those_who_waited_for_its_room_get_credit() -> None:
         for block in range(4):
             server.push(rank, block + 1, 1, block)
     assert kinds(server.push(1, 1, 2)) == [ReplyKind.REFUSED]
-    found = server.machine.ended([dead()], 100.0)
+    found = at_once(server.machine.ending([dead()], 100.0))
     credited = [
         e.sender.rank for e in found if isinstance(e, ReplyTo) and e.kind is ReplyKind.CREDIT
     ]

@@ -15,6 +15,7 @@ from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import Table
+from ps_core.work import at_once
 from ps_server.ranges.events import (
     Apply,
     Effect,
@@ -148,8 +149,8 @@ class Server:
     def observe(self) -> list[Effect]:
         """As `ps_server.service.node` does."""
         self.machine.observe(self.view)
-        return self.machine.ended(self.view.ended_workers, 100.0) + self.machine.observe_changes(
-            100.0
+        return at_once(self.machine.ending(self.view.ended_workers, 100.0)) + at_once(
+            self.machine.observing_changes(100.0)
         )
 
     def change(self, *nodes: Node, tables: tuple[Table, ...] = ()) -> list[Effect]:

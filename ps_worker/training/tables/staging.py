@@ -35,7 +35,7 @@ from ps_core.tables import Table, pack_presence
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.values import BlockValues, Raw
 from ps_worker.training.tables.device_copies import Arrival, to_host
-from ps_worker.transport.shared_buffers import empty_shared
+from ps_worker.transport.lane import empty_shared
 
 CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
 """Copies (source, target) as `to_host` does."""
