@@ -63,29 +63,19 @@ Groups: TypeAlias = Sequence[Mapping[str, Any]]
 
 @dataclass(slots=True, eq=False)
 class _SealedStep:
-    """A step that was sealed on all tables and has not ended.
+    """A step that was sealed on all tables and has not ended."""
 
-    Attributes:
-        tickets: of the tables that are awake.
-        is_skipped: it takes no part in the update.
-        problem: the name of a gradient that was not finite, in words; else empty.
-        is_staged: it is an edit that a later one puts in place.
-        refused: the error, if the edit was refused.
-        is_taken_over: its result was written into the parameters.
-        has_gradients: gradients of the next step have come since.
-    """
-
-    tickets: Mapping[TrainedTable, PushTicket]
+    tickets: Mapping[TrainedTable, PushTicket]  # of the tables that are awake
     scaling: UpdateScaling | None
-    is_skipped: bool
-    problem: str
+    is_skipped: bool  # it takes no part in the update
+    problem: str  # the name of a gradient that was not finite, in words; else empty
     pulled: dict[TrainedTable, Pulled] = field(default_factory=dict)
     edited: Edited = field(default_factory=dict)
     is_edit: bool = False
-    is_staged: bool = False
-    refused: EditRefused | None = None
-    is_taken_over: bool = False
-    has_gradients: bool = False
+    is_staged: bool = False  # it is an edit that a later one puts in place
+    refused: EditRefused | None = None  # the error, if the edit was refused
+    is_taken_over: bool = False  # its result was written into the parameters
+    has_gradients: bool = False  # gradients of the next step have come since
 
 
 class TrainedModel:

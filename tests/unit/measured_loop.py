@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from ps_core import limits
 from ps_runtime.system.background import switch_often
 from ps_runtime.system.collector import Collector
 
@@ -49,6 +50,32 @@ def turns_of(main: Coroutine[Any, Any, None]) -> list[float]:
     finally:
         gc.unfreeze()
     return sorted(meter.turns_s, reverse=True)
+
+
+_PIECE_S = 0.005
+"""Processor time of the piece of Python of `most_turn_s` where our figures were measured."""
+
+
+def most_turn_s() -> float:
+    """MAX_TURN_S in processor time of this machine, as it is now: a processor that is slower, or
+    whose other thread is busy, takes longer for a turn, and for a piece of Python that is known.
+    """
+
+    def piece_s() -> float:
+        begun_s = time.thread_time()
+        made = {number: (number, [number]) for number in range(20_000)}
+        sum(len(pair) for pair in made.values())
+        return time.thread_time() - begun_s
+
+    return limits.MAX_TURN_S * max(1.0, min(piece_s() for _ in range(3)) / _PIECE_S)
+
+
+def shortest(
+    scene: Callable[[], Coroutine[Any, Any, None]],
+    run: Callable[[Coroutine[Any, Any, None]], list[float]],
+) -> float:
+    """The longest turn, in seconds, of the best of three attempts."""
+    return min(run(scene())[0] for _ in range(3))
 
 
 async def a_turn() -> None:

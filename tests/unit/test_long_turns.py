@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +39,7 @@ from ps_server.service.pull import Pull
 from ps_server.service.works import Works
 from ps_server.wire.parameter_wire import BlockFrame, push_events
 from pushpull.v1 import parameters_pb2, types_pb2
-from tests.unit.measured_loop import turns_of
+from tests.unit.measured_loop import most_turn_s, shortest, turns_of
 
 KEY, TIMELINE, LENGTH = b"k" * 16, b"t" * 16, 64
 PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
@@ -120,16 +120,6 @@ class Stage:
         return set(np.frombuffer(b"".join(payloads), np.float32).tolist())
 
 
-def shortest(scene: Callable[[], Coroutine[Any, Any, None]]) -> float:
-    """The longest turn, in seconds; of three attempts, where a busy machine makes it long."""
-    longest_s = []
-    for _ in range(3):
-        longest_s.append(turns_of(scene())[0])
-        if longest_s[-1] < limits.MAX_TURN_S:
-            break
-    return min(longest_s)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "clip_scale"),
     [(SGD, None), (ADAM, None), (SGD, 1.0)],
@@ -153,7 +143,7 @@ def test_a_seal_of_the_largest_range_takes_many_short_turns(
 
         return seal()
 
-    assert shortest(scene) < limits.MAX_TURN_S
+    assert shortest(scene, turns_of) < most_turn_s()
 
 
 def test_a_copy_of_the_largest_range_takes_many_short_turns() -> None:
@@ -170,7 +160,7 @@ def test_a_copy_of_the_largest_range_takes_many_short_turns() -> None:
 
         return copied()
 
-    assert shortest(scene) < limits.MAX_TURN_S
+    assert shortest(scene, turns_of) < most_turn_s()
     assert [stage.values() for stage in stages] == [{-1.0}, {-1.0}]
 
 
@@ -188,7 +178,7 @@ def test_a_worker_that_is_gone_ends_what_it_sent_in_short_turns() -> None:
 
         return observed()
 
-    assert shortest(scene) < limits.MAX_TURN_S
+    assert shortest(scene, turns_of) < most_turn_s()
 
 
 def test_nothing_else_happens_to_a_range_while_a_seal_is_under_way() -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Coroutine
 from contextlib import redirect_stderr
 from dataclasses import replace
-from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -26,7 +24,13 @@ from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.service.node import ParameterNode
 from ps_server.wire.snapshot_wire import SnapshotReader, snapshot_messages
 from pushpull.v1.replication_pb2 import ReplicateRequest
-from tests.unit.measured_loop import a_turn, collecting_as_a_server, turns_of_server
+from tests.unit.measured_loop import (
+    a_turn,
+    collecting_as_a_server,
+    most_turn_s,
+    shortest,
+    turns_of_server,
+)
 
 SERVER = Session("c", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
 GONE = 3000
@@ -34,11 +38,6 @@ GONE = 3000
 PUSHING = 160
 """Workers of a range, each of which has pushed all of its blocks and confirmed nothing."""
 MODEL = TableId(1)
-
-
-def shortest(scene: Callable[[], Coroutine[Any, Any, None]]) -> float:
-    """The longest turn; of three attempts, where a busy machine makes it long."""
-    return min(turns_of_server(scene())[0] for _ in range(3))
 
 
 def test_thousands_of_sessions_end_in_short_turns() -> None:
@@ -66,7 +65,7 @@ def test_thousands_of_sessions_end_in_short_turns() -> None:
         assert node.sessions.count == 0
 
     with redirect_stderr(io.StringIO()):
-        assert shortest(scene) < limits.MAX_TURN_S
+        assert shortest(scene, turns_of_server) < most_turn_s()
 
 
 def copied(state: RangeState) -> tuple[RangeCopy | None, list[float]]:
@@ -111,4 +110,4 @@ def test_what_many_workers_have_of_a_range_is_copied_in_short_steps() -> None:
     assert {who: each.ledger.low_water for who, each in copy.workers.items()} == {
         who: len(blocks) + 1 for who in state.workers
     }
-    assert max(steps) < limits.MAX_TURN_S
+    assert max(steps) < most_turn_s()

@@ -150,19 +150,13 @@ class _ParameterState:
 
 @dataclass(slots=True, eq=False)
 class _BlockState:
-    """A block's state in the current step.
-
-    Attributes:
-        waiting_count: tensors that are not staged yet.
-        is_changed: it changed since it left, or is staged and has not left.
-        is_wasted: it changed after it left, or after it would have if the table were streamed.
-    """
+    """A block's state in the current step."""
 
     tensors: tuple[int, ...]
-    waiting_count: int
+    waiting_count: int  # tensors that are not staged yet
     has_left: bool = False
-    is_changed: bool = False
-    is_wasted: bool = False
+    is_changed: bool = False  # since it left, or it is staged and has not left
+    is_wasted: bool = False  # it changed after it left, or after it would have if it were streamed
 
 
 class FlatBuffer:
