@@ -251,7 +251,15 @@ class Wire:
         return view
 
     def create(self, name: str, **changes: Any) -> RawTable:
-        """A table that every server knows."""
+        """A table that every server knows, and that lies on several if it has several blocks."""
+        table = self._create(name, **changes)
+        if len(table.places) > 1 < len(self.servers) and len(table.servers) == 1:
+            # Where blocks lie depends on how many there were before: one more, and they lie apart.
+            self._create(f"{name} (in between)", blocks=1)
+            table = self._create(f"{name} (again)", **changes)
+        return table
+
+    def _create(self, name: str, **changes: Any) -> RawTable:
         session = self.workers[0].session
         request = scheduler_pb2.CreateTableRequest(session=session, spec=spec(name, **changes))
         created = self.scheduler.CreateTable(request, timeout=DEADLINE_S)

@@ -74,8 +74,11 @@ class CountingHost(CollectiveRounds):
 class DeafHost(CollectiveRounds):
     """Does not take over what another host has ended."""
 
-    def _adopt(self, last: Round) -> None:
-        self._last = Round(last.number, ())
+    def enter(
+        self, who: Incarnation, ended_round: int, last: Round | None, share: Share | None
+    ) -> None:
+        heard = None if last is None else Round(last.number, ())
+        super().enter(who, ended_round, heard, share)
 
 
 class ImpatientHost(CollectiveRounds):
