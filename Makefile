@@ -48,7 +48,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## Train a CNN on handwritten digits: 1 scheduler, 2 servers, 2 workers, test accuracy >= 97 %
 	$(BIN)/pushpull train examples/digits_cnn.py --workers 2 --servers 2
 
-test: $(READY) ## Run the quick tests, which need pip packages only: three minutes on two cores
+test: $(READY) ## Run the quick tests, which need pip packages only, on up to four cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(FAST_TESTS)
 
 check: lint ## All that CI runs: lint, every test, the simulator's seeds, demo, system tests
