@@ -112,7 +112,7 @@ bench-check: $(READY) ## Run every benchmark quickly: do they work, and give all
 checkpoint-check: $(READY) ## Test checkpoints further than CI does: every optimizer, S3, servers that die, rows of them
 	$(BIN)/python -m pytest $(PARALLEL) tests/checkpoints
 
-lanes-check: $(READY) ## Test failover, update logs and changes of consistency on both lanes; `make test` takes one of each
+lanes-check: $(READY) ## Test failover, update logs and changes of consistency on both lanes; `make check` takes one of each
 	$(BIN)/python -m pytest $(PARALLEL) --all-lanes -m second_lane $(FAST_TESTS)
 
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))

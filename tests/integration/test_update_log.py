@@ -1,7 +1,7 @@
 """Servers with one replica and an update log: whoever is killed comes back with all that it did.
 
 Real processes, a lease of a second. A cluster for each lane serves all tests;
-`make test` has one of them, `make lanes-check` both.
+`make check` has one of them, `make lanes-check` both.
 """
 
 from __future__ import annotations
