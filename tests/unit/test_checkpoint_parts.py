@@ -118,7 +118,8 @@ class Server:
 
     @property
     def clocks(self) -> set[int]:
-        """Of its ranges."""
+        """Of its ranges, once all that was begun is done."""
+        self.node.works.finish()
         return {part.state.clock for part in self.node.machine.shards.values()}
 
     async def report(self) -> PartReport:
