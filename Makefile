@@ -116,9 +116,10 @@ lanes-check: $(READY) ## Test failover, update logs and changes of consistency o
 	$(BIN)/python -m pytest $(PARALLEL) --all-lanes -m second_lane $(FAST_TESTS)
 
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))
-gpu-check: ## On a machine with a GPU: the CUDA tests, then a training benchmark as JSON (PYTHON=python3: no network)
+gpu-check: ## On a machine with a GPU: the CUDA tests, some with torch's sanitizer, then a training benchmark as JSON (PYTHON=python3: no network)
 	@$(GPU_PYTHON) -m ps_cli.bench.devices >&2
 	@$(GPU_PYTHON) -m pytest -W default tests/cuda -m cuda >&2
+	@TORCH_CUDA_SANITIZER=1 $(GPU_PYTHON) -m pytest -W default tests/cuda/test_copies.py tests/cuda/test_training.py -m cuda >&2
 	@$(GPU_PYTHON) -m ps_cli bench train --device cuda --json -
 
 system-deps: $(READY) ## Install what tests/system needs beside pip packages (Debian and Ubuntu; needs root)

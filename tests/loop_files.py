@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ def forbid() -> None:
     def refuse(what: str) -> None:
         message = f"a file on the event loop: {what}"
         print(message, file=sys.stderr, flush=True)
+        traceback.print_stack(limit=-20)
         raise RuntimeError(message)
 
     _tellers.append(refuse)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import encodings.idna  # noqa: F401 - the first look-up of a host would import it on the event loop
 import sys
 from collections.abc import Coroutine
 from typing import Any

@@ -249,7 +249,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 or not under BSP, or by a joining worker. The step was not taken; the changes stay.
             WaitExpired: workers or servers are missing; the message names them. The step stays
                 sealed. The next call waits for it, and takes a step of its own only after a
-                backward pass; likewise after Ctrl-C. `zero_grad` waits for it too. Parameters that
+                backward pass, or if the script has written other gradients (by replaying a CUDA
+                graph, say); likewise after Ctrl-C. `zero_grad` waits for it too. Parameters that
                 the script changes meanwhile are an edit of the step after it.
         """
         if not self._has_stepped:  # frameworks wrap the model when they have the optimizer
@@ -548,23 +549,28 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 if not entry.tensor.requires_grad:
                     continue
                 table.is_asleep = False
-                # Add's values exist only after the step: no hook.
-                if not self._model.adds and entry.tensor not in self._hooks:
+                if entry.tensor not in self._hooks:
                     hook = partial(_hooked, weakref.ref(self), table, index)
                     handle = entry.tensor.register_post_accumulate_grad_hook(hook)
                     self._hooks[entry.tensor] = handle
 
 
 def _hooked(
-    reference: weakref.ref[DistributedOptimizer], table: TrainedTable, index: int, _: torch.Tensor
+    reference: weakref.ref[DistributedOptimizer], table: TrainedTable, index: int, on: torch.Tensor
 ) -> None:
     """A parameter's hook, which does not keep its optimizer alive."""
     optimizer = reference()
-    if optimizer is not None:
-        model = optimizer._model
-        model.gradient_came()
-        arrives = model.options.applies_on_arrival
-        table.hooked(index, model.hyperparameters(table, optimizer.param_groups) if arrives else ())
+    if optimizer is None:
+        return
+    model = optimizer._model
+    if on.is_cuda and torch.cuda.is_current_stream_capturing():
+        model.are_replayed = True
+        return
+    model.gradient_came()
+    if model.adds:  # what it pushes exists only after the step
+        return
+    arrives = model.options.applies_on_arrival
+    table.hooked(index, model.hyperparameters(table, optimizer.param_groups) if arrives else ())
 
 
 def _check_known(imported: Imported, name: str, module: nn.Module) -> None:

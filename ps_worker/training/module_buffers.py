@@ -23,7 +23,8 @@ from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.training.tables.staging import FlatBuffer, blocks_in
+from ps_worker.training.tables.device_copies import Arrival, from_host, to_host
+from ps_worker.training.tables.staging import FlatBuffer, blocks_in, flagged
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
@@ -66,10 +67,7 @@ def buffer_layouts(prefix: str, module: nn.Module) -> list[FlatLayout]:
 def write_values(target: torch.Tensor, values: torch.Tensor) -> None:
     """Write `values` into `target`, rounded to the nearest integer if `target` has integers."""
     with torch.no_grad():
-        if target.dtype is torch.bool:
-            target.copy_(values.round() != 0)
-        else:
-            target.copy_(values.round() if _is_integer(target) else values)
+        target.copy_(values if target.dtype.is_floating_point else values.round())
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:
@@ -96,6 +94,7 @@ class BufferTable:
         self._pending = PendingTickets(client)
         self._pull: PullTicket[Pulled] | None = None
         self._left: dict[str, torch.Tensor] = {}
+        self._arrivals: list[Arrival] = []
         self.handle = client.create_table(
             layout.table_name,
             layout.shapes(),
@@ -133,6 +132,9 @@ class BufferTable:
 
     def begin_pull(self) -> None:
         """Begin to pull the buffers at this worker's clock."""
+        for arrival in self._arrivals:  # of a copy that reads the last pull's values
+            arrival.synchronize()
+        self._arrivals = []
         self._pull = self._client.pulls.start(self.handle, self._received.raw)
         self._pending.add(self._pull)
 
@@ -155,17 +157,35 @@ class BufferTable:
             self.begin_pull()
         self.wait_pending()
         pull, self._pull = self._pull, None
-        if pull is not None:
-            before, self._left = self._left, {}
-            for name, target, values in self._current(self._received):
-                self._check(name, target, values)
-                if name not in before or torch.equal(before[name], target):
-                    write_values(target, values)
+        if pull is None:
+            return
+        before, self._left = self._left, {}
+        here = self._received.views
+        devices = {target.device for _, target, _ in self._current(self._received)}
+        if len(devices) == 1 and (device := devices.pop()).type == "cuda":
+            # One copy for all buffers, which the device then divides.
+            far = torch.empty_like(self._received.values, device=device)
+            self._arrivals = from_host([(far, self._received.values)])
+            here = self._layout.views(far)
+        for (name, target, _), values in zip(self._current(self._received), here, strict=True):
+            _check_shape(name, target, values)
+            if name not in before or torch.equal(before[name], target):
+                write_values(target, values)
 
     def _push(self, step: TableStep) -> TableStep:
-        for name, source, staged in self._current(self._sent):
-            self._check(name, source, staged)
-            staged.copy_(source)
+        current = list(self._current(self._sent))
+        for name, source, staged in current:
+            _check_shape(name, source, staged)
+        self._check_exact()
+        sources = [source.detach() for _, source, _ in current]
+        if len({source.device for source in sources}) == 1 and sources[0].is_cuda:
+            flat = torch.cat([source.reshape(-1).to(self._sent.values.dtype) for source in sources])
+            arrival = to_host(flat, self._sent.values)
+            if arrival is not None:
+                arrival.synchronize()
+        else:
+            for source, (_, _, staged) in zip(sources, current, strict=True):
+                staged.copy_(source)
         step.push_blocks(blocks_in(self.handle.table, self._sent.values))
         return step
 
@@ -174,17 +194,28 @@ class BufferTable:
         for entry, view in zip(self._layout.placed, flat.views, strict=True):
             yield entry.name, self._module.get_buffer(entry.name), view
 
-    @staticmethod
-    def _check(name: str, buffer: torch.Tensor, view: torch.Tensor) -> None:
-        if buffer.shape != view.shape:
+    def _check_exact(self) -> None:
+        """Refuse integers that float64 does not hold; looks at all of them in one transfer."""
+        wide = [
+            (name, buffer)
+            for name, buffer, _ in self._current(self._sent)
+            if buffer.dtype in (torch.int64, torch.uint64) and buffer.numel()
+        ]
+        flags = [
+            (index, buffer.abs().max() > _MAX_EXACT_INTEGER)
+            for index, (_, buffer) in enumerate(wide)
+        ]
+        for index in flagged(flags):
+            name, buffer = wide[index]
             raise InvalidTensor(
-                f"buffer '{name}' has shape {tuple(buffer.shape)}; expected {tuple(view.shape)}, "
-                "as when the optimizer was made"
+                f"buffer '{name}' has {int(buffer.abs().max())}; expected integers up to 2**53 in "
+                "magnitude (choose buffers=None, or persistent=False)"
             )
-        if buffer.dtype in (torch.int64, torch.uint64) and buffer.numel():
-            largest = int(buffer.abs().max())
-            if largest > _MAX_EXACT_INTEGER:
-                raise InvalidTensor(
-                    f"buffer '{name}' has {largest}; expected integers up to 2**53 in magnitude "
-                    "(choose buffers=None, or persistent=False)"
-                )
+
+
+def _check_shape(name: str, buffer: torch.Tensor, view: torch.Tensor) -> None:
+    if buffer.shape != view.shape:
+        raise InvalidTensor(
+            f"buffer '{name}' has shape {tuple(buffer.shape)}; expected {tuple(view.shape)}, as "
+            "when the optimizer was made"
+        )

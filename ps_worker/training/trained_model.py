@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import starmap, zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -49,7 +50,12 @@ from ps_worker.training.planned_edits import (
 )
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
-from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.staging import (
+    column_sums,
+    is_finite,
+    place_of,
+    sums_differ,
+)
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.transport.metrics import MEASURES
@@ -59,6 +65,11 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """torch's parameter groups."""
+
+
+_Mark: TypeAlias = tuple[object, torch.Tensor | None] | None
+"""A gradient's place and version, and the sums of its bits if it is on a device, where a graph may
+write it without a trace; None: there is no gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +86,7 @@ class _SealedStep:
     is_staged: bool = False  # it is an edit that a later one puts in place
     refused: EditRefused | None = None  # the error, if the edit was refused
     is_taken_over: bool = False  # its result was written into the parameters
+    marks: list[_Mark] | None = None  # of its gradients, if hooks do not tell of all
     has_gradients: bool = False  # gradients of the next step have come since
 
 
@@ -88,6 +100,7 @@ class TrainedModel:
         gradient_norm: the norm that the last step was clipped by; None without clipping.
         loaded: optimizer state that the servers do not have in full yet.
         adds: the worker pushes its local optimizer's updates.
+        are_replayed: a CUDA graph, whose replays call no hooks, makes gradients.
     """
 
     def __init__(
@@ -101,10 +114,12 @@ class TrainedModel:
         self.gradient_norm: float | None = None
         self.loaded: LoadedState | None = None
         self.adds = isinstance(optimizer, Add)
+        self.are_replayed = False
         self._client = client
         self._sealed: _SealedStep | None = None
         self._common = CommonModel(client, options.name, self.tables, self.buffers)
         self._round_count = 0  # the clocks beyond the script's steps
+        self._is_hooked = False  # a hook of the present step's gradients was called
         self._given = (-1, b"")  # clock and digest of the state that `gave_state` noted
         self._edits = PlannedEdits()
         self._joined_at = -1  # its clock when it joined others
@@ -190,13 +205,26 @@ class TrainedModel:
     def is_repeated(self) -> bool:
         """True if `step` would only end the last step, because no gradient has come since."""
         sealed = self._sealed
-        return sealed is not None and not sealed.has_gradients and not sealed.is_edit
+        if sealed is None or sealed.is_edit:
+            return False
+        if not sealed.has_gradients and sealed.marks is not None:
+            sealed.has_gradients = self._have_changed(sealed.marks)
+        return not sealed.has_gradients
+
+    def _marks(self) -> list[_Mark]:
+        placed = (entry for table in self.tables for entry in table.layout.placed)
+        return [_mark_of(entry.tensor.grad) for entry in placed]
+
+    def _have_changed(self, marks: list[_Mark]) -> bool:
+        """True if any gradient differs from its mark; waits for the devices."""
+        return any(starmap(_differ, zip_longest(marks, self._marks())))
 
     def gradient_came(self) -> None:
         """A backward pass runs, so the next `step` takes a step of its own. Refuses one whose
         gradients the last step would overwrite, or that other workers, which are in a
         `synchronize`, would pull.
         """
+        self._is_hooked = True
         if self._joined_at >= 0 and self._brought is None:
             self._brought = self._edited()
         if self._common.is_interrupted and self.options.applies_on_arrival:
@@ -484,7 +512,11 @@ class TrainedModel:
                 if table.is_asleep:
                     table.pass_clock()
         self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
-        return _SealedStep(tickets, scaling, skip, problem)
+        sealed = _SealedStep(tickets, scaling, skip, problem)
+        if self.are_replayed or not self._is_hooked:
+            sealed.marks = self._marks()
+        self._is_hooked = False
+        return sealed
 
     def _seal_buffers(self) -> None:
         for buffers in self.buffers:
@@ -634,6 +666,21 @@ def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
             return table.finish()
         except EditRefused as error:  # each ticket raises once
             sealed.refused = sealed.refused or error
+
+
+def _differ(before: _Mark, now: _Mark) -> bool:
+    if before is None or now is None:
+        return before is not now
+    (place, sums), (place_now, sums_now) = before, now
+    if place != place_now or sums is None or sums_now is None:
+        return place != place_now
+    return bool(sums_differ(sums, sums_now))
+
+
+def _mark_of(gradient: torch.Tensor | None) -> _Mark:
+    if gradient is None or gradient.layout is not torch.strided:
+        return None
+    return place_of(gradient), None if gradient.is_cpu else column_sums(gradient.detach())
 
 
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,9 @@ import torch
 import ps_worker as ps
 from ps_cli.bench.devices import CUDA, name_of
 from ps_core.errors import InvalidConfig
+
+# This process has it on by now, if it is wanted; servers compute on the CPU.
+os.environ.pop("TORCH_CUDA_SANITIZER", None)
 
 
 @pytest.fixture(scope="session")

@@ -10,11 +10,14 @@ from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.spec.values import BlockValues
 from ps_worker.training.tables.device_copies import (
     from_host,
+    pin_in_place,
     stream_from_host,
     stream_to_host,
     to_host,
 )
 from ps_worker.training.tables.staging import Fingerprint, FlatBuffer
+from ps_worker.transport.lane import empty_shared, find
+from tests.cuda.training_pairs import RACING
 from tests.unit.staging_loop import Loop
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(180)]
@@ -108,7 +111,20 @@ def test_buffers_of_tensors_on_a_device_are_pinned(device: torch.device) -> None
     parameter = torch.ones(3, 30, device=device)
     layout = layout_of("t", dtype_of("p", parameter), [("p", parameter)])
     assert layout is not None
-    assert FlatBuffer(layout, is_shared=True).values.is_pinned()
+    assert FlatBuffer(layout).values.is_pinned()
+    shared = FlatBuffer(layout, is_shared=True)
+    assert shared.values.is_pinned()
+    assert find(shared.raw.data) is not None, "servers of this host read it where it lies"
+
+
+def test_shared_memory_is_pinned_until_its_array_is_dropped(device: torch.device) -> None:
+    array = empty_shared(1 << 16, "uint8")
+    memory = torch.from_numpy(array.base)
+    assert not memory.is_pinned()
+    assert pin_in_place(array, device)
+    assert memory.is_pinned()
+    del array
+    assert not memory.is_pinned()
 
 
 def test_fingerprints_see_what_changed_on_the_device(device: torch.device) -> None:
@@ -159,6 +175,7 @@ def test_a_gradient_changed_after_its_block_left_leaves_again(device: torch.devi
     assert torch.equal(loop.held(parts)[1], torch.ones(64))
 
 
+@RACING
 def test_a_gradient_changed_under_its_copy_leaves_as_it_is_in_the_end(device: torch.device) -> None:
     loop = Loop(*parameters_on(device, COUNT))
     keep_busy(stream_to_host(loop.parameters[0].device))

@@ -141,6 +141,49 @@ def test_a_step_that_is_asked_for_again_is_the_same_step(
     assert torch.equal(models[0].weight, models[1].weight)
 
 
+def _by_backward(model: nn.Module) -> None:
+    model.zero_grad()
+    (3 * model(torch.ones(1, 4)).sum()).backward()  # a hook may wait for the step before
+
+
+def _by_hand(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+
+
+@pytest.mark.parametrize("write", [_by_backward, _by_hand])
+@pytest.mark.parametrize("kind", ["server", "add"])
+def test_gradients_that_come_after_an_expired_wait_are_a_step_of_their_own(
+    two: tuple[ps.Client, ps.Client], kind: str, write: Callable[[nn.Module], None]
+) -> None:
+    models = [nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)]
+    for model in models:
+        nn.init.zeros_(model.weight)
+    options = {"name": f"own-{kind}-{write.__name__}", "reduction": "sum"}
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(optimizer_for, two[1], models[1], optimizer=KINDS[kind](), **options)
+        first = optimizer_for(two[0], models[0], optimizer=KINDS[kind](), **options)
+        second = other.result()
+        write(models[0])
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()
+        with pytest.raises(ps.WaitExpired, match="worker 1"):
+            first.step()  # the same step
+
+        def two_steps() -> None:
+            for _ in range(2):
+                models[1].weight.grad = torch.zeros(1, 4)
+                second.step()
+
+        stepping = thread.submit(two_steps)
+        ended(lambda: write(models[0]))
+        ended(first.step)
+        stepping.result()
+    assert first.clock == second.clock == 2
+    assert torch.allclose(models[0].weight, torch.full((1, 4), -0.6))
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
 def test_a_step_of_two_tables_of_which_one_has_ended_is_the_same_step(
     two: tuple[ps.Client, ps.Client],
 ) -> None:

@@ -10,10 +10,13 @@ Rules:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from functools import cache
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -78,6 +81,25 @@ def _to_device(device: torch.device, moves: list[tuple[torch.Tensor, torch.Tenso
     # So targets need no `record_stream`: the next user of their memory waits too.
     current.wait_event(arrival)
     return arrival
+
+
+def pin_in_place(array: npt.NDArray[np.uint8], device: torch.device) -> bool:
+    """Pin memory that was not allocated pinned, for copies to and from `device`, until the array is
+    dropped. False: the driver refuses.
+    """
+    driver = torch.cuda.cudart()
+    address = array.ctypes.data
+    with torch.cuda.device(device):
+        if int(driver.cudaHostRegister(address, array.nbytes, 0)) != 0:
+            return False
+    weakref.finalize(array, _unpin, address, device)
+    return True
+
+
+def _unpin(address: int, device: torch.device) -> None:
+    stream_to_host(device).synchronize()  # copies that nobody waits for any more
+    stream_from_host(device).synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -34,7 +34,7 @@ from ps_core.errors import InvalidTensor
 from ps_core.tables import Table, pack_presence
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.values import BlockValues, Raw
-from ps_worker.training.tables.device_copies import Arrival, to_host
+from ps_worker.training.tables.device_copies import Arrival, pin_in_place, to_host
 from ps_worker.transport.lane import empty_shared
 
 CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
@@ -160,22 +160,22 @@ class _BlockState:
 
 
 class FlatBuffer:
-    """Host memory in the shape of a table: pinned if its tensors are on a CUDA device, else shared
-    with servers on this host, if `is_shared` and the system can.
-
-    Pinned memory cannot be shared: on the same-host lane its blocks are copied into the ring.
+    """Host memory in the shape of a table: shared with servers on this host, if `is_shared` and the
+    system can; pinned if its tensors are on a CUDA device.
     """
 
     def __init__(self, layout: FlatLayout, *, is_shared: bool = False) -> None:
-        on_cuda = any(entry.tensor.device.type == "cuda" for entry in layout.placed)
+        devices = [entry.tensor.device for entry in layout.placed]
+        cuda = next((device for device in devices if device.type == "cuda"), None)
         dtype = TORCH_DTYPE[layout.dtype]
         values = None
-        if is_shared and not on_cuda:
+        if is_shared:
             with contextlib.suppress(OSError):  # no memory can be shared
                 raw = empty_shared(layout.element_count * dtype.itemsize, "uint8")
-                values = torch.from_numpy(raw).view(dtype)
+                if cuda is None or pin_in_place(raw, cuda):
+                    values = torch.from_numpy(raw).view(dtype)
         if values is None:
-            values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=on_cuda)
+            values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=cuda is not None)
         self.values = values
         self.views = layout.views(values)
         self.raw: Raw = values.view(torch.uint8).numpy()
