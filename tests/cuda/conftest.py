@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+from torch.cuda import _sanitizer
 
 import ps_worker as ps
 from ps_cli.bench.devices import CUDA, name_of
@@ -14,6 +15,18 @@ from ps_core.errors import InvalidConfig
 
 # This process has it on by now, if it is wanted; servers compute on the CPU.
 os.environ.pop("TORCH_CUDA_SANITIZER", None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A script may change a gradient under its copy, which staging finds (STG-1). The sanitizer
+    must find fault with the tests that do, and with no other.
+    """
+    if not _sanitizer.cuda_sanitizer.enabled or pyfuncitem.get_closest_marker("racing") is None:
+        return (yield)
+    with pytest.raises(_sanitizer.CUDASanitizerErrors):
+        yield
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,6 @@ from ps_worker.training.tables.device_copies import (
 )
 from ps_worker.training.tables.staging import Fingerprint, FlatBuffer
 from ps_worker.transport.lane import empty_shared, find
-from tests.cuda.training_pairs import RACING
 from tests.unit.staging_loop import Loop
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(180)]
@@ -175,7 +174,7 @@ def test_a_gradient_changed_after_its_block_left_leaves_again(device: torch.devi
     assert torch.equal(loop.held(parts)[1], torch.ones(64))
 
 
-@RACING
+@pytest.mark.racing
 def test_a_gradient_changed_under_its_copy_leaves_as_it_is_in_the_end(device: torch.device) -> None:
     loop = Loop(*parameters_on(device, COUNT))
     keep_busy(stream_to_host(loop.parameters[0].device))

@@ -13,7 +13,6 @@ from torch import nn
 import ps_worker as ps
 from tests.cuda.training_pairs import (
     LEARNING_RATE,
-    RACING,
     Counting,
     Pair,
     Split,
@@ -97,7 +96,7 @@ def test_each_mode_trains(
     pair.check_close()
 
 
-@RACING
+@pytest.mark.racing
 def test_clipped_gradients_are_the_ones_that_count(
     client: ps.Client, model: Any, name: str
 ) -> None:
@@ -112,7 +111,7 @@ def test_clipped_gradients_are_the_ones_that_count(
     pair.check_close()
 
 
-@RACING
+@pytest.mark.racing
 def test_gradients_scaled_behind_torchs_back_are_found(
     client: ps.Client, model: Any, name: str
 ) -> None:
@@ -127,7 +126,7 @@ def test_gradients_scaled_behind_torchs_back_are_found(
     pair.check_close()
 
 
-@RACING
+@pytest.mark.racing
 @pytest.mark.parametrize("is_clipped", [False, True], ids=["plain", "clipped"])
 def test_mixed_precision_scales_and_skips(
     client: ps.Client, model: Any, name: str, is_clipped: bool
@@ -153,7 +152,7 @@ def test_mixed_precision_scales_and_skips(
     pair.check_close(1e-4)
 
 
-@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=RACING)])
+@pytest.mark.parametrize("set_to_none", [True, pytest.param(False, marks=pytest.mark.racing)])
 def test_gradients_may_be_zeroed_either_way(
     client: ps.Client, model: Any, name: str, set_to_none: bool
 ) -> None:
@@ -169,7 +168,9 @@ def test_gradients_may_be_zeroed_either_way(
     pair.check_close()
 
 
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=RACING), 2], ids=["unsaid", "said"])
+@pytest.mark.parametrize(
+    "accumulate", [pytest.param(1, marks=pytest.mark.racing), 2], ids=["unsaid", "said"]
+)
 def test_gradients_are_accumulated(
     client: ps.Client, model: Any, name: str, accumulate: int
 ) -> None:
@@ -236,7 +237,7 @@ def test_running_statistics_are_shared(
     pair.check_close()
 
 
-@RACING
+@pytest.mark.racing
 def test_a_gradient_that_is_not_finite_skips_the_step(
     client: ps.Client, model: Any, name: str
 ) -> None:

@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.cuda import _sanitizer
 
 import ps_worker as ps
 from tests.integration.training_models import BLOCK, Branched, batches, seeded, twin, values
 
 LEARNING_RATE = 0.1
-
-RACING = pytest.mark.xfail(
-    _sanitizer.cuda_sanitizer.enabled,
-    raises=_sanitizer.CUDASanitizerErrors,
-    reason="the script changes a gradient that may still be copied, which staging finds (STG-1)",
-    strict=True,
-)
-"""On a test that the stream sanitizer must find fault with, where it is on."""
 
 
 class Counting(nn.Module):
