@@ -32,12 +32,11 @@ from ps_runtime.grpc import channels
 from ps_runtime.grpc.addresses import join_address, split_address
 from ps_runtime.grpc.node_server import NodeServer
 from ps_runtime.http2.server import StreamServer
-from ps_runtime.launch import shutdown
 from ps_runtime.launch.ready_file import write_ready_file
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import NodeMetrics, ServerMetrics, new_registry
 from ps_runtime.settings import config
-from ps_runtime.system import capacity, clock
+from ps_runtime.system import capacity, clock, process_end
 from ps_runtime.system.background import switch_often
 from ps_runtime.system.collector import Collector
 from ps_runtime.system.trimming import trim_often
@@ -78,7 +77,7 @@ _REFUSED = 2
 def main() -> None:
     """Run until told to stop, or until the cluster has finished."""
     settings = config.from_command_line(ServerConfig, parser())
-    shutdown.die_with_parent_if_asked(os.environ)
+    process_end.die_with_parent_if_asked(os.environ)
     logs.configure("server", settings.log_level, settings.log_format)
     channels.tune_allocator()
     switch_often()
@@ -105,7 +104,7 @@ async def _serve(settings: ServerConfig) -> None:
         registry=registry,
     )
     streams = await _stream_port(settings, servicer, backups)
-    stop = asyncio.create_task(shutdown.wait_for_stop_signal())
+    stop = asyncio.create_task(process_end.wait_for_stop_signal())
 
     def attach(node: ParameterNode, view_at_least: ViewAtLeast) -> None:
         servicer.attach(node, view_at_least)

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from ps_core.errors import Fenced, InvalidConfig, PushpullError, Unauthenticated
-from ps_runtime.launch import shutdown
 from ps_runtime.observe import logs
 from ps_runtime.settings.config import fields_of, resolve, variable_name
+from ps_runtime.system import process_end
 from ps_runtime.system.capacity import follow_limit
 from ps_runtime.system.collector import spare_import_of
 from ps_worker.client.client import connect
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reader = parser()
     given = reader.parse_args(argv)
     try:
-        shutdown.die_with_parent_if_asked(os.environ)
+        process_end.die_with_parent_if_asked(os.environ)
         config = _take_flags(vars(given))
         logs.configure(_process_name(vars(given)), config.log_level, config.log_format)
     except InvalidConfig as error:

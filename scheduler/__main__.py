@@ -22,11 +22,11 @@ from ps_runtime.cluster import join_secret
 from ps_runtime.grpc import channels
 from ps_runtime.grpc.node_server import NodeServer
 from ps_runtime.launch.ready_file import write_ready_file
-from ps_runtime.launch.shutdown import die_with_parent_if_asked, wait_for_stop_signal
 from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
 from ps_runtime.settings import config
 from ps_runtime.system import clock
+from ps_runtime.system.process_end import die_with_parent_if_asked, wait_for_stop_signal
 from pushpull.v1 import scheduler_pb2
 from scheduler.config import SchedulerConfig, parser
 from scheduler.edge.checkpointing import CheckpointPolicy

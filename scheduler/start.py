@@ -18,9 +18,10 @@ from ps_core.keys import Incarnation
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from scheduler.config import SchedulerConfig
-from scheduler.edge.publication import Journal
+from scheduler.edge.publication import JournalWriter
 from scheduler.edge.restoring import checkpoints_under, restored_at_start
 from scheduler.edge.sqlite_store import SqliteStore
+from scheduler.journal import records
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.placement import range_count_for
 from scheduler.machine.state import (
@@ -29,7 +30,6 @@ from scheduler.machine.state import (
     ClusterSettings,
     JournaledCluster,
 )
-from scheduler.store import records
 
 _INCARNATION_BITS = 40
 """Bits of the first incarnation; the rest of the contract's 53 is for counting up."""
@@ -56,7 +56,7 @@ class SchedulerStart:
     """The cluster to serve, with the transitions of its start, and its journal, if it has one."""
 
     begun: Decision[Cluster]
-    journal: Journal | None = None
+    journal: JournalWriter | None = None
 
 
 def started(settings: SchedulerConfig) -> SchedulerStart:
@@ -88,7 +88,7 @@ def started(settings: SchedulerConfig) -> SchedulerStart:
             nodes=sum(node.state.is_member for node in view.nodes),
             tables=len(view.tables),
         )
-    return SchedulerStart(begun, Journal(store))
+    return SchedulerStart(begun, JournalWriter(store))
 
 
 def cluster_settings(settings: SchedulerConfig) -> ClusterSettings:

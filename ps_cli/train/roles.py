@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from ps_runtime.launch.role_process import become
+from ps_runtime.launch.role_entry import become
 from ps_runtime.settings.config import fields_of, flag_name
 
 

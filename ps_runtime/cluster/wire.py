@@ -24,7 +24,7 @@ from ps_core.cluster_view import (
     Role,
     Session,
 )
-from ps_core.collective import Round, Share
+from ps_core.collective_calls import Round, Share
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import AssignmentEpoch, KeyRange, NodeId, RangeId, Slot, TableId

@@ -33,7 +33,7 @@ from typing import IO, Protocol, Self
 
 from ps_core.errors import InvalidConfig, Recovering, WaitExpired
 from ps_runtime.cluster import join_secret
-from ps_runtime.launch import role_process
+from ps_runtime.launch import role_entry
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.role_environment import role_environment
 from ps_runtime.observe import logs
@@ -97,7 +97,7 @@ class RoleChild(Protocol):
 def new_interpreter(start: RoleStart) -> RoleChild:
     """Start a process that imports all its modules."""
     return subprocess.Popen(
-        role_process.command_of(start.module, start.arguments),
+        role_entry.command_of(start.module, start.arguments),
         stdin=subprocess.DEVNULL,
         stdout=start.output,
         stderr=subprocess.STDOUT,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import ps_core
-from ps_runtime.launch.shutdown import DIE_WITH_PARENT, PARENT_PID
+from ps_runtime.system.process_end import DIE_WITH_PARENT, PARENT_PID
 from pushpull.v1 import types_pb2
 
 _ADDRESSING = (

@@ -43,7 +43,7 @@ from ps_runtime.observe import logs
 from ps_runtime.system.background import give_way
 from ps_runtime.system.disk import DISK, Disk
 from ps_server.checkpoint.copy_memory import CopyMemory, Piece
-from ps_server.checkpoint.written_blocks import (
+from ps_server.checkpoint.unchanged_blocks import (
     BlockKey,
     WrittenBlock,
     WrittenBlocks,

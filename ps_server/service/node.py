@@ -60,7 +60,7 @@ from ps_server.ranges.schedule import checkpoint_cut
 from ps_server.ranges.server_machine import Doubt, PreparedChange, ServerMachine, ShardAdded
 from ps_server.replication.output_commit import CommittedEffect
 from ps_server.service.answers import PushStream, RangeRead, ReadWaits, UnreadAnswers
-from ps_server.service.collective_calls import CollectiveCalls
+from ps_server.service.collective_waits import CollectiveWaits
 from ps_server.service.works import Works
 from ps_server.update_log.writer import UpdateLog
 from ps_server.values.mutations import Assigned, Dropped, Mutation, Put
@@ -185,7 +185,7 @@ class ParameterNode:
         self.works = Works(self.turns, lambda failure: self.health.failed(failure))
         self._tick_waits = False
         self.unread = UnreadAnswers(now)
-        self.collectives = CollectiveCalls(NodeId(session.node_id))
+        self.collectives = CollectiveWaits(NodeId(session.node_id))
 
     def replicate(
         self, setting: ReplicationSetting, update_log: UpdateLog | None = None

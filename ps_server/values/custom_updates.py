@@ -1,40 +1,27 @@
-"""Custom updates: the contract, and an update that runs on blocks.
+"""The contract of custom updates, and how one that was found is held to it.
 
 An update is a function of the values, state, gradient and hyperparameters of some elements. It gets
-copies, on which it may work in place, and returns new values and state, so that this module, and
-not every author, ensures that nothing is half applied.
+tensors of its own, on which it may work in place, and returns new values and state.
 
 Rules:
-    - Elements of tensors that are absent from an update are not handed over.
-    - Elements of several tensors with equal step counts are handed over as one vector. Its length
-      is a multiple of 64: zeros follow the last element, and their results are dropped. So no
-      element is ever in the tail of a vector, which torch rounds differently.
-    - Values must come back finite, unless the table allows others. State may hold infinities, but
-      no NaN.
-
-Invariants:
-    CU-1  All blocks of an update change, or none does.
-    CU-2  With an update that treats each element by itself, OPT-1 holds
-          (`ps_server.values.update_check` tries that).
+    - An update that raises, or returns other shapes, dtypes or state than its contract says, is
+      `Broken`. `custom_optimizer` runs updates on blocks, and decides what becomes of a table then.
 """
 
 from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ps_core.errors import InvalidConfig, PushpullError, UpdateFailed
+from ps_core.errors import InvalidConfig, PushpullError
 from ps_core.tables import Hyperparameters
 from ps_core.update_offer import UpdateOffer
-from ps_server.values.contributions import Contribution, element_mask, is_finite
-from ps_server.values.optimizers import BlockState, padded_length
 
 _TEXT_CHARACTERS = 300
 """Most characters of an exception's text in a message."""
@@ -185,101 +172,3 @@ def _check_tensor(what: str, tensor: object, like: tuple[torch.Size, torch.dtype
             f"{what} came back with shape {tuple(tensor.shape)} and dtype {tensor.dtype} on "
             f"{tensor.device}; expected {tuple(like[0])} and {like[1]} on cpu"
         )
-
-
-class _Part(NamedTuple):
-    """New values of `length` elements of a block, those at `chosen`; padding follows them."""
-
-    chosen: slice | Tensor
-    length: int
-    values: Tensor
-    state: dict[str, Tensor]
-
-
-class _Change(NamedTuple):
-    block: BlockState
-    parts: list[_Part]
-    steps: np.ndarray[Any, np.dtype[np.int64]]
-
-
-class CustomOptimizer:
-    """Runs an update on the blocks of one table, whose name is `table`."""
-
-    def __init__(self, update: CheckedUpdate, table: str, *, allow_non_finite: bool) -> None:
-        self._update = update
-        self._table = table
-        self._allow_non_finite = allow_non_finite
-
-    def apply(
-        self,
-        clock: int,
-        parts: Sequence[tuple[BlockState, Contribution]],
-        numbers: Mapping[str, float],
-    ) -> None:
-        """Run update `clock` on the present tensors of all blocks, or raise UpdateFailed and change
-        none (CU-1). Each block has its reduced gradient, which is only read.
-        """
-        changes = []
-        for state, total in parts:
-            try:
-                changes.append(self._change(state, total, numbers))
-            except Broken as failure:
-                raise UpdateFailed(
-                    f"table '{self._table}' has failed: its custom update '{self._update.name}' "
-                    f"cannot make update {clock} of block {total.block}: {failure}"
-                ) from None
-        for change in changes:
-            self._write(change)
-
-    def _change(
-        self, state: BlockState, total: Contribution, numbers: Mapping[str, float]
-    ) -> _Change:
-        steps = state.segment_steps()
-        here = np.ones(len(steps), dtype=np.bool_) if total.present is None else total.present
-        parts = []
-        for step in np.unique(steps[here]).tolist():
-            segments = here & (steps == step)
-            chosen: slice | Tensor = slice(state.length)
-            if not segments.all():
-                chosen = torch.from_numpy(np.flatnonzero(element_mask(state.bounds, segments)))
-            values, gradient = padded_copy(state.values[chosen]), padded_copy(total.values[chosen])
-            slots = {
-                name: padded_copy(state.slots[name][chosen])
-                if name in state.slots
-                else torch.full_like(values, start)
-                for name, start in self._update.slots.items()
-            }
-            result = self._update.call(values, slots, gradient, numbers, step + 1)
-            part = _Part(chosen, state.values[chosen].numel(), *result)
-            if not self._allow_non_finite:
-                _check_finite(part)
-            parts.append(part)
-        steps[here] += 1
-        return _Change(state, parts, steps)
-
-    def _write(self, change: _Change) -> None:
-        state = change.block
-        for name, start in self._update.slots.items():
-            if name not in state.slots:
-                state.slots[name] = torch.full_like(state.values, start)
-        for part in change.parts:
-            state.values[part.chosen] = part.values[: part.length]
-            for name, tensor in part.state.items():
-                state.slots[name][part.chosen] = tensor[: part.length]
-        state.set_segment_steps(change.steps)
-
-
-def _check_finite(part: _Part) -> None:
-    if not is_finite(part.values[: part.length]):
-        raise Broken("values came back with an infinity or a NaN; expected finite ones")
-    for name, tensor in part.state.items():
-        if bool(torch.isnan(tensor[: part.length]).any()):
-            raise Broken(f"state '{name}' came back with a NaN; expected numbers")
-
-
-def padded_copy(elements: Tensor) -> Tensor:
-    """A copy with zeros up to the next multiple of 64 elements."""
-    count = elements.numel()
-    copy = torch.zeros(padded_length(count), dtype=elements.dtype)
-    copy[:count] = elements
-    return copy

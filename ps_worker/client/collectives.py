@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from ps_core.collective import Round, Share
+from ps_core.collective_calls import Round, Share
 from ps_core.errors import InvalidConfig
 from ps_runtime.system.clock import now_s
 from ps_worker.checkpoint.save_points import SavePoints
@@ -44,36 +44,37 @@ class CollectiveCalls:
             self._enter("barrier" + f" '{name}'" * bool(name), None, timeout_s)
 
     def all_reduce(self, value: Any, op: str, name: str, timeout_s: float | None) -> Any:
-        from ps_worker.collectives import values as values
+        from ps_worker.collectives.encoding import unpacked, words_of
+        from ps_worker.collectives.reductions import as_given, reduced, reducible, shape_words
 
         with self._calling("all_reduce"):
-            given = values.reducible(value, op)
-            words = values.words_of(f"all_reduce({op})", name, values.shape_words(given))
+            given = reducible(value, op)
+            words = words_of(f"all_reduce({op})", name, shape_words(given))
             self._check_has_stepped(words)
             ended, first = self._enter(words, (given, value), timeout_s)
-            all_given = [values.unpacked(share.payload) for share in ended.shares]
-            return values.as_given(values.reduced(all_given, op), first)
+            all_given = [unpacked(share.payload) for share in ended.shares]
+            return as_given(reduced(all_given, op), first)
 
     def gather(self, value: Any, name: str, timeout_s: float | None) -> list[Any]:
-        from ps_worker.collectives import values as values
+        from ps_worker.collectives.encoding import unpacked, words_of
 
         with self._calling("gather"):
-            words = values.words_of("gather", name)
+            words = words_of("gather", name)
             self._check_has_stepped(words)
             ended, _ = self._enter(words, (value, value), timeout_s)
-            return [values.unpacked(share.payload) for share in ended.shares]
+            return [unpacked(share.payload) for share in ended.shares]
 
     def broadcast(self, value: Any, src: int, name: str, timeout_s: float | None) -> Any:
-        from ps_worker.collectives import values as values
+        from ps_worker.collectives.encoding import unpacked, words_of
 
         with self._calling("broadcast"):
-            words = values.words_of(f"broadcast from rank {src}", name)
+            words = words_of(f"broadcast from rank {src}", name)
             self._check_has_stepped(words)
             given = (value, value) if self._engine.session.rank == src else None
             ended, _ = self._enter(words, given, timeout_s)
             for share in ended.shares:
                 if share.rank == src:
-                    return values.unpacked(share.payload)
+                    return unpacked(share.payload)
             raise InvalidConfig(f"{words}: no worker of that rank is here; it has left or is gone")
 
     @contextmanager
@@ -104,7 +105,7 @@ class CollectiveCalls:
         """The ended round of the call that `words` describe, and the script's value when it was
         first made; `given` has the value to send and the script's, or is None.
         """
-        from ps_worker.collectives.values import check_agreement, packed
+        from ps_worker.collectives.encoding import check_agreement, packed
 
         deadline_s = self._connection.deadline_s(timeout_s)
         call = self._open_call

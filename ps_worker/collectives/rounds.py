@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ps_core.collective import Host, Round, Share
+from ps_core.collective_calls import Host, Round, Share
 
 
 class Entering(NamedTuple):

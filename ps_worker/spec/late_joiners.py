@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ps_core.cluster_view import ClusterView, NodeState
-from ps_core.collective import is_late_joiner, workers_here
+from ps_core.collective_calls import is_late_joiner, workers_here
 from ps_core.keys import Incarnation, TableId
 
 ALL_HERE_WITHIN_S = 30.0

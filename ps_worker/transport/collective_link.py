@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ps_core.cluster_view import ClusterView, Session
-from ps_core.collective import WAITS_FOR, Host, Round, Share, host_of
+from ps_core.collective_calls import WAITS_FOR, Host, Round, Share, host_of
 from ps_core.errors import Fenced, PushpullError, StaleAssignment, WaitExpired
 from ps_runtime.cluster.wire import round_from_proto, round_to_proto, share_to_proto
 from ps_runtime.grpc.retry import Backoff, is_curable

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar, cast
 
 from ps_core.cluster_view import ClusterView, Role, Session
-from ps_core.collective import Round, Share, joined_after
+from ps_core.collective_calls import Round, Share, joined_after
 from ps_core.errors import Fenced, PushpullError, ValuesLost
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport

@@ -20,11 +20,11 @@ from ps_core.cluster_view import ClusterView
 from ps_core.errors import InvalidJournal, PushpullError, Recovering
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
+from scheduler.journal.decision_buffer import DecisionBuffer
+from scheduler.journal.records import JournalDelta
+from scheduler.journal.state_store import StateStore
 from scheduler.machine.cluster import Cluster
 from scheduler.machine.state import Transition
-from scheduler.store.decision_buffer import DecisionBuffer
-from scheduler.store.records import JournalDelta
-from scheduler.store.state_store import StateStore
 
 _RETRY_S = 0.5
 
@@ -32,7 +32,7 @@ Publish = Callable[[Cluster, ClusterView, tuple[Transition, ...]], None]
 """Receives the cluster that was served, its durable view, and the transitions that led to it."""
 
 
-class Journal:
+class JournalWriter:
     """A store, and the thread that writes it."""
 
     def __init__(self, store: StateStore) -> None:
@@ -69,7 +69,7 @@ class Publication:
     """
 
     def __init__(
-        self, cluster: Callable[[], Cluster], publish: Publish, journal: Journal | None
+        self, cluster: Callable[[], Cluster], publish: Publish, journal: JournalWriter | None
     ) -> None:
         self._cluster = cluster
         self._publish = publish
@@ -107,7 +107,7 @@ class Publication:
         self._waiting.append((newest, told))
         await told
 
-    async def _write_all(self, journal: Journal) -> None:
+    async def _write_all(self, journal: JournalWriter) -> None:
         try:
             while True:
                 cluster = self._cluster()
@@ -128,7 +128,7 @@ class Publication:
         finally:
             self._task = None  # before anything else can be decided
 
-    async def _write_durably(self, journal: Journal, delta: JournalDelta) -> None:
+    async def _write_durably(self, journal: JournalWriter, delta: JournalDelta) -> None:
         while True:
             try:
                 await journal.write(delta)

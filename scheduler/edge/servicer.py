@@ -42,7 +42,7 @@ from pushpull.v1 import scheduler_pb2 as pb
 from pushpull.v1 import scheduler_pb2_grpc, types_pb2
 from scheduler.edge.adaptive_tables import AdaptiveTables
 from scheduler.edge.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
-from scheduler.edge.publication import Journal, Publication, nothing
+from scheduler.edge.publication import JournalWriter, Publication, nothing
 from scheduler.edge.requests import (
     registration_of,
     session_of,
@@ -94,7 +94,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         secret: bytes,
         policy: CheckpointPolicy = _NO_CHECKPOINTS,
         roots: CheckpointRoots = _NO_ROOTS,
-        journal: Journal | None = None,
+        journal: JournalWriter | None = None,
     ) -> None:
         self._metrics = metrics
         self._secret = secret

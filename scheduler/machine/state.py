@@ -2,7 +2,7 @@
 
 Rules:
     - `ClusterState` has everything that the journal keeps, or can compute from it
-      (`scheduler.store.records`), so neither heartbeat times nor the nodes' progress.
+      (`scheduler.journal.records`), so neither heartbeat times nor the nodes' progress.
     - A transition is one change; the edge logs each, once.
 """
 

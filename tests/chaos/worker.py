@@ -17,7 +17,7 @@ import threading
 from typing import Any
 
 import ps_worker as ps
-from ps_runtime.launch.shutdown import die_with_parent_if_asked
+from ps_runtime.system.process_end import die_with_parent_if_asked
 from tests.integration.counted_steps import Counted, Load
 
 _REPORT_S = 0.1

@@ -1,4 +1,4 @@
-"""What a store of the scheduler's records must do, whichever it is (`scheduler.store.state_store`).
+"""What each store of the scheduler's journal must do (`scheduler.journal.state_store`).
 
 Another store is one more entry of `STORES`: how it is opened, and how a fault is made in it.
 """
@@ -20,7 +20,7 @@ import pytest
 
 from ps_core.errors import InvalidJournal, Recovering
 from scheduler.edge.sqlite_store import FILE_NAME, SqliteStore
-from scheduler.store.state_store import StateStore
+from scheduler.journal.state_store import StateStore
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class Tool:
                 ("server", "ps_server"),
                 ("worker", "ps_worker"),
             ):
-                if f".role_process {module} " in command or name == module:
+                if f".role_entry {module} " in command or name == module:
                     found[kind].append(pid)
         return found
 

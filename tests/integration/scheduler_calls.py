@@ -30,7 +30,7 @@ from ps_runtime.grpc.node_server import NodeServer
 from ps_runtime.observe.metrics import SchedulerMetrics, new_registry
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from scheduler.edge.publication import Journal
+from scheduler.edge.publication import JournalWriter
 from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import ClusterSettings
@@ -162,7 +162,7 @@ async def running(**settings: Any) -> AsyncIterator[Running]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    begun: Decision[Cluster], journal: Journal | None = None
+    begun: Decision[Cluster], journal: JournalWriter | None = None
 ) -> AsyncIterator[Running]:
     """One of a cluster that was begun, or is gone on with."""
     registry = new_registry()

@@ -17,7 +17,7 @@ import torch
 import ps_worker as ps
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
-from ps_core.collective import host_of
+from ps_core.collective_calls import host_of
 from tests.integration.lane_cluster import LaneCluster, Served, lane_cluster, until
 from tests.integration.replicated_cluster import (
     DEADLINE_S,

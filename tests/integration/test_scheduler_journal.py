@@ -19,10 +19,10 @@ from ps_core.errors import InvalidJournal, Recovering
 from ps_runtime.grpc import channels
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2, types_pb2
-from scheduler.edge.publication import Journal
+from scheduler.edge.publication import JournalWriter
 from scheduler.edge.sqlite_store import SqliteStore
+from scheduler.journal import records
 from scheduler.machine.cluster import Cluster, Decision
-from scheduler.store import records
 from tests.integration.scheduler_calls import DEADLINE_S, SPEC, cluster_of, refused, serving
 
 
@@ -45,7 +45,7 @@ def test_what_is_remembered_of_a_bound_that_moves_outlives_the_scheduler(tmp_pat
     cluster = begun.reply
 
     async def first() -> None:
-        async with serving(begun, Journal(SqliteStore(tmp_path))) as scheduler:
+        async with serving(begun, JournalWriter(SqliteStore(tmp_path))) as scheduler:
             server = await scheduler.join(Role.SERVER)
             worker = await scheduler.join(Role.WORKER)
             spec = replace(SPEC, consistency=parsed("ssp:2..8"))
@@ -60,7 +60,7 @@ def test_what_is_remembered_of_a_bound_that_moves_outlives_the_scheduler(tmp_pat
     async def second() -> None:
         again = resumed(tmp_path)
         assert again.reply.courses == cluster.courses
-        async with serving(again, Journal(SqliteStore(tmp_path))) as scheduler:
+        async with serving(again, JournalWriter(SqliteStore(tmp_path))) as scheduler:
             scheduler.servicer.move_bounds()
             assert again.reply.courses == cluster.courses
 
@@ -79,7 +79,7 @@ def test_a_journal_that_is_an_older_copy_ends_the_scheduler_before_it_told_anyth
     begun = Decision(cluster_of(worker_count=1, server_count=1, lease_s=60.0, worker_timeout_s=0))
 
     async def first() -> tuple[types_pb2.SessionIdentity, types_pb2.SessionIdentity, int]:
-        async with serving(begun, Journal(SqliteStore(newest))) as scheduler:
+        async with serving(begun, JournalWriter(SqliteStore(newest))) as scheduler:
             server = await scheduler.join(Role.SERVER)
             worker = await scheduler.join(Role.WORKER)
             shutil.copytree(newest, copied)
@@ -88,12 +88,12 @@ def test_a_journal_that_is_an_older_copy_ends_the_scheduler_before_it_told_anyth
 
     async def second() -> None:
         server, worker, acted_on = await first()
-        async with serving(resumed(newest), Journal(SqliteStore(newest))) as scheduler:
+        async with serving(resumed(newest), JournalWriter(SqliteStore(newest))) as scheduler:
             await scheduler.beat(server, view_number=acted_on)
             await scheduler.beat(worker, view_number=acted_on)
         again = resumed(copied)
         assert again.reply.view.view_number < acted_on
-        async with serving(again, Journal(SqliteStore(copied))) as scheduler:
+        async with serving(again, JournalWriter(SqliteStore(copied))) as scheduler:
             waits = "waits at most a lease to hear which view server node 1"
             await told_to_wait(scheduler.join(Role.READER), waits)
             await told_to_wait(scheduler.create(worker), waits)

@@ -21,7 +21,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         _VECTORS,
     ),
     "ps_core.codec": (_VECTORS, "tests/property/test_keys_and_tables.py"),
-    "ps_core.collective": ("tests/unit/test_collective.py",),
+    "ps_core.collective_calls": ("tests/unit/test_collective_calls.py",),
     "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
     "ps_core.envelope": ("tests/unit/test_envelope.py",),
     "ps_core.errors": ("tests/unit/test_errors.py", "tests/unit/test_runtime_errors.py"),

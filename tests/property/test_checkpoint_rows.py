@@ -22,7 +22,7 @@ from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint.store import CheckpointStore
-from ps_server.checkpoint.written_blocks import BlockKey, WrittenBlock, WrittenBlocks, unchanged
+from ps_server.checkpoint.unchanged_blocks import BlockKey, WrittenBlock, WrittenBlocks, unchanged
 from ps_server.values.shard_store import ShardStore
 from tests.examples import examples
 from tests.property.shard_twin import table

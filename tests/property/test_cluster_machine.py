@@ -17,11 +17,11 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.keys import Incarnation, NodeId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
 from ps_runtime.cluster import wire
+from scheduler.journal import records
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Cluster, Created, Decision
 from scheduler.machine.membership import GIVEN_UP_LEASES
 from scheduler.machine.state import ClusterSettings, ClusterState, Registration
-from scheduler.store import records
 from tests.examples import examples
 
 LEASE_S = limits.LEASE_S

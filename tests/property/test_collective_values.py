@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_core import limits
-from ps_core.collective import Round, Share
+from ps_core.collective_calls import Round, Share
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import Incarnation
-from ps_worker.collectives import values as values
+from ps_worker.collectives import encoding, reductions
 from tests.examples import examples
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, width=64)
@@ -25,8 +25,8 @@ NUMBERS = st.integers() | st.floats(allow_nan=False, width=64)
 
 def through(given: list[Any], op: str) -> Any:
     """What each worker computes of what all of them have sent."""
-    sent = [values.packed(values.reducible(one, op), "all_reduce") for one in given]
-    return values.reduced([values.unpacked(payload) for payload in sent], op)
+    sent = [encoding.packed(reductions.reducible(one, op), "all_reduce") for one in given]
+    return reductions.reduced([encoding.unpacked(payload) for payload in sent], op)
 
 
 @given(st.lists(st.integers(), min_size=1, max_size=6))
@@ -63,7 +63,7 @@ def test_a_nan_is_seen_wherever_it_is(numbers: list[float], op: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.uint8])
-@pytest.mark.parametrize("op", values.OPS)
+@pytest.mark.parametrize("op", reductions.OPS)
 def test_a_tensor_is_reduced_in_its_own_dtype_as_in_one_process(
     dtype: torch.dtype, op: str
 ) -> None:
@@ -87,7 +87,7 @@ def test_half_precision_is_added_in_float32(dtype: torch.dtype) -> None:
 
 def test_dicts_and_lists_are_reduced_item_by_item_and_come_back_as_they_were() -> None:
     one = {"loss": np.float64(0.5), "by class": np.array([1, 2]), "t": (torch.ones(2), [3])}
-    found = values.as_given(through([one, one], "sum"), one)
+    found = reductions.as_given(through([one, one], "sum"), one)
     assert found["loss"] == 1.0
     assert isinstance(found["by class"], np.ndarray)
     assert found["by class"].tolist() == [2, 4]
@@ -107,19 +107,19 @@ def test_dicts_and_lists_are_reduced_item_by_item_and_come_back_as_they_were() -
 )
 def test_what_cannot_be_reduced_is_refused_by_its_place(value: Any, words: str) -> None:
     with pytest.raises(InvalidTensor, match=words):
-        values.reducible(value, "sum")
+        reductions.reducible(value, "sum")
 
 
 def test_an_unknown_op_is_refused() -> None:
     with pytest.raises(InvalidConfig, match="op is 'avg'; expected one of sum, mean, min, max"):
-        values.reducible(1, "avg")
+        reductions.reducible(1, "avg")
 
 
 def test_too_much_is_refused_with_what_to_do() -> None:
     fits = torch.zeros(limits.MAX_COLLECTIVE_BYTES // 4 - 64)
-    assert values.unpacked(values.packed(fits, "gather")).shape == fits.shape
+    assert encoding.unpacked(encoding.packed(fits, "gather")).shape == fits.shape
     with pytest.raises(InvalidTensor, match=r"gather was given .* Push larger values to a table"):
-        values.packed(torch.zeros(limits.MAX_COLLECTIVE_BYTES // 4), "gather")
+        encoding.packed(torch.zeros(limits.MAX_COLLECTIVE_BYTES // 4), "gather")
 
 
 def test_what_is_sent_comes_back() -> None:
@@ -129,7 +129,7 @@ def test_what_is_sent_comes_back() -> None:
         "t": torch.zeros(0, 3),
         "scalar": torch.tensor(2, dtype=torch.int8),
     }
-    found = values.unpacked(values.packed(value, "gather"))
+    found = encoding.unpacked(encoding.packed(value, "gather"))
     assert found["s"] == "ü"
     assert found["t"].shape == (0, 3)
     assert torch.equal(found["scalar"], torch.tensor(2, dtype=torch.int8))
@@ -138,7 +138,7 @@ def test_what_is_sent_comes_back() -> None:
 @pytest.mark.parametrize("payload", [b"", b"\x05\0\0\0{}", b"\x02\0\0\0{}", b"\xff\xff\xff\xff"])
 def test_bytes_of_another_version_are_refused(payload: bytes) -> None:
     with pytest.raises(InvalidTensor, match="another version"):
-        values.unpacked(payload)
+        encoding.unpacked(payload)
 
 
 def round_of(*calls: str, problem: str = "") -> Round:
@@ -147,18 +147,18 @@ def round_of(*calls: str, problem: str = "") -> Round:
 
 
 def test_calls_that_differ_are_named_with_their_ranks() -> None:
-    values.check_agreement(round_of("barrier", "barrier"))
+    encoding.check_agreement(round_of("barrier", "barrier"))
     with pytest.raises(InvalidConfig, match="rank 0 called barrier, rank 2 called gather"):
-        values.check_agreement(round_of("barrier", "barrier", "gather", "gather"))
+        encoding.check_agreement(round_of("barrier", "barrier", "gather", "gather"))
 
 
 def test_a_round_that_came_to_nothing_says_why() -> None:
     with pytest.raises(InvalidTensor, match="gather: too much"):
-        values.check_agreement(round_of("gather", problem="too much"))
+        encoding.check_agreement(round_of("gather", problem="too much"))
 
 
 def test_words_that_are_too_long_still_differ() -> None:
-    long = [values.words_of("all_reduce(sum)", "n", "x" * 2000 + end) for end in "ab"]
+    long = [encoding.words_of("all_reduce(sum)", "n", "x" * 2000 + end) for end in "ab"]
     assert long[0] != long[1]
     assert all(len(one.encode()) <= limits.MAX_COLLECTIVE_CALL_BYTES for one in long)
-    assert values.words_of("gather", "n", "a number") == "gather 'n' of a number"
+    assert encoding.words_of("gather", "n", "a number") == "gather 'n' of a number"

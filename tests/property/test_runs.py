@@ -12,8 +12,8 @@ from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig, PushpullError
+from scheduler.journal import records
 from scheduler.machine.changes import ChangeRequest
-from scheduler.store import records
 from tests.examples import examples
 from tests.unit.cluster_harness import SPEC, Harness
 

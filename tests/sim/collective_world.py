@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 
 from ps_core.change import Join
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
-from ps_core.collective import Host, Round, Share, host_of, is_late_joiner, joined_after
+from ps_core.collective_calls import Host, Round, Share, host_of, is_late_joiner, joined_after
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
-from ps_server.ranges.collectives import CollectiveRounds
+from ps_server.ranges.collective_rounds import CollectiveRounds
 from ps_worker.collectives.rounds import Entering, Rounds
 
 SERVERS = (NodeId(1), NodeId(2), NodeId(3))

@@ -6,13 +6,13 @@ from tests.sim.mutation import Mutant
 
 _STARTS = ("starts",)
 _RESTORES = ("starts-restores",)
-_RECORDS = "scheduler/store/records.py"
+_RECORDS = "scheduler/journal/records.py"
 
 JOURNAL_MUTANTS = (
     Mutant(
         "what is decided while a write is on its way is answered with that",
         "S18",
-        "scheduler/store/decision_buffer.py",
+        "scheduler/journal/decision_buffer.py",
         "        return DurableBatch(batch.number,",
         "        return DurableBatch(self._count,",
         _STARTS,

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ps_core.cluster_view import ClusterView
-from ps_core.collective import workers_here
+from ps_core.collective_calls import workers_here
 from ps_core.errors import EditRefused
 from ps_core.keys import Incarnation, TableId
 from ps_core.tables import Table

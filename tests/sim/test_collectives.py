@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from ps_core.cluster_view import ClusterView, Node
-from ps_core.collective import Host, Round, Share, joined_after
+from ps_core.collective_calls import Host, Round, Share, joined_after
 from ps_core.keys import Incarnation
-from ps_server.ranges.collectives import CollectiveRounds
+from ps_server.ranges.collective_rounds import CollectiveRounds
 from ps_worker.collectives.rounds import Entering, Rounds
 from tests.sim.collective_world import Violation, World
 

@@ -19,11 +19,11 @@ from typing import ClassVar
 import pytest
 
 from ps_core.cluster_view import Session
+from scheduler.journal import records
+from scheduler.journal.decision_buffer import DecisionBuffer
 from scheduler.machine.checkpoint_state import CheckpointMade
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import Transition
-from scheduler.store import records
-from scheduler.store.decision_buffer import DecisionBuffer
 from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_restores import (
     AGAIN_S,

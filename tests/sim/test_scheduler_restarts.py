@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 import pytest
 
 from ps_core.cluster_view import ClusterView, Role, Session
+from scheduler.journal import records
+from scheduler.journal.decision_buffer import DecisionBuffer, DurableBatch
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import NodeSilent, Registration, Transition
-from scheduler.store import records
-from scheduler.store.decision_buffer import DecisionBuffer, DurableBatch
 from tests.sim.replicated import LEASE_S
 from tests.sim.scheduled import LOOK_S
 from tests.sim.server import SimServer

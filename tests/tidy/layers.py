@@ -18,7 +18,7 @@ PURE_ROOMS = {
     "ps_worker.spec",
     "ps_worker.window",
     "scheduler.machine",
-    "scheduler.store",
+    "scheduler.journal",
 }
 """L1: they decide; time, randomness and input are arguments, and what to do is returned."""
 

@@ -17,9 +17,9 @@ from ps_core.tables import (
     OptimizerSpec,
     TableSpec,
 )
+from scheduler.journal import records
 from scheduler.machine.cluster import Cluster, Created, Parked
 from scheduler.machine.state import ClusterSettings, Registration
-from scheduler.store import records
 
 SETTINGS = ClusterSettings(
     cluster_id="c-1",

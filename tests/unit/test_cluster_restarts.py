@@ -14,6 +14,7 @@ from ps_core.consistency import parsed
 from ps_core.errors import InvalidJournal, Recovering
 from ps_core.losses import LossTotals
 from ps_core.manifest import Imported, PartReport
+from scheduler.journal import records
 from scheduler.machine.adaptation import Course, CourseRecord
 from scheduler.machine.changes import Withdrawn
 from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
@@ -21,7 +22,6 @@ from scheduler.machine.checkpoints import LEAVING
 from scheduler.machine.cluster import Cluster
 from scheduler.machine.membership import GIVEN_UP_LEASES
 from scheduler.machine.state import ChangeProposed, JournaledCluster, NodeSilent, Restored
-from scheduler.store import records
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness
 from tests.unit.test_cluster_changes import MODEL, Changing
 from tests.unit.test_cluster_checkpoints import PLACE, Saving

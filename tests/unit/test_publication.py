@@ -11,11 +11,11 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import InvalidJournal, PushpullError, Recovering
-from scheduler.edge.publication import Journal, Publication
+from scheduler.edge.publication import JournalWriter, Publication
 from scheduler.edge.sqlite_store import SqliteStore
+from scheduler.journal import records
 from scheduler.machine.cluster import Cluster
 from scheduler.machine.state import NodeRegistered, Transition
-from scheduler.store import records
 from tests.unit.cluster_harness import Harness
 
 DEADLINE_S = 20.0
@@ -44,7 +44,7 @@ class Scene:
         self.told: list[tuple[ClusterView, tuple[Transition, ...]]] = []
         self.on_told = self.told.append
         self.publication = Publication(
-            lambda: self.harness.cluster, self._publish, Journal(self.store)
+            lambda: self.harness.cluster, self._publish, JournalWriter(self.store)
         )
 
     def _publish(

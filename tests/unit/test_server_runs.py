@@ -13,7 +13,7 @@ from ps_core.ledger import ReplyKind
 from ps_core.runs import Run
 from ps_core.tables import Table
 from ps_core.work import at_once
-from ps_server.ranges.collectives import CollectiveRounds
+from ps_server.ranges.collective_rounds import CollectiveRounds
 from ps_server.ranges.events import (
     Effect,
     Place,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ps_core import limits
-from ps_core.collective import Round, Share
+from ps_core.collective_calls import Round, Share
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import Incarnation
 from ps_runtime.cluster.wire import (

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 from ps_core.errors import Internal, InvalidConfig, WaitExpired
 from ps_runtime.launch.role_environment import role_environment
-from ps_runtime.launch.shutdown import die_with_parent_if_asked
+from ps_runtime.system.process_end import die_with_parent_if_asked
 
 ANSWER_DEADLINE_S = 300.0
 """A contender moves 256 MB in seconds even on a busy machine, where importing torch takes long."""

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 import pytest
 
 from ps_core.errors import InvalidConfig
-from ps_runtime.launch.shutdown import die_with_parent_if_asked
+from ps_runtime.system.process_end import die_with_parent_if_asked
 
 DEADLINE_S = 20.0
 
 WAITS = """
 import asyncio, sys
 from ps_runtime.grpc import channels
-from ps_runtime.launch.shutdown import wait_for_stop_signal
+from ps_runtime.system.process_end import wait_for_stop_signal
 
 async def main():
     waiting = asyncio.create_task(wait_for_stop_signal())
@@ -40,7 +40,7 @@ sys.stdin.read()
 
 CHILD = """
 import os, signal
-from ps_runtime.launch.shutdown import die_with_parent_if_asked
+from ps_runtime.system.process_end import die_with_parent_if_asked
 die_with_parent_if_asked(os.environ)
 print("bound", flush=True)
 signal.pause()

@@ -8,7 +8,7 @@ import pytest
 
 from ps_core.change import Join
 from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, Role
-from ps_core.collective import (
+from ps_core.collective_calls import (
     Host,
     Round,
     Share,

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import check
+from scheduler.journal.records import Differences, JournalDelta
 from scheduler.machine.state import JournaledCluster, Transition
-from scheduler.store.records import Differences, JournalDelta
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node
-from ps_core.collective import (
+from ps_core.collective_calls import (
     Host,
     Round,
     Share,

@@ -1,4 +1,4 @@
-"""The end of a role's process: by a signal, and never later than that of its starter."""
+"""The end of this process: by a signal, and never later than that of its starter."""
 
 from __future__ import annotations
 

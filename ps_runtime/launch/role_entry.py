@@ -1,4 +1,4 @@
-"""`python -P -m ps_runtime.launch.role_process MODULE ...` runs one of our roles.
+"""`python -P -m ps_runtime.launch.role_entry MODULE ...` runs one of our roles.
 
 `python -m scheduler` would run a user's own `scheduler.py`, in the working directory or in a folder
 on PYTHONPATH, instead of ours.
@@ -24,7 +24,7 @@ ROLES = ("scheduler", "ps_server", "ps_worker")
 def command_of(module: str, arguments: Sequence[str]) -> list[str]:
     """The command line of a process that runs `python -m module arguments`."""
     # -P: Python does not look for our modules in the working directory.
-    return [sys.executable, "-P", "-m", "ps_runtime.launch.role_process", module, *arguments]
+    return [sys.executable, "-P", "-m", "ps_runtime.launch.role_entry", module, *arguments]
 
 
 def become(module: str, arguments: Sequence[str], inherited: Mapping[str, str]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""The edge of `ps_server.ranges.collectives`: workers that wait at this server for a round."""
+"""Workers that wait at this server for a round of collective calls (`ranges.collective_rounds`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Session
-from ps_core.collective import WAITS_FOR, Round, Share
+from ps_core.collective_calls import WAITS_FOR, Round, Share
 from ps_core.errors import Draining, Fenced, WaitExpired
 from ps_core.keys import AssignmentEpoch, NodeId
 from ps_runtime.cluster.wire import round_from_proto, round_to_proto, share_from_proto
-from ps_server.ranges.collectives import CollectiveRounds
+from ps_server.ranges.collective_rounds import CollectiveRounds
 from pushpull.v1 import parameters_pb2
 
 
-class CollectiveCalls:
+class CollectiveWaits:
     """EnterCollective, over one `CollectiveRounds` a run."""
 
     def __init__(self, own: NodeId) -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
-from ps_core.collective import Round, Share
+from ps_core.collective_calls import Round, Share
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
-from ps_server.ranges.collectives import CollectiveRounds
+from ps_server.ranges.collective_rounds import CollectiveRounds
 
 HOST = Node(NodeId(1), Incarnation(1), Role.SERVER, 0, "host:1", NodeState.ALIVE)
 

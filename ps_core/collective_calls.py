@@ -5,7 +5,7 @@ Rules:
     - A joining worker takes part in rounds of workers beyond the clock after which it has joined:
       until then they may be in a round that they began without it.
 
-`ps_server.ranges.collectives` decides when a round ends.
+`ps_server.ranges.collective_rounds` decides when a round ends.
 """
 
 from __future__ import annotations

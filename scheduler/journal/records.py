@@ -1,4 +1,4 @@
-"""A cluster's state as records, each a key and bytes, and back.
+"""A cluster's state as the records of its journal, each a key, a checksum and JSON; and back.
 
     format         the version of all that follows
     settings       `ClusterSettings`, its identity and its keys among them
@@ -33,6 +33,7 @@ from typing import Any
 from ps_core.errors import InvalidJournal
 from ps_core.keys import NodeId, TableId, key_ranges
 from ps_core.tables import Table, TableSpec
+from scheduler.journal.record_values import from_json, to_json
 from scheduler.machine import placement, server_memory, view_size
 from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.changes import joins_due_of
@@ -44,7 +45,6 @@ from scheduler.machine.state import (
     Member,
     Proposal,
 )
-from scheduler.store.record_values import from_json, to_json
 
 FORMAT = 1  # raised when older code would misread the records
 

@@ -1,1 +1,0 @@
-"""Records of the scheduler's state, and the seam to the store that keeps them."""
