@@ -28,8 +28,8 @@ from ps_cli.compare.report_document import (
     FAILED,
     FINISHED,
     STOPPED,
+    ComparedRun,
     Comparison,
-    Run,
     document_of,
     missing_reports,
 )
@@ -130,7 +130,7 @@ def compare(options: CompareOptions) -> int:
         InvalidConfig: an option is wrong, or the report cannot be written.
     """
     comparison = comparison_of(options)
-    runs: list[Run] = []
+    runs: list[ComparedRun] = []
     code = INTERRUPT_EXIT_CODE
     with Output(sys.stderr) as progress, contextlib.suppress(KeyboardInterrupt):
         # Before the first run and after the last, a signal is Python's KeyboardInterrupt.
@@ -149,7 +149,7 @@ def _shown_kinds(options: CompareOptions) -> frozenset[str]:
 
 
 async def _all_runs(
-    options: CompareOptions, comparison: Comparison, cluster: SharedCluster, runs: list[Run]
+    options: CompareOptions, comparison: Comparison, cluster: SharedCluster, runs: list[ComparedRun]
 ) -> int:
     """Add each run to `runs` when it has ended, and return the exit code."""
     _write(options, comparison, runs)  # fails before the first run if it cannot be written
@@ -172,7 +172,7 @@ async def _all_runs(
 
 async def _one_run(
     options: CompareOptions, mode: str, seed: int, cluster: SharedCluster
-) -> tuple[Run, int]:
+) -> tuple[ComparedRun, int]:
     """Train once; the run, and its exit code."""
     with tempfile.TemporaryDirectory(prefix="pushpull-compare-") as folder:
         settings = TrainSettings(
@@ -193,7 +193,7 @@ async def _one_run(
         ending = await TrainRun(settings, cluster.output, cluster).ending()
         records = read_records(Path(folder))
     state, message = _judged(ending, records, mode)
-    return Run(mode, seed, state, message, figures_of(records)), ending.exit_code
+    return ComparedRun(mode, seed, state, message, figures_of(records)), ending.exit_code
 
 
 def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple[str, str]:
@@ -219,7 +219,7 @@ def _judged(ending: RunEnd, records: Sequence[WorkerRecord], mode: str) -> tuple
     return FINISHED, remark
 
 
-def _outcome(run: Run) -> str:
+def _outcome(run: ComparedRun) -> str:
     figures = run.figures
     if run.state != FINISHED:
         return run.message if run.message.startswith(run.state) else f"{run.state}: {run.message}"
@@ -228,7 +228,7 @@ def _outcome(run: Run) -> str:
     return f"{figures.step_count} steps in {figures.time_s:.1f} s, all workers{measures}{remark}"
 
 
-def _rows(comparison: Comparison, runs: Sequence[Run]) -> list[ModeRow]:
+def _rows(comparison: Comparison, runs: Sequence[ComparedRun]) -> list[ModeRow]:
     rows: list[ModeRow] = []
     for mode in comparison.modes:
         of_mode = [run for run in runs if run.mode == mode]
@@ -238,7 +238,7 @@ def _rows(comparison: Comparison, runs: Sequence[Run]) -> list[ModeRow]:
     return rows
 
 
-def _write(options: CompareOptions, comparison: Comparison, runs: Sequence[Run]) -> None:
+def _write(options: CompareOptions, comparison: Comparison, runs: Sequence[ComparedRun]) -> None:
     rows = _rows(comparison, runs)
     document = document_of(comparison, runs, rows)
     try:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ps_cli.compare.records import LossEntry, TableRecord, WorkerRecord
+from ps_cli.compare.records import LossEntry, TableEntry, WorkerRecord
 from ps_core import consistency
 
 MAX_CURVE_POINTS = 60
@@ -144,13 +144,13 @@ def _curve(losses: Sequence[LossEntry], place: Callable[[LossEntry], float]) -> 
     )
 
 
-def other_consistency(records: Sequence[WorkerRecord], mode: str) -> tuple[TableRecord, ...]:
+def other_consistency(records: Sequence[WorkerRecord], mode: str) -> tuple[TableEntry, ...]:
     """The tables of gradients that have another consistency than the run's mode."""
     wanted = str(consistency.parsed(mode))
     return tuple(table for table in gradient_tables(records) if table.consistency != wanted)
 
 
-def gradient_tables(records: Sequence[WorkerRecord]) -> tuple[TableRecord, ...]:
+def gradient_tables(records: Sequence[WorkerRecord]) -> tuple[TableEntry, ...]:
     """The tables that gradients are pushed to, each once; buffers are values, not gradients."""
     tables = (table for record in records for table in record.tables)
     return tuple(dict.fromkeys(table for table in tables if table.optimizer != "assign"))

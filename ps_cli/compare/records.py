@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class TableRecord:
+class TableEntry:
     """A table that a script made, with the consistency that it had."""
 
     name: str
@@ -58,7 +58,7 @@ class WorkerRecord:
     """One worker of one run."""
 
     rank: int
-    tables: tuple[TableRecord, ...]
+    tables: tuple[TableEntry, ...]
     steps: tuple[StepEntry, ...]
     losses: tuple[LossEntry, ...]
     quality: dict[str, float | None]
@@ -77,7 +77,7 @@ def _read(path: Path) -> WorkerRecord | None:
     began_s = float(lines[0]["began_s"])
     steps: list[StepEntry] = []
     losses: list[LossEntry] = []
-    tables: list[TableRecord] = []
+    tables: list[TableEntry] = []
     quality: dict[str, float | None] = {}
     for line in lines[1:]:
         at_s = began_s + line.get("t_s", 0.0)
@@ -88,7 +88,7 @@ def _read(path: Path) -> WorkerRecord | None:
         elif line["kind"] == "report":
             losses.append(LossEntry(line["clock"], at_s, line["loss"]))
         elif line["kind"] == "table":
-            tables.append(TableRecord(line["name"], line["optimizer"], line["consistency"]))
+            tables.append(TableEntry(line["name"], line["optimizer"], line["consistency"]))
         elif line["kind"] == "quality":
             quality |= line["measures"]
     return WorkerRecord(lines[0]["rank"], tuple(tables), tuple(steps), tuple(losses), quality)

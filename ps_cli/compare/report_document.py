@@ -32,7 +32,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ComparedRun:
     """One run, its end and its figures until then."""
 
     mode: str
@@ -42,7 +42,7 @@ class Run:
     figures: RunFigures
 
 
-def missing_reports(runs: Sequence[Run]) -> list[str]:
+def missing_reports(runs: Sequence[ComparedRun]) -> list[str]:
     """Remarks on figures that no worker of a finished run reported, with the call that does."""
     figures = [run.figures for run in runs if run.state == FINISHED]
     remarks = []
@@ -60,7 +60,7 @@ def missing_reports(runs: Sequence[Run]) -> list[str]:
 
 
 def document_of(
-    comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]
+    comparison: Comparison, runs: Sequence[ComparedRun], rows: Sequence[ModeRow]
 ) -> dict[str, Any]:
     """The JSON document; numbers that are not finite are null."""
     document = {
@@ -73,7 +73,7 @@ def document_of(
     return cleaned
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: ComparedRun) -> dict[str, Any]:
     derived = ("steps_per_s", "mean_staleness", "max_staleness", "wait_share")
     figures = asdict(run.figures) | {name: getattr(run.figures, name) for name in derived}
     return {**asdict(run), "figures": figures}

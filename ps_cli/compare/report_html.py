@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ps_cli.compare.figures import PHASE_TIMES, ModeRow, WorkerTime
-from ps_cli.compare.report_document import FINISHED, Comparison, Run, missing_reports
+from ps_cli.compare.report_document import FINISHED, ComparedRun, Comparison, missing_reports
 from ps_cli.compare.report_table import head_and_cells
 from ps_cli.console.svg import (
     Bar,
@@ -46,7 +46,7 @@ class Plot:
     legend: tuple[LegendEntry, ...] = ()
 
 
-def page_of(comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]) -> str:
+def page_of(comparison: Comparison, runs: Sequence[ComparedRun], rows: Sequence[ModeRow]) -> str:
     head, cells = head_and_cells(comparison, rows)
     templates = Environment(
         loader=PackageLoader("ps_cli.compare", ""),
@@ -73,7 +73,7 @@ def page_of(comparison: Comparison, runs: Sequence[Run], rows: Sequence[ModeRow]
     )
 
 
-def _qualities(comparison: Comparison, runs: Sequence[Run]) -> Iterator[Plot]:
+def _qualities(comparison: Comparison, runs: Sequence[ComparedRun]) -> Iterator[Plot]:
     """A plot of each measure over time."""
     finished = [run for run in runs if run.state == FINISHED]
     for measure in dict.fromkeys(name for run in finished for name in run.figures.quality):
@@ -92,7 +92,7 @@ def _qualities(comparison: Comparison, runs: Sequence[Run]) -> Iterator[Plot]:
         yield Plot(title, svg, tuple(legend))
 
 
-def _losses(comparison: Comparison, runs: Sequence[Run]) -> Iterator[Plot]:
+def _losses(comparison: Comparison, runs: Sequence[ComparedRun]) -> Iterator[Plot]:
     kinds = (
         ("Loss against steps", "steps of a worker", "loss_by_step"),
         ("Loss against time", "seconds since the first step began", "loss_by_time"),
@@ -113,7 +113,7 @@ def _losses(comparison: Comparison, runs: Sequence[Run]) -> Iterator[Plot]:
         yield Plot(title, svg, legend)
 
 
-def _staleness(comparison: Comparison, runs: Sequence[Run]) -> Plot:
+def _staleness(comparison: Comparison, runs: Sequence[ComparedRun]) -> Plot:
     title = "Staleness"
     histograms = []
     for style, mode in enumerate(comparison.modes):
@@ -125,14 +125,14 @@ def _staleness(comparison: Comparison, runs: Sequence[Run]) -> Plot:
     return Plot(title, histogram_panels(title, "staleness, updates", histograms))
 
 
-def _waits(comparison: Comparison, runs: Sequence[Run]) -> Plot:
+def _waits(comparison: Comparison, runs: Sequence[ComparedRun]) -> Plot:
     title = "Where the workers' time went"
     bars = [bar for mode in comparison.modes for bar in _bars(mode, runs)]
     svg = stacked_bars(title, "seconds a run, mean of the runs", PHASES, bars)
     return Plot(title, svg, PHASES)
 
 
-def _bars(mode: str, runs: Sequence[Run]) -> Iterator[Bar]:
+def _bars(mode: str, runs: Sequence[ComparedRun]) -> Iterator[Bar]:
     name, judged = _judged_runs(mode, runs)
     by_rank: dict[int, list[WorkerTime]] = {}
     for worker in (worker for run in judged for worker in run.figures.workers):
@@ -145,7 +145,7 @@ def _bars(mode: str, runs: Sequence[Run]) -> Iterator[Bar]:
         yield Bar(name, f"worker {rank}", tuple(means_s))
 
 
-def _judged_runs(mode: str, runs: Sequence[Run]) -> tuple[str, list[Run]]:
+def _judged_runs(mode: str, runs: Sequence[ComparedRun]) -> tuple[str, list[ComparedRun]]:
     """The finished runs of a mode; if none has finished, all of them, with a name that says so."""
     of_mode = [run for run in runs if run.mode == mode]
     finished = [run for run in of_mode if run.state == FINISHED]

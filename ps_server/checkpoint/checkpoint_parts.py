@@ -42,7 +42,7 @@ from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable, WrittenP
 from ps_runtime.observe import logs
 from ps_runtime.system.background import give_way
 from ps_runtime.system.disk import DISK, Disk
-from ps_server.checkpoint.copy_memory import CopyMemory, Piece
+from ps_server.checkpoint.copy_memory import CopyMemory, MemorySpan
 from ps_server.checkpoint.unchanged_blocks import (
     BlockKey,
     WrittenBlock,
@@ -66,7 +66,7 @@ _STATE_NAMES = {
     OptimizerKind.RMSPROP: ("square_avg", "grad_avg", "momentum_buffer"),
 }
 
-_Copied = tuple[TableId, SavedBlock, Piece | None]
+_Copied = tuple[TableId, SavedBlock, MemorySpan | None]
 
 Report = Callable[[int, PartReport], Awaitable[None]]
 """Reports a part to the scheduler, by its checkpoint's number."""
@@ -295,7 +295,7 @@ class _CheckpointPart:
         self._copied.append((key[0], block.copied_to(view), piece))
 
     def _start(
-        self, copied: tuple[int, Piece | None], work: Callable[..., Any], *told: Any
+        self, copied: tuple[int, MemorySpan | None], work: Callable[..., Any], *told: Any
     ) -> Future[Any]:
         """Let a thread do the work, and then give back what was copied for it."""
         self._writing_count += 1
@@ -318,7 +318,7 @@ class _CheckpointPart:
         for name, payload in block.tensors:
             writer.append(spec.name, block.block, name, payload, dtype)
 
-    def _written(self, done: Future[Any], copied: tuple[int, Piece | None]) -> None:
+    def _written(self, done: Future[Any], copied: tuple[int, MemorySpan | None]) -> None:
         byte_count, piece = copied
         self._quota.written(byte_count)
         if piece is not None:

@@ -24,7 +24,7 @@ _TOUCHED_AT_ONCE_BYTES = 8 * 1024 * 1024
 """Bytes that `touch` holds at once, for some milliseconds, in which nobody can take them."""
 
 
-class Piece(NamedTuple):
+class MemorySpan(NamedTuple):
     """Bytes [begin, end) of the memory. `view` (writable, "B") has the requested length."""
 
     begin: int
@@ -42,7 +42,7 @@ class CopyMemory:
         self._free = [(0, self.byte_count)] if self.byte_count else []
         self._touched_bytes = 0
 
-    def take(self, byte_count: int) -> Piece | None:
+    def take(self, byte_count: int) -> MemorySpan | None:
         """Take a piece of unspecified content until it is given back; None if there is no space.
         Raises OSError if the system refuses the mapping, as `touch` does.
         """
@@ -53,7 +53,7 @@ class CopyMemory:
                     return self._taken(at, begin, begin + length, byte_count)
         return None
 
-    def give_back(self, piece: Piece) -> None:
+    def give_back(self, piece: MemorySpan) -> None:
         begin, end = piece.begin, piece.end
         with self._lock:
             at = bisect.bisect_left(self._free, (begin, end))
@@ -81,7 +81,7 @@ class CopyMemory:
                 np.frombuffer(piece.view, np.uint8)[:: mmap.PAGESIZE] = 0
                 self.give_back(piece)
 
-    def _taken(self, at: int, begin: int, end: int, byte_count: int) -> Piece:
+    def _taken(self, at: int, begin: int, end: int, byte_count: int) -> MemorySpan:
         """Take bytes out of the free stretch number `at`, under the lock."""
         if self._memory is None:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -89,4 +89,4 @@ class CopyMemory:
         free = self._free[at]
         rest = [(free[0], begin), (end, free[1])]
         self._free[at : at + 1] = [each for each in rest if each[0] < each[1]]
-        return Piece(begin, end, self._memory[begin : begin + byte_count])
+        return MemorySpan(begin, end, self._memory[begin : begin + byte_count])

@@ -51,7 +51,15 @@ from ps_runtime.observe import logs
 from ps_runtime.system.shared_memory import SharedSegment
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.ranges.events import Accumulate, AnswerPull, Assign, Forget, Place, Record, Sender
+from ps_server.ranges.events import (
+    Accumulate,
+    AnswerPull,
+    AssignValues,
+    Forget,
+    Place,
+    Record,
+    Sender,
+)
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.values import contributions
@@ -589,7 +597,7 @@ class Shards:
         terms = record.hyperparameters, record.contributor_count, record.update_scale
         store.apply_brief(record.clock, accumulator, *terms, self._changes(key))
 
-    def assigning(self, effect: Assign) -> Work[None]:
+    def assigning(self, effect: AssignValues) -> Work[None]:
         """Put initial values, or an edit's, in place."""
         key = effect.record.table_id, effect.record.range_id
         changes = self._changes(key)
@@ -662,7 +670,7 @@ class Shards:
                 if record.array:
                     check_array(store.table, record.array)
                 values = yield from _receiving(store, record, SentAccumulator(change.parts))
-                yield from self.assigning(Assign(record, tuple(values.parts.items())))
+                yield from self.assigning(AssignValues(record, tuple(values.parts.items())))
         return None
 
     # --- for servers that join

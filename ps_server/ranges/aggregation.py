@@ -23,7 +23,7 @@ from ps_core.tables import Hyperparameters, OptimizerKind
 from ps_server.ranges.events import (
     Accumulate,
     Apply,
-    Assign,
+    AssignValues,
     Contributor,
     Drop,
     Effect,
@@ -104,7 +104,7 @@ class Records:
         blocks = tuple(block for block, _ in parts)
         record = self.record(clock, contributors, (), blocks, is_assign=True, of=of)
         if parts or not clock:
-            out.append(Assign(record, parts))
+            out.append(AssignValues(record, parts))
         self.commit(record, out)
 
     def scaled(self, summed: Record, said_by: Contributor, scale: float) -> Record:

@@ -212,7 +212,7 @@ class Drop(NamedTuple):
     record: Record
 
 
-class Assign(NamedTuple):
+class AssignValues(NamedTuple):
     """The record is committed: put the initial values, or an edit's, in place."""
 
     record: Record
@@ -253,10 +253,12 @@ class RefusePull(NamedTuple):
     error: PushpullError
 
 
-Effect = ReplyTo | Accumulate | Apply | Reduce | Drop | Assign | AnswerPull | Forget | RefusePull
+Effect = (
+    ReplyTo | Accumulate | Apply | Reduce | Drop | AssignValues | AnswerPull | Forget | RefusePull
+)
 
 
 def place_of(effect: Effect) -> tuple[TableId, RangeId]:
     """The table and range that an effect belongs to."""
-    named = effect.record if isinstance(effect, Apply | Reduce | Drop | Assign) else effect
+    named = effect.record if isinstance(effect, Apply | Reduce | Drop | AssignValues) else effect
     return named.table_id, named.range_id

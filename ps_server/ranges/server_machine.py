@@ -42,7 +42,7 @@ from ps_core.work import Work, at_once
 from ps_server.ranges.events import (
     AnswerPull,
     Apply,
-    Assign,
+    AssignValues,
     Effect,
     EntryEvent,
     Place,
@@ -502,7 +502,7 @@ class ServerMachine:
             What to carry out in the place of `rest`.
         """
         table_id = record.table_id
-        later = [effect.record for effect in rest if isinstance(effect, Apply | Assign)]
+        later = [effect.record for effect in rest if isinstance(effect, Apply | AssignValues)]
         lost = [record, *(each for each in later if each.table_id == table_id)]
         for each in lost:
             self._shards[table_id, each.range_id].overturn(each, error)

@@ -30,12 +30,12 @@ from ps_runtime.cluster import wire
 from ps_server.ranges.events import Record
 from ps_server.ranges.range_copy import RangeFacts
 from ps_server.replay.versions import (
-    Decision,
     Origin,
     Participant,
     Reached,
     ReplayedChange,
     ShardKey,
+    UpdateDecision,
 )
 from ps_server.replication.messages import LogRecord, RangeCopy, Snapshot
 from ps_server.update_log.directory import segments_in
@@ -77,7 +77,7 @@ class _ReadRecord(NamedTuple):
     table_id: TableId
     clock: int
     has_changes: bool
-    decisions: tuple[Decision, ...]
+    decisions: tuple[UpdateDecision, ...]
     facts: RangeFacts
     done: Done
 
@@ -241,7 +241,7 @@ def _read(whole: LogRecord | Snapshot) -> _ReadRecord | _ReadSnapshot:
     )
 
 
-def _decision(record: Record, log_record: LogRecord) -> Decision:
+def _decision(record: Record, log_record: LogRecord) -> UpdateDecision:
     contributors = record.summed_by or record.contributors
     sequences = {(c.incarnation, s) for c in contributors for s in c.sequences}
     found = [
@@ -251,7 +251,9 @@ def _decision(record: Record, log_record: LogRecord) -> Decision:
     ]
     participants = tuple(Participant(c.rank, c.incarnation, c.skip) for c in contributors)
     is_bsp = False  # `_Chain` knows
-    return Decision(record.clock, is_bsp, participants, record.gone_count, max(found, default=0))
+    return UpdateDecision(
+        record.clock, is_bsp, participants, record.gone_count, max(found, default=0)
+    )
 
 
 def _is_bsp(settings: Mapping[int, Consistency], clock: int) -> bool:
@@ -354,7 +356,7 @@ class _Chain:
         place: ShardKey,
         origin: Origin,
         clock: int,
-        decisions: tuple[Decision, ...],
+        decisions: tuple[UpdateDecision, ...],
     ) -> None:
         payloads = tuple(frame.payload for frame in event.frames)
         values = event.time_s, decisions, payloads, self._where(event)

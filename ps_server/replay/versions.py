@@ -40,7 +40,7 @@ class Participant(NamedTuple):
     skip: bool
 
 
-class Decision(NamedTuple):
+class UpdateDecision(NamedTuple):
     """One table in one range got an update, or its initial values.
 
     Attributes:
@@ -89,7 +89,7 @@ class ReplayedChange(NamedTuple):
     origin: Origin
     clock: int
     time_s: float
-    decisions: tuple[Decision, ...]
+    decisions: tuple[UpdateDecision, ...]
     payloads: tuple[memoryview, ...]
     where: str
 
@@ -292,7 +292,7 @@ class _Gathered:
     gone_count: int = 0
     staleness: int = 0
 
-    def add(self, change: ReplayedChange, decision: Decision) -> None:
+    def add(self, change: ReplayedChange, decision: UpdateDecision) -> None:
         self.tables.add(change.place[0])
         self.time_s = max(self.time_s, change.time_s)
         self.place_count += 1

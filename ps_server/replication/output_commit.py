@@ -24,7 +24,7 @@ from ps_core.work import Work
 from ps_server.ranges.events import (
     Accumulate,
     Apply,
-    Assign,
+    AssignValues,
     Drop,
     Effect,
     Forget,
@@ -172,7 +172,7 @@ class OutputCommit:
                 self._kept.discard(_key_of(record))
                 into.changes.append(Put(record, None if is_kept else accumulator))
                 return
-            case Assign(record, blocks):
+            case AssignValues(record, blocks):
                 change = Assigned(record, blocks)
             case Drop(record):
                 self._sums.drop(record)

@@ -43,7 +43,7 @@ from ps_server.ranges.events import (
     Accumulate,
     AnswerPull,
     Apply,
-    Assign,
+    AssignValues,
     Drop,
     Effect,
     EntryEvent,
@@ -593,10 +593,10 @@ class ParameterNode:
                 case Reduce():
                     squares = yield from self.shards.reducing(effect.record)
                     reduced.append((effect.record, squares))
-                case Assign():
+                case AssignValues():
                     yield from self.shards.assigning(effect)
                 case Assigned():
-                    yield from self.shards.assigning(Assign(effect.record, effect.parts))
+                    yield from self.shards.assigning(AssignValues(effect.record, effect.parts))
                 case _:
                     self._do_other(effect)
             if piece_count >= PIECE_COUNT:

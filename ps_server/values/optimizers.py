@@ -113,7 +113,7 @@ class BlockState:
         return self.values.nbytes + sum(slot.nbytes for slot in self.slots.values())
 
 
-class Piece(NamedTuple):
+class KernelInput(NamedTuple):
     """Equally long cuts of a block and of its gradient, for one kernel call."""
 
     values: Tensor
@@ -155,15 +155,15 @@ class _Kernel(ABC):
         return steps + 1
 
     @abstractmethod
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
-        """One step on `piece`, in place."""
+    def run(self, given: KernelInput, hyperparameters: HyperparameterValues) -> None:
+        """One step on `given`, in place."""
 
     def _options(self, hyperparameters: HyperparameterValues) -> dict[str, Any]:
         return {**self._fixed, **{name: hyperparameters[name] for name in self.names}}
 
-    def _steps(self, piece: Piece) -> list[Tensor]:
+    def _steps(self, given: KernelInput) -> list[Tensor]:
         """The step count as the function takes it: a fused one counts the step itself, too."""
-        return [self._step.fill_(piece.steps + self.is_fused)]
+        return [self._step.fill_(given.steps + self.is_fused)]
 
 
 class Optimizer:
@@ -194,7 +194,7 @@ class Optimizer:
         steps = state.steps
         if present is None and isinstance(steps, int):
             end = state.values.numel() if kernel.is_fused else state.length
-            kernel.run(_piece(state, gradient, (0, end, steps)), hyperparameters)
+            kernel.run(_kernel_input(state, gradient, (0, end, steps)), hyperparameters)
             state.steps = kernel.steps_after(steps, hyperparameters)
         else:
             self._apply_in_part(state, gradient, present, hyperparameters)
@@ -219,17 +219,17 @@ class Optimizer:
         if len(runs) > _MAX_RUN_COUNT * len(distinct):
             for count in distinct.tolist():
                 with _only(state, counts == count):
-                    whole = _piece(state, gradient, (0, state.values.numel(), count))
+                    whole = _kernel_input(state, gradient, (0, state.values.numel(), count))
                     kernel.run(whole, hyperparameters)
         else:
             for run in runs:
                 if not kernel.is_fused:
-                    kernel.run(_piece(state, gradient, run), hyperparameters)
+                    kernel.run(_kernel_input(state, gradient, run), hyperparameters)
                     continue
                 begin, end, count = run
                 low, high = begin - begin % BLOCK_ALIGNMENT_ELEMENTS, padded_length(end)
                 with _kept(state, (low, begin), (end, min(high, state.length))):
-                    kernel.run(_piece(state, gradient, (low, high, count)), hyperparameters)
+                    kernel.run(_kernel_input(state, gradient, (low, high, count)), hyperparameters)
         steps[here] = kernel.steps_after(steps[here], hyperparameters)
         state.set_segment_steps(steps)
 
@@ -273,12 +273,12 @@ def _clamp(state: BlockState, present: Mask | None, low: float | None, high: flo
         state.values[begin:end].clamp_(low, high)
 
 
-def _piece(state: BlockState, gradient: Tensor, run: tuple[int, int, int]) -> Piece:
+def _kernel_input(state: BlockState, gradient: Tensor, run: tuple[int, int, int]) -> KernelInput:
     begin, end, steps = run
     if begin == 0 and end == state.values.numel() == gradient.numel():
-        return Piece(state.values, gradient, state.slots, steps)
+        return KernelInput(state.values, gradient, state.slots, steps)
     slots = {name: slot[begin:end] for name, slot in state.slots.items()}
-    return Piece(state.values[begin:end], gradient[begin:end], slots, steps)
+    return KernelInput(state.values[begin:end], gradient[begin:end], slots, steps)
 
 
 def _runs(
@@ -300,15 +300,15 @@ class _Sgd(_Kernel):
     def steps_after(self, steps: StepsT, hyperparameters: HyperparameterValues) -> StepsT | int:
         return 1 if hyperparameters["momentum"] != 0 else steps
 
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
-        tensors = [piece.values], [piece.gradient]
-        kept = piece.slots.get("momentum_buffer")
+    def run(self, given: KernelInput, hyperparameters: HyperparameterValues) -> None:
+        tensors = [given.values], [given.gradient]
+        kept = given.slots.get("momentum_buffer")
         options = self._options(hyperparameters)
         if self.is_fused:
             buffers = [kept] if hyperparameters["momentum"] != 0 else []
-            self._function(*tensors, buffers, is_first_step=piece.steps == 0, **options)
+            self._function(*tensors, buffers, is_first_step=given.steps == 0, **options)
             return
-        buffers = [kept if piece.steps else None]
+        buffers = [kept if given.steps else None]
         self._function(*tensors, buffers, **options)
         if kept is not None and buffers[0] is not None and buffers[0] is not kept:
             kept.copy_(buffers[0])
@@ -322,11 +322,11 @@ class _Adam(_Kernel):
         names = ["exp_avg", "exp_avg_sq"]
         return dict.fromkeys([*names, "max_exp_avg_sq"] if self._spec.amsgrad else names, 0.0)
 
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
-        largest = [piece.slots["max_exp_avg_sq"]] if self._spec.amsgrad else []
-        moments = [piece.slots["exp_avg"]], [piece.slots["exp_avg_sq"]], largest
-        tensors = [piece.values], [piece.gradient], *moments
-        self._function(*tensors, self._steps(piece), **self._options(hyperparameters))
+    def run(self, given: KernelInput, hyperparameters: HyperparameterValues) -> None:
+        largest = [given.slots["max_exp_avg_sq"]] if self._spec.amsgrad else []
+        moments = [given.slots["exp_avg"]], [given.slots["exp_avg_sq"]], largest
+        tensors = [given.values], [given.gradient], *moments
+        self._function(*tensors, self._steps(given), **self._options(hyperparameters))
 
 
 class _Adagrad(_Kernel):
@@ -339,9 +339,9 @@ class _Adagrad(_Kernel):
     def fills(self, _hyperparameters: HyperparameterValues) -> Mapping[str, float]:
         return self._sum
 
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
-        tensors = [piece.values], [piece.gradient], [piece.slots["sum"]]
-        self._function(*tensors, self._steps(piece), **self._options(hyperparameters))
+    def run(self, given: KernelInput, hyperparameters: HyperparameterValues) -> None:
+        tensors = [given.values], [given.gradient], [given.slots["sum"]]
+        self._function(*tensors, self._steps(given), **self._options(hyperparameters))
 
 
 class _Rmsprop(_Kernel):
@@ -356,19 +356,19 @@ class _Rmsprop(_Kernel):
             names.append("momentum_buffer")
         return dict.fromkeys(names, 0.0)
 
-    def run(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
+    def run(self, given: KernelInput, hyperparameters: HyperparameterValues) -> None:
         if self._spec.kernels is Kernels.FAST:
-            self._run_fast(piece, hyperparameters)
+            self._run_fast(given, hyperparameters)
             return
-        slots = piece.slots
+        slots = given.slots
         averages = [slots["grad_avg"]] if self._spec.centered else []
         buffers = [slots["momentum_buffer"]] if hyperparameters["momentum"] > 0 else []
-        tensors = [piece.values], [piece.gradient], [slots["square_avg"]], averages, buffers
-        self._function(*tensors, self._steps(piece), **self._options(hyperparameters))
+        tensors = [given.values], [given.gradient], [slots["square_avg"]], averages, buffers
+        self._function(*tensors, self._steps(given), **self._options(hyperparameters))
 
-    def _run_fast(self, piece: Piece, hyperparameters: HyperparameterValues) -> None:
+    def _run_fast(self, given: KernelInput, hyperparameters: HyperparameterValues) -> None:
         """Torch's single-tensor arithmetic, operation by operation, into pooled scratch."""
-        values, gradient, square = piece.values, piece.gradient, piece.slots["square_avg"]
+        values, gradient, square = given.values, given.gradient, given.slots["square_avg"]
         lr, alpha = hyperparameters["lr"], hyperparameters["alpha"]
         # Sizes are powers of two, so that the runs of changing presence do not fill the pool.
         size = 1 << (values.numel() - 1).bit_length()
@@ -377,27 +377,27 @@ class _Rmsprop(_Kernel):
         if self._spec.maximize or hyperparameters["weight_decay"] != 0:
             buffers.append(self._pool.take(size, values.dtype))
             adjusted = buffers[1][: values.numel()]
-            gradient = self._adjusted(piece, hyperparameters["weight_decay"], adjusted)
+            gradient = self._adjusted(given, hyperparameters["weight_decay"], adjusted)
         square.mul_(alpha).addcmul_(gradient, gradient, value=1 - alpha)
         if self._spec.centered:
-            average = piece.slots["grad_avg"].lerp_(gradient, 1 - alpha)
+            average = given.slots["grad_avg"].lerp_(gradient, 1 - alpha)
             torch.addcmul(square, average, average, value=-1, out=scratch).sqrt_()
         else:
             torch.sqrt(square, out=scratch)
         scratch.add_(hyperparameters["eps"])
         if hyperparameters["momentum"] > 0:
-            buffer = piece.slots["momentum_buffer"].mul_(hyperparameters["momentum"])
+            buffer = given.slots["momentum_buffer"].mul_(hyperparameters["momentum"])
             values.add_(buffer.addcdiv_(gradient, scratch), alpha=-lr)
         else:
             values.addcdiv_(gradient, scratch, value=-lr)
         for used in buffers:
             self._pool.give_back(used)
 
-    def _adjusted(self, piece: Piece, weight_decay: float, out: Tensor) -> Tensor:
-        gradient = torch.neg(piece.gradient, out=out) if self._spec.maximize else piece.gradient
+    def _adjusted(self, given: KernelInput, weight_decay: float, out: Tensor) -> Tensor:
+        gradient = torch.neg(given.gradient, out=out) if self._spec.maximize else given.gradient
         if weight_decay == 0:
             return gradient
-        return torch.add(gradient, piece.values, alpha=weight_decay, out=out)
+        return torch.add(gradient, given.values, alpha=weight_decay, out=out)
 
 
 KERNELS: dict[OptimizerKind, tuple[type[_Kernel], _Function, _Function | None]] = {

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ps_server.checkpoint.copy_memory import CopyMemory, Piece
+from ps_server.checkpoint.copy_memory import CopyMemory, MemorySpan
 
 UNIT = 64
 UNIT_COUNT = 12
@@ -19,7 +19,7 @@ ACTIONS = st.one_of(
 )
 
 
-def longest_gap(taken: list[Piece]) -> int:
+def longest_gap(taken: list[MemorySpan]) -> int:
     """The longest stretch that nobody has."""
     places = [(0, 0), *sorted((piece.begin, piece.end) for piece in taken)]
     ends = [*(begin for begin, _ in places[1:]), UNIT_COUNT * UNIT]
@@ -29,7 +29,7 @@ def longest_gap(taken: list[Piece]) -> int:
 @given(st.lists(ACTIONS, max_size=40))
 def test_pieces_are_apart_and_are_had_when_there_is_room(actions: list[tuple[str, int]]) -> None:
     memory = CopyMemory(UNIT_COUNT * UNIT + 7)
-    taken: list[tuple[Piece, int]] = []
+    taken: list[tuple[MemorySpan, int]] = []
     for number, (action, size) in enumerate(actions):
         if action == "take":
             gap = longest_gap([piece for piece, _ in taken])
@@ -55,7 +55,7 @@ def test_what_is_taken_while_pages_are_touched_stays_as_it_is() -> None:
     memory = CopyMemory(64 * 1024 * 1024)
     with ThreadPoolExecutor(1) as threads:
         touching = threads.submit(memory.touch, memory.byte_count)
-        pieces: list[Piece] = []
+        pieces: list[MemorySpan] = []
         while (piece := memory.take(size)) is not None:
             piece.view[:] = bytes([len(pieces) % 251 + 1]) * size
             pieces.append(piece)

@@ -21,7 +21,7 @@ from ps_core.tables import Table
 from ps_server.ranges.events import (
     Accumulate,
     Apply,
-    Assign,
+    AssignValues,
     Effect,
     Place,
     PushEvent,
@@ -104,7 +104,7 @@ def _send(machine: RangeMachine, event: Entry) -> list[Effect]:
 def _check_parts(effects: list[Effect]) -> None:
     """What is accumulated or assigned has its payload (SH-1)."""
     for effect in effects:
-        if isinstance(effect, Accumulate | Assign):
+        if isinstance(effect, Accumulate | AssignValues):
             assert all(payload is not None for _, payload in effect.parts)
 
 

@@ -43,7 +43,7 @@ from ps_core.tables import (
 from ps_core.work import Work, at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
-from ps_server.ranges.events import Accumulate, Assign, Forget, Record
+from ps_server.ranges.events import Accumulate, AssignValues, Forget, Record
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.values.contributions import Contribution, elements
 from ps_server.values.mutations import Assigned, Dropped, KeptSum, Mutation, Put, SentAccumulator
@@ -204,7 +204,7 @@ class Numbers:
     def assign(self, table: Table, record: Record, grads: Sequence[Grad]) -> None:
         """Initial values, or an edit's."""
         parts = tuple((g.block, self._decoded(table, record.range_id, g)) for g in grads)
-        at_once(self.shards.assigning(Assign(record, parts)))
+        at_once(self.shards.assigning(AssignValues(record, parts)))
 
     def taken(self, record: Record, grads: Sequence[Grad]) -> Sum:
         """The sum of the record's clock, detached."""

@@ -96,8 +96,8 @@ EDIT_MUTANTS = (
         "a backup takes laid state for values",
         "S16",
         "ps_server/lane/shards.py",
-        "self.assigning(Assign(record, tuple(values.parts.items())))",
-        'self.assigning(Assign(record._replace(array=""), tuple(values.parts.items())))',
+        "self.assigning(AssignValues(record, tuple(values.parts.items())))",
+        'self.assigning(AssignValues(record._replace(array=""), tuple(values.parts.items())))',
         ("failover",),
     ),
     Mutant(

@@ -48,7 +48,7 @@ class Welcome(NamedTuple):
     """The answer."""
 
 
-class Piece(NamedTuple):
+class CopyPiece(NamedTuple):
     """A part of a snapshot; `whole` is in the last. `has_waited`: for the view that it is of."""
 
     whole: tuple[Snapshot, dict[str, dict]] | None  # type: ignore[type-arg]
@@ -60,7 +60,7 @@ def size_of(message: object) -> int:
     match message:
         case LogRecord():
             return _RECORD_BYTES
-        case Piece():
+        case CopyPiece():
             return _PIECE_BYTES
         case _:
             return _SMALL_BYTES
@@ -196,7 +196,7 @@ class Stream:
         self._parked.append(message)
         return True
 
-    def wait(self, piece: Piece, for_s: float) -> None:
+    def wait(self, piece: CopyPiece, for_s: float) -> None:
         """The piece, and what comes after it, is handled when there is a newer view, or then."""
         parked = self._parked = deque([piece._replace(has_waited=True)])
         self._receiver.on_view_once(lambda: self._go_on(parked))

@@ -36,7 +36,7 @@ from ps_server.values.mutations import Assigned, KeptSum, Mutation, Put
 from ps_server.values.store_copy import StoreCopy
 from tests.sim.arithmetic import Numbers, Sum
 from tests.sim.grads import Grad
-from tests.sim.peer_streams import PIECES, Greeting, Piece, SimLink, Stream, Welcome
+from tests.sim.peer_streams import PIECES, CopyPiece, Greeting, SimLink, Stream, Welcome
 from tests.sim.server import TICK_S, SimServer
 from tests.sim.serving import Watch
 from tests.sim.truth import Settings
@@ -576,7 +576,7 @@ class ReplicatedServer(SimServer):
                 return
             case _ if stream.waits(message):
                 return
-            case Piece((snapshot, _), False) if not self.replication.knows(snapshot):
+            case CopyPiece((snapshot, _), False) if not self.replication.knows(snapshot):
                 self.world.counts["snapshots before their view"] += 1
                 stream.wait(message, LEASE_S / BEATS_A_LEASE)
                 return
@@ -591,7 +591,7 @@ class ReplicatedServer(SimServer):
                 self._handle(stream, self._following(message))
             case Beat():
                 answer = self.replication.beat(message, self.now_s)
-            case Piece((snapshot, values)):
+            case CopyPiece((snapshot, values)):
                 self._handle(stream, self._catching_up(snapshot, values))
         if answer is not None:
             stream.answer(answer)
@@ -672,7 +672,7 @@ class ReplicatedServer(SimServer):
             whole = snapshot, self._values_of(snapshot.range_id)
             yield
             if peer in self.links:
-                self.links[peer].send(*[Piece(None)] * (PIECES - 1), Piece(whole))
+                self.links[peer].send(*[CopyPiece(None)] * (PIECES - 1), CopyPiece(whole))
 
     def _values_of(self, range_id: RangeId) -> dict[str, dict]:  # type: ignore[type-arg]
         """A copy of what is here of a range, beside what the machine knows."""

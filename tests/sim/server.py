@@ -18,7 +18,7 @@ from ps_server.ranges.events import (
     Accumulate,
     AnswerPull,
     Apply,
-    Assign,
+    AssignValues,
     Drop,
     Effect,
     EntryEvent,
@@ -246,7 +246,7 @@ class SimServer:
                     yield from self._putting(effect)
                 case Reduce():
                     reduced.append((effect.record, (yield from self._reducing(effect.record))))
-                case Assign() | Assigned():
+                case AssignValues() | Assigned():
                     yield from self._assigning(effect.record, effect.parts)
                 case Drop():
                     self._drop(effect.record)

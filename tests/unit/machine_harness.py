@@ -23,7 +23,7 @@ from ps_server.ranges.events import (
     Accumulate,
     AnswerPull,
     Apply,
-    Assign,
+    AssignValues,
     Effect,
     Place,
     PullEvent,
@@ -229,7 +229,7 @@ def applied(effects: list[Effect]) -> list[tuple[int, list[object]]]:
         elif isinstance(effect, Apply):
             found.append((effect.record.clock, sums))
             sums = []
-        elif isinstance(effect, Assign):
+        elif isinstance(effect, AssignValues):
             found.append((0, [payload for _, payload in effect.parts]))
     return found
 

@@ -17,7 +17,7 @@ from ps_cli.compare.figures import (
     other_consistency,
 )
 from ps_cli.compare.options import CompareOptions
-from ps_cli.compare.records import LossEntry, StepEntry, TableRecord, WorkerRecord
+from ps_cli.compare.records import LossEntry, StepEntry, TableEntry, WorkerRecord
 from ps_core.errors import InvalidConfig
 
 
@@ -92,9 +92,9 @@ def test_nothing_recorded_is_a_run_without_figures() -> None:
 
 def test_tables_of_another_consistency_are_found_and_buffers_are_not_judged() -> None:
     tables = (
-        TableRecord("model/0", "adam", "asp:divide"),
-        TableRecord("model/1", "adam", "bsp"),
-        TableRecord("model/buffers/float32", "assign", "asp"),
+        TableEntry("model/0", "adam", "asp:divide"),
+        TableEntry("model/1", "adam", "bsp"),
+        TableEntry("model/buffers/float32", "assign", "asp"),
     )
     records = [WorkerRecord(rank, tables, (), (), {}) for rank in range(2)]
     assert [table.name for table in other_consistency(records, "asp:divide")] == ["model/1"]

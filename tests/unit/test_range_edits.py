@@ -8,7 +8,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor
 from ps_core.ledger import Outcome
 from ps_core.tables import OptimizerKind
-from ps_server.ranges.events import Apply, Assign, Drop, Effect, ReplyTo
+from ps_server.ranges.events import Apply, AssignValues, Drop, Effect, ReplyTo
 from tests.unit.machine_harness import Bench, answers, make_table, outcomes, problem
 
 A, B = b"one edit", b"another"
@@ -21,7 +21,7 @@ def bsp() -> Bench:
 
 def assigned(effects: list[Effect]) -> list[tuple[int, tuple[tuple[int, object], ...]]]:
     """(clock, parts) of each."""
-    return [(e.record.clock, e.parts) for e in effects if isinstance(e, Assign)]
+    return [(e.record.clock, e.parts) for e in effects if isinstance(e, AssignValues)]
 
 
 def updated(effects: list[Effect]) -> list[int]:
@@ -65,9 +65,9 @@ def load(bench: Bench, rank: int, clock: int, array: str, name: bytes = A) -> li
 
 def test_optimizer_state_is_taken_as_values_are_and_the_next_edit_is_of_values(bsp: Bench) -> None:
     load(bsp, 1, 1, "momentum_buffer")
-    records = [e.record for e in load(bsp, 0, 1, "momentum_buffer") if isinstance(e, Assign)]
+    records = [e.record for e in load(bsp, 0, 1, "momentum_buffer") if isinstance(e, AssignValues)]
     edit(bsp, 0, 2, B)
-    records += [e.record for e in edit(bsp, 1, 2, B) if isinstance(e, Assign)]
+    records += [e.record for e in edit(bsp, 1, 2, B) if isinstance(e, AssignValues)]
     assert [(r.clock, r.array) for r in records] == [(1, "momentum_buffer"), (2, "")]
 
 
@@ -115,7 +115,10 @@ def test_gradients_follow_at_the_next_clock(bsp: Bench) -> None:
         edit(bsp, rank, 1, A)
     for rank in (0, 1):
         step(bsp, rank, 2)
-    assert [type(e) for e in bsp.effects if isinstance(e, Apply | Assign)] == [Assign, Apply]
+    assert [type(e) for e in bsp.effects if isinstance(e, Apply | AssignValues)] == [
+        AssignValues,
+        Apply,
+    ]
     assert updated(bsp.effects) == [2]
 
 
@@ -153,7 +156,7 @@ def test_an_edit_and_a_gradient_come_to_nothing(
     (said,) = refusals(bsp.effects)
     assert f"worker {editor} changed" in said
     assert f"worker {1 - editor} did not" in said
-    assert not [e for e in bsp.effects if isinstance(e, Assign | Apply)]
+    assert not [e for e in bsp.effects if isinstance(e, AssignValues | Apply)]
     accumulated = editor == 1  # the gradient of rank 0 had its turn
     assert any(isinstance(e, Drop) for e in bsp.effects) == accumulated
     assert bsp.staging.staged_bytes == bsp.staging.summed_bytes == 0

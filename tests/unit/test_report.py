@@ -17,8 +17,8 @@ from ps_cli.compare.report_document import (
     FAILED,
     FINISHED,
     STOPPED,
+    ComparedRun,
     Comparison,
-    Run,
     document_of,
     missing_reports,
 )
@@ -175,12 +175,14 @@ FIGURES = RunFigures(
 )
 
 
-def runs() -> list[Run]:
+def runs() -> list[ComparedRun]:
     return [
-        Run("bsp", 0, FINISHED, "", FIGURES),
-        Run("asp", 0, FINISHED, "a remark", replace(FIGURES, quality={"test accuracy": None})),
-        Run("ssp:4", 0, FAILED, "worker 1 ended\n  with <html>", RunFigures()),
-        Run("bsp", 1, STOPPED, "stopped by SIGINT", replace(FIGURES, time_s=99.0)),
+        ComparedRun("bsp", 0, FINISHED, "", FIGURES),
+        ComparedRun(
+            "asp", 0, FINISHED, "a remark", replace(FIGURES, quality={"test accuracy": None})
+        ),
+        ComparedRun("ssp:4", 0, FAILED, "worker 1 ended\n  with <html>", RunFigures()),
+        ComparedRun("bsp", 1, STOPPED, "stopped by SIGINT", replace(FIGURES, time_s=99.0)),
     ]
 
 
@@ -219,7 +221,7 @@ def test_the_page_is_well_formed_and_has_table_and_plots() -> None:
 
 
 def test_the_page_says_what_to_report_where_nobody_did() -> None:
-    silent = Run("bsp", 0, FINISHED, "", RunFigures(time_s=2.0, step_count=10))
+    silent = ComparedRun("bsp", 0, FINISHED, "", RunFigures(time_s=2.0, step_count=10))
     first, second = missing_reports([silent, runs()[2]])
     assert 'client.report(quality={"accuracy": ...})' in first
     assert "client.report(loss=...)" in second
@@ -254,7 +256,7 @@ def test_unfinished_runs_are_not_in_the_means_of_finished_ones() -> None:
 
 
 def test_the_document_is_json_for_others_too() -> None:
-    odd = Run("bsp", 0, FINISHED, "", replace(FIGURES, time_s=float("inf")))
+    odd = ComparedRun("bsp", 0, FINISHED, "", replace(FIGURES, time_s=float("inf")))
     rows = [mode_row("bsp", 1, [FIGURES], 2.0)]
     text = json.dumps(document_of(COMPARISON, [*runs(), odd], rows), allow_nan=False)
     document = json.loads(text)

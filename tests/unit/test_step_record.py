@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ps_cli.compare.records import LossEntry, TableRecord, read_records
+from ps_cli.compare.records import LossEntry, TableEntry, read_records
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_core.tables import TableSpec
@@ -52,7 +52,7 @@ def test_a_loss_belongs_to_the_step_before_it(tmp_path: Path) -> None:
     assert kinds(tmp_path, 1) == ["start", "table", "step", "step", "quality", "end"]
     (read,) = read_records(tmp_path)
     assert read.rank == 1
-    assert read.tables == (TableRecord("w", "sgd", "ssp:2"),)
+    assert read.tables == (TableEntry("w", "sgd", "ssp:2"),)
     assert [step.staleness for step in read.steps] == [0, 3]
     assert [(entry.step, entry.loss) for entry in read.losses] == [(1, 0.5), (2, None)]
     assert read.quality == {"accuracy": 0.75}

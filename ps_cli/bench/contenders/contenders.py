@@ -57,7 +57,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class MeasuredCluster:
     """A pushpull cluster, with workers that do actions."""
 
     lane: str
@@ -130,7 +130,7 @@ def cluster(
     commands: Sequence[tuple[str, ...]],
     servers: Servers = ONE_SERVER,
     worker_count: int | None = None,
-) -> Iterator[Cluster]:
+) -> Iterator[MeasuredCluster]:
     """A scheduler, servers, and processes with `worker_count` workers (None: one each), which use
     the lane; the scheduler's address and the lane go before the arguments of each command.
     """
@@ -151,4 +151,4 @@ def cluster(
         )
         pids = roles.process_ids
         server_pids = tuple(pids[f"server {index}"] for index in range(servers.server_count))
-        yield Cluster(lane, workers, server_pids)
+        yield MeasuredCluster(lane, workers, server_pids)

@@ -14,7 +14,7 @@ from rich.table import Table as TextTable
 from ps_cli.bench.contenders import contenders
 from ps_cli.bench.contenders.ceilings import memcpy, tcp_loopback
 from ps_cli.bench.contenders.child import together
-from ps_cli.bench.contenders.contenders import Cluster, Pair
+from ps_cli.bench.contenders.contenders import MeasuredCluster, Pair
 from ps_cli.bench.contenders.worker import PRIVATE
 from ps_cli.bench.instruments.sampling import (
     Measured,
@@ -54,16 +54,16 @@ _PEERS = {
 }
 
 
-class _Row(NamedTuple):
+class _DenseRow(NamedTuple):
     """A row of the result: a table of a cluster, and the operations on it by move."""
 
     name: str
-    cluster: Cluster
+    cluster: MeasuredCluster
     operations: dict[str, Operation]
 
 
 def operations_by_move(
-    cluster: Cluster, name: str, title: str, byte_count: int
+    cluster: MeasuredCluster, name: str, title: str, byte_count: int
 ) -> dict[str, Operation]:
     """The moves of all workers on the table `name`; `title` has a place for the move."""
     moved_bytes = byte_count * len(cluster.workers)
@@ -81,7 +81,7 @@ def operations_by_move(
 def dense(settings: BenchSettings) -> dict[str, Any]:
     """The document of `--json`; takes half a minute to a few minutes at 256 MB."""
     byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
-    rows: list[_Row] = []
+    rows: list[_DenseRow] = []
     legs = []
     with contextlib.ExitStack() as stack:
         peers = _peer_operations(stack, byte_count)
@@ -142,7 +142,7 @@ def _pair_operations(
     ]
 
 
-def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_Row]:
+def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_DenseRow]:
     """The rows of one lane; their clusters end with `stack`."""
     also = (f"sgd{PRIVATE}",) if lane == SHARED_MEMORY else ()
     loads = {1: ("sgd", "adam", *also), 2: ("sgd",)}
@@ -154,7 +154,7 @@ def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_Row]
         ],
     )
     return [
-        _Row(
+        _DenseRow(
             name,
             cluster,
             operations_by_move(cluster, name, f"{lane} {name}, {count} x {{}}", byte_count),
@@ -164,7 +164,7 @@ def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_Row]
     ]
 
 
-def _figures(row: _Row, measured: Mapping[str, Measured], ceilings: Figures) -> dict[str, Any]:
+def _figures(row: _DenseRow, measured: Mapping[str, Measured], ceilings: Figures) -> dict[str, Any]:
     cluster = row.cluster
     moves = {move: measured[operation.name] for move, operation in row.operations.items()}
     is_shared = cluster.lane == SHARED_MEMORY and not row.name.endswith(PRIVATE)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rich.console import RenderableType
 
 from ps_cli.bench.contenders import contenders
-from ps_cli.bench.contenders.contenders import Cluster, Servers
+from ps_cli.bench.contenders.contenders import MeasuredCluster, Servers
 from ps_cli.bench.instruments.sampling import (
     Measured,
     Operation,
@@ -36,8 +36,8 @@ from ps_cli.bench.settings import BenchSettings
 OPTIMIZERS = ("sgd", "adam")
 
 
-class _Row(NamedTuple):
-    cluster: Cluster
+class _ReplicatedRow(NamedTuple):
+    cluster: MeasuredCluster
     optimizer: str
     kind: Servers
     operations: dict[str, Operation]
@@ -46,7 +46,7 @@ class _Row(NamedTuple):
 def replicated(settings: BenchSettings) -> dict[str, Any]:
     """The document of `--json`; takes a minute or two at 256 MB."""
     byte_count = settings.table_bytes(DEFAULT_SIZE_MB, QUICK_SIZE_MB)
-    rows: list[_Row] = []
+    rows: list[_ReplicatedRow] = []
     legs = []
     count = settings.replica_count
     kinds = (Servers(count), Servers(count, count, settings.has_update_log))
@@ -76,13 +76,17 @@ def replicated(settings: BenchSettings) -> dict[str, Any]:
     }
 
 
-def _row(cluster: Cluster, optimizer: str, kind: Servers, byte_count: int) -> _Row:
+def _row(
+    cluster: MeasuredCluster, optimizer: str, kind: Servers, byte_count: int
+) -> _ReplicatedRow:
     logged = " logged" if kind.has_update_log else ""
     title = f"{cluster.lane} {optimizer}, {kind.replica_count} x {{}}{logged}"
-    return _Row(cluster, optimizer, kind, operations_by_move(cluster, optimizer, title, byte_count))
+    return _ReplicatedRow(
+        cluster, optimizer, kind, operations_by_move(cluster, optimizer, title, byte_count)
+    )
 
 
-def _figures(row: _Row, measured: Mapping[str, Measured]) -> dict[str, Any]:
+def _figures(row: _ReplicatedRow, measured: Mapping[str, Measured]) -> dict[str, Any]:
     moves = {move: measured[operation.name] for move, operation in row.operations.items()}
     return {
         "lane": row.cluster.lane,
