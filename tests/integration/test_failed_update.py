@@ -120,7 +120,7 @@ class Stage:
         self.node = ParameterNode(
             SERVER, b"k" * 16, self.workers, self.metrics, lambda: 5.0, shards
         )
-        self.node.lanes.open()  # values are lent, so they have stamps
+        self.node.lanes.open()  # its values have sequence locks
         ranges = tuple(
             RangeAssignment(RangeId(index), slots, AssignmentEpoch(1), NodeId(1))
             for index, slots in enumerate(key_ranges(RANGES))
@@ -200,19 +200,19 @@ class Stage:
         return read
 
     def state(self, table: TableId, block: int) -> tuple[list[float], int, int, bool]:
-        """First values, the state's first, the block's version, whether its stamp is at rest."""
+        """First values, the state's first, the block's version, whether its lock is at rest."""
         place = (table, self.place(table, block).range_id)
         shard = self.node.shards.stores[place]
         held = shard._states[block]
         slots = [slot[0].item() for slot in held.slots.values()]
-        stamp = self.node.shards.segments._shared[place].place(block)[
+        lock = self.node.shards.segments._shared[place].place(block)[
             1
         ]  # raises while the block changes
         return (
             [held.values[0].item(), *slots],
             shard.version(block),
             int(np.max(held.steps)),
-            (stamp % 2 == 0),
+            (lock % 2 == 0),
         )
 
 

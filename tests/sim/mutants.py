@@ -227,7 +227,7 @@ _ONE_TABLE = (
         _LANES,
     ),
     Mutant(
-        "a block that has changed has the stamp that it had",
+        "a block that has changed has the sequence lock that it had",
         "S5",
         "ps_core/sequence_locks.py",
         "        locks[number] = lock + 1\n\n\ndef _overlap",

@@ -61,7 +61,7 @@ class SlowStamps:
         self._memory, self._go_on = memory, go_on
 
     def __getitem__(self, number: int) -> Any:
-        """The stamp, in the end."""
+        """The sequence lock, in the end."""
         self._go_on()
         return self._memory[number]
 

@@ -217,7 +217,7 @@ def test_it_trains_beside_a_python_worker(gate_bytes: int) -> None:
     np.testing.assert_allclose(found, LINE, atol=1e-3)
 
 
-def test_steps_and_reads(seen: dict[str, Any]) -> None:
+def test_steps_and_pulls(seen: dict[str, Any]) -> None:
     found, ramp = seen["steps"], np.arange(200, dtype=np.float64)
     assert found["first"] == {"clock": 1, "applied": True, "staleness": 0}
     assert found["before"] == [0.0] * 200

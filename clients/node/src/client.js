@@ -315,7 +315,7 @@ export class PushpullClient {
   }
 
   /**
-   * Reads a table.
+   * Pulls a table.
    *
    * @param {Table} table
    * @param {object} [options]
@@ -332,14 +332,14 @@ export class PushpullClient {
     const take = (/** @type {any} */ value) => this.#store(table, values, value);
     let missing = new Set(table.ranges);
     for (;;) {
-      const read = { tableId: table.tableId, clock, consistent };
-      const { missing: left, problem } = await this.#pullOnce(read, missing, { endMs, take });
+      const asked = { tableId: table.tableId, clock, consistent };
+      const { missing: left, problem } = await this.#pullOnce(asked, missing, { endMs, take });
       missing = left;
       if (!missing.size) return values;
       if (problem && !problem.isRetryable) throw problem;
       if (Date.now() >= endMs) {
         const why = problem?.message ?? 'no server serves its ranges';
-        const what = `the read of table '${table.name}'`;
+        const what = `the pull of table '${table.name}'`;
         throw new PushpullError('WAIT_EXPIRED', `${what} expired: ${why}`);
       }
       await sleep(problem?.retryAfterMs || RETRY_MS, undefined, { signal: this.#scheduler.signal });
@@ -349,11 +349,11 @@ export class PushpullClient {
   /**
    * Asks each server once for the ranges that are missing.
    *
-   * @param {object} read
+   * @param {object} asked
    * @param {Set<number>} ranges
    * @param {{endMs: number, take: (value: any) => void}} options
    */
-  async #pullOnce(read, ranges, { endMs, take }) {
+  async #pullOnce(asked, ranges, { endMs, take }) {
     const missing = new Set(ranges);
     /** @type {PushpullError | null} */
     let problem = null;
@@ -380,7 +380,7 @@ export class PushpullClient {
         if (!link) return;
         const leftMs = Math.max(endMs - Date.now(), 1);
         await link.openSession(this.view.viewNumber, leftMs);
-        await link.pull({ ...read, ranges: parts }, leftMs, onPart);
+        await link.pull({ ...asked, ranges: parts }, leftMs, onPart);
         for (const { rangeId } of parts) if (!failed.has(rangeId)) missing.delete(rangeId);
       } catch (failure) {
         noteProblem(errorFromCall(failure));

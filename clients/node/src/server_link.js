@@ -1,4 +1,4 @@
-/** One server, seen from a client: a session, one long push stream, reads. */
+/** One server, seen from a client: a session, one long push stream, pulls. */
 
 import { Backoff, callOnce, callUntil, openClient } from './calls.js';
 import { ParameterService } from './contract.js';
@@ -121,7 +121,7 @@ export class ServerLink {
   }
 
   /**
-   * Reads; calls `onPart` for each part of the answer.
+   * Pulls; calls `onPart` for each part of the answer.
    *
    * @param {object} request a PullRequest without session
    * @param {number} deadlineMs
