@@ -1,14 +1,13 @@
 """A backup's end of a range's replication (SEMANTICS S8).
 
-    follows --promoted--> waits out its last grant --> serves, as `RangeMachine`s of what it has
+    follows --promoted--> waits out its last grant (`lease`) --> serves, as `RangeMachine`s
 
 Rules:
     - A record of an older epoch is refused: its sender is primary no more.
     - A record is applied when it comes, perhaps before it is committed. Only a backup that has it
       can be promoted, and a promoted backup commits everything that it has.
-    - A backup grants the lease by answering a beat. Once promoted it grants no more, and it serves
-      when its last grant has run out: counted from its answer by its own clock, and by any that is
-      slower by `MAX_DRIFT`.
+    - A backup grants the lease by answering a beat of its primary's epoch. Once promoted it grants
+      no more.
 
 Invariants:
     RE-1  `number` is the newest record, and every one before it was taken.
@@ -16,15 +15,12 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_server.ranges.range_copy import ShardCopy
+from ps_server.replication.lease import GrantedLease
 from ps_server.replication.messages import LogRecord
-
-MAX_DRIFT = 0.05
-"""Clocks of two servers may run apart by this share of the time that passes."""
 
 
 class Replica:
@@ -51,8 +47,7 @@ class Replica:
         self.term = term
         self.number = number
         self.copies = copies if copies is not None else {}
-        self._lease_s = lease_s
-        self._granted_s = -math.inf
+        self._lease = GrantedLease(lease_s)
         self.is_promoted = False
 
     def follow(self, assignment_epoch: AssignmentEpoch) -> None:
@@ -91,12 +86,12 @@ class Replica:
         """Grant the lease to the primary of this epoch, if it is the current one."""
         if assignment_epoch < self.assignment_epoch or self.is_promoted:
             return False
-        self._granted_s = max(self._granted_s, now_s)
+        self._lease.grant(now_s)
         return True
 
     def keep_grants(self, before: Replica) -> None:
         """Take over the grants of `before`, whose place this replica takes."""
-        self._granted_s = before._granted_s
+        self._lease.take_over(before._lease)
 
     def promote(self, assignment_epoch: AssignmentEpoch) -> None:
         """Become primary of this epoch, and serve from `serves_s` on."""
@@ -106,4 +101,4 @@ class Replica:
     @property
     def serves_s(self) -> float:
         """Time from which nobody can hold a lease that this backup granted."""
-        return self._granted_s + self._lease_s * (1.0 + MAX_DRIFT)
+        return self._lease.ends_s

@@ -7,9 +7,8 @@ their order, until every in-sync backup has it. So nobody saw what a failover ta
 
 Rules:
     - Records are numbered from 1 without gap, over all tables of the range.
-    - The right to serve comes from the backups: the primary releases nothing unless each of them
-      has granted a beat that was sent less than `lease_s` ago. Without backups nobody else can be
-      made primary, and it needs no lease.
+    - The right to serve comes from the backups: the primary releases nothing unless it holds the
+      `lease`.
     - A promoted primary has as candidates the former primary and its other backups, which may be a
       record behind or ahead, and be made primary in its place. While there are any it releases
       nothing; it asks the scheduler to leave them out, and they join anew.
@@ -28,7 +27,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +34,7 @@ from dataclasses import dataclass
 from ps_core.errors import check
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
 from ps_server.ranges.range_copy import RangeDelta
+from ps_server.replication.lease import HeldLease
 from ps_server.replication.messages import LogRecord
 
 
@@ -77,7 +76,7 @@ class RangeLog:
         self.assignment_epoch = self.term = assignment_epoch
         self.number = number
         self.range_id = range_id
-        self._lease_s = lease_s
+        self._lease = HeldLease(lease_s)
         self._min_in_sync = min_in_sync
         self._entries: deque[_LogEntry] = deque()
         self._acked = dict.fromkeys(backups, number)
@@ -85,7 +84,6 @@ class RangeLog:
         self.released = number
         self._is_past = False  # something was decided, and carried out, without a record
         self._anew = 0  # values that came without a record are in no copy of an earlier number
-        self._granted_s: dict[NodeId, float] = {}
         self.candidates: frozenset[NodeId] = frozenset()
         self._written: int | None = None
         self.is_written = False
@@ -99,7 +97,7 @@ class RangeLog:
         """Be primary again after another was made one, which nobody saw serve meanwhile."""
         self.assignment_epoch = self.term = assignment_epoch
         self._acked = dict.fromkeys(candidates, self.number)
-        self._granted_s.clear()
+        self._lease.clear()
         self.inherit()
         self.lose_logged_snapshot()  # what the update log has is of the term before
         for entry in self._entries:
@@ -263,12 +261,11 @@ class RangeLog:
     def granted(self, backup: NodeId, sent_s: float) -> None:
         """The backup answered the beat that was sent at `sent_s`."""
         if backup in self._acked:
-            self._granted_s[backup] = max(sent_s, self._granted_s.get(backup, -math.inf))
+            self._lease.granted(backup, sent_s)
 
     def may_serve(self, now_s: float) -> bool:
         """True while the lease holds."""
-        since_s = min((self._granted_s.get(b, -math.inf) for b in self._acked), default=math.inf)
-        return now_s < since_s + self._lease_s
+        return self._lease.holds(self._acked, now_s)
 
     # --- other configurations
 
@@ -289,4 +286,4 @@ class RangeLog:
     def exclude(self, backup: NodeId) -> None:
         """Stop counting a backup."""
         self._acked.pop(backup, None)
-        self._granted_s.pop(backup, None)
+        self._lease.exclude(backup)

@@ -39,7 +39,7 @@ from ps_server.peers.peer_links import REPLICATE
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
-from ps_server.replication.backup import MAX_DRIFT
+from ps_server.replication.lease import MAX_DRIFT
 from ps_server.replication.messages import Ack, Beat, LogRecord, RangeCopy, Snapshot
 from ps_server.replication.range_roles import PLACED_EPOCH
 from ps_server.service.node import ParameterNode

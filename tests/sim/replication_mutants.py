@@ -11,6 +11,7 @@ _AWAY = ("away",)
 _SCHEDULE = "ps_server/ranges/schedule.py"
 _SERVER = "ps_server/ranges/server_machine.py"
 _LOG = "ps_server/replication/replication_log.py"
+_LEASE = "ps_server/replication/lease.py"
 _REPLICA = "ps_server/replication/backup.py"
 _PRIMARY = "ps_server/replication/primary.py"
 _REPLICATION = "ps_server/replication/range_roles.py"
@@ -164,7 +165,7 @@ REPLICATION_MUTANTS = (
     Mutant(
         "no lease is needed",
         "S8",
-        _LOG,
+        _LEASE,
         "        return now_s < since_s + self._lease_s",
         "        return True",
         _FAILOVER,
@@ -180,9 +181,9 @@ REPLICATION_MUTANTS = (
     Mutant(
         "one backup's grant is enough",
         "S8",
-        _LOG,
-        "        since_s = min((self._granted_s.get(b, -math.inf) for b in self._acked), default",
-        "        since_s = max((self._granted_s.get(b, -math.inf) for b in self._acked), default",
+        _LEASE,
+        "        since_s = min((self._sent_s.get(b, -math.inf) for b in backups), default",
+        "        since_s = max((self._sent_s.get(b, -math.inf) for b in backups), default",
         _FAILOVER,
     ),
     Mutant(
@@ -205,8 +206,8 @@ REPLICATION_MUTANTS = (
     Mutant(
         "the last grant is not waited out",
         "S8",
-        _REPLICA,
-        "        return self._granted_s + self._lease_s * (1.0 + MAX_DRIFT)",
+        _LEASE,
+        "        return self._answered_s + self._lease_s * (1.0 + MAX_DRIFT)",
         "        return -math.inf",
         _FAILOVER,
     ),

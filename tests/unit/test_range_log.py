@@ -8,7 +8,8 @@ from ps_core.errors import InvariantViolation
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Ending
 from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
-from ps_server.replication.backup import MAX_DRIFT, Replica
+from ps_server.replication.backup import Replica
+from ps_server.replication.lease import MAX_DRIFT
 from ps_server.replication.messages import LogRecord
 from ps_server.replication.replication_log import RangeLog
 from tests.unit.machine_harness import make_table

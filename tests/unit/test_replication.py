@@ -12,7 +12,8 @@ from ps_core.work import at_once
 from ps_server.ranges.events import AnswerPull, Record, RefusePull
 from ps_server.ranges.range_copy import RangeDelta, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ServerMachine
-from ps_server.replication.backup import MAX_DRIFT, Replica
+from ps_server.replication.backup import Replica
+from ps_server.replication.lease import MAX_DRIFT
 from ps_server.replication.messages import Ack, Beat, Grant, LogRecord, Snapshot
 from ps_server.replication.range_roles import PLACED_EPOCH, Replication
 from ps_server.values.mutations import Put
