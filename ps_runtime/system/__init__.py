@@ -1,1 +1,1 @@
-"""Clock, disk, memory and processor: the machine that a process runs on."""
+"""The machine that a process runs on: clock, disk, memory, processor; and the process's own end."""
