@@ -49,7 +49,7 @@ class Invariant(NamedTuple):
     path: str
 
 
-class Place(NamedTuple):
+class Mention(NamedTuple):
     """Where a number is named: the file, and the function or class; empty outside of one."""
 
     path: str
@@ -60,8 +60,8 @@ class Found(NamedTuple):
     """All of a tree's invariants, in the order of their files, and where each number is named."""
 
     invariants: tuple[Invariant, ...]
-    raised: Mapping[str, tuple[Place, ...]]
-    cited: Mapping[str, tuple[Place, ...]]
+    raised: Mapping[str, tuple[Mention, ...]]
+    cited: Mapping[str, tuple[Mention, ...]]
 
 
 def sources() -> dict[str, str]:
@@ -81,20 +81,20 @@ def sources() -> dict[str, str]:
 def found_in(texts: Mapping[str, str]) -> Found:
     """What these files say."""
     listed: list[Invariant] = []
-    raised: defaultdict[str, dict[Place, None]] = defaultdict(dict)
-    cited: defaultdict[str, dict[Place, None]] = defaultdict(dict)
+    raised: defaultdict[str, dict[Mention, None]] = defaultdict(dict)
+    cited: defaultdict[str, dict[Mention, None]] = defaultdict(dict)
     for path, text in texts.items():
         if not NUMBER.search(text):
             continue
         tree = ast.parse(text, filename=path)
         if path.startswith("tests/"):
             for number, name in _named(tree, text):
-                cited[number][Place(path, name)] = None
+                cited[number][Mention(path, name)] = None
             continue
         checks = list(_checks(tree, ""))
         listed += _listed(path, ast.get_docstring(tree) or "", checks)
         for number, name, _ in checks:
-            raised[number][Place(path, name)] = None
+            raised[number][Mention(path, name)] = None
     return Found(
         tuple(listed),
         {number: tuple(places) for number, places in raised.items()},
@@ -187,7 +187,7 @@ def page(found: Found) -> str:
     return "\n".join(sections)
 
 
-def _places(places: Iterable[Place]) -> str:
+def _places(places: Iterable[Mention]) -> str:
     """One link a file, with the names in it."""
     by_path: defaultdict[str, list[str]] = defaultdict(list)
     for place in places:

@@ -55,12 +55,12 @@ from ps_server.ranges.events import (
     SealEvent,
     place_of,
 )
-from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_copy import ShardCopy, restore
 from ps_server.ranges.range_machine import RangeMachine
 from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.schedule import CutId, copies_cut
+from ps_server.ranges.staging_memory import TableStaging
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from ps_server.lane.shards import Shards
 from ps_server.replication.backup import Replica
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.reader import FORMAT_VERSION, LogContents, RangeStart, scan
-from ps_server.update_log.replay import replayed
+from ps_server.update_log.recovered_ranges import replayed
 from ps_server.update_log.writer import LogSetting, UpdateLog
 from pushpull.v1 import scheduler_pb2, update_log_pb2
 

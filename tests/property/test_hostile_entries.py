@@ -31,8 +31,8 @@ from ps_server.ranges.events import (
     Sender,
     WithdrawEvent,
 )
-from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.staging_memory import TableStaging
 from tests.examples import examples
 from tests.unit.machine_harness import make_table
 

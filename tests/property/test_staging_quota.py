@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from ps_server.ranges.events import StepId
-from ps_server.ranges.memory import StagingQuota
+from ps_server.ranges.staging_memory import StagingQuota
 from tests.examples import examples
 
 STEP_BYTES = 40

@@ -139,7 +139,7 @@ _ONE_TABLE = (
     Mutant(
         "room goes to who came first",
         "S3",
-        "ps_server/ranges/memory.py",
+        "ps_server/ranges/staging_memory.py",
         "for other in sorted((s for s in self._staged if s > step), reverse=True):",
         "for other in ():",
         _STEPS,

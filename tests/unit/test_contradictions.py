@@ -9,8 +9,8 @@ from ps_core.keys import RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_server.ranges.events import SealEvent, SealTerms, StepId
-from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_machine import RangeMachine
+from ps_server.ranges.staging_memory import TableStaging
 from tests.unit.machine_harness import PLACE, Bench, applied, kinds, make_table, outcomes, problem
 
 

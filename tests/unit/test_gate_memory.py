@@ -12,7 +12,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.ledger import ReplyKind
 from ps_core.tables import Table
 from ps_server.ranges.events import Effect
-from ps_server.ranges.memory import TableStaging
+from ps_server.ranges.staging_memory import TableStaging
 from tests.unit.machine_harness import Bench, applied, kinds, make_table
 
 BLOCK_COUNT = 4

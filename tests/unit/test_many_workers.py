@@ -17,9 +17,9 @@ from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
 from ps_core.work import at_once
 from ps_runtime.cluster import wire
 from ps_runtime.observe.metrics import ServerMetrics
-from ps_server.ranges.memory import TableStaging
 from ps_server.ranges.range_copy import copying
 from ps_server.ranges.range_state import RangeState, RangeWorker
+from ps_server.ranges.staging_memory import TableStaging
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.service.node import ParameterNode
 from ps_server.wire.snapshot_wire import SnapshotReader, snapshot_messages

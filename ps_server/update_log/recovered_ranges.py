@@ -1,4 +1,4 @@
-"""Replay of an update log: a backup that reads its records from frames (SEMANTICS S13).
+"""Ranges recovered from an update log: a backup that reads its records from frames (SEMANTICS S13).
 
     frames --BEGIN | SNAPSHOT | RECORD--> replicas, and values in the stores
 
