@@ -543,7 +543,8 @@ class ServerMachine:
         effects = shard.pull(event, now_s)
         if shard.read_gate.waits_for(event.waiter):
             self._waiting[event.waiter] = shard
-        self._staging[event.place.table_id].credits(effects)
+        if not all(isinstance(effect, AnswerPull) for effect in effects):  # steps went on
+            self._staging[event.place.table_id].credits(effects)
         return effects
 
     def begin_cut(self, table_id: TableId, cut_id: CutId, deadline_s: float) -> int:

@@ -32,6 +32,10 @@ class RunFiles:
     def watch(self) -> None:
         """Look from now on."""
         threading.setprofile(self._look)
+        self.watch_thread()
+
+    def watch_thread(self) -> None:
+        """Look at the calling thread, which may have begun before `watch`."""
         sys.setprofile(self._look)
 
     def leave(self) -> None:

@@ -22,6 +22,7 @@ import ps_worker as ps
 from ps_core import limits
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, RoleCommand, start_scheduler
+from ps_worker.transport.loop import background
 from tests.integration.counted_server import SOCKET, RunFiles
 
 pytestmark = pytest.mark.slow
@@ -73,9 +74,10 @@ def of_roles(files: Iterable[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[RunFiles]:
-    """The files that run here: the thread of a process's clients lives as long as the process."""
+    """The files that run here, also on the thread of a process's clients, which may be there."""
     run = RunFiles()
     run.watch()
+    background().post(run.watch_thread)
     yield run
     run.leave()
 
