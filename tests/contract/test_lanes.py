@@ -314,6 +314,7 @@ def test_parts_are_read_as_the_whole_is(team: Team) -> None:
         assert equal(client.pull(table, slice="b"), whole[-600:].reshape(20, 30))
 
 
+@pytest.mark.slow
 def test_consistent_reads_keep_up_with_training(team: Team) -> None:
     """A reader that asks for one clock of all ranges gets it, however fast the clock moves on: here
     in less time than it takes to copy the table, at the block that is copied last.
@@ -355,6 +356,7 @@ def test_consistent_reads_keep_up_with_training(team: Team) -> None:
         steps.result(DEADLINE_S)
 
 
+@pytest.mark.slow
 def test_no_read_is_torn_while_others_push(team: Team) -> None:
     """ASP: all that a range holds changes together, so a read of it has one value, a whole one
     (SH-2).

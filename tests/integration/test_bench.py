@@ -9,7 +9,7 @@ import pytest
 from ps_cli.bench.catalogue import BENCHMARKS
 from tests.bench.cli import run_cli
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

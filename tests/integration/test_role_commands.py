@@ -15,6 +15,8 @@ from ps_runtime.launch import launcher as launching
 from ps_runtime.launch.launcher import Launcher, RoleCommand
 from tests.integration.command_line import ROOT, environment
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 TRAINS = """

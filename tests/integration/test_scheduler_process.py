@@ -21,6 +21,8 @@ from tests.integration.scheduler_calls import (
 )
 from tests.joining import SECRET
 
+pytestmark = pytest.mark.slow
+
 
 class Process:
     """`python -m scheduler` on free ports."""

@@ -30,6 +30,8 @@ from tests.integration.test_worker_gone import (
     victim,
 )
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 
 

@@ -25,6 +25,8 @@ from tests.examples import examples
 from tests.unit.checkpoint_files import CLUSTER_ID, write_checkpoint
 from tests.unit.power_cut import Operation, RecordingDisk, restart_after
 
+pytestmark = pytest.mark.slow
+
 Recorded = tuple[Path, list[Operation], list[tuple[int, int]]]
 """The root, what was done there, and after how many operations which number was complete."""
 

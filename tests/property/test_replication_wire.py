@@ -382,6 +382,7 @@ def test_a_snapshot_that_is_not_right_is_refused(messages: list[bytes], text: st
         at.read(last)
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_no_byte_breaks_a_reader(data: st.DataObject) -> None:

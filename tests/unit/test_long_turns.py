@@ -41,6 +41,8 @@ from ps_server.wire.parameter_wire import BlockFrame, push_events
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import most_turn_s, shortest, turns_of
 
+pytestmark = pytest.mark.slow
+
 KEY, TIMELINE, LENGTH = b"k" * 16, b"t" * 16, 64
 PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))
 RANGE = PLACE.table_id, PLACE.range_id

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core.change import TableChange
@@ -16,6 +17,8 @@ from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.service.node import ParameterNode
 from tests.unit.measured_loop import most_turn_s, shortest, turns_of_server
+
+pytestmark = pytest.mark.slow
 
 TABLES, RANGES = 3000, 256
 """Each table has one block. With every range beside every table a turn took a third of a second."""

@@ -7,6 +7,7 @@ import time
 from contextlib import redirect_stderr
 from dataclasses import replace
 
+import pytest
 from prometheus_client import CollectorRegistry
 
 from ps_core import limits
@@ -31,6 +32,8 @@ from tests.unit.measured_loop import (
     shortest,
     turns_of_server,
 )
+
+pytestmark = pytest.mark.slow
 
 SERVER = Session("c", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)
 GONE = 3000
