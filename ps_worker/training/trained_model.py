@@ -513,7 +513,7 @@ class TrainedModel:
                     table.pass_clock()
         self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
         sealed = _SealedStep(tickets, scaling, skip, problem)
-        if self.are_replayed or not self._is_hooked:
+        if not self.aggregates and (self.are_replayed or not self._is_hooked):
             sealed.marks = self._marks()
         self._is_hooked = False
         return sealed
@@ -672,9 +672,9 @@ def _differ(before: _Mark, now: _Mark) -> bool:
     if before is None or now is None:
         return before is not now
     (place, sums), (place_now, sums_now) = before, now
-    if place != place_now or sums is None or sums_now is None:
-        return place != place_now
-    return bool(sums_differ(sums, sums_now))
+    if place != place_now:
+        return True
+    return sums is not None and sums_now is not None and bool(sums_differ(sums, sums_now))
 
 
 def _mark_of(gradient: torch.Tensor | None) -> _Mark:

@@ -122,6 +122,8 @@ def test_shared_memory_is_pinned_until_its_array_is_dropped(device: torch.device
     assert not memory.is_pinned()
     assert pin_in_place(array, device)
     assert memory.is_pinned()
+    assert not pin_in_place(array, device), "it is pinned"
+    assert torch.ones(3, device=device).sum().item() == 3.0, "a refusal is no error of later work"
     del array
     assert not memory.is_pinned()
 

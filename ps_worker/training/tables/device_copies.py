@@ -10,6 +10,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable
 from functools import cache
@@ -91,6 +92,8 @@ def pin_in_place(array: npt.NDArray[np.uint8], device: torch.device) -> bool:
     address = array.ctypes.data
     with torch.cuda.device(device):
         if int(driver.cudaHostRegister(address, array.nbytes, 0)) != 0:
+            with contextlib.suppress(RuntimeError):  # the next launch reports the refusal
+                torch.zeros(1, device=device)
             return False
     weakref.finalize(array, _unpin, address, device)
     return True
