@@ -29,9 +29,9 @@ from ps_runtime.system import clock
 from ps_runtime.system.process_end import die_with_parent_if_asked, wait_for_stop_signal
 from pushpull.v1 import scheduler_pb2
 from scheduler.config import SchedulerConfig, parser
-from scheduler.edge.checkpointing import CheckpointPolicy
 from scheduler.edge.restoring import AUTO
 from scheduler.edge.servicer import SERVICE_NAME, SchedulerServicer, add_to_server
+from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.start import SchedulerStart, started
 
 SERVERS_LEAVE_WITHIN_S = 5.0  # wait of a finished cluster for its servers to leave

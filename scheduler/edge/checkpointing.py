@@ -1,4 +1,4 @@
-"""The edge of checkpoints: starts them on schedule, writes manifests, removes old directories.
+"""The edge of checkpoints: starts those that are due, writes manifests, removes old directories.
 
 Rules:
     - The directory of a failed checkpoint is removed, and again when the next one is complete,
@@ -7,7 +7,8 @@ Rules:
     - The manifest of an incremental checkpoint is written only while every checkpoint that it
       refers to has its own, so removing checkpoints by hand leaves no chain without its first.
 
-`scheduler.machine.checkpoints` decides who takes part; nodes write their own parts.
+`scheduler.machine.checkpoint_schedule` decides when one is due, `scheduler.machine.checkpoints` who
+takes part; nodes write their own parts.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any
 
 from google.protobuf.json_format import MessageToDict
@@ -48,6 +49,7 @@ from ps_runtime.observe import logs
 from ps_runtime.observe.metrics import SchedulerMetrics
 from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2
+from scheduler.machine.checkpoint_schedule import CheckpointPolicy, CheckpointSchedule
 from scheduler.machine.checkpoint_state import (
     Attempt,
     CheckpointBegunAgain,
@@ -63,17 +65,7 @@ from scheduler.machine.state import ClusterSettings, Transition
 _REMEMBERED_COUNT = 100  # complete checkpoints that are remembered for their requesters
 _GIVEN_UP_COUNT = 16  # failed checkpoints whose directories are removed once more
 _MAX_REASON_CHARACTERS = 2_000  # length of a failure's reason in status answers
-_RETRY_S = 10.0  # wait after a scheduled checkpoint has failed, in seconds
 _POLL_S = 0.02  # interval of the check for the end of a checkpoint, in seconds
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointPolicy:
-    """When checkpoints are made, and how many are kept; `scheduler.config` describes each."""
-
-    every_s: float = 0.0
-    every_clocks: int = 0
-    keep: int = 0
 
 
 class Checkpointing:
@@ -94,14 +86,10 @@ class Checkpointing:
         for result in ("complete", "failed"):  # from 0 on, so that `increase` sees the first one
             metrics.checkpoints.labels(result=result)
         self._cluster = cluster
-        self._policy = policy
+        self._keep = policy.keep
+        self._schedule = CheckpointSchedule(policy, cluster.settings)
         self._carry_out = carry_out
-        self._clocks: dict[NodeId, int] = {}
-        self.reached: dict[NodeId, dict[TableId, int]] = {}
         self._made: dict[int, scheduler_pb2.CreateCheckpointResponse] = {}
-        self._last_s: float | None = None
-        self._last_clock = 0
-        self._not_before_s = 0.0
         self._cut_in_view = 0
         self._has_left_parts = False
         self._given_up: deque[str] = deque(maxlen=_GIVEN_UP_COUNT)
@@ -130,7 +118,12 @@ class Checkpointing:
     @property
     def clock(self) -> int:
         """Highest clock that a worker has reported."""
-        return max(self._clocks.values(), default=0)
+        return self._schedule.clock
+
+    @property
+    def reached(self) -> Mapping[NodeId, Mapping[TableId, int]]:
+        """Clocks in the last heartbeat of each worker."""
+        return self._schedule.reached
 
     @property
     def left_url(self) -> str:
@@ -146,41 +139,12 @@ class Checkpointing:
 
     def heard(self, node_id: NodeId, said: scheduler_pb2.NodeProgress) -> None:
         clocks = {TableId(table.table_id): table.clock for table in said.tables}
-        clock = max(clocks.values(), default=0)
-        if clock:
-            self._clocks[node_id] = clock
-            self.reached[node_id] = clocks
+        self._schedule.heard(node_id, clocks)
 
     def look(self, now_s: float) -> None:
-        policy, url = self._policy, self._cluster.settings.checkpoint_url
-        if not url or not (policy.every_s or policy.every_clocks) or now_s < self._not_before_s:
-            return
-        view = self._cluster.view.of_run(UNNAMED)
-        if not view.tables or view.checkpoint is not None:
-            return
-        if self._last_s is None:  # training begins
-            self._last_s = now_s
-            self._last_clock = self._clock_before()
-        reached, every = self.clock, policy.every_clocks
-        # Not by time while the clock stays, if workers have reported one.
-        has_moved = reached != self._last_clock or not self._clocks
-        if every and reached // every > self._last_clock // every:
-            reason = f"every {every} clocks"
-        elif policy.every_s and now_s >= self._last_s + policy.every_s and has_moved:
-            reason = f"every {policy.every_s:g} s"
-        else:
-            return
-        pending = self._carry_out(self._cluster.begin_checkpoint(reason, now_s))
-        if pending.number:
-            self._not_before_s = now_s + _RETRY_S
-
-    def _clock_before(self) -> int:
-        """Clock of the newest checkpoint when this scheduler starts, resumed or restored."""
-        restored = self._cluster.settings.restored
-        tables = restored.tables.values() if restored is not None else ()
-        cuts = (table.cut for table in self._cluster.view.of_run(UNNAMED).tables)
-        clocks = [*(table.clock for table in tables), *(cut.after_clock for cut in cuts if cut)]
-        return max(clocks, default=0)
+        reason = self._schedule.look(self._cluster.view, now_s)
+        if reason and self._carry_out(self._cluster.begin_checkpoint(reason, now_s)).number:
+            self._schedule.begun(now_s)
 
     # --- one that somebody asked for
 
@@ -281,8 +245,8 @@ class Checkpointing:
             )
             newest = list(self._made.items())[-_REMEMBERED_COUNT:]
             self._made = {**dict(newest), attempt.number: made}
-            self._last_clock = max((table.clock for table in manifest.tables), default=0)
-            self._last_s, self._not_before_s = now_s, 0.0
+            reached = max((table.clock for table in manifest.tables), default=0)
+            self._schedule.made(reached, now_s)
             complete_s = clock.now_s()
             self._complete_count += 1
             self._newest = made.url, complete_s
@@ -302,11 +266,11 @@ class Checkpointing:
             logs.exception("checkpoint_not_completed", error, number=attempt.number)
             problem = f"{type(error).__name__}: {error}"
         self._carry_out(cluster.end_checkpoint(attempt.number, problem))
-        if not problem and self._policy.keep:
+        if not problem and self._keep:
             await self._prune()
 
     async def _prune(self) -> None:
-        url, keep = self._cluster.settings.checkpoint_url, self._policy.keep
+        url, keep = self._cluster.settings.checkpoint_url, self._keep
         run = {self._cluster.settings.timeline, *lineage_of(self._cluster.settings)}
         try:
             for name in await asyncio.to_thread(lambda: CheckpointStore(url).prune(keep, run)):

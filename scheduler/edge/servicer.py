@@ -41,7 +41,7 @@ from ps_runtime.system import clock
 from pushpull.v1 import scheduler_pb2 as pb
 from pushpull.v1 import scheduler_pb2_grpc, types_pb2
 from scheduler.edge.adaptive_tables import AdaptiveTables
-from scheduler.edge.checkpointing import Checkpointing, CheckpointPolicy, part_from_proto
+from scheduler.edge.checkpointing import Checkpointing, part_from_proto
 from scheduler.edge.publication import JournalWriter, Publication, nothing
 from scheduler.edge.requests import (
     registration_of,
@@ -53,6 +53,7 @@ from scheduler.edge.requests import (
 from scheduler.edge.restoring import restored_from
 from scheduler.edge.transition_lines import log_transition
 from scheduler.machine.changes import ChangeRequest, Outcome, Withdrawn
+from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.cluster import Cluster, Created, Decision
 from scheduler.machine.kept_values import KeptElsewhere, KeptValues
 from scheduler.machine.state import TIMELINE_BYTES, RangesFailedOver, Restored, Transition

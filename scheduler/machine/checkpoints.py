@@ -26,7 +26,8 @@ Invariants:
           has named its clock; the cut is after the highest of them.
     CP-2  A checkpoint is complete only if every block of every table that it cut was reported.
 
-The edge (`scheduler.edge.checkpointing`) decides when a checkpoint is due, and writes its manifest.
+`scheduler.machine.checkpoint_schedule` decides when a checkpoint is due; the edge
+(`scheduler.edge.checkpointing`) writes its manifest.
 """
 
 from __future__ import annotations

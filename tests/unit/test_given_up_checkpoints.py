@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 from ps_core.cluster_view import Role
 from ps_core.keys import NodeId
 from ps_runtime.observe.metrics import SchedulerMetrics
-from scheduler.edge.checkpointing import Checkpointing, CheckpointPolicy
+from scheduler.edge.checkpointing import Checkpointing
+from scheduler.machine.checkpoint_schedule import CheckpointPolicy
 from scheduler.machine.checkpoint_state import (
     Attempt,
     CheckpointBegunAgain,

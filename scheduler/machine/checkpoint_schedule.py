@@ -1,0 +1,102 @@
+"""The schedule of checkpoints: when one is due, by the workers' clocks or by time.
+
+    by clocks   the highest clock of a worker has passed a multiple of `every_clocks` that the last
+                complete checkpoint had not
+    by time     `every_s` after the last complete one, if the highest clock has moved since, or no
+                worker has reported one
+
+Rules:
+    - A multiple of clocks is looked at before the time.
+    - None is due while one runs, without a table, and without a place for checkpoints.
+    - Once one was begun, the next is due `RETRY_S` later at the earliest, unless it is complete.
+    - The first interval begins when the first look finds a table, with the clock of the checkpoint
+      that the cluster goes on from: the one it restored, or the newest cut before a restart.
+
+Heartbeats say where workers are, so a cut is some steps after the multiple. Only the run without a
+name has checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ps_core.cluster_view import ClusterView
+from ps_core.keys import NodeId, TableId
+from scheduler.machine.checkpoints import UNNAMED
+from scheduler.machine.state import ClusterSettings
+
+RETRY_S = 10.0
+"""Wait after a scheduled checkpoint was begun, in seconds, until the next if it fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """When checkpoints are made, and how many are kept; `scheduler.config` describes each."""
+
+    every_s: float = 0.0
+    every_clocks: int = 0
+    keep: int = 0
+
+
+class CheckpointSchedule:
+    """The schedule of one cluster, and the clocks that it goes by.
+
+    Attributes:
+        reached: clocks in the last heartbeat of each worker.
+    """
+
+    def __init__(self, policy: CheckpointPolicy, settings: ClusterSettings) -> None:
+        self._has_place = bool(settings.checkpoint_url)
+        self._policy = policy
+        self._restored = settings.restored
+        self.reached: dict[NodeId, Mapping[TableId, int]] = {}
+        self._clocks: dict[NodeId, int] = {}  # the highest of each in `reached`
+        self._last_s: float | None = None  # None before training begins
+        self._last_clock = 0
+        self._not_before_s = 0.0
+
+    @property
+    def clock(self) -> int:
+        """Highest clock that a worker has reported."""
+        return max(self._clocks.values(), default=0)
+
+    def heard(self, node_id: NodeId, clocks: Mapping[TableId, int]) -> None:
+        """A node is at these clocks. Clocks that are all 0 are no report."""
+        clock = max(clocks.values(), default=0)
+        if clock:
+            self._clocks[node_id] = clock
+            self.reached[node_id] = clocks
+
+    def look(self, view: ClusterView, now_s: float) -> str:
+        """The reason to begin a checkpoint now; empty if none is due."""
+        if not self._has_place or now_s < self._not_before_s:
+            return ""
+        view = view.of_run(UNNAMED)
+        if not view.tables or view.checkpoint is not None:
+            return ""
+        if self._last_s is None:  # training begins
+            self._last_s = now_s
+            self._last_clock = self._clock_before(view)
+        every_s, every = self._policy.every_s, self._policy.every_clocks
+        if every and self.clock // every > self._last_clock // every:
+            return f"every {every} clocks"
+        has_moved = self.clock != self._last_clock or not self._clocks
+        if every_s and now_s >= self._last_s + every_s and has_moved:
+            return f"every {every_s:g} s"
+        return ""
+
+    def begun(self, now_s: float) -> None:
+        """A checkpoint that was due is under way."""
+        self._not_before_s = now_s + RETRY_S
+
+    def made(self, clock: int, now_s: float) -> None:
+        """A checkpoint, scheduled or not, is complete; all its parts were written at `now_s`."""
+        self._last_clock, self._last_s = clock, now_s
+        self._not_before_s = 0.0
+
+    def _clock_before(self, view: ClusterView) -> int:
+        """Clock of the newest checkpoint when this scheduler starts, resumed or restored."""
+        tables = () if self._restored is None else self._restored.tables.values()
+        cuts = (table.cut.after_clock for table in view.tables if table.cut is not None)
+        return max([*(table.clock for table in tables), *cuts], default=0)

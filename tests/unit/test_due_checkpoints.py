@@ -1,0 +1,142 @@
+"""The edge of checkpoints carries out its schedule: it begins one that is due, and says what of it
+is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from ps_core.change import ChangeOutcome
+from ps_core.cluster_view import Role, Session
+from ps_core.consistency import parsed
+from ps_core.keys import TableId
+from ps_core.manifest import PartReport, ReportedTable
+from ps_runtime.observe.metrics import SchedulerMetrics
+from pushpull.v1 import scheduler_pb2
+from scheduler.edge.checkpointing import Checkpointing
+from scheduler.machine.changes import ChangeRequest
+from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy
+from scheduler.machine.checkpoint_state import CheckpointFailed, CheckpointMade
+from scheduler.machine.cluster import Decision
+from tests.unit.cluster_harness import SPEC, Harness
+
+TABLE = TableId(1)
+
+
+class Saving:
+    """A cluster of one server and one worker, whose edge makes a checkpoint every 10 clocks, and
+    every minute."""
+
+    def __init__(self, path: Path) -> None:
+        self.cluster = Harness(checkpoint_url=str(path), server_count=1, worker_count=1)
+        self.server = self.cluster.join(Role.SERVER)
+        self.worker: Session = self.cluster.join(Role.WORKER)
+        self.cluster.create(self.worker)
+        self.transitions: list[Any] = []
+        self.edge = Checkpointing(
+            self.cluster.cluster,
+            CheckpointPolicy(every_s=60.0, every_clocks=10),
+            self.carry_out,
+            SchedulerMetrics(CollectorRegistry()),
+        )
+
+    def carry_out(self, decision: Decision[Any]) -> Any:
+        for transition in decision.transitions:
+            self.transitions.append(transition)
+            self.edge.published(transition, self.cluster.now_s)
+        return decision.reply
+
+    def heard(self, clock: int) -> None:
+        said = scheduler_pb2.TableProgress(table_id=TABLE, clock=clock)
+        progress = scheduler_pb2.NodeProgress(tables=[said])
+        self.edge.heard(self.worker.node_id, progress)
+
+    def look(self, seconds: float = 0.0) -> int:
+        """The number of the checkpoint that runs afterwards; 0 for none."""
+        self.cluster.now_s += seconds
+        self.edge.look(self.cluster.now_s)
+        running = self.cluster.cluster.view.checkpoint
+        return 0 if running is None else running.number
+
+    def happened(self, kind: type) -> list[Any]:
+        return [each for each in self.transitions if isinstance(each, kind)]
+
+    def write(self, cut: int) -> None:
+        """The running checkpoint is cut after that clock, and its only part written."""
+        cluster = self.cluster.cluster
+        (table,) = cluster.view.tables
+        assert table.proposed is not None
+        self.carry_out(cluster.prepare_change(self.server, TABLE, table.proposed.number, cut))
+        part = PartReport("server", 100, "ab" * 32, {TABLE: ReportedTable(table.block_count, cut)})
+        running = cluster.view.checkpoint
+        assert running is not None
+        Path(running.url).mkdir()
+        self.carry_out(cluster.report_part(self.server, running.number, part))
+
+    async def ended(self) -> None:
+        """What the edge has begun has ended."""
+        own = {asyncio.current_task()}
+        while others := asyncio.all_tasks() - own:
+            await asyncio.wait(others)
+
+
+def test_what_is_due_is_begun_and_what_failed_is_begun_again_a_while_later(
+    tmp_path: Path,
+) -> None:
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        assert saving.look() == 0
+        assert saving.edge.clock == 0
+        saving.heard(10)
+        assert saving.edge.clock == 10
+        assert saving.edge.reached == {saving.worker.node_id: {TABLE: 10}}
+        assert saving.look() == 1
+        saving.edge.give_up("it takes too long")
+        assert len(saving.happened(CheckpointFailed)) == 1
+        assert saving.look(RETRY_S - 0.1) == 0
+        assert saving.look(0.1) == 2
+        await saving.ended()
+
+    asyncio.run(live())
+
+
+def test_one_that_cannot_be_begun_stays_due(tmp_path: Path) -> None:
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        cluster, now_s = saving.cluster.cluster, saving.cluster.now_s
+        wanted = ChangeRequest(SPEC.name, parsed("asp"), 0, now_s + 5)
+        change = saving.carry_out(cluster.set_consistency(saving.worker, wanted, now_s))
+        saving.heard(10)
+        assert saving.look() == 0, "a change of the table has not ended"
+        cluster.prepare_change(saving.server, TABLE, change.number, 3)
+        cluster.prepare_change(saving.server, TABLE, change.number, 3, ChangeOutcome.TAKEN)
+        assert saving.look() == 1
+        await saving.ended()
+
+    asyncio.run(live())
+
+
+def test_the_next_is_due_by_the_clock_and_the_moment_at_which_one_was_written(
+    tmp_path: Path,
+) -> None:
+    async def live() -> None:
+        saving = Saving(tmp_path)
+        saving.heard(10)
+        assert saving.look() == 1
+        saving.write(cut=21)
+        await saving.ended()
+        assert len(saving.happened(CheckpointMade)) == 1
+        saving.heard(29)
+        assert saving.look(59.9) == 0, "the cut was after 21"
+        assert saving.look(0.1) == 2, "a minute has passed"
+        saving.write(cut=29)
+        await saving.ended()
+        saving.heard(30)
+        assert saving.look() == 3
+        await saving.ended()
+
+    asyncio.run(live())
