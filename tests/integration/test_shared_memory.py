@@ -256,6 +256,21 @@ def test_an_array_is_found_by_its_parts_as_long_as_it_lives() -> None:
         os.fstat(buffer.fd)
 
 
+def test_only_memory_inside_one_array_is_found_in_it() -> None:
+    """A server would be told of bytes beyond the file, and close the connection."""
+    made = empty_shared(100, np.uint8)
+    buffer, _ = find(made.data) or pytest.fail("an array is not found")
+    inside = {(begin, end) for begin in (0, 1, 99) for end in (1, 2, 99, 100) if begin < end}
+    for begin, end in inside:
+        assert find(made[begin:end].data) == (buffer, begin)
+    for begin, byte_count in ((0, 101), (1, 100), (99, 2), (100, 1), (101, 1)):
+        # The page that the array ends in is mapped to its end, and nothing is read.
+        beyond = (ctypes.c_uint8 * byte_count).from_address(buffer.begin + begin)
+        assert find(memoryview(beyond).cast("B")) is None, (begin, byte_count)
+    before = (ctypes.c_uint8 * 100).from_address(buffer.begin - 1)
+    assert find(memoryview(before).cast("B")) is None
+
+
 @pytest.mark.parametrize("shape", [0, (3, 0), -1, 2**40])
 def test_arrays_of_no_or_any_size_are_refused(shape: Any) -> None:
     with pytest.raises(OSError, match="bytes are asked for"):

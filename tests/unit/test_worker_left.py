@@ -25,6 +25,7 @@ from ps_server.ranges.events import (
     SealEvent,
     SealTerms,
     Sender,
+    StepId,
 )
 from ps_server.ranges.server_machine import ServerMachine
 from tests.unit.machine_harness import (
@@ -110,6 +111,33 @@ def test_nor_is_anything_done_twice_for_it() -> None:
     asp = bench("asp:compensate=1")
     assert any(isinstance(e, Forget) for e in asp.seal(2, 1, 1, skip=True, last=True))
     assert asp.gone(left()) == []
+
+
+def test_one_that_left_will_not_send_again_what_it_is_given_back() -> None:
+    """Its last seal is in effect, and its gradient still waits for the others'."""
+    bsp = bench()
+    bsp.push(2, 1, 1)
+    bsp.seal(2, 2, 1, last=True)
+    assert bsp.gone(left()) == []
+    found: list[Effect] = []
+    bsp.machine.give_back(StepId(1, 2), found)
+    assert outcomes(found) == {(2, 1): Outcome.WITHDRAWN, (2, 2): Outcome.WITHDRAWN}
+    for clock in (1, 2):
+        for rank in (0, 1):
+            step(bsp, rank, clock)
+    assert [(c, len(parts)) for c, parts in applied(bsp.effects)] == [(1, 2), (2, 2)]
+
+
+def test_its_parked_pull_is_refused_though_its_last_step_waits() -> None:
+    bsp = bench()
+    bsp.push(2, 1, 1)
+    bsp.seal(2, 2, 1, last=True)
+    assert bsp.pull(2, 1) == []
+    error = problem(bsp.gone(left()))
+    assert isinstance(error, Fenced)
+    for rank in (0, 1):
+        step(bsp, rank, 1)
+    assert [(c, len(parts)) for c, parts in applied(bsp.effects)] == [(1, 3)], "its step counts"
 
 
 def test_what_it_never_sealed_is_dropped() -> None:
