@@ -157,7 +157,7 @@ class Replay:
         if slow:
             reached = min(self._reached[place].clock for place in slow)
             return f"range {slow[0][1]} is at clock {reached} at the end of its log"
-        return torn_at(self._raw_changes, clock)
+        return torn_at(self._raw_changes, self._reached, clock)
 
     def _make(self, change: ReplayedChange) -> None:
         try:

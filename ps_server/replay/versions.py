@@ -172,7 +172,9 @@ def arranged_by_clock(changes: Iterable[ReplayedChange]) -> list[tuple[int, Repl
     return sorted(placed, key=lambda each: each[0])  # stable: VER-1
 
 
-def torn_at(changes: Iterable[ReplayedChange], clock: int) -> str:
+def torn_at(
+    changes: Iterable[ReplayedChange], reached: Mapping[ShardKey, Reached], clock: int
+) -> str:
     """Reason that some shard never had all up to `clock` and nothing beyond it; empty if each had
     such a moment.
     """
@@ -187,7 +189,8 @@ def torn_at(changes: Iterable[ReplayedChange], clock: int) -> str:
                 f"range {change.place[1]} got clock {before.clock} ({before.where}) before all of "
                 f"clock {clock} ({change.where})"
             )
-        is_short = before is not None and before.clock < clock
+        was_at = reached[change.place].first_clock if before is None else before.clock
+        is_short = was_at < clock
         comes_instead = change.origin is Origin.BEGIN or (change.origin is Origin.JUMP and is_short)
         if comes_instead and change.clock > clock:
             return f"range {change.place[1]} is at clock {change.clock} where its log goes on"
