@@ -344,8 +344,8 @@ class Moments:
 
 @st.composite
 def logs(draw: st.DrawFn) -> tuple[list[ReplayedChange], Mapping[ShardKey, Reached]]:
-    """Steps in any order, snapshots between them, and what some ranges begin with; of a run that was
-    restored at clock 2, or of a new one.
+    """Steps in any order, snapshots between them, and what some ranges begin with; of a new run, or
+    of one that was restored at clock 2.
     """
     places = [LEFT, RIGHT, FAR]
     first_clock = draw(st.sampled_from([0, 0, 2]))
