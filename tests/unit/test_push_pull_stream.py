@@ -225,10 +225,12 @@ def test_payloads_in_the_ring_share_a_message_up_to_a_size() -> None:
     on_a_lane(scene)
 
 
-def test_a_block_above_that_size_is_alone_in_its_message() -> None:
+def test_a_block_above_that_size_is_alone_in_its_message_and_in_the_ring() -> None:
     async def scene(lane: SharedLane) -> None:
         outbox = outbox_of(block(1, limits.LANE_BATCH_BYTES + 1), block(2))
-        assert sequences(await read(outbox, lane)) == [1]
+        message = await read(outbox, lane)
+        assert sequences(message) == [1]
+        assert message.block.HasField("shared_payload")
         assert sequences(await read(outbox, lane)) == [2]
 
     on_a_lane(scene)

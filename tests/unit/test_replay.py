@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,16 @@ import pytest
 
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidUpdateLog, InvariantViolation
-from ps_core.keys import RangeId
+from ps_core.keys import Incarnation, RangeId, TableId
+from ps_core.ledger import Ending, Outcome
 from ps_core.tables import Table
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.replay.replayer import Replay, Version, read_run
-from ps_server.replay.versions import arranged_by_clock
+from ps_server.replay.versions import Origin, arranged_by_clock
 from ps_server.update_log.directory import LogDirectory, boot_id
 from ps_server.update_log.recovery import read_log
+from tests.property.shard_twin import table
 from tests.unit.written_logs import ASP, LEFT, MODEL, RIGHT, Owner, WrittenLog
 
 
@@ -398,7 +401,278 @@ def test_a_half_base_at_the_end_is_none(tmp_path: Path) -> None:
     assert again.checked_count == 0
 
 
+# --- one term after the other
+
+
+def test_records_that_nobody_saw_are_counted_and_their_steps_are_in_no_range(
+    tmp_path: Path,
+) -> None:
+    """Rank 0's first step: the range goes on without it, though another range has it."""
+    left, right = Owner(LEFT, ASP), Owner(RIGHT, ASP)
+    one = WrittenLog(tmp_path / "server-0", ASP)
+    other = WrittenLog(tmp_path / "server-1", ASP)
+    one.begin(left)
+    one.record(left.update(1, (1,), 1.0))
+    after = left.twin()
+    after.term = 5
+    for clock in (1, 2):
+        one.record(left.update(clock, (0,), 9.0))
+    other.begin(right)
+    for rank in (0, 1):
+        other.record(right.update(1, (rank,), 1.0))
+    other.snapshot(after)
+    assert read_run(tmp_path).unseen_count == 2
+    again = replayed(tmp_path)
+    assert [v.ranks for v in again.history.versions] == [(), (1,)]
+    assert again.history.unfinished == [(1, Incarnation(10))]
+    check_all(again, after)
+
+
+def test_a_range_that_was_taken_over_before_the_log_is_none_of_it(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    owner.update(1)
+    log = WrittenLog(tmp_path)
+    log.taken_over(owner)
+    log.record(owner.update(2))
+    run = read_run(tmp_path)
+    assert run.changes == []
+    assert "no log has all of ranges 0, 1" in run.notes[0]
+
+
+def test_a_term_that_goes_on_from_another_record_is_an_error(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    log.record(owner.update(1))
+    owner.term, owner.number = 4, 3
+    log.taken_over(owner)
+    with pytest.raises(InvalidUpdateLog, match="goes on from log record 3, after 1"):
+        read_run(tmp_path)
+
+
+def test_records_of_a_term_whose_begin_is_in_no_log_are_left_out(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    log.record(owner.update(1))
+    before = owner.twin()
+    owner.term = 3
+    for clock in (2, 3):
+        log.record(owner.update(clock, (0,), 9.0))
+    again = replayed(tmp_path)
+    assert numbers(again) == [0, 1]
+    check_all(again, before)
+
+
+def test_a_record_that_comes_twice_is_an_error(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    record = owner.update(1)
+    log.record(record)
+    log.record(record)
+    with pytest.raises(InvalidUpdateLog, match="log record 1 follows log record 1"):
+        read_run(tmp_path)
+
+
+def test_a_snapshot_of_what_the_same_term_has_passed_is_an_error(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    log.record(owner.update(1))
+    before = owner.twin()
+    log.record(owner.update(2))
+    log.snapshot(before)
+    with pytest.raises(InvalidUpdateLog, match="as of log record 1 follows log record 2"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("has_initial", [False, True])
+def test_a_gap_before_the_first_update_loses_none_that_anybody_saw(
+    tmp_path: Path, has_initial: bool
+) -> None:
+    """The values begin with the snapshot."""
+    first, owner = Owner(LEFT), Owner(LEFT, term=5, number=1)
+    one, other = WrittenLog(tmp_path / "server-0"), WrittenLog(tmp_path / "server-1")
+    one.begin(first)
+    if has_initial:
+        one.record(first.assigned(3.0))
+    for clock in (1, 2):
+        owner.update(clock)
+    other.snapshot(owner)
+    run = read_run(tmp_path)
+    assert run.lost_count == 0
+    assert [change.origin for change in run.changes] == [Origin.BEGIN]
+    again = replayed(tmp_path)
+    assert numbers(again) == [2]
+    assert again.torn_at(2) == ""
+    check_all(again, owner)
+
+
+def test_a_snapshot_is_of_the_newest_clock_in_its_values(tmp_path: Path) -> None:
+    owner = Owner(LEFT, ASP)
+    for clock in (1, 2):
+        owner.update(clock, (0,))
+    assert (owner.copy.facts.clock, owner.copy.facts.changed_clock) == (0, 2)
+    log = WrittenLog(tmp_path, ASP)
+    log.snapshot(owner)
+    (change,) = read_run(tmp_path).changes
+    assert change.clock == 2
+
+
+def test_a_snapshot_is_of_a_clock_that_changed_nothing(tmp_path: Path) -> None:
+    """Every worker had skipped it."""
+    owner = Owner(LEFT)
+    owner.update(1)
+    owner.copy.facts = owner.copy.facts._replace(clock=2, formed_clock=2)
+    log = WrittenLog(tmp_path)
+    log.snapshot(owner)
+    (change,) = read_run(tmp_path).changes
+    assert change.clock == 2
+
+
+def test_the_times_of_one_log_never_go_back(tmp_path: Path) -> None:
+    """The machine's clock was put back."""
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    log.record(owner.update(1), 2000.0)
+    log.record(owner.update(2), 1500.0)
+    assert [v.time_s for v in replayed(tmp_path).history.versions[1:]] == [2000.0, 2000.0]
+
+
+def test_a_record_without_a_change_makes_none(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    log.record(owner.update(1))
+    empty = owner.update(2)
+    log.record(empty._replace(changes=(), delta=empty.delta._replace(counted=())))
+    assert len(read_run(tmp_path).changes) == 1
+
+
+def test_the_staleness_of_a_step_is_that_of_its_own_entries(tmp_path: Path) -> None:
+    """A record may end entries of others, too."""
+    owner = Owner(LEFT, ASP)
+    log = WrittenLog(tmp_path, ASP)
+    log.begin(owner)
+    record = owner.update(1, (0,), staleness=2)
+    other = (Incarnation(11), 10, Ending(Outcome.APPLIED, staleness=9))
+    log.record(record._replace(delta=record.delta._replace(endings=(*record.delta.endings, other))))
+    (change,) = read_run(tmp_path).changes
+    assert [decision.staleness for decision in change.decisions] == [2]
+
+
+def test_terms_are_in_their_order_whatever_their_servers_are_called(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    later, first = WrittenLog(tmp_path / "server-0"), WrittenLog(tmp_path / "server-1")
+    first.begin(owner)
+    first.record(owner.update(1))
+    owner.term = 5
+    later.snapshot(owner)
+    later.record(owner.update(2))
+    again = replayed(tmp_path)
+    assert numbers(again) == [0, 1, 2]
+    check_all(again, owner)
+
+
+def test_a_setting_before_the_snapshot_counts_for_its_last_clock(tmp_path: Path) -> None:
+    """The record of that clock has the next one alone."""
+    owner = Owner(LEFT, ASP)
+    owner.copy.facts = owner.copy.facts._replace(settings=((0, Consistency(Mode.ASP)),))
+    log = WrittenLog(tmp_path, ASP)
+    log.snapshot(owner)
+    record = owner.update(1, (0,))
+    facts = record.delta.facts._replace(settings=((1, Consistency(Mode.BSP)),))
+    log.record(record._replace(delta=record.delta._replace(facts=facts)))
+    _, change = read_run(tmp_path).changes
+    assert [decision.is_bsp for decision in change.decisions] == [False]
+
+
+def test_a_restored_table_begins_at_its_clock(tmp_path: Path) -> None:
+    restored = replace(MODEL, restored_clock=5)
+    owner = Owner(LEFT, restored)
+    log = WrittenLog(tmp_path, restored)
+    log.begin(owner)
+    log.record(owner.update(6))
+    assert numbers(replayed(tmp_path)) == [5, 6]
+
+
+def test_a_range_without_a_block_of_a_table_is_no_shard_of_it(tmp_path: Path) -> None:
+    small = replace(table([64]), table_id=TableId(2))
+    (only,) = small.blocks_by_range(2)
+    log = WrittenLog(tmp_path)
+    log.table(replace(small, spec=replace(small.spec, name="small")))
+    for range_id in (LEFT, RIGHT):
+        log.begin(Owner(range_id))
+    run = read_run(tmp_path)
+    assert set(run.reached) == {(MODEL.table_id, LEFT), (MODEL.table_id, RIGHT), (2, only)}
+
+
+# --- how far
+
+
+def test_a_range_is_at_the_clock_at_which_its_log_ends(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    for clock in (1, 2):
+        log.record(owner.update(clock))
+    again = replayed(tmp_path)
+    assert again.torn_at(2) == ""
+    assert again.torn_at(3) == "range 0 is at clock 2 at the end of its log"
+
+
+def test_changes_can_be_made_a_few_at_a_time(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    for clock in (1, 2, 3):
+        log.record(owner.update(clock))
+    again = replayed(tmp_path)
+    assert not again.go_to(2, most=1)
+    assert not again.go_to(2, most=1)
+    assert again.made_count == 2
+    assert again.go_to(2, most=1), "no more is to be made up to there"
+    assert again.go_to(3, most=1), "that was the last"
+    assert again.made_count == again.change_count == 3
+
+
+def test_blocks_go_to_the_versions_that_they_had_and_no_further(tmp_path: Path) -> None:
+    """As a checkpoint of an asynchronous run has them: other updates in each range."""
+    left, right = Owner(LEFT), Owner(RIGHT)
+    log = WrittenLog(tmp_path)
+    for owner in (left, right):
+        log.begin(owner)
+    log.record(left.update(1))
+    expected = left.values()
+    log.record(left.update(2))
+    for clock in (1, 2):
+        log.record(right.update(clock))
+    expected |= right.values()
+    again = replayed(tmp_path)
+    wanted = {(MODEL.table_id, block): 1 for block in left.values()}
+    wanted |= {(MODEL.table_id, block): 2 for block in right.values()}
+    assert again.go_to_versions(wanted) == []
+    assert values(again, expected) == expected
+
+
 # --- which logs
+
+
+def test_a_run_is_as_new_as_the_newest_of_its_logs(tmp_path: Path) -> None:
+    """One of its servers has a clock that is behind."""
+    one = WrittenLog(tmp_path / "server-0", timeline=b"n" * 16)
+    one.now_s = 5000.0
+    one.segment()
+    other = WrittenLog(tmp_path / "server-1", timeline=b"o" * 16)
+    other.now_s = 2000.0
+    other.segment()
+    other._timeline, other.now_s = b"n" * 16, 900.0
+    other.segment()
+    logs = read_run(tmp_path).logs
+    timelines = {s.header.timeline for log in logs for s in log.contents.segments.values()}
+    assert timelines == {b"n" * 16}
 
 
 def test_the_newest_of_several_runs_is_read(tmp_path: Path) -> None:
