@@ -137,7 +137,7 @@ def _tensor_state(
     if not count and not _begins_with_state(table):
         return {}
     if optimizer.kind is OptimizerKind.RMSPROP and not group["momentum"] > 0:
-        views.pop(_MOMENTUM)
+        views.pop(_MOMENTUM, None)  # loaded state without momentum has none
     is_double = torch.get_default_dtype() is torch.float64  # as torch.optim counts steps
     dtype = torch.float64 if is_double else torch.float32
     return {STEP_ARRAY: torch.tensor(float(count), dtype=dtype), **views}

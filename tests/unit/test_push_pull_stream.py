@@ -385,6 +385,7 @@ def test_each_pull_gets_the_answers_of_its_number() -> None:
         on.call.answer(replies=parameters_pb2.PushResponse(replies=replies.replies[:2]))
         await on.end()
         assert found == {"one": [10], "other": [20, 21]}
+        assert on.stream._pulls == {}
         assert on.replies == [3, 2]
         assert on.call.is_cancelled
 
@@ -459,6 +460,8 @@ def test_a_writer_that_fails_ends_the_stream_with_its_error() -> None:
         stream = PushPullStream(call, None)
         stream.put(seal(1))
         call.running = asyncio.create_task(stream.run(HEADER, lambda: None, lambda _: None))
+        ended, _ = await asyncio.wait({call.running}, timeout=5.0)
+        assert ended, "the reading side waits for ever"
         with pytest.raises(RuntimeError, match="a bug"):
             await call.running
 

@@ -1,0 +1,114 @@
+"""A module's buffers as tables: which, in what, and how they come back; and the names of tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.tables import DType
+from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
+from ps_worker.training.module_buffers import (
+    BufferTable,
+    buffer_layouts,
+    persistent_buffers,
+    write_values,
+)
+
+
+class Child(nn.Module):
+    def __init__(self, shared: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_buffer("shared", shared)
+        self.register_buffer("absent", None)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = torch.zeros(4, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.one = Child(shared)
+        self.other = Child(shared)
+        self.register_buffer("mask", torch.zeros(2, dtype=torch.bool))
+
+
+def test_each_persistent_buffer_comes_once_in_order_of_registration() -> None:
+    model = Model()
+    found = dict(persistent_buffers(model))
+    assert list(found) == ["count", "mask", "one.mean", "one.shared", "other.mean"]
+    assert found["one.shared"] is model.other.shared
+    assert found.keys() | {"other.shared"} == model.state_dict().keys()
+
+
+def test_a_compiled_module_has_the_names_of_the_plain_one() -> None:
+    class Compiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._orig_mod = Child(torch.zeros(1))
+
+    assert [name for name, _ in persistent_buffers(Compiled())] == ["mean", "shared"]
+
+
+def test_floats_have_a_table_of_their_type_and_integers_share_one_of_float64() -> None:
+    layouts = buffer_layouts("model", Model())
+    assert [(each.table_name, each.dtype, [p.name for p in each.placed]) for each in layouts] == [
+        ("model/buffers/integer", DType.FLOAT64, ["count", "mask"]),
+        ("model/buffers/float32", DType.FLOAT32, ["one.mean", "other.mean"]),
+        ("model/buffers/float64", DType.FLOAT64, ["one.shared"]),
+    ]
+
+
+def test_a_complex_buffer_is_refused_by_name() -> None:
+    module = nn.Module()
+    module.register_buffer("phase", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(InvalidConfig, match=r"buffer 'phase' is torch\.complex64"):
+        buffer_layouts("model", module)
+
+
+def test_integers_are_rounded_to_the_nearest_and_floats_are_not() -> None:
+    values = torch.tensor([0.4, 0.6, -1.6], dtype=torch.float64)
+    for dtype, expected in (
+        (torch.int64, [0, 1, -2]),
+        (torch.bool, [False, True, True]),
+        (torch.float64, [0.4, 0.6, -1.6]),
+    ):
+        target = torch.zeros(3, dtype=dtype)
+        write_values(target, values)
+        assert target.tolist() == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_integers_up_to_the_largest_exact_one_are_taken(dtype: torch.dtype) -> None:
+    most = min(2**53, torch.iinfo(dtype).max)
+    view = torch.zeros(2, dtype=torch.float64)
+    BufferTable._check("n", torch.tensor([-most, 1], dtype=dtype), view)
+    BufferTable._check("n", torch.tensor([most, 1], dtype=dtype), view)
+    BufferTable._check("n", torch.zeros(0, dtype=dtype), view[:0])
+    if dtype is torch.int64:
+        for beyond in (most + 1, -most - 1):
+            with pytest.raises(InvalidTensor, match=r"integers up to 2\*\*53"):
+                BufferTable._check("n", torch.tensor([beyond, 1]), view)
+
+
+def test_a_buffer_of_another_shape_is_refused_by_name() -> None:
+    with pytest.raises(InvalidTensor, match=r"'n' has shape \(3,\); expected \(2,\)"):
+        BufferTable._check("n", torch.zeros(3), torch.zeros(2))
+
+
+# --- names of tables
+
+
+def test_a_tables_name_has_the_clock_of_its_groups_birth() -> None:
+    assert table_prefix("model", 0, 0) == "model/0"
+    assert table_prefix("model", 12, 120) == "model/12@120"
+    assert birth_clock("model/0/float32") == 0
+    assert birth_clock("model/12@120/float32/frozen") == 120
+
+
+def test_a_groups_birth_is_known_by_any_of_its_tables() -> None:
+    names = ["model/0/float32", "model/1@120/float32", "model/12@7/float32", "other/2@5/float32"]
+    assert [known_birth("model", group, names) for group in (0, 1, 2, 12)] == [0, 120, None, 7]

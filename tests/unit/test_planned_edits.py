@@ -1,0 +1,150 @@
+"""The edits of a step, in their order, and the words and names that workers compare."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ps_core.errors import InvariantViolation
+from ps_core.tables import STEP_ARRAY, VALUES_ARRAY
+from ps_worker.spec.optimizers import SGD
+from ps_worker.training.planned_edits import (
+    ASLEEP,
+    PASSED,
+    PlannedEdits,
+    digest_of,
+    names_of,
+    problem_of,
+)
+from ps_worker.training.served_state import LoadedState
+from ps_worker.training.tables.trained_table import TrainedTable
+from tests.unit.table_client import parameter, trained_tables
+
+ARRAY = "momentum_buffer"
+
+
+def awake_and_asleep() -> tuple[TrainedTable, TrainedTable]:
+    frozen = parameter(5.0)
+    frozen.requires_grad_(False)
+    awake, asleep = trained_tables(SGD(lr=1.0), [parameter(1.0, 2.0), parameter(3.0), frozen])
+    return awake, asleep
+
+
+def loaded(table: TrainedTable) -> LoadedState:
+    return LoadedState({table: {ARRAY: torch.zeros(3), STEP_ARRAY: torch.zeros(3)}})
+
+
+def order(edits: PlannedEdits) -> list[tuple[str, bool]]:
+    """The edits as they are made, each with whether all are in place with it."""
+    found = []
+    while edits:
+        found.append((edits.next, edits.is_in_place_with_next))
+        edits.taken()
+    return found
+
+
+def test_parameters_are_one_edit() -> None:
+    awake, _ = awake_and_asleep()
+    edits = PlannedEdits()
+    assert not edits
+    edits.plan({awake: [1]}, None, "")
+    assert edits.digest == edits.edit_digest == digest_of({awake: [1]})
+    assert order(edits) == [("", True)]
+
+
+def test_state_is_one_edit_for_each_array_and_parameters_come_before() -> None:
+    awake, _ = awake_and_asleep()
+    edits = PlannedEdits()
+    state = loaded(awake)
+    edits.plan({}, state, "")
+    assert order(edits) == [(ARRAY, False), (STEP_ARRAY, True)]
+    edits.plan({awake: [0]}, state, "", passed_count=2)
+    assert edits.edit_digest == digest_of({awake: [0]})
+    assert edits.digest not in (edits.edit_digest, state.digest)
+    assert order(edits) == [
+        (PASSED, False),
+        (PASSED, False),
+        (VALUES_ARRAY, False),
+        (ARRAY, False),
+        (STEP_ARRAY, True),
+    ]
+
+
+def test_tables_that_sleep_are_edited_once_the_others_are_in_place() -> None:
+    awake, asleep = awake_and_asleep()
+    edits = PlannedEdits()
+    edits.plan({awake: [0], asleep: [0]}, None, "")
+    assert order(edits) == [("", True), (ASLEEP, True)]
+
+
+def test_invalid_values_are_an_edit_without_a_name_that_no_state_comes_with() -> None:
+    """Which is refused at all workers."""
+    awake, asleep = awake_and_asleep()
+    edits = PlannedEdits()
+    edits.plan({awake: [0], asleep: [0]}, loaded(awake), "it is not finite")
+    assert edits.edit_digest == b""
+    assert order(edits) == [("", True)]
+
+
+def test_the_next_edits_values_are_those_of_its_array() -> None:
+    awake, asleep = awake_and_asleep()
+    state = loaded(awake)
+    edits = PlannedEdits()
+    edits.plan({}, state, "")
+    assert edits.values(awake) is state.arrays[awake][ARRAY]
+    assert edits.values(asleep) is None
+    edits.taken()
+    assert edits.values(awake) is state.arrays[awake][STEP_ARRAY]
+    edits.forget()
+    with pytest.raises(InvariantViolation, match="EDIT-1"):
+        _ = edits.next
+    edits.plan({awake: [0]}, None, "")
+    with pytest.raises(InvariantViolation, match="EDIT-1"):
+        edits.values(awake)
+
+
+def test_changes_have_the_same_name_at_all_workers_that_made_the_same() -> None:
+    (one, _), (other, _) = awake_and_asleep(), awake_and_asleep()
+    assert digest_of({one: [0]}) == digest_of({other: [0]})
+    assert digest_of({one: [0]}) != digest_of({one: [1]}) != digest_of({one: [0, 1]})
+    before = digest_of({one: [0]})
+    one.layout.placed[0].tensor.data[0] = 9.0
+    assert digest_of({one: [0]}) != before
+
+
+def test_names_and_values_cannot_be_taken_for_each_other() -> None:
+    values = torch.tensor([1.0])
+    (table,) = trained_tables(SGD(lr=1.0), [parameter(1.0)])
+    assert LoadedState({table: {"ab": values}}).digest != LoadedState({table: {"a": values}}).digest
+    one, other = (LoadedState({table: {name: values}}).digest for name in ("a", "b"))
+    assert one != other
+
+
+def test_a_few_names_are_listed_and_the_others_counted() -> None:
+    (table,) = trained_tables(SGD(lr=1.0), [parameter(float(i)) for i in range(5)])
+    first = "'parameter.0', 'parameter.1', 'parameter.2'"
+    assert names_of({table: [0]}) == "'parameter.0'"
+    assert names_of({table: [0, 1, 2]}) == first
+    assert names_of({table: [0, 1, 2, 3]}) == f"{first} and 1 more"
+    assert names_of({table: range(5)}) == f"{first} and 2 more"
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_values_that_are_not_finite_are_a_problem_unless_allowed(bad: float) -> None:
+    (table,) = trained_tables(SGD(lr=1.0), [parameter(1.0), parameter(2.0, 3.0)])
+    assert problem_of({table: [0, 1]}, may_be_infinite=False) == ""
+    table.layout.placed[1].tensor.data[1] = bad
+    assert "'parameter.1' was given an infinity" in problem_of(
+        {table: [0, 1]}, may_be_infinite=False
+    )
+    assert problem_of({table: [0]}, may_be_infinite=False) == ""
+    assert problem_of({table: [0, 1]}, may_be_infinite=True) == ""
+
+
+def test_another_shape_is_a_problem() -> None:
+    (table,) = trained_tables(SGD(lr=1.0), [nn.Parameter(torch.ones(2, 3))])
+    table.layout.placed[0].tensor.data = torch.ones(3, 2)
+    assert "has shape (3, 2); expected (2, 3)" in problem_of({table: [0]}, may_be_infinite=True)
