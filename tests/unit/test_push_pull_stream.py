@@ -340,9 +340,9 @@ def values(block: int) -> parameters_pb2.PullResponse:
 class Scene:
     """An open stream, and what its callers were told."""
 
-    def __init__(self) -> None:
+    def __init__(self, lane: SharedLane | None = None) -> None:
         self.call = Call()
-        self.stream = PushPullStream(self.call, None)
+        self.stream = PushPullStream(self.call, lane)
         self.replies: list[int] = []
         self.running = asyncio.create_task(
             self.stream.run(
@@ -437,6 +437,27 @@ def test_a_pull_that_is_not_answered_in_time_expires_and_its_answer_is_dropped()
         assert taken == []
 
     ran(scene)
+
+
+def test_answers_to_entries_free_the_ring_that_their_stream_waits_for() -> None:
+    async def scene(lane: SharedLane) -> None:
+        on = Scene(lane)
+        for number in range(1, 7):
+            on.stream.put(block(number, QUARTER))
+        assert sequences(await on.call.read(4)) == [4]
+        await turn()
+        assert len(on.call.written) == 5, "the ring is full"
+        for number, beside in ((1, {}), (2, {"end": parameters_pb2.PullEnd()})):
+            reply = parameters_pb2.EntryReply(table_id=1, range_id=2, sequence=number)
+            replies = parameters_pb2.PushResponse(replies=[reply])
+            on.call.answer(
+                **({"with_replies": replies, **beside} if beside else {"replies": replies})
+            )
+            assert sequences(await on.call.read(4 + number)) == [4 + number]
+        assert on.replies == [1, 1]
+        await on.end()
+
+    on_a_lane(scene)
 
 
 class Broken(Call):

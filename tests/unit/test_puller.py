@@ -1,0 +1,454 @@
+"""What a pull makes of its servers' answers: blocks that come twice, late, torn or wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ps_core.cluster_view import ClusterView, RangeAssignment
+from ps_core.consistency import parsed
+from ps_core.errors import (
+    AlreadyPast,
+    Internal,
+    InvalidConfig,
+    PushpullError,
+    Recovering,
+    ValuesLost,
+    WaitExpired,
+)
+from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
+from ps_core.tables import NATIVE_CODEC, DType, OptimizerKind, OptimizerSpec, Table
+from ps_runtime.cluster import wire
+from ps_runtime.system.clock import now_s
+from ps_worker.spec.values import Region
+from ps_worker.steps.counters import Counters
+from ps_worker.steps.steps import Pulled, TableSteps
+from ps_worker.transport.links import Answer, ServerLinks
+from ps_worker.transport.pulls import ConsistentPuller, Puller, PullOrder
+from pushpull.v1 import parameters_pb2
+from tests.property.shard_twin import table
+
+ONE, OTHER = NodeId(1), NodeId(2)
+MODEL = table([6 * 64])
+RANGE_COUNT = 2
+BY_RANGE = MODEL.blocks_by_range(RANGE_COUNT)
+
+Answers = Callable[[parameters_pb2.PullRequest], Sequence[Answer | PushpullError]]
+
+
+def view_of(
+    number: int = 1,
+    epoch: int = 3,
+    primaries: tuple[NodeId, NodeId] = (ONE, OTHER),
+    *,
+    of: Table = MODEL,
+    is_lost: bool = False,
+) -> ClusterView:
+    ranges = tuple(
+        RangeAssignment(RangeId(n), slots, AssignmentEpoch(epoch), primary, is_lost=is_lost)
+        for n, (slots, primary) in enumerate(zip(key_ranges(RANGE_COUNT), primaries, strict=True))
+    )
+    return ClusterView(number, "cluster", 1, 2, (), ranges, (of,))
+
+
+class Trouble:
+    words = ""
+
+    def note(self, _: PushpullError) -> None:
+        """Nothing is in trouble."""
+
+
+class Lane:
+    """Shared memory whose values are copied, or torn."""
+
+    def __init__(self) -> None:
+        self.torn_blocks: set[int] = set()
+        self.copied: list[int] = []
+
+    def copy(self, value: parameters_pb2.SharedValue, target: Any, skip_bytes: int) -> bool:
+        assert skip_bytes == 0
+        self.copied.append(value.block)
+        target[:] = 0
+        target.view("<f4")[:] = value.block
+        return value.block not in self.torn_blocks
+
+
+@dataclass(eq=False)
+class Link:
+    """A server that answers as it is told; `requests` are what it was asked."""
+
+    answers: Answers
+    lane: Lane | None = None
+    requests: list[parameters_pb2.PullRequest] = field(default_factory=list)
+    small: list[bool] = field(default_factory=list)
+    trouble: Trouble = field(default_factory=Trouble)
+
+    @property
+    def node(self) -> Any:
+        return type("Node", (), {"address": "host:1", "node_id": ONE})
+
+    async def pull(
+        self,
+        request: parameters_pb2.PullRequest,
+        timeout_s: float,
+        take: Callable[[Answer], None],
+        *,
+        is_small: bool,
+    ) -> None:
+        assert timeout_s > 0
+        self.requests.append(request)
+        self.small.append(is_small)
+        for answer in self.answers(request):
+            if isinstance(answer, PushpullError):
+                raise answer
+            take(answer)
+
+
+class Links:
+    """The newest view, and links."""
+
+    def __init__(self, *links: Link, view: ClusterView | None = None) -> None:
+        self.view = view_of() if view is None else view
+        self.by_server = dict(zip((ONE, OTHER), links, strict=False))
+
+    def find(self, server: NodeId | None) -> Link | None:
+        return None if server is None else self.by_server.get(server)
+
+
+def block_of(block: int, clock: int = 5, of: Table = MODEL, **more: Any) -> Answer:
+    """A block whose elements are all its number."""
+    value = parameters_pb2.BlockValue(
+        block=block,
+        clock=clock,
+        version=10 + block,
+        peer_version=20 + block,
+        codec=wire.codec_to_proto(NATIVE_CODEC[of.spec.dtype]),
+        **more,
+    )
+    element = "<f2" if of.spec.dtype is DType.FLOAT16 else "<f4"
+    return value, memoryview(np.full(64, block, element).tobytes())
+
+
+def shared_of(*blocks: int, clock: int = 5) -> Answer:
+    codec = wire.codec_to_proto(MODEL.spec.arithmetic_codec)
+    values = [
+        parameters_pb2.SharedValue(
+            block=block, clock=clock, version=10 + block, byte_count=256, codec=codec
+        )
+        for block in blocks
+    ]
+    return parameters_pb2.PullResponse(shared=parameters_pb2.SharedValues(values=values))
+
+
+def asked(request: parameters_pb2.PullRequest) -> list[int]:
+    """The blocks of a request: those that it names, or all of its ranges."""
+    return [
+        block
+        for each in request.ranges
+        for block in (each.blocks or BY_RANGE[RangeId(each.range_id)])
+    ]
+
+
+def whole(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+    return [block_of(block) for block in asked(request)]
+
+
+def order_of(of: Table = MODEL, *, lasts_s: float = 10.0, **more: Any) -> PullOrder:
+    count = of.spec.element_count
+    memory = np.full(count * NATIVE_CODEC[of.spec.dtype].element_bytes, 255, np.uint8)
+    steps = TableSteps(of, cast(Any, None))
+    return PullOrder(
+        of, Region(0, count, (count,)), memory, 5, more.pop("consistent", False), False,
+        now_s() + lasts_s, steps, **more,
+    )  # fmt: skip
+
+
+def pulled(links: Links, order: PullOrder) -> Pulled:
+    return asyncio.run(puller_of(links).pull(order))
+
+
+def puller_of(links: Links) -> Puller:
+    return Puller(cast(ServerLinks, links), Counters())
+
+
+def check_values(order: PullOrder) -> None:
+    """All is there, each block in its place."""
+    expected = np.repeat(np.arange(6), 64)
+    assert order.raw.view("<f4").tolist() == expected.tolist()
+
+
+def test_every_server_is_asked_for_its_ranges_and_the_lowest_clock_counts() -> None:
+    one, other = Link(whole), Link(lambda request: [block_of(b, 4) for b in asked(request)])
+    order = order_of()
+    found = pulled(Links(one, other), order)
+    check_values(order)
+    assert [[each.range_id for each in link.requests[0].ranges] for link in (one, other)] == [
+        [0],
+        [1],
+    ]
+    assert found.clock == 4
+    assert found.versions == {block: 10 + block for block in range(6)}
+    assert order.steps.peer_versions == {block: 20 + block for block in range(6)}
+
+
+def test_what_did_not_come_is_asked_for_again_alone() -> None:
+    first = list(BY_RANGE[RangeId(0)])
+
+    def answers(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        blocks = asked(request)
+        return [block_of(b) for b in blocks[:1]] if len(blocks) > 1 else [block_of(blocks[0])]
+
+    links = Links(Link(answers), Link(whole))
+    order = order_of()
+    pulled(links, order)
+    check_values(order)
+    requests = [asked(request) for request in links.by_server[ONE].requests]
+    assert requests == [first[number:] for number in range(len(first))]
+    assert len(links.by_server[OTHER].requests) == 1
+
+
+def test_a_block_that_comes_twice_counts_once() -> None:
+    first = BY_RANGE[RangeId(0)][0]
+
+    def answers(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        own = whole(request)
+        return [own[0], block_of(first, clock=1), *own[1:]]
+
+    counters = Counters()
+    links = Links(Link(answers), Link(whole))
+    found = asyncio.run(Puller(cast(ServerLinks, links), counters).pull(order_of()))
+    assert found.clock == 5, "the second is dropped"
+    assert counters.pulled_bytes == MODEL.spec.element_count * 4
+
+
+def test_presence_is_kept_where_some_tensor_was_absent() -> None:
+    def answers(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        return [block_of(b, presence=b"\x02" if b == asked(request)[0] else b"") for b in
+                asked(request)]  # fmt: skip
+
+    found = pulled(Links(Link(answers), Link(whole)), order_of())
+    assert found.presence == {BY_RANGE[RangeId(0)][0]: b"\x02"}
+
+
+@pytest.mark.parametrize("of_codec", [False, True])
+def test_a_block_of_another_length_or_codec_is_a_bug_of_the_server(of_codec: bool) -> None:
+    def answers(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        value, payload = cast(Any, block_of(asked(request)[0]))
+        if of_codec:
+            value.codec += 1
+        return [(value, payload if of_codec else payload[:-4])]
+
+    with pytest.raises(Internal, match="expected 64 elements of fp32"):
+        pulled(Links(Link(answers), Link(whole)), order_of())
+
+
+def test_a_block_of_a_range_that_has_moved_is_pulled_again() -> None:
+    """It may be older than what its next primary has."""
+    links = Links(Link(whole), Link(whole))
+
+    def answers(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        if len(links.by_server[ONE].requests) == 1:
+            links.view = view_of(2, 4)
+        return whole(request)
+
+    links.by_server[ONE].answers = answers
+    order = order_of()
+    pulled(links, order)
+    check_values(order)
+    epochs = [request.ranges[0].assignment_epoch for request in links.by_server[ONE].requests]
+    assert epochs == [3, 4]
+
+
+def test_values_that_are_lost_are_not_waited_for() -> None:
+    links = Links(Link(whole), Link(whole), view=view_of(is_lost=True))
+    with pytest.raises(ValuesLost):
+        pulled(links, order_of())
+
+
+def test_an_incurable_error_ends_the_pull_though_others_may_be_cured() -> None:
+    links = Links(Link(lambda _: [Recovering("later")]), Link(lambda _: [InvalidConfig("no")]))
+    with pytest.raises(InvalidConfig, match="no"):
+        pulled(links, order_of())
+    assert [len(link.requests) for link in links.by_server.values()] == [1, 1]
+
+
+def test_a_wait_that_is_too_long_names_the_server() -> None:
+    links = Links(Link(whole), Link(lambda _: [Recovering("it is starting")]))
+    with pytest.raises(WaitExpired, match=r"took too long: server 2 at host:1: it is starting"):
+        pulled(links, order_of(lasts_s=0.05))
+    links.by_server[OTHER].answers = lambda _: [WaitExpired("worker 1 is missing")]
+    with pytest.raises(WaitExpired, match=r"^server 2 at host:1: worker 1 is missing"):
+        pulled(links, order_of(lasts_s=0.05))
+
+
+def test_a_request_waits_no_longer_than_its_caller() -> None:
+    one = Link(whole)
+    pulled(Links(one, Link(whole)), order_of(lasts_s=2.0))
+    pulled(Links(one, Link(whole)), order_of(lasts_s=100.0))
+    short, long = (request.deadline_ms for request in one.requests)
+    assert 1_000 < short <= 2_000
+    assert long == 10_000
+
+
+# --- from shared memory
+
+
+def shares(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+    return [shared_of(*asked(request))] if request.shared else whole(request)
+
+
+def test_values_are_copied_from_shared_memory() -> None:
+    lanes = Lane(), Lane()
+    links = Links(*(Link(shares, lane) for lane in lanes))
+    order = order_of()
+    found = pulled(links, order)
+    check_values(order)
+    assert found.versions == {block: 10 + block for block in range(6)}
+    assert sorted(lanes[0].copied + lanes[1].copied) == list(range(6))
+    assert [link.small for link in links.by_server.values()] == [[True], [True]]
+
+
+def test_of_a_range_with_a_torn_value_none_counts() -> None:
+    """The others may be of another moment; the rest of the range is not even copied."""
+    lane = Lane()
+    first = BY_RANGE[RangeId(0)]
+    lane.torn_blocks = {first[1]}
+    links = Links(Link(shares, lane), Link(shares, Lane()))
+    order = order_of()
+    pulled(links, order)
+    check_values(order)
+    requests = links.by_server[ONE].requests
+    assert [asked(request) for request in requests] == [list(first)] * 4
+    assert [request.shared for request in requests] == [True, True, True, False]
+    assert lane.copied == [*first[:2]] * 3
+    assert len(links.by_server[OTHER].requests) == 1
+
+
+@pytest.mark.parametrize("kind", ["consistent", "state", "aggregate", "half"])
+def test_what_cannot_be_shared_as_it_is_comes_as_bytes(kind: str) -> None:
+    of = MODEL
+    if kind == "aggregate":
+        of = table([6 * 64], optimizer=OptimizerSpec(OptimizerKind.AGGREGATE))
+    if kind == "half":
+        of = table([6 * 64], dtype=DType.FLOAT16)
+
+    def answers(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        assert not request.shared
+        return [block_of(block, of=of) for block in asked(request)]
+
+    links = Links(Link(answers, Lane()), Link(answers, Lane()))
+    more: dict[str, Any] = {"consistent": {"consistent": True}, "state": {"array": "step"}}
+    order = order_of(of, **more.get(kind, {}))
+    pulled(links, order)
+    found = order.raw.view("<f2" if kind == "half" else "<f4")
+    assert found.tolist() == np.repeat(np.arange(6), 64).tolist()
+    if kind == "state":
+        assert order.steps.peer_versions == {}, "the worker has not seen the values"
+
+
+# --- while the view changes
+
+
+def test_a_request_to_a_server_that_lost_its_range_is_given_up() -> None:
+    async def scene() -> None:
+        begun, never = asyncio.Event(), asyncio.Event()
+
+        class Deaf(Link):
+            async def pull(self, *arguments: Any, **more: Any) -> None:
+                if self.requests:
+                    await super().pull(*arguments, **more)
+                    return
+                self.requests.append(arguments[0])
+                begun.set()
+                await never.wait()
+
+        deaf = Deaf(whole)
+        links = Links(deaf, Link(whole))
+        puller = puller_of(links)
+        order = order_of()
+        pulling = asyncio.create_task(puller.pull(order))
+        await begun.wait()
+        puller.take_view(links.view)
+        assert puller.unanswered_by == [ONE]
+        links.view = view_of(2, 4, (OTHER, OTHER))
+        puller.take_view(links.view)
+        await pulling
+        check_values(order)
+        assert len(deaf.requests) == 1
+        assert puller.unanswered_by == []
+
+    asyncio.run(scene())
+
+
+# --- a reader's consistent pull
+
+
+class Readable(Link):
+    """A server that tells its clock and holds cuts."""
+
+    clock = 7
+    cut_clock = 9
+
+    async def range_stats(self, _: int) -> parameters_pb2.GetRangeStatsResponse:
+        stats = parameters_pb2.RangeStats(clock=self.clock)
+        return parameters_pb2.GetRangeStatsResponse(ranges=[stats])
+
+    async def begin_cut(self, _: int, cut: int, lasts_s: float) -> int:
+        assert lasts_s > 0
+        self.cuts = [*getattr(self, "cuts", []), cut]
+        return self.cut_clock
+
+    async def end_cut(self, _: int, cut: int) -> None:
+        self.cuts.remove(cut)
+
+
+def reading(text: str, *links: Link, **more: Any) -> tuple[PullOrder, Pulled]:
+    of = replace(MODEL, spec=replace(MODEL.spec, consistency=parsed(text)))
+    found = Links(*links, view=view_of(of=of))
+    order = order_of(of, consistent=True, **more)
+    puller = ConsistentPuller(puller_of(found))
+    return order, asyncio.run(puller.pull(order))
+
+
+def test_under_bsp_all_ranges_are_pulled_at_the_newest_clock_of_any() -> None:
+    one, other = Readable(whole), Readable(whole)
+    other.clock = 8
+    order, _ = reading("bsp", one, other)
+    check_values(order)
+    assert [link.requests[0].clock for link in (one, other)] == [8, 8]
+    assert all(link.requests[0].consistent for link in (one, other))
+
+
+def test_a_range_that_is_past_the_clock_is_asked_further_ahead_each_time() -> None:
+    def past(request: parameters_pb2.PullRequest) -> Sequence[Answer | PushpullError]:
+        if len(one.requests) <= 3:
+            return [AlreadyPast("past", clock=request.clock + 10)]
+        return whole(request)
+
+    one = Readable(past)
+    order, _ = reading("bsp", one, Readable(whole))
+    check_values(order)
+    assert [request.clock for request in one.requests] == [7, 18, 30, 44]
+
+
+def test_under_ssp_the_highest_clock_of_a_cut_is_pulled_and_the_cut_ended() -> None:
+    one, other = Readable(whole), Readable(whole)
+    one.cut_clock = 12
+    order, _ = reading("ssp:2", one, other)
+    check_values(order)
+    assert [link.requests[0].clock for link in (one, other)] == [12, 12]
+    assert one.requests[0].cut == other.requests[0].cut > 0
+    assert one.cuts == other.cuts == []
+
+
+def test_under_asp_each_range_is_pulled_as_it_is() -> None:
+    one, other = Readable(whole), Readable(whole)
+    order, _ = reading("asp", one, other)
+    check_values(order)
+    assert not any(link.requests[0].consistent for link in (one, other))
+    assert [link.requests[0].clock for link in (one, other)] == [5, 5]
