@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from ps_server.replay.replayer import Replay, Version, read_run
 from ps_server.replay.versions import Origin, arranged_by_clock
 from ps_server.update_log.directory import LogDirectory, boot_id
 from ps_server.update_log.recovery import read_log
+from ps_server.values.mutations import Put
 from tests.property.shard_twin import table
 from tests.unit.written_logs import ASP, LEFT, MODEL, RIGHT, Owner, WrittenLog
 
@@ -112,6 +114,34 @@ def test_the_gradient_is_what_the_optimizer_got(tmp_path: Path) -> None:
     flat = np.concatenate([np.frombuffer(v, "<f4") for v in owner.values().values()])
     assert again.parameter_norm() == pytest.approx(float(np.linalg.norm(flat.astype("f8"))))
     assert newest(again).ranks == (0, 1), "those who were summed, not who said the scale"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields", "is_reduced", "factor"),
+    [
+        ((0, 1), {}, False, 0.5),
+        ((0, 1), {"update_scale": 0.25}, False, 0.125),
+        ((0, 1), {}, True, 1.0),
+        ((), {}, False, 1.0),
+    ],
+    ids=["the mean of two", "and scaled", "reduced before", "of nobody"],
+)
+def test_a_gradient_is_averaged_once_and_scaled(
+    tmp_path: Path, ranks: tuple[int, ...], fields: Any, is_reduced: bool, factor: float
+) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    record = owner._record(1, ranks)._replace(**fields)
+    total = owner._total(2.0)._replace(is_reduced=is_reduced)
+    if not ranks:
+        total = total._replace(blocks=())
+    log.record(owner._decide(Put(record, total), record))
+    again = replayed(tmp_path)
+    again.watch(again.history.versions)
+    again.go_to(1)
+    expected = norm(Put(record, total)) * factor
+    assert again.gradient_norm(newest(again)) == pytest.approx(expected)
 
 
 def norm(change: object) -> float:
@@ -260,6 +290,21 @@ def test_a_base_of_other_values_is_an_error(tmp_path: Path) -> None:
     again = replayed(tmp_path)
     with pytest.raises(InvalidUpdateLog, match=r"00000002.log: at byte .* other than what its"):
         again.go_to(newest(again).position + 1)
+
+
+def test_a_base_with_another_sum_that_waits_is_an_error(tmp_path: Path) -> None:
+    owner = Owner(LEFT)
+    log = WrittenLog(tmp_path)
+    log.begin(owner)
+    log.record(owner.update(1))
+    other = owner.twin()
+    log.record(owner.kept(2, (0, 1), 5.0))
+    other.kept(2, (0, 1), 6.0)
+    log.segment()
+    log.snapshot(other)
+    again = replayed(tmp_path)
+    with pytest.raises(InvalidUpdateLog, match="other than what its"):
+        again.go_to(again.history.changes[-1][0])
 
 
 def test_what_is_left_begins_with_a_base(tmp_path: Path) -> None:
