@@ -8,6 +8,7 @@ from ps_core import errors
 from ps_core.change import Join
 from ps_core.cluster_view import NodeState, Role, Session
 from scheduler.machine.cluster import Created
+from scheduler.machine.membership import KEPT_COUNT
 from scheduler.machine.state import (
     ChangeProposed,
     ClusterFinished,
@@ -251,6 +252,34 @@ class TestUnfinished:
         cluster.pass_time(2.0)
         assert cluster.is_finished()
 
+    def test_the_work_is_done_when_its_time_is_over_to_the_second(self) -> None:
+        cluster = Harness(worker_count=1, stop_when_done=True, worker_timeout_s=30.0)
+        cluster.cluster.deregister(
+            cluster.join(Role.WORKER), "SIGTERM", cluster.now_s, unfinished=True
+        )
+        cluster.pass_time(29.5)
+        assert not cluster.is_finished()
+        cluster.pass_time(0.5)
+        assert cluster.is_finished()
+
+    def test_a_cluster_that_goes_on_without_work_does_not_end_with_its_time(self) -> None:
+        cluster = Harness(worker_count=1, worker_timeout_s=30.0)
+        cluster.cluster.deregister(
+            cluster.join(Role.WORKER), "SIGTERM", cluster.now_s, unfinished=True
+        )
+        cluster.pass_time(60.0)
+        assert not cluster.is_finished()
+
+    def test_without_a_timeout_it_may_be_replaced_at_any_time(self) -> None:
+        cluster = Harness(worker_count=1, stop_when_done=True, worker_timeout_s=0.0)
+        cluster.cluster.deregister(
+            cluster.join(Role.WORKER), "SIGTERM", cluster.now_s, unfinished=True
+        )
+        cluster.pass_time(600.0)
+        assert not cluster.is_finished()
+        cluster.leave(cluster.join(Role.WORKER))
+        assert cluster.is_finished()
+
     def test_who_came_in_its_place_ends_the_work(self) -> None:
         cluster = Harness(worker_count=1, stop_when_done=True, worker_timeout_s=30.0)
         cluster.cluster.deregister(
@@ -265,6 +294,17 @@ class TestUnfinished:
         reader = cluster.join(Role.READER)
         cluster.cluster.deregister(reader, "error", cluster.now_s, unfinished=True)
         assert cluster.node(reader).state is NodeState.LEFT
+
+
+def test_an_address_of_a_server_that_has_left_is_free() -> None:
+    """It does not leave once more."""
+    harness = Harness()
+    before = harness.join(Role.SERVER, address="h9:70")
+    harness.leave(before)
+    harness.transitions.clear()
+    again = harness.join(Role.SERVER, address="h9:70")
+    assert harness.transitions == [NodeRegistered(harness.node(again))]
+    assert harness.node(before).state is NodeState.LEFT
 
 
 # --- a worker that is started again with its identity
@@ -286,6 +326,30 @@ def test_who_comes_with_an_identity_has_the_rank_of_the_one_before_which_is_gone
     words = "another process registered with the identity 'pod-0' of this worker"
     refused(errors.Fenced, words, "--identity", by=lambda: harness.beat(dead), of=harness)
     harness.beat(again, living)
+
+
+def test_one_that_was_gone_already_is_not_declared_gone_again() -> None:
+    harness = Harness(worker_timeout_s=10.0)
+    dead = harness.join(Role.WORKER, identity="pod-0")
+    harness.pass_time(20.0)
+    assert harness.node(dead).state is NodeState.GONE
+    harness.transitions.clear()
+    again = harness.join(Role.WORKER, identity="pod-0")
+    assert harness.transitions == [NodeRegistered(harness.node(again))]
+    assert again.rank == dead.rank
+
+
+def test_workers_that_have_left_stay_in_the_view_however_many_they_are() -> None:
+    """Their ranks are not given again, unlike those of readers and servers."""
+    count = KEPT_COUNT + 2
+    harness = Harness(worker_count=count)
+    workers = [harness.join(Role.WORKER) for _ in range(count)]
+    readers = [harness.join(Role.READER) for _ in range(count)]
+    for session in (*workers, *readers):
+        harness.leave(session)
+    nodes = harness.cluster.view.nodes_by_id
+    assert all(worker.node_id in nodes for worker in workers)
+    assert [reader.node_id in nodes for reader in readers] == [False] * 2 + [True] * KEPT_COUNT
 
 
 def test_it_joins_the_tables_where_the_others_are() -> None:

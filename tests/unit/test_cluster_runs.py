@@ -212,6 +212,22 @@ def test_the_cluster_ends_with_its_runs_where_it_is_told_to() -> None:
     assert cluster.is_finished()
 
 
+def test_a_run_that_was_ended_is_done_though_not_all_its_workers_came() -> None:
+    cluster = Runs(stop_when_done=True)
+    cluster.worker("a", world_size=2)
+    assert cluster.end("a") == 1
+    assert cluster.is_finished()
+
+
+def test_the_run_without_a_name_counts_once_it_has_had_a_worker() -> None:
+    cluster = Runs(stop_when_done=True, worker_count=1)
+    unnamed = cluster.worker()
+    cluster.leave(cluster.worker("a"))
+    assert not cluster.is_finished()
+    cluster.leave(unnamed)
+    assert cluster.is_finished()
+
+
 def test_a_restore_is_refused_while_a_run_is_trained() -> None:
     cluster = Runs()
     worker = cluster.worker("a", world_size=1)

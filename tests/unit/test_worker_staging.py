@@ -94,6 +94,27 @@ def test_a_table_whose_gradients_always_change_is_not_streamed_until_they_stop()
     assert streamed == [2, 0, 0, 2]
 
 
+@pytest.mark.parametrize("changed_count", [1, 2, 3])
+def test_a_table_is_streamed_while_at_most_half_of_its_blocks_change(changed_count: int) -> None:
+    loop = Loop(*(ones(64) for _ in range(4)))
+    assert len(loop.backward(0, 1, 2, 3)) == 4
+    for parameter in loop.parameters[:changed_count]:
+        assert parameter.grad is not None
+        parameter.grad.mul_(0.5)
+    assert len(loop.staging.take()) == changed_count
+    assert loop.staging.streams == (changed_count <= 2)
+
+
+def test_a_block_that_could_not_have_left_is_not_wasted_by_a_change() -> None:
+    loop = Loop(ones(40), ones(24))
+    assert loop.backward(0) == []
+    gradient = loop.parameters[0].grad
+    assert gradient is not None
+    gradient.mul_(0.5)
+    assert [part.block for part in loop.staging.take()] == [0]
+    assert loop.staging.streams
+
+
 def test_gradients_that_were_thrown_away_are_taken_back() -> None:
     loop = Loop(ones(64), ones(64))
     assert sorted(loop.backward(0, 1)) == [0, 1]  # as a generator's loss does to a discriminator
@@ -259,6 +280,15 @@ def test_what_changed_unseen_before_it_arrived_leaves_again() -> None:
     assert loop.staging.changed_after_leaving() == "p1"
     parts = loop.staging.take()
     assert torch.equal(loop.held(parts)[1], torch.ones(64))
+
+
+def test_of_a_gradient_that_arrives_only_the_blocks_of_the_step_leave() -> None:
+    device = SlowDevice(lag_count=2)
+    loop = Loop(ones(128), copy=device.copy)
+    loop.staging.restrict({1})
+    assert loop.backward(0) == []
+    assert [part.block for parts in loop.staging.arriving() for part in parts] == [1]
+    assert loop.staging.take() == []
 
 
 def test_a_table_that_is_not_streamed_leaves_nothing_that_arrives() -> None:

@@ -122,6 +122,13 @@ def test_what_changes_after_a_wait_was_given_up_is_told_once() -> None:
     assert written.values.changed_since_left() == set()
 
 
+def test_another_shape_since_then_is_a_change_though_its_elements_are_the_same() -> None:
+    written = Written(ones(3), ones(3))
+    written.values.left()
+    written.parameters[1].data = torch.ones(1)
+    assert written.values.changed_since_left() == {1}
+
+
 @pytest.mark.parametrize("count", [1020, 1021, 1022, 5000])
 def test_a_swap_of_two_elements_since_then_is_a_change(count: int) -> None:
     """Sums by column, and the bits of a last row that is not whole."""
