@@ -160,6 +160,59 @@ def test_who_asks_for_what_is_under_way_or_done_changes_nothing() -> None:
     assert cluster.outcome(first.number) == TableChange(1, 3, parsed("ssp:2")), "still its answer"
 
 
+def test_who_asks_for_what_is_while_another_change_is_under_way_waits_for_that() -> None:
+    """The table will not stay so."""
+    cluster = Changing()
+    cluster.wanted("ssp:2")
+    pending = cluster.wanted("bsp")
+    assert isinstance(pending, PendingProposal)
+    assert pending.number == 0
+    cluster.settle(1, 5)
+    again = cluster.wanted("bsp")
+    assert isinstance(again, PendingProposal)
+    assert again.number == 2
+
+
+def test_a_server_without_a_range_of_the_table_has_nothing_to_say() -> None:
+    cluster = Changing()
+    cluster.servers.append(cluster.join(Role.SERVER))
+    cluster.wanted("ssp:2")
+    cluster.promise(2, 1, 50)
+    cluster.settle(1, 5)
+    (table,) = cluster.cluster.view.tables
+    assert table.change == TableChange(1, 5, parsed("ssp:2"))
+
+
+def test_who_asks_for_the_end_of_an_older_change_is_told_the_newest() -> None:
+    """It was taken; another came after it."""
+    cluster = Changing()
+    for number, text in ((1, "ssp:2"), (2, "asp")):
+        cluster.wanted(text)
+        cluster.settle(number, 5)
+    newest = TableChange(2, 5, parsed("asp"))
+    assert [cluster.outcome(number) for number in (1, 2)] == [newest, newest]
+    assert isinstance(cluster.outcome(3), Withdrawn)
+
+
+@pytest.mark.parametrize("after_clock", [0, 2**53 - 1])
+def test_a_change_may_be_wanted_after_any_clock_that_a_script_can_name(after_clock: int) -> None:
+    pending = Changing().wanted(after_clock=after_clock)
+    assert isinstance(pending, PendingProposal)
+    assert pending.number == 1
+
+
+def test_a_change_may_fill_the_view_to_its_last_byte() -> None:
+    cluster = Changing()
+    state = cluster.cluster.journaled(cluster.now_s).state
+    left_bytes = view_size.CHANGE_BYTES - 1
+    state.view_bytes += view_size.free_bytes(cluster.cluster.settings, state) - left_bytes
+    with pytest.raises(errors.Overloaded, match=f"which may grow by {left_bytes}"):
+        cluster.wanted()
+    state.view_bytes -= 1
+    assert isinstance(cluster.wanted(), PendingProposal)
+    assert view_size.free_bytes(cluster.cluster.settings, state) == 0
+
+
 def test_as_it_was_created_is_no_change() -> None:
     assert Changing().wanted("bsp") == TableChange(0, 0, Consistency())
 

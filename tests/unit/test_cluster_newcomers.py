@@ -46,6 +46,19 @@ class Growing(Harness):
         assert self.node(session).state is NodeState.GONE
 
 
+def test_a_later_table_has_whoever_had_a_rank_of_the_first_last_dead_or_not() -> None:
+    """And of the ranks beyond only who is there: nobody waits for the others."""
+    cluster = Growing()
+    cluster.lose(cluster.first[1], cluster.first[0])
+    successor, third = cluster.join(Role.WORKER), cluster.join(Role.WORKER)
+    assert (successor.rank, third.rank) == (1, 2)
+    cluster.lose(successor, cluster.first[0])
+    assert cluster.node(third).state is NodeState.GONE
+    created = cluster.create(cluster.first[0], replace(SPEC, name="later"))
+    assert isinstance(created, Created)
+    assert created.table.joins == (Join(1, successor.incarnation),)
+
+
 def test_it_gets_the_lowest_rank_beyond_and_joins_each_table() -> None:
     cluster = Growing()
     third = cluster.join(Role.WORKER)

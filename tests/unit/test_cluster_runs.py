@@ -22,6 +22,7 @@ from pushpull.v1 import types_pb2
 from scheduler.machine import view_size
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Created
+from scheduler.machine.state import NodeLeft
 from tests.unit.cluster_harness import SPEC, Harness, refused
 
 
@@ -226,6 +227,16 @@ def test_the_run_without_a_name_counts_once_it_has_had_a_worker() -> None:
     assert not cluster.is_finished()
     cluster.leave(unnamed)
     assert cluster.is_finished()
+
+
+def test_readers_of_a_run_that_is_removed_leave_once() -> None:
+    cluster = Runs()
+    cluster.worker("a")
+    gone, reader = (cluster.join(Role.READER, run="a") for _ in range(2))
+    cluster.leave(gone)
+    cluster.end("a")
+    removed = cluster.cluster.remove_run(cluster.join(Role.OPERATOR), "a").transitions
+    assert [each.node.node_id for each in removed if isinstance(each, NodeLeft)] == [reader.node_id]
 
 
 def test_a_restore_is_refused_while_a_run_is_trained() -> None:

@@ -10,7 +10,7 @@ from ps_core.errors import InvalidTensor
 from ps_core.tables import unpack_presence
 from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.training.tables.device_copies import from_host, to_host
-from ps_worker.training.tables.staging import Fingerprint, GradientStaging
+from ps_worker.training.tables.staging import Fingerprint, GradientStaging, is_finite
 from tests.unit.staging_loop import Loop, SlowDevice, ones
 
 
@@ -194,6 +194,22 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     embedding.weight = loop.parameters[0]
     with pytest.raises(InvalidTensor, match=r"'p0' is torch\.sparse"):
         embedding(torch.tensor([1])).sum().backward()
+
+
+def test_a_gradient_of_another_shape_is_refused_by_name() -> None:
+    """The script has given the parameter other values meanwhile."""
+    loop = Loop(ones(64), ones(64))
+    loop.parameters[1].grad = torch.ones(64)
+    loop.parameters[1].data = torch.ones(32)
+    with pytest.raises(InvalidTensor, match=r"of 'p1' is torch\.strided of shape \(64,\)"):
+        loop.staging.take()
+
+
+def test_no_values_are_finite() -> None:
+    assert is_finite(torch.ones(0))
+    assert is_finite(torch.ones(2))
+    for bad in (float("inf"), float("-inf"), float("nan")):
+        assert not is_finite(torch.tensor([1.0, bad]))
 
 
 def test_fingerprints_see_new_tensors_versions_and_contents() -> None:
