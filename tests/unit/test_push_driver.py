@@ -1,19 +1,25 @@
-"""What a worker's push driver makes of views."""
+"""What a worker's push driver makes of views, of steps, and of the servers' replies."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import cast
+from typing import Any, cast
+
+import pytest
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
-from ps_core.errors import PushpullError
+from ps_core.errors import Fenced, InvalidTensor, NotPermitted, PushpullError, Unauthenticated
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
+from ps_core.tables import DType
 from ps_worker.steps.counters import Counters
-from ps_worker.steps.steps import PushBody
+from ps_worker.steps.steps import PushBody, StepResult
 from ps_worker.transport.links import ServerLinks
+from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.pushes import PushDriver
-from pushpull.v1 import parameters_pb2
+from ps_worker.window.push_window import StepTerms
+from pushpull.v1 import parameters_pb2, types_pb2
 from tests.property.shard_twin import table
 
 MODEL = table([64])
@@ -83,3 +89,248 @@ def test_a_server_that_may_have_lost_a_range_in_between_is_sent_what_it_had_rece
         driver.fail(PushpullError("the end"))
 
     asyncio.run(scenario())
+
+
+# --- steps
+
+BLOCKS = table([192])
+RECEIVED, COMMITTED = parameters_pb2.REPLY_KIND_RECEIVED, parameters_pb2.REPLY_KIND_COMMITTED
+APPLIED, WITHDRAWN = parameters_pb2.OUTCOME_APPLIED, parameters_pb2.OUTCOME_WITHDRAWN
+
+
+class Driven:
+    """A driver with a stream to one server, which is told what the server says."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.ended: list[PushpullError] = []
+        self.counters = Counters()
+        (slots,) = key_ranges(1)
+        ranges = (RangeAssignment(RangeId(0), slots, AssignmentEpoch(3), ONE, (), ()),)
+        self.view = ClusterView(1, "cluster", 1, 1, (), ranges, (BLOCKS,))
+        self.driver = PushDriver(
+            1 << 20, self.view, cast(ServerLinks, self), self.counters, self.ended.append
+        )
+        self.driver.take_view(self.view)
+        self.driver.stream_opened(ONE)
+
+    def find(self, _: NodeId) -> Driven:
+        return self
+
+    def send(self, message: Any, payload: memoryview | None = None) -> None:
+        del payload
+        self.sent.append(message)
+
+    def open(self, clock: int = 1) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        self.driver.open_step(BLOCKS, clock, future)
+        return future
+
+    def push(self, *blocks: int, clock: int = 1, **more: Any) -> None:
+        bodies = [PushBody(b, memoryview(bytes(256)), b"", None, None, **more) for b in blocks]
+        self.driver.submit(BLOCKS, clock, bodies, 0)
+
+    async def say(self, kind: int, *sequences: int, **more: Any) -> None:
+        said = parameters_pb2.PushResponse()
+        for sequence in sequences:
+            said.replies.add(
+                kind=cast(Any, kind), table_id=1, range_id=0, sequence=sequence, **more
+            )
+        self.driver.replies(ONE, said)
+        await turn()
+
+    async def step(
+        self, clock: int = 1, terms: StepTerms | None = None, **more: Any
+    ) -> Future[StepResult]:
+        """A step of three blocks, with sequences from `first` on, all received; its seal is next.
+        All but the seal have taken effect.
+        """
+        first = 4 * (clock - 1) + 1
+        future = self.open(clock)
+        self.push(0, 1, 2, clock=clock, **more)
+        self.driver.seal(BLOCKS, clock, terms or StepTerms())
+        await turn()
+        await self.say(RECEIVED, *range(first, first + 3))
+        await self.say(COMMITTED, *range(first, first + 3), outcome=APPLIED)
+        assert not future.done()
+        return future
+
+
+def driven(scene: Callable[[Driven], Awaitable[None]]) -> None:
+    async def main() -> None:
+        on = Driven()
+        try:
+            await scene(on)
+        finally:
+            on.driver.fail(PushpullError("the end"))
+
+    asyncio.run(main())
+
+
+def error_of(code: int, words: str) -> types_pb2.Error:
+    return types_pb2.Error(code=cast(Any, code), message=words)
+
+
+def test_a_seal_carries_what_the_step_was_sealed_with_and_nothing_else() -> None:
+    async def scene(on: Driven) -> None:
+        await on.step()
+        plain = on.sent[-1]
+        assert isinstance(plain, parameters_pb2.Seal)
+        assert not plain.HasField("contribution_scale")
+        assert not plain.HasField("clip_scale")
+        assert (plain.skip, plain.last, plain.edit, plain.array) == (False, False, b"", "")
+        assert [(r.range_id, r.assignment_epoch, r.sequence) for r in plain.ranges] == [(0, 3, 4)]
+        await on.say(COMMITTED, 4, outcome=APPLIED)
+        await on.step(2, StepTerms((("lr", 0.5),), 0.25, True, True, 0.0))
+        full = on.sent[-1]
+        assert [(each.name, each.value) for each in full.hyperparameters] == [("lr", 0.5)]
+        assert (full.contribution_scale, full.clip_scale) == (0.25, 0.0)
+        assert full.HasField("clip_scale")
+        assert (full.skip, full.last) == (True, True)
+
+    driven(scene)
+
+
+def test_an_edit_assigns_in_the_tables_arithmetic_where_it_is_of_state() -> None:
+    async def scene(on: Driven) -> None:
+        on.open()
+        on.push(0)
+        on.push(1, is_assign=True)
+        on.push(2, is_assign=True, is_state=True)
+        on.driver.seal(BLOCKS, 1, StepTerms(edit=b"name", array="step"))
+        await turn()
+        kinds = [message.kind for message in on.sent[:3]]
+        assert kinds == [
+            parameters_pb2.PUSH_KIND_GRADIENT,
+            parameters_pb2.PUSH_KIND_ASSIGN,
+            parameters_pb2.PUSH_KIND_ASSIGN,
+        ]
+        await on.say(RECEIVED, 1, 2, 3)
+        assert (on.sent[-1].edit, on.sent[-1].array) == (b"name", "step")
+
+    driven(scene)
+
+
+def test_state_goes_in_the_arithmetic_and_values_in_the_tables_own_type() -> None:
+    half = table([64], dtype=DType.FLOAT16)
+
+    async def scene(on: Driven) -> None:
+        on.driver.open_step(half, 1, Future())
+        for is_state in (False, True):
+            body = PushBody(0, memoryview(bytes(128)), b"", None, None, True, is_state)
+            on.driver.submit(half, 1, [body], 0)
+            await turn()
+        assert [message.codec for message in on.sent] == [
+            types_pb2.CODEC_FP16,
+            types_pb2.CODEC_FP32,
+        ]
+        assert [message.replaces for message in on.sent] == [0, 1]
+
+    driven(scene)
+
+
+def test_a_step_ends_with_the_squares_of_each_block() -> None:
+    async def scene(on: Driven) -> None:
+        future = await on.step(terms=StepTerms(clip_scale=1.0))
+        steps = MEASURES.steps.count
+        await on.say(COMMITTED, 4, outcome=APPLIED, squares=[1.0, 2.0, 4.0])
+        result = future.result(timeout=0)
+        assert result.squares == {0: 1.0, 1: 2.0, 2: 4.0}
+        assert result.applied
+        scaled = on.open()
+        on.driver.seal(BLOCKS, 1, StepTerms(update_scale=0.5))
+        await turn()
+        assert isinstance(on.sent[-1], parameters_pb2.UpdateScale)
+        assert (on.sent[-1].scale, on.sent[-1].ranges[0].sequence) == (0.5, 5)
+        await on.say(COMMITTED, 5, outcome=APPLIED)
+        assert scaled.result(timeout=0).squares == {}
+        assert MEASURES.steps.count == steps, "a scale is no step"
+
+    driven(scene)
+
+
+@pytest.mark.parametrize(("outcome", "applied"), [(APPLIED, True), (WITHDRAWN, False)])
+def test_a_step_has_the_staleness_of_its_entries(outcome: int, applied: bool) -> None:
+    async def scene(on: Driven) -> None:
+        future = on.open()
+        on.push(0, 1)
+        on.driver.seal(BLOCKS, 1, StepTerms(skip=not applied))
+        await turn()
+        await on.say(RECEIVED, 1, 2)
+        await on.say(COMMITTED, 1, outcome=outcome, staleness=7)
+        await on.say(COMMITTED, 2, 3, outcome=outcome)
+        result = future.result(timeout=0)
+        assert (result.applied, result.staleness) == (applied, 7)
+        assert on.counters.staleness == 7
+
+    driven(scene)
+
+
+def test_finished_steps_count_up_and_a_final_seal_is_none() -> None:
+    async def scene(on: Driven) -> None:
+        for clock in (1, 2):
+            await on.step(clock)
+            await on.say(COMMITTED, 4 * clock, outcome=APPLIED)
+        assert on.counters.finished_step_count == 2
+        await on.step(3, StepTerms(skip=True, last=True))
+        await on.say(COMMITTED, 12, outcome=APPLIED)
+        assert on.counters.finished_step_count == 2
+
+    driven(scene)
+
+
+def test_a_step_that_another_tables_has_passed_does_not_put_the_count_back() -> None:
+    async def scene(on: Driven) -> None:
+        on.counters.finished_step_count = 9
+        await on.step()
+        await on.say(COMMITTED, 4, outcome=APPLIED)
+        assert on.counters.finished_step_count == 9
+
+    driven(scene)
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "ends_session"),
+    [
+        (types_pb2.ERROR_CODE_INVALID_TENSOR, InvalidTensor, False),
+        (types_pb2.ERROR_CODE_FENCED, Fenced, True),
+        (types_pb2.ERROR_CODE_UNAUTHENTICATED, Unauthenticated, True),
+        (types_pb2.ERROR_CODE_NOT_PERMITTED, NotPermitted, True),
+    ],
+)
+def test_a_step_fails_with_its_first_problem_and_names_the_others(
+    code: int, kind: type[PushpullError], ends_session: bool
+) -> None:
+    async def scene(on: Driven) -> None:
+        future = on.open()
+        on.push(0, 1, 2)
+        on.driver.seal(BLOCKS, 1, StepTerms())
+        await turn()
+        await on.say(RECEIVED, 1, 2, 3)
+        for sequence in (1, 2, 3):
+            error = error_of(code, f"bad {sequence}")
+            await on.say(COMMITTED, sequence, outcome=parameters_pb2.OUTCOME_INVALID, error=error)
+        await on.say(COMMITTED, 4, outcome=APPLIED)
+        failure = future.exception(timeout=0)
+        assert isinstance(failure, kind)
+        assert failure.message == "bad 1"
+        assert failure.__notes__ == ["also: bad 2", "also: bad 3"]
+        assert [type(each) for each in on.ended] == [kind] * 3 * ends_session
+
+    driven(scene)
+
+
+def test_a_driver_that_has_failed_fails_all_steps_with_that() -> None:
+    async def scene(on: Driven) -> None:
+        open_step, done = on.open(1), on.open(2)
+        done.set_result(StepResult(2, True, 0))
+        error = PushpullError("fenced")
+        on.driver.fail(error)
+        assert open_step.exception(timeout=0) is error
+        assert on.open(3).exception(timeout=0) is error
+        on.push(0)
+        on.driver.seal(BLOCKS, 1, StepTerms())
+        await turn()
+        assert on.sent == []
+
+    driven(scene)
