@@ -138,6 +138,7 @@ class TestWishes:
             (0, (1,), errors.InvalidConfig, "node 1 is wanted as a backup by itself"),
             (0, (0,), errors.InvalidConfig, "no such node was ever registered"),
             (0, (99,), errors.InvalidConfig, "no such node was ever registered"),
+            (0, (5,), errors.InvalidConfig, "no such node was ever registered"),
             (0, (4,), errors.InvalidConfig, "it is a worker, expected a server"),
         ],
     )

@@ -1,4 +1,4 @@
-"""One table in training, whose hooks run on several of autograd's threads."""
+"""One table in training: its edits, what it writes, and hooks on several of autograd's threads."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ import contextlib
 import threading
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import nn
 
+from ps_core.errors import GradientChangedAfterPush
 from ps_core.keys import TableId
-from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables import (
+    VALUES_ARRAY,
+    OptimizerKind,
+    OptimizerSpec,
+    Table,
+    TableSpec,
+    pack_presence,
+)
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import dtype_of, layout_of
-from ps_worker.spec.optimizers import SGD
+from ps_worker.spec.optimizers import SGD, Aggregate
 from ps_worker.spec.settings import ASP, tensors_of
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
-from ps_worker.steps.steps import TableHandle
+from ps_worker.steps.steps import Pulled, TableHandle
 from ps_worker.training.tables.trained_table import TrainedTable
+from ps_worker.window.push_window import StepTerms
+from tests.unit.table_client import TableClient, parameter, trained_tables
 
 NUMBERS = (("lr", 1.0),)
 
@@ -66,13 +77,9 @@ def test_two_threads_of_autograd_have_one_staging() -> None:
     client = Pushed(Table(TableId(1), 0, spec))
     options = TrainingOptions.of({"mode": "eager"}, ASP())
     table = TrainedTable(cast(Client, client), layout, 0, SGD(lr=1.0), options)
-    for index, parameter in enumerate(parameters):
-        parameter.register_post_accumulate_grad_hook(
-            lambda _, index=index: table.hooked(index, NUMBERS)
-        )
-    threads = [
-        threading.Thread(target=(parameter * 2.0).sum().backward) for parameter in parameters
-    ]
+    for index, each in enumerate(parameters):
+        each.register_post_accumulate_grad_hook(lambda _, index=index: table.hooked(index, NUMBERS))
+    threads = [threading.Thread(target=(each * 2.0).sum().backward) for each in parameters]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -80,3 +87,136 @@ def test_two_threads_of_autograd_have_one_staging() -> None:
     table.push_rest(NUMBERS)
     assert client.made_count == 1
     assert sorted(client.blocks) == [0, 1]
+
+
+# --- edits
+
+
+def frozen_table() -> TrainedTable:
+    """It sleeps, and was written."""
+    frozen = [parameter(0.0, 0.0), parameter(0.0)]
+    for each in frozen:
+        each.requires_grad_(False)
+    (table,) = trained_tables(SGD(lr=1.0), frozen)
+    assert table.is_asleep
+    assert table.edited() == [], "what was not written cannot have been changed"
+    table.write_parameters()
+    return table
+
+
+def test_a_table_that_sleeps_is_compared_bit_by_bit_once_in_sixteen_steps() -> None:
+    table = frozen_table()
+    table.layout.placed[1].tensor.data.fill_(2.0)  # autograd does not hear of it
+    assert [table.edited() for _ in range(17)] == [[]] * 15 + [[1], []]
+
+
+def test_a_change_that_autograd_knows_is_found_at_once() -> None:
+    table = frozen_table()
+    with torch.no_grad():
+        table.layout.placed[0].tensor.add_(0.0)
+    assert table.edited() == []
+    with torch.no_grad():
+        table.layout.placed[0].tensor.add_(1.0)
+    assert table.edited() == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_parameters_beside_loaded_state_travel_in_the_tables_arithmetic(dtype: torch.dtype) -> None:
+    client = TableClient()
+    (table,) = trained_tables(SGD(lr=1.0), [parameter(1.5, 2.5, dtype=dtype)], client=client)
+    table.edit([0], b"name", VALUES_ARRAY)
+    table.begin_pull()
+    (body,) = client.submitted
+    expected = torch.float64 if dtype is torch.float64 else torch.float32
+    assert torch.frombuffer(bytearray(body.payload), dtype=expected).tolist() == [1.5, 2.5]
+    assert (body.is_assign, body.is_state) == (True, True)
+    assert client.terms == [StepTerms(edit=b"name", array=VALUES_ARRAY)]
+
+
+def test_an_edit_sends_the_blocks_of_its_parameters_alone() -> None:
+    client = TableClient()
+    model = [nn.Parameter(torch.full((64,), float(i))) for i in range(3)]
+    (table,) = trained_tables(SGD(lr=1.0), model, client=client)
+    table.edit([1], b"name")
+    (body,) = client.submitted
+    assert (body.block, body.is_state) == (1, False)
+    assert torch.frombuffer(bytearray(body.payload), dtype=torch.float32).eq(1.0).all()
+
+
+# --- what is written
+
+
+def test_pulled_values_are_written_except_into_what_the_script_has_changed() -> None:
+    (table,) = trained_tables(SGD(lr=1.0), [parameter(float(i)) for i in (1, 2, 3, 4)])
+    tensors = [entry.tensor for entry in table.layout.placed]
+    table.write_parameters(but=[0])
+    assert [each.item() for each in tensors] == [1.0, 0.0, 0.0, 0.0]
+    table.left()
+    tensors[2].data.fill_(7.0)
+    table.write_parameters(but=[1])
+    assert [each.item() for each in tensors] == [0.0, 0.0, 7.0, 0.0]
+    assert table.edited() == [2]
+    table.write_parameters()
+    assert [each.item() for each in tensors] == [0.0] * 4
+
+
+def test_a_reduced_gradient_is_none_where_no_worker_had_one() -> None:
+    """And lies in memory as its parameter does, at all workers."""
+    square = nn.Parameter(torch.ones(2, 3).t().contiguous().t())
+    (table,) = trained_tables(Aggregate(), [parameter(1.0, 2.0), square, parameter(3.0)])
+    assert square.stride() == (1, 2)
+    square.grad = torch.ones(2, 3)
+    absent = table.layout.placed[0].tensor
+    absent.grad = torch.ones(2)
+    table.write_gradients(Pulled(1, {}, {0: pack_presence((False, True, True))}))
+    assert absent.grad is None
+    assert square.grad.stride() == (1, 2)
+    assert square.grad.eq(0.0).all()
+    kept = square.grad
+    table.write_gradients(Pulled(2, {}, {}))
+    assert square.grad is kept
+    assert all(entry.tensor.grad is not None for entry in table.layout.placed)
+
+
+# --- which blocks, and when
+
+
+def test_a_table_takes_part_in_a_step_of_some_blocks_if_it_has_one_of_them() -> None:
+    model = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(40))]
+    (table,) = trained_tables(SGD(lr=1.0), model)
+    assert (table.takes_part, table.is_restricted) == (True, False)
+    assert table.restricted_to() == set(model)
+    table.restrict([])
+    assert (table.takes_part, table.is_restricted) == (False, True)
+    assert table.restricted_to() == set()
+    table.restrict([1])
+    assert table.takes_part
+    assert table.restricted_to() == {model[1]}
+    table.restrict(None)
+    assert (table.takes_part, table.is_restricted) == (True, False)
+
+
+def test_eager_blocks_have_the_hyperparameters_of_the_first_which_may_not_change() -> None:
+    client = TableClient()
+    model = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    (table,) = trained_tables(SGD(lr=1.0), model, client=client, mode="eager", consistency=ASP())
+    for index, (each, lr) in enumerate(zip(model, (1.0, 2.0), strict=True)):
+        each.grad = torch.ones(64)
+        table.hooked(index, (("lr", lr),))
+    assert [body.eager for body in client.submitted] == [NUMBERS, NUMBERS]
+    table.check_final(NUMBERS)
+    with pytest.raises(GradientChangedAfterPush, match=r"'lr' of table .* is 2\.0 and was 1\.0"):
+        table.check_final((("lr", 2.0),))
+    assert model[0].grad is not None
+    model[0].grad.mul_(2.0)
+    with pytest.raises(GradientChangedAfterPush, match=r"gradient of 'parameter\.0' changed"):
+        table.check_final(NUMBERS)
+
+
+def test_a_sealed_step_sends_no_hyperparameters_with_its_blocks() -> None:
+    client = TableClient()
+    (table,) = trained_tables(SGD(lr=1.0), [nn.Parameter(torch.ones(64))], client=client)
+    table.layout.placed[0].tensor.grad = torch.ones(64)
+    table.hooked(0, NUMBERS)
+    assert [body.eager for body in client.submitted] == [None]
+    table.check_final((("lr", 2.0),))
