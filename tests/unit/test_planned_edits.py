@@ -19,7 +19,7 @@ from ps_worker.training.planned_edits import (
     names_of,
     problem_of,
 )
-from ps_worker.training.served_state import LoadedState
+from ps_worker.training.served_state import LoadedState, digest_of_arrays
 from ps_worker.training.tables.trained_table import TrainedTable
 from tests.unit.table_client import parameter, trained_tables
 
@@ -121,6 +121,8 @@ def test_names_and_values_cannot_be_taken_for_each_other() -> None:
     assert LoadedState({table: {"ab": values}}).digest != LoadedState({table: {"a": values}}).digest
     one, other = (LoadedState({table: {name: values}}).digest for name in ("a", "b"))
     assert one != other
+    arrays = [[("a", "bc", values)], [("ab", "c", values)], [("abc", "", values)]]
+    assert len({digest_of_arrays(each) for each in arrays}) == 3
 
 
 def test_a_few_names_are_listed_and_the_others_counted() -> None:
