@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from ps_core.change import Checkpoint, TableCut
-from ps_core.cluster_view import ClusterView, Run
+from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Consistency, Mode
 from ps_core.keys import NodeId, TableId
+from ps_core.runs import Run
 from ps_core.tables import Table
 from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy, CheckpointSchedule
 from scheduler.machine.state import Restored, RestoredTable

@@ -10,7 +10,14 @@ from typing import Any, cast
 import pytest
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
-from ps_core.errors import Fenced, InvalidTensor, NotPermitted, PushpullError, Unauthenticated
+from ps_core.errors import (
+    Fenced,
+    InvalidConfig,
+    InvalidTensor,
+    NotPermitted,
+    PushpullError,
+    Unauthenticated,
+)
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
 from ps_core.tables import DType
 from ps_worker.steps.counters import Counters
@@ -103,6 +110,7 @@ class Driven:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.has_sent = asyncio.Event()
         self.ended: list[PushpullError] = []
         self.counters = Counters()
         (slots,) = key_ranges(1)
@@ -120,6 +128,14 @@ class Driven:
     def send(self, message: Any, payload: memoryview | None = None) -> None:
         del payload
         self.sent.append(message)
+        self.has_sent.set()
+
+    async def sent_count(self, count: int) -> None:
+        """Wait until so many messages were sent."""
+        async with asyncio.timeout(10):
+            while len(self.sent) < count:
+                self.has_sent.clear()
+                await self.has_sent.wait()
 
     def open(self, clock: int = 1) -> Future[StepResult]:
         future: Future[StepResult] = Future()
@@ -316,6 +332,36 @@ def test_a_step_fails_with_its_first_problem_and_names_the_others(
         assert failure.message == "bad 1"
         assert failure.__notes__ == ["also: bad 2", "also: bad 3"]
         assert [type(each) for each in on.ended] == [kind] * 3 * ends_session
+
+    driven(scene)
+
+
+def test_a_seal_that_is_refused_for_good_stops_the_table_with_the_first_reason() -> None:
+    async def scene(on: Driven) -> None:
+        for clock, words in ((1, "the first"), (2, "another")):
+            future = await on.step(clock)
+            code = types_pb2.ERROR_CODE_INVALID_CONFIG
+            error = error_of(code, words)
+            await on.say(parameters_pb2.REPLY_KIND_ERROR, 4 * clock, error=error)
+            failure = future.exception(timeout=0)
+            assert isinstance(failure, InvalidConfig)
+            assert failure.message == words
+            assert {t: each.message for t, each in on.driver.refused.items()} == {1: "the first"}
+
+    driven(scene)
+
+
+def test_what_was_refused_for_a_while_is_sent_again_when_that_is_over() -> None:
+    async def scene(on: Driven) -> None:
+        on.open()
+        on.push(0)
+        await turn()
+        error = types_pb2.Error(
+            code=types_pb2.ERROR_CODE_OVERLOADED, message="over quota", retry_after_ms=1
+        )
+        await on.say(parameters_pb2.REPLY_KIND_REFUSED, 1, error=error)
+        await on.sent_count(2)
+        assert [message.sequence for message in on.sent] == [1, 1]
 
     driven(scene)
 
