@@ -28,3 +28,12 @@ def test_what_is_wanted_whole_is_never_named_and_little_always() -> None:
     assert RangeId(0) not in named
     assert {RangeId(1), RangeId(2)} <= named
     assert sum(counts[range_id] for range_id in named) <= limits.MAX_NAMED_BLOCK_COUNT
+
+
+def test_ranges_are_named_the_fewest_blocks_first_up_to_the_last_that_a_request_may_name() -> None:
+    most = limits.MAX_NAMED_BLOCK_COUNT
+    whole = dict.fromkeys(map(RangeId, range(4)), 2 * most)
+    counts = {RangeId(0): most - 7, RangeId(1): 6, RangeId(2): 1, RangeId(3): most}
+    assert named_by_block(counts, whole) == {RangeId(0), RangeId(1), RangeId(2)}
+    counts[RangeId(2)] = 2
+    assert named_by_block(counts, whole) == {RangeId(1), RangeId(2)}
