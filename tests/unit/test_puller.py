@@ -286,6 +286,15 @@ def test_a_wait_that_is_too_long_names_the_server() -> None:
         pulled(links, order_of(lasts_s=0.05))
 
 
+def test_a_server_that_ends_its_answers_early_is_not_asked_in_a_loop() -> None:
+    def answers(_: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        return [InvalidConfig("it is asked at once")] if len(one.requests) > 20 else []
+
+    one = Link(answers)
+    with pytest.raises(WaitExpired, match="took too long: a server ended its answer early"):
+        pulled(Links(one, Link(whole)), order_of(lasts_s=0.05))
+
+
 def test_a_request_waits_no_longer_than_its_caller() -> None:
     one = Link(whole)
     pulled(Links(one, Link(whole)), order_of(lasts_s=2.0))
