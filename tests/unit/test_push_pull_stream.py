@@ -298,6 +298,27 @@ def test_payloads_in_a_shared_array_need_no_ring_and_share_larger_messages() -> 
     on_a_lane(scene)
 
 
+def test_no_more_arrays_are_shared_than_a_server_maps() -> None:
+    """It would close the connection over one more; the ring counts."""
+
+    async def scene(lane: SharedLane) -> None:
+        most = limits.MAX_LANE_SEGMENT_COUNT - 1
+        arrays = [empty_shared(LARGE, np.uint8) for _ in range(most + 2)]
+        shared_count = 0
+        while shared_count < most:
+            shared_count = sum(lane.where(each.data) is not None for each in arrays)
+            await turn()
+            lane._receive_all()
+        for _ in range(20):
+            shared_count = sum(lane.where(each.data) is not None for each in arrays)
+            await turn()
+            lane._receive_all()
+        assert shared_count == most
+        assert lane.is_open
+
+    on_a_lane(scene)
+
+
 # --- pulls
 
 
