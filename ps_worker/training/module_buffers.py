@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -168,15 +168,15 @@ class BufferTable:
             self._arrivals = from_host([(far, self._received.values)])
             here = self._layout.views(far)
         for (name, target, _), values in zip(self._current(self._received), here, strict=True):
-            _check_shape(name, target, values)
+            check_shape(name, target, values)
             if name not in before or torch.equal(before[name], target):
                 write_values(target, values)
 
     def _push(self, step: TableStep) -> TableStep:
         current = list(self._current(self._sent))
         for name, source, staged in current:
-            _check_shape(name, source, staged)
-        self._check_exact()
+            check_shape(name, source, staged)
+        check_exact((name, source) for name, source, _ in current)
         sources = [source.detach() for _, source, _ in current]
         if len({source.device for source in sources}) == 1 and sources[0].is_cuda:
             flat = torch.cat([source.reshape(-1).to(self._sent.values.dtype) for source in sources])
@@ -194,26 +194,24 @@ class BufferTable:
         for entry, view in zip(self._layout.placed, flat.views, strict=True):
             yield entry.name, self._module.get_buffer(entry.name), view
 
-    def _check_exact(self) -> None:
-        """Refuse integers that float64 does not hold; looks at all of them in one transfer."""
-        wide = [
-            (name, buffer)
-            for name, buffer, _ in self._current(self._sent)
-            if buffer.dtype in (torch.int64, torch.uint64) and buffer.numel()
-        ]
-        flags = [
-            (index, buffer.abs().max() > _MAX_EXACT_INTEGER)
-            for index, (_, buffer) in enumerate(wide)
-        ]
-        for index in flagged(flags):
-            name, buffer = wide[index]
-            raise InvalidTensor(
-                f"buffer '{name}' has {int(buffer.abs().max())}; expected integers up to 2**53 in "
-                "magnitude (choose buffers=None, or persistent=False)"
-            )
+
+def check_exact(buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse integers that float64 does not hold; looks at all of them in one transfer."""
+    wide = [each for each in buffers if each[1].dtype in (torch.int64, torch.uint64)]
+    most = [
+        (i, each.abs().max() > _MAX_EXACT_INTEGER)
+        for i, (_, each) in enumerate(wide)
+        if each.numel()
+    ]
+    for index in flagged(most):
+        name, buffer = wide[index]
+        raise InvalidTensor(
+            f"buffer '{name}' has {int(buffer.abs().max())}; expected integers up to 2**53 in "
+            "magnitude (choose buffers=None, or persistent=False)"
+        )
 
 
-def _check_shape(name: str, buffer: torch.Tensor, view: torch.Tensor) -> None:
+def check_shape(name: str, buffer: torch.Tensor, view: torch.Tensor) -> None:
     if buffer.shape != view.shape:
         raise InvalidTensor(
             f"buffer '{name}' has shape {tuple(buffer.shape)}; expected {tuple(view.shape)}, as "

@@ -10,8 +10,9 @@ from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables import DType
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import (
-    BufferTable,
     buffer_layouts,
+    check_exact,
+    check_shape,
     persistent_buffers,
     write_values,
 )
@@ -84,19 +85,23 @@ def test_integers_are_rounded_to_the_nearest_and_floats_are_not() -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_integers_up_to_the_largest_exact_one_are_taken(dtype: torch.dtype) -> None:
     most = min(2**53, torch.iinfo(dtype).max)
-    view = torch.zeros(2, dtype=torch.float64)
-    BufferTable._check("n", torch.tensor([-most, 1], dtype=dtype), view)
-    BufferTable._check("n", torch.tensor([most, 1], dtype=dtype), view)
-    BufferTable._check("n", torch.zeros(0, dtype=dtype), view[:0])
+    check_exact(
+        [
+            ("least", torch.tensor([-most, 1], dtype=dtype)),
+            ("empty", torch.zeros(0, dtype=dtype)),
+            ("most", torch.tensor([most, 1], dtype=dtype)),
+        ]
+    )
     if dtype is torch.int64:
         for beyond in (most + 1, -most - 1):
-            with pytest.raises(InvalidTensor, match=r"integers up to 2\*\*53"):
-                BufferTable._check("n", torch.tensor([beyond, 1]), view)
+            good = ("good", torch.tensor([1]))
+            with pytest.raises(InvalidTensor, match=r"buffer 'n' has \d+; .* up to 2\*\*53"):
+                check_exact([good, ("n", torch.tensor([beyond, 1]))])
 
 
 def test_a_buffer_of_another_shape_is_refused_by_name() -> None:
     with pytest.raises(InvalidTensor, match=r"'n' has shape \(3,\); expected \(2,\)"):
-        BufferTable._check("n", torch.zeros(3), torch.zeros(2))
+        check_shape("n", torch.zeros(3), torch.zeros(2))
 
 
 # --- names of tables

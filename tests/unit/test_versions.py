@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_server.replay.versions import (
     INITIAL,
-    Decision,
     History,
     Origin,
     Participant,
     Reached,
     ReplayedChange,
     ShardKey,
+    UpdateDecision,
     Version,
     arranged_by_clock,
     history_of,
@@ -37,27 +37,27 @@ def incarnation(rank: int) -> Incarnation:
 
 def bsp(
     clock: int, *ranks: int, skipped: Sequence[int] = (), gone: int = 0, staleness: int = 0
-) -> Decision:
+) -> UpdateDecision:
     """The update of a clock."""
     parts = [Participant(rank, incarnation(rank), False) for rank in ranks]
     parts += [Participant(rank, incarnation(rank), True) for rank in skipped]
-    return Decision(clock, True, tuple(parts), gone, staleness)
+    return UpdateDecision(clock, True, tuple(parts), gone, staleness)
 
 
-def asp(clock: int, rank: int, *, skip: bool = False, staleness: int = 0) -> Decision:
+def asp(clock: int, rank: int, *, skip: bool = False, staleness: int = 0) -> UpdateDecision:
     """A step of one worker."""
-    return Decision(clock, False, (Participant(rank, incarnation(rank), skip),), 0, staleness)
+    return UpdateDecision(clock, False, (Participant(rank, incarnation(rank), skip),), 0, staleness)
 
 
-def initial() -> Decision:
+def initial() -> UpdateDecision:
     """The values of rank 0."""
-    return Decision(0, False, (Participant(0, incarnation(0), False),))
+    return UpdateDecision(0, False, (Participant(0, incarnation(0), False),))
 
 
 def change(
     place: ShardKey,
     clock: int,
-    *decisions: Decision,
+    *decisions: UpdateDecision,
     time_s: float = 0.0,
     origin: Origin = Origin.RECORD,
     where: str = "",
@@ -102,7 +102,7 @@ def test_a_step_is_a_clock_under_bsp_and_a_workers_else() -> None:
     assert bsp(3, 0, 1).step == (3, None)
     assert asp(3, 1).step == (3, incarnation(1))
     assert initial().step == INITIAL
-    assert Decision(3, False, ()).step == (3, None)
+    assert UpdateDecision(3, False, ()).step == (3, None)
 
 
 # --- a version is a clock
