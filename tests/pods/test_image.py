@@ -111,6 +111,6 @@ def test_a_comment_is_a_push_of_its_package_and_of_the_list_of_files(
     for layer in (small, large):
         pushed = layer.pushed + files.pushed
         (figure,) = re.findall(
-            rf"in\s+`{SMALL if layer is small else LARGE}`.*? (\d+) kB", PAGE, re.DOTALL
+            rf"in\s+`{SMALL if layer is small else LARGE}`.*? (\d+)\s+kB", PAGE, re.DOTALL
         )
         assert pushed == pytest.approx(int(figure) * 1000, rel=NEAR)
