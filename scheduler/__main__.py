@@ -17,7 +17,6 @@ from ps_core.errors import (
     Recovering,
     WaitExpired,
 )
-from ps_runtime.checkpoint.roots import CheckpointRoots
 from ps_runtime.cluster import join_secret
 from ps_runtime.grpc import channels
 from ps_runtime.grpc.node_server import NodeServer
@@ -53,12 +52,10 @@ async def serve(settings: SchedulerConfig, start: SchedulerStart, secret: bytes)
         CheckpointPolicy(
             settings.checkpoint_every_s, settings.checkpoint_every_clocks, settings.checkpoint_keep
         ),
-        CheckpointRoots(
-            (
-                cluster.checkpoint_url,
-                "" if settings.resume == AUTO else settings.resume,
-                *settings.checkpoint_roots,
-            )
+        (
+            cluster.checkpoint_url,
+            "" if settings.resume == AUTO else settings.resume,
+            *settings.checkpoint_roots,
         ),
         start.journal,
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ps_core.errors import NotPermitted
 from ps_runtime.checkpoint.directory import locate
@@ -20,22 +19,16 @@ _LOCAL = ("file://", "local://")
 _PLAIN = re.compile(r"(?:/(?!\.{1,2}(?:/|$))[\w.@=+-]+)*/?", re.ASCII)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointRoots:
-    """The roots, as URLs or paths; empty ones do not count."""
-
-    urls: Sequence[str] = ()
-
-    def check(self, url: str) -> None:
-        """Raise NotPermitted for a URL outside all roots, InvalidConfig for one that is empty or
-        not printable. Blocking: resolves links.
-        """
-        if not any(_is_within(url, root) for root in self.urls if root):
-            there = ", ".join(filter(None, self.urls)) or "nowhere"
-            raise NotPermitted(
-                f"a restore from {url[:200]!r}, which is in none of the places that the scheduler "
-                f"was started with ({there}); start it with --checkpoint-roots"
-            )
+def check_root(url: str, roots: Sequence[str]) -> None:
+    """Raise NotPermitted for a URL outside all roots (URLs or paths; empty ones do not count),
+    InvalidConfig for one that is empty or not printable. Blocking: resolves links.
+    """
+    if not any(_is_within(url, root) for root in roots if root):
+        there = ", ".join(filter(None, roots)) or "nowhere"
+        raise NotPermitted(
+            f"a restore from {url[:200]!r}, which is in none of the places that the scheduler was "
+            f"started with ({there}); start it with --checkpoint-roots"
+        )
 
 
 def _is_within(url: str, root: str) -> bool:

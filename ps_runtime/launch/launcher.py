@@ -69,20 +69,6 @@ ExitSink = Callable[["RoleExit"], None]
 """Gets each role that ends, once, from a thread of the launcher's."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoleStart:
-    """The start of `python -m module arguments`, with no input and just this environment.
-
-    `module` is our own, never one of the working directory; `output` is the descriptor for stdout
-    and stderr, of which the caller closes its own.
-    """
-
-    module: str
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-    output: int
-
-
 class RoleChild(Protocol):
     """A child process: its number is also that of its process group."""
 
@@ -94,22 +80,23 @@ class RoleChild(Protocol):
         ...
 
 
-def new_interpreter(start: RoleStart) -> RoleChild:
+def new_interpreter(command: RoleCommand, output: int) -> RoleChild:
     """Start a process that imports all its modules."""
     return subprocess.Popen(
-        role_entry.command_of(start.module, start.arguments),
+        role_entry.command_of(command.module, command.arguments),
         stdin=subprocess.DEVNULL,
-        stdout=start.output,
+        stdout=output,
         stderr=subprocess.STDOUT,
-        env=start.environment,
+        env=command.environment,
         process_group=0,
     )
 
 
-start_role: Callable[[RoleStart], RoleChild] = new_interpreter
-"""Starts a process in this process's way: a new interpreter imports torch, a second or two of CPU
-for each server, so this project's tests fork a process that has imported it already. Either way,
-it is a child of this process and the leader of its own process group."""
+start_role: Callable[[RoleCommand, int], RoleChild] = new_interpreter
+"""Starts a role, with no input and just this environment, its output to a descriptor of which the
+caller closes its own. A new interpreter imports torch, a second or two of CPU for each server, so
+this project's tests fork a process that has imported it already. Either way, it is a child of this
+process and the leader of its own process group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,9 +344,7 @@ class Launcher:
             output = os.fdopen(read_end, "rb")
             try:
                 environment = role_environment(os.environ, command.environment)
-                child = start_role(
-                    RoleStart(command.module, command.arguments, environment, write_end)
-                )
+                child = start_role(replace(command, environment=environment), write_end)
             finally:
                 os.close(write_end)
             process = RoleProcess(command, child, output, ready_file)
@@ -437,8 +422,7 @@ def _stop_all(processes: Sequence[RoleProcess], grace_s: float) -> None:
 
 
 def _read_ready(path: Path) -> ReadyRole:
-    written = json.loads(path.read_text())
-    return ReadyRole(address=written["address"], http_address=written["http_address"])
+    return ReadyRole(**json.loads(path.read_text()))
 
 
 def reason_of(lines: Sequence[str]) -> str:

@@ -50,7 +50,6 @@ class CollectiveCalls:
         with self._calling("all_reduce"):
             given = reducible(value, op)
             words = words_of(f"all_reduce({op})", name, shape_words(given))
-            self._check_has_stepped(words)
             ended, first = self._enter(words, (given, value), timeout_s)
             all_given = [unpacked(share.payload) for share in ended.shares]
             return as_given(reduced(all_given, op), first)
@@ -60,7 +59,6 @@ class CollectiveCalls:
 
         with self._calling("gather"):
             words = words_of("gather", name)
-            self._check_has_stepped(words)
             ended, _ = self._enter(words, (value, value), timeout_s)
             return [unpacked(share.payload) for share in ended.shares]
 
@@ -69,7 +67,6 @@ class CollectiveCalls:
 
         with self._calling("broadcast"):
             words = words_of(f"broadcast from rank {src}", name)
-            self._check_has_stepped(words)
             given = (value, value) if self._engine.session.rank == src else None
             ended, _ = self._enter(words, given, timeout_s)
             for share in ended.shares:
@@ -90,15 +87,6 @@ class CollectiveCalls:
         finally:
             self._in_call.release()
 
-    def _check_has_stepped(self, words: str) -> None:
-        if self._open_call is None and self._engine.is_before_first_step:
-            rank = self._engine.session.rank
-            raise InvalidConfig(
-                f"{words}: worker {rank} joins others that train, and takes part in their "
-                "calls from its first step on. Leave out what is called before: "
-                "if not client.is_late_joiner"
-            )
-
     def _enter(
         self, words: str, given: tuple[Any, Any] | None, timeout_s: float | None
     ) -> tuple[Round, Any]:
@@ -107,11 +95,17 @@ class CollectiveCalls:
         """
         from ps_worker.collectives.encoding import check_agreement, packed
 
+        call, me = self._open_call, self._engine.session
+        if call is None and self._engine.is_before_first_step:
+            raise InvalidConfig(
+                f"{words}: worker {me.rank} joins others that train, and takes part in their "
+                "calls from its first step on. Leave out what is called before: "
+                "if not client.is_late_joiner"
+            )
         deadline_s = self._connection.deadline_s(timeout_s)
-        call = self._open_call
         if call is None:
             payload = b"" if given is None else packed(given[0], words)
-            me, clock = self._engine.session, self._engine.steps.newest_clock
+            clock = self._engine.steps.newest_clock
             share = Share(me.rank, me.incarnation, words, clock, payload)
             call = self._open_call = _OpenCall(share, None if given is None else given[1])
         elif call.share.call != words:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -30,7 +30,7 @@ from ps_core.errors import (
 )
 from ps_core.keys import NodeId, TableId
 from ps_core.rights import CHALLENGE_BYTES
-from ps_runtime.checkpoint.roots import CheckpointRoots
+from ps_runtime.checkpoint.roots import check_root
 from ps_runtime.cluster import wire
 from ps_runtime.cluster.join_secret import joiner
 from ps_runtime.grpc.errors import translated
@@ -68,7 +68,6 @@ DEFAULT_CREATE_DEADLINE_S = limits.DEFAULT_PULL_DEADLINE_S
 
 _MAX_ANSWER_MARGIN_S = 0.2
 _NO_CHECKPOINTS = CheckpointPolicy()
-_NO_ROOTS = CheckpointRoots()
 _STOPPING = "the scheduler is stopping"
 
 ReplyT = TypeVar("ReplyT")
@@ -94,7 +93,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         metrics: SchedulerMetrics,
         secret: bytes,
         policy: CheckpointPolicy = _NO_CHECKPOINTS,
-        roots: CheckpointRoots = _NO_ROOTS,
+        roots: Sequence[str] = (),
         journal: JournalWriter | None = None,
     ) -> None:
         self._metrics = metrics
@@ -385,7 +384,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _restored_from(self, url: str) -> Restored:
         if url:
-            self._roots.check(url)
+            check_root(url, self._roots)
         return restored_from(url)
 
     @translated

@@ -22,7 +22,6 @@ from ps_core.tables import (
     OptimizerSpec,
     TableSpec,
 )
-from ps_runtime.checkpoint.roots import CheckpointRoots
 from ps_runtime.cluster import join_secret, registration, wire
 from ps_runtime.grpc import channels
 from ps_runtime.grpc.errors import from_rpc_error
@@ -166,7 +165,7 @@ async def serving(
 ) -> AsyncIterator[Running]:
     """One of a cluster that was begun, or is gone on with."""
     registry = new_registry()
-    roots = CheckpointRoots((begun.reply.settings.checkpoint_url,))
+    roots = (begun.reply.settings.checkpoint_url,)
     servicer = SchedulerServicer(
         begun, SchedulerMetrics(registry), SECRET.encode(), roots=roots, journal=journal
     )

@@ -27,7 +27,7 @@ from pathlib import Path
 from threading import Lock
 
 from ps_runtime.launch import launcher as launching
-from ps_runtime.launch.launcher import RoleChild, RoleStart, new_interpreter
+from ps_runtime.launch.launcher import RoleChild, RoleCommand, new_interpreter
 from ps_runtime.launch.role_environment import role_environment
 from ps_runtime.system.collector import spared
 from tests import loop_files
@@ -134,15 +134,15 @@ FORKER = Forker()
 _environment = role_environment(os.environ, {})
 
 
-def begin_warm(start: RoleStart) -> RoleChild:
+def begin_warm(command: RoleCommand, output: int) -> RoleChild:
     """A way of `ps_runtime.launch.launcher.start_role`: a fork that has imported all, or a new
     interpreter.
     """
-    added = _added_paths(start.environment)
-    if start.module not in ROLES or added is None or not _is_alike(start.environment):
-        return new_interpreter(start)
-    order = Order(start.module, start.arguments, {**start.environment}, Path.cwd(), added)
-    return FORKER.start(order, start.output, start.output)
+    added = _added_paths(command.environment)
+    if command.module not in ROLES or added is None or not _is_alike(command.environment):
+        return new_interpreter(command, output)
+    order = Order(command.module, command.arguments, {**command.environment}, Path.cwd(), added)
+    return FORKER.start(order, output, output)
 
 
 def _is_alike(environment: Mapping[str, str]) -> bool:

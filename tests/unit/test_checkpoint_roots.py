@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ps_core.errors import InvalidConfig, NotPermitted
-from ps_runtime.checkpoint.roots import CheckpointRoots
+from ps_runtime.checkpoint.roots import check_root
 
 BUCKET = "s3://bucket/runs"
 
@@ -26,11 +26,11 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["", "7", "7/", "newest", "7/../7", "not yet there"])
 def test_what_lies_in_a_root_may_be_named(root: Path, name: str) -> None:
-    roots = CheckpointRoots(("", str(root)))
+    roots = ("", str(root))
     for prefix in ("", "file://"):
-        roots.check(f"{prefix}{root}/{name}")
-        roots.check(f"{prefix}{root.parent}/same/{name}")
-    CheckpointRoots((f"file://{root}/",)).check(str(root / "7"))
+        check_root(f"{prefix}{root}/{name}", roots)
+        check_root(f"{prefix}{root.parent}/same/{name}", roots)
+    check_root(str(root / "7"), (f"file://{root}/",))
 
 
 @pytest.mark.parametrize(
@@ -44,24 +44,24 @@ def test_what_lies_in_a_root_may_be_named(root: Path, name: str) -> None:
 )  # fmt: skip
 def test_what_leads_out_of_a_local_root_is_refused(root: Path, url: str) -> None:
     with pytest.raises(NotPermitted, match="--checkpoint-roots"):
-        CheckpointRoots((str(root),)).check(url.format(root=root))
+        check_root(url.format(root=root), (str(root),))
 
 
 def test_a_relative_root_is_that_of_the_working_directory(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(root)
-    roots = CheckpointRoots((".",))
-    roots.check("7")
-    roots.check(str(root / "7"))
+    roots = (".",)
+    check_root("7", roots)
+    check_root(str(root / "7"), roots)
     for url in ("..", "~/x", "file:/etc", "out"):
         with pytest.raises(NotPermitted):
-            roots.check(url)
+            check_root(url, roots)
 
 
 @pytest.mark.parametrize("rest", ["", "/", "/7", "/00000007-abc/", "/a/b.c"])
 def test_what_begins_with_a_root_elsewhere_may_be_named(rest: str) -> None:
-    CheckpointRoots((BUCKET,)).check(BUCKET + rest)
+    check_root(BUCKET + rest, (BUCKET,))
 
 
 @pytest.mark.parametrize(
@@ -74,15 +74,15 @@ def test_what_begins_with_a_root_elsewhere_may_be_named(rest: str) -> None:
 )  # fmt: skip
 def test_what_leads_out_of_a_root_elsewhere_is_refused(url: str) -> None:
     with pytest.raises(NotPermitted):
-        CheckpointRoots((BUCKET,)).check(url)
+        check_root(url, (BUCKET,))
 
 
 def test_without_a_root_nothing_may_be_named(root: Path) -> None:
     for roots in ((), ("",)):
         with pytest.raises(NotPermitted, match="nowhere"):
-            CheckpointRoots(roots).check(str(root))
+            check_root(str(root), roots)
 
 
 def test_what_is_no_url_is_named() -> None:
     with pytest.raises(InvalidConfig, match="printable"):
-        CheckpointRoots(("/runs",)).check("/runs/\x00")
+        check_root("/runs/\x00", ("/runs",))
