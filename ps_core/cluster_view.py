@@ -253,9 +253,7 @@ class ClusterView:
 
     @cached_property
     def world_size(self) -> int:
-        """Workers that count: those that the run was started for, there or not, and late joiners
-        that are members.
-        """
+        """Workers that the run was started for, there or not, and late joiners that are members."""
         return self.worker_count + sum(rank >= self.worker_count for rank in self._ranks_here)
 
     @cached_property
@@ -304,9 +302,7 @@ class ClusterView:
 
     @property
     def awaited_words(self) -> str:
-        """Message on ranges whose only holders are silent; empty if there is none. Lost ranges are
-        in `lost_words`.
-        """
+        """Message on ranges whose only holders are silent, or empty; `lost_words` has lost ones."""
         held = {r for table in self.tables for r in table.blocks_by_range(len(self.ranges))}
         silent: set[NodeId] = set()
         count = 0

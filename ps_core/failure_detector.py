@@ -84,9 +84,7 @@ class FailureDetector:
         return node_id in self._silent
 
     def silence_s(self, node_id: NodeId, now_s: float) -> float:
-        """Seconds of quiet that count against the node, without pauses of the observer; 0 for a
-        node that is not watched.
-        """
+        """Seconds of quiet that count, without the observer's pauses; 0 for an unwatched node."""
         heard_s = max(self._last_heard_s.get(node_id, now_s), self._fresh_since_s)
         return max(0.0, now_s - heard_s)
 

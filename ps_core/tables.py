@@ -549,9 +549,7 @@ class Table:
         return next(iter(self.blocks_by_range(range_count)))
 
     def blocks_by_range(self, range_count: int) -> Mapping[RangeId, tuple[int, ...]]:
-        """Blocks by range, ascending, without empty ranges. The first call takes half a microsecond
-        a block.
-        """
+        """Blocks by range, ascending, without empty ranges; at first half a microsecond a block."""
         found = self._by_range.get(range_count)
         if found is None:
             found = _blocks_by_range(self.first_ordinal, self.block_count, range_count)

@@ -22,9 +22,7 @@ def _ignore(_: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """Settings of one run, as `BenchOptions` has them; `on_progress` is called with a phrase about
-    each phase.
-    """
+    """Settings of a run, as in `BenchOptions`; `on_progress` gets a phrase about each phase."""
 
     quick: bool = False
     size_mb: int = 0

@@ -30,9 +30,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class ScriptCommand(TyperCommand):
-    """A command that runs a script: its error for an unknown option says where those of the
-    script go.
-    """
+    """A command that runs a script: its error for an unknown option says where the script's go."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)

@@ -180,9 +180,7 @@ def _bar(sample: WorkerSample) -> RenderableType:
 
 
 def plain_lines(rows: Sequence[WorkerRow], elapsed_s: float, awaited: str = "") -> list[str]:
-    """The periodic lines without a terminal: one for each worker, or one for all of many; `awaited`
-    is as `still_awaited`.
-    """
+    """Lines without a terminal: one a worker, or one for many; `awaited` is as `still_awaited`."""
     head = f"[train {duration(elapsed_s)}]"
     lines = [f"{head} {awaited}"] if awaited else []
     if not rows:

@@ -100,9 +100,7 @@ class ExitRules:
         self._served: set[str] = set()
 
     def judge(self, role_exit: RoleExit, serving_count: int) -> Verdict:
-        """Decide what follows from the end of a role that nobody asked to end, while
-        `serving_count` servers serve.
-        """
+        """Decide what follows from an end that nobody asked for; `serving_count` servers serve."""
         kind = role_exit.command.kind
         if kind == "worker":
             return self._of_worker(role_exit)

@@ -196,9 +196,7 @@ class PartWriter:
                 self._disk.let_go(descriptor, *window)
 
     def note_block(self, table: str, block: int, version: int, steps: Sequence[int]) -> None:
-        """Note the version of a block in the part, and its steps: one number, or one for each of
-        its segments. Thread-safe.
-        """
+        """Note a block's version, and its steps: one number, or one a segment. Thread-safe."""
         with self._lock:
             self._open_descriptor()
             check((table, block) not in self._notes, "PF-2", f"'{table}/{block}' is noted twice")

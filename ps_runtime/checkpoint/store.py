@@ -119,9 +119,7 @@ class CheckpointStore:
         return removed
 
     def runs(self) -> dict[frozenset[bytes], str]:
-        """The newest checkpoint of each run, by the run's timelines, the newest run last. Blocking:
-        reads every manifest.
-        """
+        """The newest checkpoint of each run, by its timelines, newest last; reads all manifests."""
         found: dict[frozenset[bytes], str] = {}
         for name, manifest in self._manifests().items():
             for known in [run for run in found if run & manifest.run]:

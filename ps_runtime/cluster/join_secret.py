@@ -50,9 +50,7 @@ def found(env: Mapping[str, str] = os.environ) -> bytes:
 
 
 def found_or_made(env: Mapping[str, str] = os.environ) -> bytes:
-    """As `found`; a missing secret is drawn and written to its file, or InvalidConfig has the
-    remedy.
-    """
+    """As `found`; a missing secret is drawn and written, or InvalidConfig has the remedy."""
     if env.get(SECRET):
         return found(env)
     named = env.get(SECRET_FILE)

@@ -152,9 +152,7 @@ class RoleExit:
 
     @property
     def reason(self) -> str:
-        """The reason in the role's own words; empty if it gave none, and for a worker, whose script
-        prints its own.
-        """
+        """The role's own reason; empty for none, and for a worker, whose script prints its own."""
         if self.returncode <= 0 or self.command.kind == "worker":
             return ""
         return reason_of(self.recent_lines)

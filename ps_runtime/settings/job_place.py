@@ -57,9 +57,7 @@ def identity_of(setting: str) -> str:
 
 
 def place_in_job(env: Mapping[str, str]) -> JobPlace | None:
-    """The place that the environment says, None if it says none; InvalidConfig if variables
-    disagree, or have no sense.
-    """
+    """The place that the environment says, if any; InvalidConfig if variables disagree."""
     found = list(_places(env))
     if not found:
         return None

@@ -35,9 +35,7 @@ def usable_core_count(root: Path = _ROOT, core_count: int | None = None) -> int:
 def follow_limit(
     environment: MutableMapping[str, str], root: Path = _ROOT, core_count: int | None = None
 ) -> None:
-    """Limit torch's threads to what the limit of CPU time is worth, before torch is imported; a
-    value of the user's stays.
-    """
+    """Limit torch's threads to the CPU limit, before its import; a user's value stays."""
     if core_count is None:
         core_count = len(os.sched_getaffinity(0))
     usable = usable_core_count(root, core_count)

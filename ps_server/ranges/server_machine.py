@@ -153,9 +153,7 @@ class ServerMachine:
         return frozenset(self._tables.keys() - view.tables_by_id.keys())
 
     def removing(self, table_ids: Collection[TableId]) -> Work[list[Effect]]:
-        """Remove tables that the next view no longer has (SM-7), and refuse pulls that wait for
-        them.
-        """
+        """Remove tables that the next view lacks (SM-7), and refuse pulls that wait for them."""
         gone = {**self._shards, **self._suspended}
         gone = {place: shard for place, shard in gone.items() if place[0] in table_ids}
         shards = set(gone.values())
@@ -180,9 +178,7 @@ class ServerMachine:
             self._adopted[table_id, range_id] = copy, now_s
 
     def giving_up(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
-        """Give up ranges that another server is primary of. Their pulls are refused; the new
-        primary gets later entries.
-        """
+        """Give up ranges with another primary, which gets later entries; refuse their pulls."""
         effects = yield from self.suspending(range_ids)
         for place in [place for place in self._suspended if place[1] in range_ids]:
             shard = self._suspended.pop(place)

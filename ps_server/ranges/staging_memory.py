@@ -52,9 +52,7 @@ class StagingQuota:
         return self._staged_bytes + self._summed_bytes
 
     def admit(self, step: StepId, byte_count: int) -> Sequence[StepId] | None:
-        """Stage one more payload of `step`. Returns the steps that were given back to make space;
-        None: there is none.
-        """
+        """Stage one more payload of `step`; returns the steps given back for it; None: no space."""
         free = self._capacity_bytes - self.held_bytes
         given_back = () if free >= byte_count else self._make_space(step, byte_count, free)
         if given_back is None:

@@ -61,9 +61,7 @@ class RangeSnapshots:
         return key in self._captured
 
     def next(self, of: Iterable[Key]) -> tuple[Key, SavedBlock] | None:
-        """Hand over a block of the first of these ranges that has one: views that are valid until
-        anything changes.
-        """
+        """A block of the first of these ranges that has one: views, valid until any change."""
         for key in of:
             if key in self._captured:
                 _, captured = self._captured[key]

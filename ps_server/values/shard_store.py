@@ -278,9 +278,7 @@ class ShardStore:
         contributor_count: int,
         update_scale: float = 1.0,
     ) -> tuple[int, ...]:
-        """`take` and `applying`, at once; what was accumulated is still there after an
-        InvalidConfig.
-        """
+        """`take` and `applying` at once; what was accumulated survives an InvalidConfig."""
         self._arithmetic.merged(hyperparameters)
         terms = hyperparameters, contributor_count, update_scale
         return at_once(self.applying(clock, self.take(clock), *terms))

@@ -75,9 +75,7 @@ class Accumulator:
         self.means.clear()
 
     def sent(self) -> SentAccumulator:
-        """The sums for another server, blocks ascending: views, in which what is absent may be
-        anything.
-        """
+        """The sums for another server, blocks ascending: views; what is absent may be anything."""
         blocks = [contributions.elements(self.parts[block]) for block in sorted(self.parts)]
         means = [contributions.elements(self.means[block]) for block in sorted(self.means)]
         return SentAccumulator(tuple(blocks), self.is_reduced, tuple(means))

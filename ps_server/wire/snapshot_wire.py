@@ -51,9 +51,7 @@ _PLAIN_ENDING_BYTES = 16
 
 
 def snapshot_messages(copy: RangeCopy) -> Iterator[bytes]:
-    """All of a range as serialized requests, to be sent in this order; none is longer than
-    limits.MAX_MESSAGE_BYTES.
-    """
+    """A range as serialized requests, in sending order, each within limits.MAX_MESSAGE_BYTES."""
     snapshot = copy.snapshot
     start = replication_pb2.RangeSnapshot(
         range_id=snapshot.range_id,

@@ -166,9 +166,7 @@ class ClientCheckpoints:
     async def _made(
         self, reason: str, deadline_s: float, covered_by: Callable[[], tuple[int, int]]
     ) -> MadeCheckpoint:
-        """Make a checkpoint; `covered_by` (see `SavePoints.asks`) is called again with each view in
-        which one was cut.
-        """
+        """Make a checkpoint; each view with a cut calls `covered_by` (`SavePoints.asks`) again."""
         scheduler, end_s = self._engine.scheduler, now_s() + deadline_s
         while True:
             number, view_number = covered_by()

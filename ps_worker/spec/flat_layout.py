@@ -146,9 +146,7 @@ def _named_group(group: Any, known: Mapping[int, str], positions: Iterator[int])
 
 
 def table_layouts(prefix: str, group: Mapping[str, Any]) -> Iterator[FlatLayout]:
-    """The tables of one group of `named_groups`: one for each element type and frozenness, in order
-    of first appearance.
-    """
+    """Tables of one of `named_groups`: one an element type and frozenness, by first appearance."""
     bins: dict[tuple[DType, bool], list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in zip(group["param_names"], group["params"], strict=True):
         key = (dtype_of(name, tensor), not tensor.requires_grad)

@@ -93,9 +93,7 @@ def all_have_joined(view: ClusterView, joined_ids: Collection[TableId]) -> bool:
 
 
 def clocks_behind(view: ClusterView, clocks: Mapping[TableId, int]) -> int:
-    """The number of clocks from a worker's `clocks` to the one after which the last present worker
-    has joined.
-    """
+    """Clocks from a worker's `clocks` to the one after which the last present worker joined."""
     here = {worker.incarnation for worker in workers_here(view).values()}
     return max(
         (

@@ -323,9 +323,7 @@ class Custom(ServerOptimizer):
 
 
 def hyperparameters_of(spec: OptimizerSpec, group: Mapping[str, Any]) -> Hyperparameters:
-    """The hyperparameters of a torch parameter group for a step of a table with that optimizer;
-    raises as `hyperparameters`.
-    """
+    """A torch group's hyperparameters for a step of that optimizer; raises as `hyperparameters`."""
     if spec.kind is not OptimizerKind.CUSTOM:
         return hyperparameters(spec.kind, group)
     names = [name for name, _ in spec.hyperparameters]

@@ -155,9 +155,7 @@ class SequenceNumbers:
 
 @dataclass(slots=True, eq=False)
 class WindowStep:
-    """One step of one table until all its entries have ended; `awaited` has the pushes that were
-    neither received nor ended.
-    """
+    """A step of a table until all its entries end; `awaited`: pushes neither received nor ended."""
 
     table_id: TableId
     clock: int

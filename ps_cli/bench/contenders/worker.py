@@ -36,9 +36,7 @@ class Buffers:
 
 
 class Moves:
-    """Push, pull and both, on a table as large as the buffers; several `Moves` may share buffers,
-    one at a time.
-    """
+    """Push, pull and both, on a table as large as the buffers, which several may share in turn."""
 
     def __init__(self, client: ps.Client, table: ps.TableHandle, buffers: Buffers) -> None:
         self._client = client

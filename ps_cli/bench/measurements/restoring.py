@@ -40,9 +40,7 @@ class Saved(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """One start: seconds until the whole table was pulled, and the memory of all servers when they
-    served, and at its peak.
-    """
+    """Seconds until the whole table was pulled; all servers' memory when serving, and its peak."""
 
     wall_s: float
     before_bytes: int

@@ -71,9 +71,7 @@ class Assembly:
         return None if self.memory is None else self.memory[self.filled : self.filled + most]
 
     def take(self, view: memoryview) -> tuple[list[MessagePiece], str]:
-        """Take all bytes of `view`: returns the messages that they complete, and the problem of the
-        next message, if any.
-        """
+        """Take all of `view`: the messages it completes, and the problem of the next, if any."""
         found: list[MessagePiece] = []
         at, end = 0, len(view)
         while at < end:
