@@ -40,6 +40,7 @@ from ps_runtime.checkpoint.part_file import (
     VALUES,
     VERSION,
     StoredBlock,
+    StoredWorker,
     tensor_name,
 )
 from ps_runtime.checkpoint.part_header import (
@@ -100,17 +101,6 @@ class WrittenPart:
     byte_count: int
     header_sha256: str
     blocks: dict[tuple[str, int], StoredBlock] = field(default_factory=dict, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPart:
-    """A worker's part beside its tensors; `state` is JSON."""
-
-    checkpoint: int
-    cluster_id: str
-    rank: int
-    clock: int
-    state: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,11 +264,16 @@ class PartWriter:
 
 
 def write_worker_part(
-    path: Path, part: WorkerPart, tensors: Mapping[str, WorkerTensor], disk: Disk = DISK
+    path: Path,
+    checkpoint: tuple[int, str],
+    worker: StoredWorker,
+    tensors: Mapping[str, WorkerTensor],
+    disk: Disk = DISK,
 ) -> WrittenPart:
-    """Write a worker's part, complete and durable, to `path`, on this machine; an existing file is
-    replaced. Of the `tensors`, by name, those with wide elements are written first. Blocking: until
-    the disk has it; InvalidCheckpoint if it cannot, or if the state is no JSON, or too large.
+    """Write a worker's part of a `checkpoint` (its number, and the cluster's id), complete and
+    durable, to `path`, on this machine; an existing file is replaced. Of the `tensors`, by name,
+    those with wide elements are written first. Blocking: until the disk has it; InvalidCheckpoint
+    if it cannot, or if the state is no JSON, or too large.
     """
     entries: dict[str, dict[str, Any]] = {}
     checksums = {}
@@ -293,11 +288,11 @@ def write_worker_part(
         end += flat.nbytes
     fields = {
         "version": VERSION,
-        "checkpoint": part.checkpoint,
-        "cluster_id": part.cluster_id,
-        "rank": part.rank,
-        "clock": part.clock,
-        "state": part.state,
+        "checkpoint": checkpoint[0],
+        "cluster_id": checkpoint[1],
+        "rank": worker.rank,
+        "clock": worker.clock,
+        "state": worker.state,
         "crc32": checksums,
     }
     try:

@@ -9,7 +9,7 @@ from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, SavedWorker
 from ps_runtime.checkpoint.directory import CheckpointDirectory, reported
 from ps_runtime.checkpoint.part_file import PartHeader, read_header, read_tensor
-from ps_runtime.checkpoint.part_writer import WorkerPart, WorkerTensor, write_worker_part
+from ps_runtime.checkpoint.part_writer import WorkerTensor, write_worker_part
 from ps_runtime.system.disk import DISK, Disk
 
 
@@ -36,12 +36,12 @@ class WorkerCopies:
             name: WorkerTensor(stored.dtype, stored.shape, read(name))
             for name, stored in header.tensors.items()
         }
-        manifest, clock = self.manifest, worker.clock
-        part = WorkerPart(manifest.number, manifest.cluster_id, worker.rank, clock, worker.state)
+        checkpoint = self.manifest.number, self.manifest.cluster_id
         path = self.directory.begin(file)
-        written = write_worker_part(path, part, tensors, self.disk)
+        written = write_worker_part(path, checkpoint, worker, tensors, self.disk)
         self.directory.commit(file, path)
-        return SavedWorker(worker.rank, clock, file, written.byte_count, written.header_sha256)
+        byte_count, sha256 = written.byte_count, written.header_sha256
+        return SavedWorker(worker.rank, worker.clock, file, byte_count, sha256)
 
     def copy_from(self, source: CheckpointDirectory, saved: SavedWorker) -> SavedWorker:
         """As `copy`, for a file that belongs to no checkpoint. Blocking, Raises: as `copy`;

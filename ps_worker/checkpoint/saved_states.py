@@ -13,8 +13,8 @@ from ps_core.cluster_view import Session
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Imported, PartReport
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint.part_file import PartHeader
-from ps_runtime.checkpoint.part_writer import WorkerPart, WorkerTensor, write_worker_part
+from ps_runtime.checkpoint.part_file import PartHeader, StoredWorker
+from ps_runtime.checkpoint.part_writer import WorkerTensor, write_worker_part
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_worker.checkpoint.state_codec import TENSOR_DTYPES, decode, encode
 
@@ -27,13 +27,13 @@ def copied(
     """Copy a worker's attached states; a `ps_worker.checkpoint.save_points.Write`."""
     file = f"worker-{session.rank}-{session.incarnation}.safetensors"
     state, payloads = encoded(states)
-    part = WorkerPart(checkpoint.number, session.cluster_id, session.rank, clock, state)
+    own, worker = (checkpoint.number, session.cluster_id), StoredWorker(session.rank, clock, state)
 
     def write() -> PartReport:
         directory = CheckpointDirectory(locate(checkpoint.url))
         directory.create()
         path = directory.begin(file)
-        written = write_worker_part(path, part, payloads)
+        written = write_worker_part(path, own, worker, payloads)
         directory.commit(file, path)
         return PartReport(file, written.byte_count, written.header_sha256)
 

@@ -18,11 +18,10 @@ from google.protobuf import json_format
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, place_in
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory
-from ps_runtime.checkpoint.part_file import StoredBlock
+from ps_runtime.checkpoint.part_file import StoredBlock, StoredWorker
 from ps_runtime.checkpoint.part_writer import (
     PartWriter,
     PlannedTable,
-    WorkerPart,
     WorkerTensor,
     WrittenPart,
     write_worker_part,
@@ -140,7 +139,8 @@ def write_worker(directory: CheckpointDirectory, number: int, disk: Disk = DISK)
         "torch": WorkerTensor("U8", (16,), generator.astype(np.uint8).tobytes()),
         "momentum": WorkerTensor("F32", (2, 3), np.ones(6, np.float32).tobytes()),
     }
-    written = write_worker_part(path, WorkerPart(number, CLUSTER_ID, 0, 41, state), tensors, disk)
+    worker = StoredWorker(0, 41, state)
+    written = write_worker_part(path, (number, CLUSTER_ID), worker, tensors, disk)
     directory.commit(file, path)
     return SavedWorker(0, 41, file, written.byte_count, written.header_sha256)
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from ps_core.errors import InvalidCheckpoint, InvalidUpdateLog
+from ps_runtime.checkpoint.part_file import StoredWorker
 from ps_runtime.checkpoint.part_writer import (
     PartWriter,
     PlannedTable,
-    WorkerPart,
     WorkerTensor,
     write_worker_part,
 )
@@ -176,11 +176,11 @@ def test_a_write_that_is_short_is_gone_on_with_or_fails(tmp_path: Path, payload:
 
 def test_a_workers_part_that_does_not_fit_leaves_nothing_there(tmp_path: Path) -> None:
     tensors = {"w": WorkerTensor("F32", (1000,), bytes(4000))}
-    part = WorkerPart(1, "c", rank=0, clock=1, state={})
+    part = (1, "c"), StoredWorker(rank=0, clock=1, state={})
     with (
         room_for(3000),
         pytest.raises(InvalidCheckpoint, match="cannot be written: File too large"),
     ):
-        write_worker_part(tmp_path / "part", part, tensors)
+        write_worker_part(tmp_path / "part", *part, tensors)
     assert list(tmp_path.iterdir()) == []
-    write_worker_part(tmp_path / "part", part, tensors)
+    write_worker_part(tmp_path / "part", *part, tensors)

@@ -19,7 +19,8 @@ from ps_core.manifest import (
     number_of,
 )
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint.part_writer import WorkerPart, WorkerTensor, write_worker_part
+from ps_runtime.checkpoint.part_file import StoredWorker
+from ps_runtime.checkpoint.part_writer import WorkerTensor, write_worker_part
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.checkpoint.worker_copies import WorkerCopies
 from scheduler.machine.checkpoint_state import CheckpointWritten
@@ -143,8 +144,8 @@ def worker_file(directory: CheckpointDirectory, rank: int = 1, clock: int = 41) 
     directory.create()
     path = directory.begin(file)
     tensors = {"momentum": WorkerTensor("F32", (2,), np.ones(2, np.float32).tobytes())}
-    part = WorkerPart(LEAVING, CLUSTER_ID, rank, clock, {"seen": 3})
-    written = write_worker_part(path, part, tensors)
+    worker = StoredWorker(rank, clock, {"seen": 3})
+    written = write_worker_part(path, (LEAVING, CLUSTER_ID), worker, tensors)
     directory.commit(file, path)
     return SavedWorker(rank, clock, file, written.byte_count, written.header_sha256)
 

@@ -23,6 +23,7 @@ from ps_core.manifest import MAX_PLACE_CHARACTERS
 from ps_runtime.checkpoint.part_file import (
     PartHeader,
     StoredBlock,
+    StoredWorker,
     read_header,
     read_into,
     read_tensor,
@@ -30,7 +31,6 @@ from ps_runtime.checkpoint.part_file import (
 from ps_runtime.checkpoint.part_writer import (
     PartWriter,
     PlannedTable,
-    WorkerPart,
     WorkerTensor,
     WrittenPart,
     write_worker_part,
@@ -329,7 +329,7 @@ def test_a_workers_part(tmp_path: Path) -> None:
         "m": WorkerTensor("F64", (2, 2), np.eye(2).tobytes()),
         "none": WorkerTensor("F32", (0, 7), np.zeros((0, 7), np.float32).data),
     }
-    written = write_worker_part(path, WorkerPart(12, "c", 3, 41, state), tensors)
+    written = write_worker_part(path, (12, "c"), StoredWorker(3, 41, state), tensors)
     with path.open("rb") as file:
         header = read_header(file, "here", written.byte_count, written.header_sha256)
         assert header.worker is not None
@@ -339,7 +339,7 @@ def test_a_workers_part(tmp_path: Path) -> None:
     with safe_open(path, framework="numpy") as opened:
         np.testing.assert_array_equal(opened.get_tensor("m"), np.eye(2))
     with pytest.raises(InvalidCheckpoint, match="state is no JSON"):
-        write_worker_part(path, WorkerPart(12, "c", 3, 41, {1, 2}), {})
+        write_worker_part(path, (12, "c"), StoredWorker(3, 41, {1, 2}), {})
 
 
 Header = dict[str, Any]

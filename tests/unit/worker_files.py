@@ -8,8 +8,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ps_runtime.checkpoint.part_file import read_header, read_tensor
-from ps_runtime.checkpoint.part_writer import WorkerPart, WrittenPart, write_worker_part
+from ps_runtime.checkpoint.part_file import StoredWorker, read_header, read_tensor
+from ps_runtime.checkpoint.part_writer import WrittenPart, write_worker_part
 from ps_worker.checkpoint.saved_states import decoded, encoded
 
 CLUSTER = "3fa9c1d27b60a5e4"
@@ -28,7 +28,7 @@ class Found(NamedTuple):
 def to_file(path: Path, state: Mapping[str, Any]) -> WrittenPart:
     """Write a part of checkpoint 12: of rank 2, at clock 41."""
     value, payloads = encoded(state)
-    return write_worker_part(path, WorkerPart(12, CLUSTER, 2, 41, value), payloads)
+    return write_worker_part(path, (12, CLUSTER), StoredWorker(2, 41, value), payloads)
 
 
 def from_file(
