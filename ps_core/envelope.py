@@ -111,8 +111,7 @@ def pieces_of_several(
         outer_field: number of the field that holds everything.
         rest: its other fields, serialized.
         inner_field: number of the repeated field of the parts.
-        parts: fields beside the payload, serialized, and the payload, of which the result has a
-            view.
+        parts: fields beside the payload, serialized, and the payload; the result has a view of it.
         payload_field: number of the payload in a part.
         padding_field: as in `join`; at most 15.
     """

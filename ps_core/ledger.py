@@ -68,28 +68,20 @@ class Ending:
 
 
 class Ledger:
-    """Endings of one sequence space."""
+    """Endings of one sequence space: all have ended up to `low_water`, and the sender has seen the
+    outcomes up to `confirmed`.
+    """
 
-    __slots__ = ("_confirmed", "_endings", "_low_water")
+    __slots__ = ("_endings", "confirmed", "low_water")
 
     def __init__(self) -> None:
-        self._low_water = 0
-        self._confirmed = 0
+        self.low_water = 0
+        self.confirmed = 0
         self._endings: dict[int, Ending] = {}
-
-    @property
-    def low_water(self) -> int:
-        """Last sequence up to which all have ended."""
-        return self._low_water
-
-    @property
-    def confirmed(self) -> int:
-        """Last sequence up to which the sender has seen all outcomes."""
-        return self._confirmed
 
     def copy(self) -> Ledger:
         twin = Ledger()
-        twin._low_water, twin._confirmed = self._low_water, self._confirmed
+        twin.low_water, twin.confirmed = self.low_water, self.confirmed
         twin._endings = dict(self._endings)
         return twin
 
@@ -111,7 +103,7 @@ class Ledger:
                 f"none before, and not the next"
             )
         twin = cls()
-        twin._low_water, twin._confirmed, twin._endings = low_water, confirmed, dict(kept)
+        twin.low_water, twin.confirmed, twin._endings = low_water, confirmed, dict(kept)
         return twin
 
     @property
@@ -121,7 +113,7 @@ class Ledger:
 
     def has_ended(self, sequence: int) -> bool:
         """True if `sequence` has ended; 0 and below are no sequences."""
-        return 0 < sequence <= self._low_water or sequence in self._endings
+        return 0 < sequence <= self.low_water or sequence in self._endings
 
     def ending(self, sequence: int) -> Ending:
         """The ending of `sequence`; InvalidKeys if it was dropped: it is confirmed, or
@@ -130,7 +122,7 @@ class Ledger:
         found = self._endings.get(sequence)
         if found is None:
             raise InvalidKeys(
-                f"sequence {sequence} was sent again; outcomes up to {self._confirmed} are "
+                f"sequence {sequence} was sent again; outcomes up to {self.confirmed} are "
                 f"forgotten: they were confirmed as seen, or lie over {MAX_LEDGER_GAP_COUNT} back"
             )
         return found
@@ -145,20 +137,20 @@ class Ledger:
         if self.has_ended(sequence):
             raise InvariantViolation("LED-1", f"sequence {sequence} ends twice")
         self._endings[sequence] = ending
-        while self._low_water + 1 in self._endings:
-            self._low_water += 1
-        self.confirm(self._low_water - MAX_LEDGER_GAP_COUNT)
+        while self.low_water + 1 in self._endings:
+            self.low_water += 1
+        self.confirm(self.low_water - MAX_LEDGER_GAP_COUNT)
 
     def end_all(self, sequences: Iterable[int], ending: Ending) -> None:
         """`end` for each sequence."""
-        endings, low_water = self._endings, self._low_water
+        endings, low_water = self._endings, self.low_water
         for sequence in sequences:
             if 0 < sequence <= low_water or sequence in endings:
                 raise InvariantViolation("LED-1", f"sequence {sequence} ends twice")
             endings[sequence] = ending
             while low_water + 1 in endings:
                 low_water += 1
-        self._low_water = low_water
+        self.low_water = low_water
         self.confirm(low_water - MAX_LEDGER_GAP_COUNT)
 
     def overturn(self, sequence: int, ending: Ending) -> None:
@@ -168,16 +160,16 @@ class Ledger:
 
     def confirm(self, sequence: int) -> None:
         """Drop endings up to `sequence`, as far as they have ended; going back has no effect."""
-        if sequence <= self._confirmed:
+        if sequence <= self.confirmed:
             return
-        upto = min(sequence, self._low_water)
-        for seen in range(self._confirmed + 1, upto + 1):
+        upto = min(sequence, self.low_water)
+        for seen in range(self.confirmed + 1, upto + 1):
             del self._endings[seen]
-        self._confirmed = max(self._confirmed, upto)
+        self.confirmed = max(self.confirmed, upto)
 
     def check_in_reach(self, sequence: int) -> None:
         """Raise InvalidKeys for a sequence below 1, or too far above the low-water mark (LED-3)."""
-        if not 1 <= sequence <= self._low_water + MAX_LEDGER_GAP_COUNT:
+        if not 1 <= sequence <= self.low_water + MAX_LEDGER_GAP_COUNT:
             raise InvalidKeys(
-                f"sequence is {sequence}; expected 1 to {self._low_water + MAX_LEDGER_GAP_COUNT}"
+                f"sequence is {sequence}; expected 1 to {self.low_water + MAX_LEDGER_GAP_COUNT}"
             )

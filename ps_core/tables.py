@@ -179,8 +179,7 @@ _STATE_ARRAYS: dict[OptimizerKind, tuple[str, ...]] = {
 """State arrays of each optimizer; `amsgrad` and `centered` add one each."""
 
 CLAMPED = frozenset(_STATE_ARRAYS)
-"""Optimizers whose values can be clamped after each update, with the hyperparameters of
-`CLAMP_NAMES`."""
+"""Optimizers whose values can be clamped after an update, by the hyperparameters `CLAMP_NAMES`."""
 
 STEP_ARRAY = "step"
 """Steps that each tensor has taken, as an array of its elements."""

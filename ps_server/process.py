@@ -149,9 +149,7 @@ async def _serve(settings: ServerConfig) -> None:
                 await task
         servicer.drain()
         grace_s = max(end_s - clock.now_s(), _LEAST_GRACE_S)
-        await asyncio.gather(
-            *(each.stop(grace_s) for each in (server, streams) if each is not None)
-        )
+        await asyncio.gather(*(one.stop(grace_s) for one in (server, streams) if one is not None))
 
 
 async def _stream_port(

@@ -123,8 +123,7 @@ def compare(options: CompareOptions) -> int:
     """Run everything, write the report, print the table.
 
     Returns:
-        The exit code: 0 if every run finished, 1 if one failed, 128 + the number of the signal that
-        ended it.
+        The exit code: 0 if every run finished, 1 if one failed, 128 + a signal that ended it.
 
     Raises:
         InvalidConfig: an option is wrong, or the report cannot be written.

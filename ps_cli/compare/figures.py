@@ -95,9 +95,7 @@ class RunFigures:
 def figures_of(records: Sequence[WorkerRecord]) -> RunFigures:
     steps = [step for record in records for step in record.steps]
     losses = [entry for record in records for entry in record.losses]
-    began = [
-        record.steps[0].ended_s - record.steps[0].duration_s for record in records if record.steps
-    ]
+    began = [one.steps[0].ended_s - one.steps[0].duration_s for one in records if one.steps]
     began_s = min(began, default=min((entry.at_s for entry in losses), default=0.0))
     ended_s = max((step.ended_s for step in steps), default=began_s)
     return RunFigures(

@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from ps_worker.client.step_record import StepLine
-
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
@@ -24,10 +22,18 @@ class TableEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class StepEntry(StepLine):
+class StepEntry:
     """One step; `ended_s` is on the host's monotonic clock."""
 
     ended_s: float
+    compute_s: float
+    send_s: float
+    commit_s: float
+    read_s: float
+    staleness: int
+    rejected: int
+    discarded: bool
+    applied: bool
 
     @property
     def duration_s(self) -> float:
@@ -35,7 +41,7 @@ class StepEntry(StepLine):
         return self.compute_s + self.send_s + self.commit_s + self.read_s
 
 
-_STEP_FIELDS = [field.name for field in fields(StepLine)]
+_STEP_FIELDS = [field.name for field in fields(StepEntry)][1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ def _read(path: Path) -> WorkerRecord | None:
     for line in lines[1:]:
         at_s = began_s + line.get("t_s", 0.0)
         if line["kind"] == "step":
-            steps.append(StepEntry(*(line[name] for name in _STEP_FIELDS), at_s))
+            steps.append(StepEntry(at_s, *(line[name] for name in _STEP_FIELDS)))
             if "loss" in line:
                 losses.append(LossEntry(len(steps), at_s, line["loss"]))
         elif line["kind"] == "report":

@@ -10,8 +10,7 @@
 
 Rules:
     - Values are lost when a server that had served dies and ranges have one replica and no update
-      log, or when no server is left that serves: a restart would train on from nothing, so there is
-      none.
+      log, or when no server is left that serves: a restart would train on from nothing.
     - A server that never served has lost nothing. If it cannot be started again, the cluster never
       has its number of servers, and the run ends.
     - Pushes and pulls need no scheduler: its restarts cost nothing and have a count of their own.
@@ -27,6 +26,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ps_cli.console.options import LOGGED_RESTARTS
+from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import RoleExit, describe_exit
 
 FAILURE_EXIT_CODE = 1
@@ -35,8 +35,7 @@ REFUSED_EXIT_CODE = 2
 """The exit code of a role that was refused, by the scheduler or for its settings."""
 
 SCHEDULER_RESTARTS = 20
-"""Restarts of a scheduler. It loses nothing by them; the limit ends a run whose scheduler always
-dies."""
+"""Restarts of a scheduler. It loses nothing by them; the limit ends a run where it always dies."""
 
 STEADY_S = 60.0
 """A role that ran this long did not die of its start."""
@@ -78,22 +77,15 @@ class ExitRules:
     `LOGGED_RESTARTS` of servers with an update log, and no other.
     """
 
-    def __init__(
-        self,
-        worker_count: int,
-        replica_count: int = 1,
-        max_restarts: int | None = None,
-        *,
-        has_update_log: bool = False,
-    ) -> None:
-        self._worker_count = worker_count
-        self._replica_count = replica_count
+    def __init__(self, shape: ClusterShape, max_restarts: int | None = None) -> None:
+        self._worker_count = shape.worker_count
+        self._replica_count = shape.replica_count
+        self._has_update_log = bool(shape.update_log.path)
         self._max_restarts = max_restarts or 0
         self._max_server_restarts = self._max_restarts
-        if max_restarts is None and has_update_log:
+        if max_restarts is None and self._has_update_log:
             self._max_server_restarts = LOGGED_RESTARTS
         self._quick_ends: Counter[str] = Counter()
-        self._has_update_log = has_update_log
         self._restart_count = 0
         self._scheduler_count = 0
         self._finished_count = 0

@@ -180,15 +180,9 @@ class TrainRun:
         await asyncio.to_thread(warn_of_earlier_runs, shape.checkpoints, self._output)
         cluster = self._shared or SharedCluster(self._output, settings.shown_kinds)
         supervisor = cluster.supervised()
-        rules = ExitRules(
-            shape.worker_count,
-            shape.replica_count,
-            settings.max_restarts,
-            has_update_log=bool(shape.update_log.path),
-        )
         ending = await supervisor.run(
             self._work(supervisor, replace(shape, environment=environment), cluster),
-            rules,
+            ExitRules(shape, settings.max_restarts),
             self._last,
             self._ended,
             leaves_roles=self._shared is not None,

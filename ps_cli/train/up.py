@@ -39,12 +39,7 @@ async def run_up(options: UpOptions, output: Output) -> int:
     shape = replace(options.shape, listen=options.listen)
     kinds = () if options.quiet else ("server", "scheduler")
     supervisor = Supervisor(output, frozenset(kinds))
-    rules = ExitRules(
-        worker_count=0,
-        replica_count=options.replicas,
-        max_restarts=options.max_restarts,
-        has_update_log=bool(options.update_log),
-    )
+    rules = ExitRules(shape, options.max_restarts)
     address = ""
 
     async def work() -> None:

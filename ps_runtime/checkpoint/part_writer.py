@@ -14,8 +14,7 @@ Invariants:
           has no tensor here.
     PF-3  The header fits the space that was reserved for it.
 
-Tensors are not aligned, because safetensors allows no holes: one of F64 may begin at a multiple
-of 4.
+Tensors are not aligned, because safetensors allows no holes: an F64 may begin at a multiple of 4.
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ class CheckpointStore:
         """Remove all checkpoints older than the newest `keep` good ones, save those referred to;
         returns their names. InvalidConfig if `keep` is below 1.
 
-        `run` has the timelines of one run: checkpoints of others neither count nor go. None: all
-        runs.
+        `run` has one run's timelines: checkpoints of others neither count nor go. None: all runs.
         """
         if keep < 1:
             raise InvalidConfig(f"keep is {keep}; expected at least 1")

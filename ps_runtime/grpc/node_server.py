@@ -57,10 +57,10 @@ class NodeServer:
         self._turns = TurnMeter()
         TurnMetrics(registry).watch(self._turns)
         self._http = HttpEndpoint(
-            registry, lambda: self._is_serving, lambda: self.why_unready, lambda: self.degraded
+            registry, lambda: self.is_serving, lambda: self.why_unready, lambda: self.degraded
         )
         self.degraded = ""
-        self._is_serving = False
+        self.is_serving = False
         self._unready = ""
         self._is_stopped = False
         self._updates: set[asyncio.Task[None]] = set()
@@ -98,22 +98,18 @@ class NodeServer:
         logs.info("listening", address=node.address, http_address=node.http_address)
         return node
 
-    @property
-    def is_serving(self) -> bool:
-        return self._is_serving
-
     def set_serving(self, is_serving: bool) -> None:
         """Set the state in health and /healthz; watchers hear of it in the loop's next turns."""
-        if is_serving == self._is_serving or self._is_stopped:
+        if is_serving == self.is_serving or self._is_stopped:
             return
-        self._is_serving = is_serving
+        self.is_serving = is_serving
         logs.info("serving" if is_serving else "not_serving", address=self.address)
         self._publish_soon()
 
     @property
     def why_unready(self) -> str:
         """The reason why the node is not ready; empty: it is ready."""
-        return self._unready if self._is_serving else "not serving"
+        return self._unready if self.is_serving else "not serving"
 
     def set_unready(self, reason: str) -> None:
         """Set the reason in health and /readyz why other nodes cannot rely on this one alone. An
@@ -160,7 +156,7 @@ class NodeServer:
     async def _publish_health(self) -> None:
         states = health_pb2.HealthCheckResponse
         for name in self._service_names:
-            await self._health.set(name, states.SERVING if self._is_serving else states.NOT_SERVING)
+            await self._health.set(name, states.SERVING if self.is_serving else states.NOT_SERVING)
         is_ready = not self.why_unready
         await self._health.set(READINESS, states.SERVING if is_ready else states.NOT_SERVING)
 

@@ -26,8 +26,7 @@ class CheckpointPlan:
         keep: checkpoints to keep; 0: all.
         resume: a checkpoint's directory, or one above; "auto": the newest under `url`, or anew if
             none was ever complete there; empty: the cluster starts anew.
-        full_every: one of so many in a row is full, and the others have only the changes; 1: all
-            are full.
+        full_every: one of so many in a row is full, the others have only changes; 1: all are full.
     """
 
     url: str = ""
@@ -92,8 +91,7 @@ class UpdateLogPlan:
 
     Attributes:
         path: a directory, with one directory a server; empty: no logs.
-        bound_mb: MB of each log above which the oldest updates are removed; 0: the server's own
-            setting.
+        bound_mb: MB of each log above which the oldest updates go; 0: the server's own setting.
         is_synced: an update counts only when the disk has it.
     """
 

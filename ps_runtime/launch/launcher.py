@@ -181,7 +181,7 @@ class ReadyRole:
 
 
 class RoleProcess:
-    """One running role. Made by `Launcher.start`."""
+    """One role; `exit` is its end, or None while it runs. Made by `Launcher.start`."""
 
     def __init__(
         self, command: RoleCommand, child: RoleChild, output: IO[bytes], ready_file: Path
@@ -197,7 +197,7 @@ class RoleProcess:
         self._was_stopped = False
         self._began_s = time.monotonic()
         self._ended = threading.Event()
-        self._exit: RoleExit | None = None
+        self.exit: RoleExit | None = None
 
     @property
     def name(self) -> str:
@@ -208,19 +208,14 @@ class RoleProcess:
         return tuple(self._recent_lines)
 
     @property
-    def exit(self) -> RoleExit | None:
-        """The role's end, or None while it runs."""
-        return self._exit
-
-    @property
     def is_serving(self) -> bool:
         """True if it runs, and has written its addresses."""
-        return self._exit is None and self._ready_file.exists()
+        return self.exit is None and self._ready_file.exists()
 
     def wait(self, timeout_s: float) -> RoleExit | None:
         """Wait for its end, up to `timeout_s`; None if it still runs then."""
         self._ended.wait(max(0.0, timeout_s))
-        return self._exit
+        return self.exit
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the role itself; nothing if it has ended."""
@@ -267,9 +262,9 @@ class RoleProcess:
         reader.join(_READER_JOIN_S)
         address = _read_ready(self._ready_file).address if self._ready_file.exists() else ""
         ran_s, lines = time.monotonic() - self._began_s, self.recent_lines
-        self._exit = RoleExit(self.command, returncode, self._was_stopped, lines, address, ran_s)
+        self.exit = RoleExit(self.command, returncode, self._was_stopped, lines, address, ran_s)
         self._ended.set()
-        on_exit(self._exit)
+        on_exit(self.exit)
 
 
 def _lines(stream: IO[bytes]) -> Iterable[str]:

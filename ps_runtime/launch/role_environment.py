@@ -15,8 +15,7 @@ _ADDRESSING = (
     "READY_FILE", "REPLICAS", "ROLE", "SCHEDULER", "SERVERS", "STOP_WHEN_DONE", "WORKERS",
     "WORLD_SIZE",
 )  # fmt: skip
-"""PUSHPULL_ variables of a process's own identity and cluster: a role of a local cluster never
-inherits them."""
+"""PUSHPULL_ variables of a process's identity and cluster, which roles never inherit."""
 
 
 def role_environment(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """Every Prometheus metric of pushpull: one class a role, one help text a metric.
 
 Labels are bounded: roles, outcomes, error codes. A worker's name is never one, and a table's only
-for tables whose bound of staleness moves; per-table figures are in GetRangeStats, which `pushpull
-status` shows.
+for tables whose bound of staleness moves; `pushpull status` shows GetRangeStats' per-table figures.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ Rules:
     - Until a range is loaded it has no initial values: pulls and steps wait. Until its backups have
       joined anew, as `restored_ranges` says, it has one replica.
     - Every byte is checked against its checksum before the range counts as loaded. A block that
-      cannot be read fails its table, with the file and the reason: nobody trains on half a
-      checkpoint.
+      cannot be read fails its table, with file and reason: nobody trains on half a checkpoint.
     - A cluster's checkpoint has the table's own blocks, with their state, version and steps.
     - An imported checkpoint has tensors in blocks of its own, of which the table's blocks are put
       together. They have taken no step, and their optimizer has no state.

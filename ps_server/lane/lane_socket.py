@@ -5,10 +5,8 @@ the segments that its pushes will name, and gets those that its pulls are answer
 never travel here, only file descriptors.
 
 Rules:
-    - The socket has a name in the abstract namespace: nothing is left behind, however the server
-      ends.
-    - A session's segments are unmapped when its connection ends; the kernel ends that of a killed
-      process.
+    - The socket has a name in the abstract namespace: no end of the server leaves it behind.
+    - A session's segments are unmapped when its connection ends; the kernel ends a killed one's.
     - A connection with a wrong message gets the error and is closed; nobody else notices.
 
 Everything belongs to the event loop; nothing here blocks.

@@ -6,8 +6,7 @@ wire. `node` carries out the effects that replication releases.
 Everything belongs to one event loop.
 
 Invariants:
-    RR-1  A backup's values have every record that it acknowledged; where they may not, it gives
-          the range up.
+    RR-1  A backup's values have every record that it acknowledged, or it gives the range up.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class ReplicatedRanges:
     Attributes:
         release: called with ranges of which held effects may be released. `released` is then to be
             called between two works: within one, a later decision could overtake them (OC-1).
-        log_has_space: called when records were written to the log: `looking_at_log` may be called.
+        log_has_space: called when records were written to the log: `logged.looking` may be called.
         ask: called with requests that the scheduler is to get at once.
         backup_requests: the newest requests to the scheduler.
     """
@@ -96,7 +95,7 @@ class ReplicatedRanges:
         self.update_log = update_log
         if update_log is not None:
             self._encoded_log = EncodedLog(update_log, shards, self._logged_messages)
-            self._logged = LoggedRanges(self._encoded_log, self.replication, self.output)
+            self.logged = LoggedRanges(self._encoded_log, self.replication, self.output)
             update_log.on_written = self._written
         self.release: Callable[[Iterable[RangeId]], object] = self.released
         self.log_has_space: Callable[[], None] = _nothing
@@ -120,7 +119,7 @@ class ReplicatedRanges:
         """Take the ranges that were recovered from the update log; before the first view."""
         named = {table_id for table_id, _ in self._shards.stores}
         self.replication.recover(replicas.values(), named)
-        self._logged.recover(replicas)
+        self.logged.recover(replicas)
 
     # --- views
 
@@ -142,7 +141,7 @@ class ReplicatedRanges:
         yield from self._adding_stores(view)
         if self.update_log is not None:
             self._encoded_log.observe_tables(view.tables_by_id)
-            self._logged.observe(lost)
+            self.logged.observe(lost)
         if lost:
             logs.warning("ranges_given_up", view=view.view_number, ranges=len(lost))
         kept = self.replication.deposed.difference(lost)
@@ -210,7 +209,7 @@ class ReplicatedRanges:
     def telling_prepared(self) -> Work[list[CommittedEffect]]:
         """See `OutputCommit.tell_prepared`. The machine has observed the view that `serve` gave."""
         if self.update_log is not None:
-            yield from self._logged.looking()
+            yield from self.logged.looking()
         return (yield from self.output.telling_prepared(self._now))
 
     def keep_up(self) -> None:
@@ -237,7 +236,7 @@ class ReplicatedRanges:
         if log is not None:
             if log.failure is not None:
                 raise log.failure
-            yield from self._logged.looking()
+            yield from self.logged.looking()
             log.turn(self._shards.state_bytes)
         return self.output.release(self._now(), self.replication.primaries)
 
@@ -245,12 +244,8 @@ class ReplicatedRanges:
         """Held effects of these ranges that may be carried out now."""
         return self.output.release(self._now(), range_ids)
 
-    def looking_at_log(self) -> Work[None]:
-        """See `LoggedRanges.looking`."""
-        return self._logged.looking()
-
     def _write(self, record: LogRecord) -> None:
-        self._logged.write(record)
+        self.logged.write(record)
 
     def _send(self, peer: NodeId, record: LogRecord) -> None:
         link = self._links.find(peer)
@@ -259,7 +254,7 @@ class ReplicatedRanges:
 
     @decides
     def _written(self, written: Written) -> None:
-        self.release(self._logged.written(written.numbers))
+        self.release(self.logged.written(written.numbers))
         self.log_has_space()
 
     def _encoding(self, record: LogRecord) -> Work[None]:

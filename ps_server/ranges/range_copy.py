@@ -106,8 +106,7 @@ class ShardCopy:
         """Apply a delta.
 
         Raises:
-            InvalidKeys: it is of a worker or a block that is not known here; the copy is of no use
-                from then on.
+            InvalidKeys: its worker or block is not known here; the copy is of no use from then on.
         """
         self.facts = delta.facts
         for facts in delta.workers:

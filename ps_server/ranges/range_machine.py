@@ -1,5 +1,4 @@
-"""The range machine: one table in one range, from an entry's arrival to its outcome (SEMANTICS
-S2-S6).
+"""The range machine: a table in a range, from an entry's arrival to its outcome (SEMANTICS S2-S6).
 
     arrive -> [INVALID | REFUSED | held] -> sealed -> in effect -> accumulated -> recorded -> ended
 

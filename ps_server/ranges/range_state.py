@@ -246,8 +246,7 @@ class RangeState:
 
     def slowest_clock(self) -> int:
         """The clock up to which everything is decided for each worker that has not left; if all
-        have left, the highest of theirs. A worker that was never heard of has done what formed
-        without it.
+        have left, the highest of theirs. One never heard of has done what formed without it.
         """
         workers = [self.by_rank.get(rank) for rank in self.ranks]
         clocks = [

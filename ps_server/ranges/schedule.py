@@ -1,5 +1,4 @@
-"""The schedule of a table's settings by clock, and the clock beyond which all must wait (SEMANTICS
-S6, S10).
+"""A table's settings by clock, and the clock beyond which all must wait (SEMANTICS S6, S10).
 
     decided   --proposed-->   prepared: nothing beyond `hold_point` takes effect here
     prepared  --committed-->  decided, with another setting from some clock on

@@ -104,8 +104,9 @@ class ServerMachine:
         self._tables: dict[TableId, Table] = {}
         self._is_open = False  # true if the view has a proposed change
         self._staging: dict[TableId, TableStaging] = {}
-        self._shards: dict[tuple[TableId, RangeId], RangeMachine] = {}
-        self._suspended: dict[tuple[TableId, RangeId], RangeMachine] = {}
+        self.shards: dict[tuple[TableId, RangeId], RangeMachine] = {}
+        # Of ranges that another server is primary of, and that may come back.
+        self.suspended: dict[tuple[TableId, RangeId], RangeMachine] = {}
         self._adopted: dict[tuple[TableId, RangeId], tuple[ShardCopy, float]] = {}
         self._waiting: dict[int, RangeMachine] = {}
         self._timed: dict[RangeMachine, None] = {}  # in order, so that a run can be repeated
@@ -143,7 +144,7 @@ class ServerMachine:
         for table in view.tables:
             yield
             for range_id, blocks in table.blocks_by_range(len(view.ranges)).items():
-                if range_id in self._epochs and (table.table_id, range_id) not in self._shards:
+                if range_id in self._epochs and (table.table_id, range_id) not in self.shards:
                     added.append(self._add_shard(table, range_id, blocks))
         self._ready.clear()
         return added
@@ -154,7 +155,7 @@ class ServerMachine:
 
     def removing(self, table_ids: Collection[TableId]) -> Work[list[Effect]]:
         """Remove tables that the next view lacks (SM-7), and refuse pulls that wait for them."""
-        gone = {**self._shards, **self._suspended}
+        gone = {**self.shards, **self.suspended}
         gone = {place: shard for place, shard in gone.items() if place[0] in table_ids}
         shards = set(gone.values())
         effects = self._refuse_pulls_of(
@@ -163,8 +164,8 @@ class ServerMachine:
         for place, shard in gone.items():
             self._past_resent_count += shard.resent_count
             self._timed.pop(shard, None)
-            self._shards.pop(place, None)
-            self._suspended.pop(place, None)
+            self.shards.pop(place, None)
+            self.suspended.pop(place, None)
             yield
         self._new_shards = [shard for shard in self._new_shards if shard not in shards]
         self._adopted = {p: copy for p, copy in self._adopted.items() if p[0] not in table_ids}
@@ -180,8 +181,8 @@ class ServerMachine:
     def giving_up(self, range_ids: Collection[RangeId]) -> Work[list[Effect]]:
         """Give up ranges with another primary, which gets later entries; refuse their pulls."""
         effects = yield from self.suspending(range_ids)
-        for place in [place for place in self._suspended if place[1] in range_ids]:
-            shard = self._suspended.pop(place)
+        for place in [place for place in self.suspended if place[1] in range_ids]:
+            shard = self.suspended.pop(place)
             self._past_resent_count += shard.resent_count
             self._staging[place[0]].remove(shard)
             yield
@@ -192,8 +193,8 @@ class ServerMachine:
         stay as they are. Their pulls are refused.
         """
         shards: set[RangeMachine] = set()
-        for place in [place for place in self._shards if place[1] in range_ids]:
-            shard = self._suspended[place] = self._shards.pop(place)
+        for place in [place for place in self.shards if place[1] in range_ids]:
+            shard = self.suspended[place] = self.shards.pop(place)
             shards.add(shard)
             self._timed.pop(shard, None)
             yield
@@ -218,8 +219,8 @@ class ServerMachine:
         """Resume a suspended range before the view that makes this server its primary again: its
         shards are told which workers ended meanwhile.
         """
-        for place in [place for place in self._suspended if place[1] == range_id]:
-            shard = self._shards[place] = self._suspended.pop(place)
+        for place in [place for place in self.suspended if place[1] == range_id]:
+            shard = self.shards[place] = self.suspended.pop(place)
             self._new_shards.append(shard)
             self._timed[shard] = None
 
@@ -232,7 +233,7 @@ class ServerMachine:
         if adopted is not None:
             restore(adopted[0], shard.state, adopted[1])
         staging.add(shard)
-        self._shards[table.table_id, range_id] = shard
+        self.shards[table.table_id, range_id] = shard
         self._new_shards.append(shard)
         return ShardAdded(table, range_id, blocks)
 
@@ -251,7 +252,7 @@ class ServerMachine:
             if node.incarnation in self._ended:
                 continue
             self._ended[node.incarnation] = node
-            for shard in self._shards.values():
+            for shard in self.shards.values():
                 if node.run == shard.state.table.run:  # SM-6
                     effects += shard.ended(node, now_s)
                 yield
@@ -266,7 +267,7 @@ class ServerMachine:
     def observing_changes(self, now_s: float) -> Work[list[Effect]]:
         """Observe the newest view's changes of tables; called again when shards were added."""
         effects: list[Effect] = []
-        for (table_id, range_id), shard in self._shards.items():
+        for (table_id, range_id), shard in self.shards.items():
             table = self._tables[table_id]
             decides = range_id == table.deciding_range(self.total_range_count)
             effects += shard.observe(table, now_s, decides=decides)
@@ -286,7 +287,7 @@ class ServerMachine:
         if not self._is_open:
             return ()
         held: dict[TableId, int] = {}
-        for (table_id, _), shard in self._shards.items():
+        for (table_id, _), shard in self.shards.items():
             clock = shard.state.schedule.hold_point
             if clock is not None:
                 held[table_id] = max(clock, held.get(table_id, 0))
@@ -304,7 +305,7 @@ class ServerMachine:
     def _deciding(self, table_id: TableId) -> RangeMachine | None:
         """The shard that decides the table's changes, if it is here."""
         range_id = self._tables[table_id].deciding_range(self.total_range_count)
-        return self._shards.get((table_id, range_id))
+        return self.shards.get((table_id, range_id))
 
     def _outcomes(self) -> dict[TableId, PreparedChange]:
         """Outcomes that shards here have decided of the newest view's proposed changes."""
@@ -314,7 +315,7 @@ class ServerMachine:
                 continue
             shard, number = self._deciding(table_id), table.proposed.number
             if table.proposed.checkpoint:  # any range may give up a cut
-                here = (p for (owner, _), p in self._shards.items() if owner == table_id)
+                here = (p for (owner, _), p in self.shards.items() if owner == table_id)
                 shard = next((p for p in here if p.state.schedule.settled(number)), None)
             settled = None if shard is None else shard.state.schedule.settled(number)
             if settled is not None:
@@ -325,7 +326,7 @@ class ServerMachine:
     def go_on_alone(self, now_s: float) -> list[Effect]:
         """Give up the proposed changes that are undecided here: the scheduler is silent."""
         effects: list[Effect] = []
-        for (table_id, range_id), shard in self._shards.items():
+        for (table_id, range_id), shard in self.shards.items():
             schedule, table = shard.state.schedule, self._tables[table_id]
             is_freed = schedule.give_up_cut()
             if schedule.held_for and range_id == table.deciding_range(self.total_range_count):
@@ -338,7 +339,7 @@ class ServerMachine:
     def doubts(self) -> tuple[Doubt, ...]:
         """Undecided changes that hold steps here, and may be decided elsewhere."""
         found: dict[TableId, Doubt] = {}
-        for (table_id, _), shard in self._shards.items():
+        for (table_id, _), shard in self.shards.items():
             number = shard.state.schedule.held_for
             decided_by = self._primaries.get(
                 self._tables[table_id].deciding_range(self.total_range_count)
@@ -384,7 +385,7 @@ class ServerMachine:
         """Take the outcome of a change from the deciding range."""
         effects: list[Effect] = []
         change = self._tables[doubt.table_id].proposed
-        for (table_id, _), shard in self._shards.items():
+        for (table_id, _), shard in self.shards.items():
             is_held = table_id == doubt.table_id and shard.state.schedule.held_for == doubt.number
             if is_held and change is not None and change.number == doubt.number:
                 effects += shard.settled(change, settled, now_s)
@@ -393,7 +394,7 @@ class ServerMachine:
     def _credited(self, effects: list[Effect]) -> list[Effect]:
         for staging in self._staging.values():
             staging.credits(effects)
-        self._note_times(self._shards.values())
+        self._note_times(self.shards.values())
         return effects
 
     def _check_not_ended(self, incarnation: Incarnation | None) -> None:
@@ -445,7 +446,7 @@ class ServerMachine:
                 f"range {place.range_id} is at assignment_epoch {assignment_epoch}; "
                 f"got {place.assignment_epoch}"
             )
-        shard = self._shards.get((place.table_id, place.range_id))
+        shard = self.shards.get((place.table_id, place.range_id))
         if shard is None:
             raise InvalidKeys(f"range {place.range_id} holds no block of table '{table.spec.name}'")
         return shard
@@ -482,7 +483,7 @@ class ServerMachine:
         )
 
     def reduced(self, record: Record, squares: tuple[float, ...]) -> list[Effect]:
-        return self._shards[record.table_id, record.range_id].reduced(record, squares)
+        return self.shards[record.table_id, record.range_id].reduced(record, squares)
 
     def failed(self, record: Record, error: UpdateFailed, rest: Sequence[Effect]) -> list[Effect]:
         """Fail the table of a record whose update could not be computed (SM-4). Meanwhile entries
@@ -501,7 +502,7 @@ class ServerMachine:
         later = [effect.record for effect in rest if isinstance(effect, Apply | AssignValues)]
         lost = [record, *(each for each in later if each.table_id == table_id)]
         for each in lost:
-            self._shards[table_id, each.range_id].overturn(each, error)
+            self.shards[table_id, each.range_id].overturn(each, error)
         out = list(_instead(rest, lost, error))
         for shard in self._shards_of(table_id):
             out += shard.fail(error)
@@ -511,9 +512,9 @@ class ServerMachine:
     def loaded(
         self, place: tuple[TableId, RangeId], versions: Mapping[int, int], now_s: float
     ) -> list[Effect]:
-        effects = self._shards[place].loaded(versions, now_s)
+        effects = self.shards[place].loaded(versions, now_s)
         self._staging[place[0]].credits(effects)
-        self._note_times([self._shards[place]])
+        self._note_times([self.shards[place]])
         return effects
 
     def refuse_table(self, table_id: TableId, error: UpdateFailed) -> list[Effect]:
@@ -544,8 +545,7 @@ class ServerMachine:
         return effects
 
     def begin_cut(self, table_id: TableId, cut_id: CutId, deadline_s: float) -> int:
-        """Hold every range of the table here at the returned clock until each has answered the
-        reader.
+        """Hold the table's ranges here at the returned clock until each has answered the reader.
 
         Raises:
             TableNotFound: there is no such table.
@@ -569,16 +569,16 @@ class ServerMachine:
         self, key: tuple[TableId, RangeId], number: int, clock: int, deadline_s: float
     ) -> None:
         """Hold a range at `clock` until it is `copied` for a checkpoint."""
-        shard = self._shards[key]
+        shard = self.shards[key]
         shard.state.schedule.hold(copies_cut(number), clock, deadline_s)
         self._timed[shard] = None
 
     def copied(self, key: tuple[TableId, RangeId], number: int, now_s: float) -> list[Effect]:
         """Release a range, if it is still here, that was held for a checkpoint's copies."""
-        shard = self._shards.get(key)
+        shard = self.shards.get(key)
         if shard is None:
-            if key in self._suspended:  # its steps go on when the range does
-                self._suspended[key].state.schedule.end_cut(copies_cut(number))
+            if key in self.suspended:  # its steps go on when the range does
+                self.suspended[key].state.schedule.end_cut(copies_cut(number))
             return []
         effects = shard.end_cut(copies_cut(number), now_s)
         self._staging[key[0]].credits(effects)
@@ -586,7 +586,7 @@ class ServerMachine:
 
     def _shards_of(self, table_id: TableId) -> list[RangeMachine]:
         table = self.table(table_id)
-        shards = [shard for (owner, _), shard in self._shards.items() if owner == table_id]
+        shards = [shard for (owner, _), shard in self.shards.items() if owner == table_id]
         if not shards:
             raise NotOwner(f"server {self._node_id} serves nothing of table '{table.spec.name}'")
         return shards
@@ -615,7 +615,7 @@ class ServerMachine:
         return effects
 
     def _noting_times(self) -> Work[None]:
-        for shard in self._shards.values():
+        for shard in self.shards.values():
             self._note_times((shard,))
             yield
 
@@ -630,15 +630,6 @@ class ServerMachine:
         return min((time_s for time_s in times_s if time_s is not None), default=None)
 
     # --- views of the state
-
-    @property
-    def shards(self) -> dict[tuple[TableId, RangeId], RangeMachine]:
-        return self._shards
-
-    @property
-    def suspended(self) -> Mapping[tuple[TableId, RangeId], RangeMachine]:
-        """Shards of ranges that another server is primary of, and that may come back."""
-        return self._suspended
 
     def assignment_epoch(self, range_id: RangeId) -> AssignmentEpoch:
         """The epoch under which this server serves the range; 0 if it does not."""
@@ -656,13 +647,13 @@ class ServerMachine:
     @property
     def resent_count(self) -> int:
         """Entries that came again after their outcome, and were answered from ledgers."""
-        return self._past_resent_count + sum(shard.resent_count for shard in self._shards.values())
+        return self._past_resent_count + sum(shard.resent_count for shard in self.shards.values())
 
     def peer_version(
         self, place: tuple[TableId, RangeId], incarnation: Incarnation | None, block: int
     ) -> int:
         """The updates of the block in which the incarnation took no part."""
-        return self._shards[place].state.peer_version(incarnation, block)
+        return self.shards[place].state.peer_version(incarnation, block)
 
 
 def _instead(

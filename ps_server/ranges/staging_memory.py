@@ -1,5 +1,4 @@
-"""Staging memory of one table on one server: which step may stage, and which must give way
-(SEMANTICS S3).
+"""Staging memory of a table on a server: which step may stage, which must give way (SEMANTICS S3).
 
 Rules:
     - A step is staged until it is added to a sum; then the sum counts, until its update is applied.

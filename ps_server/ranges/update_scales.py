@@ -4,8 +4,7 @@
                                              --nobody left to say it--> dropped
 
 The norm is that of the whole model, which lies in many ranges. Each worker finds the same scale
-from the squares of all ranges, and says it to all of them. The first to say it counts; the others
-must agree.
+from the squares of all ranges, and says it to all of them. The first counts; the others must agree.
 
 Invariants:
     US-1  An update is applied once, by one scale, or dropped.

@@ -7,8 +7,7 @@ their order, until every in-sync backup has it. So nobody saw what a failover ta
 
 Rules:
     - Records are numbered from 1 without gap, over all tables of the range.
-    - The right to serve comes from the backups: the primary releases nothing unless it holds the
-      `lease`.
+    - The right to serve comes from the backups: the primary releases nothing without the `lease`.
     - A promoted primary has as candidates the former primary and its other backups, which may be a
       record behind or ahead, and be made primary in its place. While there are any it releases
       nothing; it asks the scheduler to leave them out, and they join anew.

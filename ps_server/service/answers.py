@@ -6,8 +6,7 @@ Rules:
     - Answers to pulls are bounded for the whole server: one beyond the bound waits for others.
     - A call that reads nothing for a while is cut when others wait, the slowest first.
     - An answer has all of its blocks as of its decision. It is made piece by piece, since a range
-      may have thousands; a block that is about to change before its turn is copied first
-      (`Shards`).
+      may have thousands; a block about to change before its turn is copied first (`Shards`).
     - Waits are counted by worker, for tables whose staleness bound moves. Time in which several
       pulls of a worker are parked counts once.
     - A pull first waits for its worker's own step. So it waits for others only from when the worker

@@ -172,9 +172,7 @@ class ParameterNode:
         self.replicas: ReplicatedRanges | None = None
         self.on_cut_answered: Callable[[AnswerPull | RefusePull], None] = _nothing
         self._updated_s = -math.inf
-        self._ended = {
-            outcome: metrics.entries.labels(outcome=outcome.value) for outcome in Outcome
-        }
+        self._ended = {each: metrics.entries.labels(outcome=each.value) for each in Outcome}
         self._streams: dict[int, PushStream] = {}
         self._streams_of: dict[Incarnation, list[PushStream]] = {}
         self._reads: dict[int, RangeRead] = {}
@@ -195,7 +193,7 @@ class ParameterNode:
             self.session, self.machine, self.shards, setting, self.now, update_log
         )
         replicas.release = self._release
-        replicas.log_has_space = lambda: self.works.begin(replicas.looking_at_log())
+        replicas.log_has_space = lambda: self.works.begin(replicas.logged.looking())
         replicas.health = self.health
         return replicas
 

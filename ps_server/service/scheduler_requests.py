@@ -1,5 +1,4 @@
-"""Messages of a server to the scheduler: prepared changes, requests for backups of its ranges, and
-its departure.
+"""Messages of a server to the scheduler: prepared changes, requests for backups, and its departure.
 
 Rules:
     - A prepared change is sent until the scheduler has it, or the change is no longer open.

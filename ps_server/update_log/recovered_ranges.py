@@ -86,9 +86,7 @@ class _LogReplay:
             return
         self._tables[table.table_id] = table
         by_range = self._blocks[table.table_id] = table.blocks_by_range(self._range_count)
-        parts = [
-            ShardAdded(table, r, blocks) for r, blocks in by_range.items() if r in self._starts
-        ]
+        parts = [ShardAdded(table, r, held) for r, held in by_range.items() if r in self._starts]
         if parts:
             self._shards.add(parts)
 

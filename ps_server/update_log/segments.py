@@ -7,8 +7,7 @@ Rules:
       model would begin segments without end. The oldest segments go when the log is above its bound
       and every range begins in a later one.
     - A range that begins in an older segment lags, until a snapshot of it is on its way.
-    - Frames are written in the order in which they are appended, so a count says which beginnings
-      are written.
+    - Frames are written in the order in which they are appended, so a count says which are written.
 
 Invariants:
     SEG-1  A segment in which a whole range begins is not let go, nor is any later one.

@@ -11,8 +11,7 @@ a range may change before it is written only if its copies fit in memory (S10).
 Rules:
     - A range is captured in the stretch in which its cut was answered: between two updates.
     - Copies that open ranges may still need count as taken: an open range always has space.
-    - Updates decided before a range is held may still be applied: their blocks are copied beyond
-      the quota.
+    - Updates decided before a range is held may still be applied, and copied beyond the quota.
 
 Invariants:
     CW-1  Each block of a captured range is handed over once, as it was when the range was captured.

@@ -16,8 +16,7 @@ Rules:
     - Delay compensation: the running mean of the adaptive form covers the accumulated steps, in
       their order. It goes with the accumulator, and becomes the block's with the update: a sum that
       is dropped is in no mean that is copied, saved or sent.
-    - ASSIGN: the reduced contribution replaces the values of the present tensors. ADD: it is added
-      to them.
+    - ASSIGN: the reduced contribution replaces present tensors' values. ADD: it is added to them.
 
 Invariants:
     STO-1  A contribution is accumulated at most once: its memory becomes the accumulator's.
@@ -99,8 +98,7 @@ class ShardStore:
 
     Args:
         pool: working memory; one pool may serve all stores of a server. None means its own.
-        home: the memory that a block's values live in: zeros, of its padded length. None means the
-            store's own.
+        home: the memory of a block's values: zeros, of its padded length. None: the store's own.
         update: CUSTOM: what the table's optimizer names.
         ready: the blocks as they begin, ascending, where they have been made before, in `home`.
 
@@ -122,7 +120,7 @@ class ShardStore:
         ready: Mapping[int, ReadyBlock] | None = None,
     ) -> None:
         spec = table.spec
-        self._table = table
+        self.table = table
         self._name = spec.name
         self._pool = pool or BufferPool()
         self._dtype = arithmetic_dtype(table)
@@ -192,7 +190,7 @@ class ShardStore:
             contributions.head(target, state.length).copy_(source)
             source = target
         part = Contribution(block, state.length, source, present, state.bounds, is_owned)
-        if not self._table.spec.allow_non_finite:
+        if not self.table.spec.allow_non_finite:
             self._check_finite(part)
         return part
 
@@ -417,7 +415,7 @@ class ShardStore:
         means: dict[int, Contribution] = {}
         for found, elements in ((parts, sent.blocks), (means, sent.means)):
             for each in elements:
-                found[each.block] = received(self._table, self._state(each.block), each)
+                found[each.block] = received(self.table, self._state(each.block), each)
                 yield
         if len(parts) != len(sent.blocks) or len(means) != len(sent.means):
             raise InvalidKeys(f"a sum of table '{self._name}' has a block twice")
@@ -538,13 +536,13 @@ class ShardStore:
         """
         self._check_parts(parts)
         if array:
-            check_array(self._table, array)
+            check_array(self.table, array)
         self.lineage = object()
         for block, part in parts:
             state = self._states[block]
             if array:
                 before = state.state_bytes
-                assign_array(state, self._table.spec.optimizer, (array, edit), part)
+                assign_array(state, self.table.spec.optimizer, (array, edit), part)
                 self._block_bytes += state.state_bytes - before
             else:
                 contributions.copy_present(part, state.values)
@@ -553,8 +551,8 @@ class ShardStore:
     def read_array(self, block: int, array: str) -> bytes:
         """A block's elements of an array of optimizer state; InvalidKeys if either is not here."""
         state = self._state(block)
-        check_array(self._table, array)
-        return read_array(state, self._table.spec.optimizer, array)
+        check_array(self.table, array)
+        return read_array(state, self.table.spec.optimizer, array)
 
     def read(
         self, block: int, codec: Codec | None, clock: int | None
@@ -563,8 +561,7 @@ class ShardStore:
 
         Args:
             codec: how to encode; None means the table's dtype. Values are rounded to nearest even.
-            clock: AGGREGATE: whose sum; None means the newest, 0 the initial values. Other tables
-                ignore it.
+            clock: AGGREGATE: whose sum; None: the newest, 0: the initial values. Others ignore it.
 
         Shapes:
             payload: in the table's own arithmetic a read-only view, which the next update
@@ -577,17 +574,13 @@ class ShardStore:
             InvalidConfig: the sum of `clock` is not kept.
         """
         state = self._state(block)
-        codec = NATIVE_CODEC[self._table.spec.dtype] if codec is None else codec
+        codec = NATIVE_CODEC[self.table.spec.dtype] if codec is None else codec
         self._check_codec(codec)
         if not self._arithmetic.is_aggregate:
             if TORCH_DTYPE[codec] is self._dtype:
                 return self._payloads[block], b""
             return encoded(state.values, state.length, codec, self._pool), b""
         return self._sums.read(state, block, codec, clock)
-
-    @property
-    def table(self) -> Table:
-        return self._table
 
     @property
     def blocks(self) -> Collection[int]:
@@ -603,14 +596,14 @@ class ShardStore:
         if state is None:
             raise InvalidKeys(
                 f"block {block} of table '{self._name}' is not in this range; "
-                f"it holds {len(self._states)} of the table's {self._table.block_count} blocks"
+                f"it holds {len(self._states)} of the table's {self.table.block_count} blocks"
             )
         return state
 
     def _check_codec(self, codec: Codec) -> None:
         if codec is Codec.FP64 and self._dtype is not torch.float64:
             raise InvalidTensor(
-                f"codec fp64 with table '{self._name}' of {self._table.spec.dtype.value}; "
+                f"codec fp64 with table '{self._name}' of {self.table.spec.dtype.value}; "
                 "expected fp32, fp16 or bf16"
             )
 
@@ -619,9 +612,9 @@ class ShardStore:
         if broken is None:
             return
         contributions.release(part, self._pool)
-        segment = self._table.segments(part.block)[broken]
+        segment = self.table.segments(part.block)[broken]
         raise InvalidTensor(
-            f"non-finite gradient in tensor '{self._table.spec.tensors[segment.tensor].name}' of "
+            f"non-finite gradient in tensor '{self.table.spec.tensors[segment.tensor].name}' of "
             f"table '{self._name}' (block {part.block}); expected finite values"
         )
 

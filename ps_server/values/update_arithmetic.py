@@ -54,8 +54,7 @@ class Accumulator:
 
     Attributes:
         is_reduced: they are averaged already, and only a scale is missing.
-        means: the running means of delay compensation with the update in them, of the blocks that
-            have one.
+        means: running means of delay compensation, this update in them, of blocks that have one.
     """
 
     parts: dict[int, Contribution] = field(default_factory=dict)

@@ -30,9 +30,7 @@ ItemT = TypeVar("ItemT")
 
 Ended = tuple[Incarnation, int, Ending]
 
-_OUTCOMES = {
-    outcome: parameters_pb2.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome
-}
+_OUTCOMES = {each: parameters_pb2.Outcome.Value(f"OUTCOME_{each.name}") for each in Outcome}
 _PLAIN = {number: Ending(outcome) for outcome, number in _OUTCOMES.items()}
 """Endings without an error or a value, by number."""
 

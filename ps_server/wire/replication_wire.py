@@ -1,8 +1,7 @@
 """Messages between a primary and its backups, to `pushpull.v1` and back.
 
 A record is written around its payloads as `ps_server.wire.parameter_wire` writes blocks: each is
-copied once, into the message, and read in place from a received message. The wire has ordinary
-protobuf.
+copied once, into the message, and read in place from a received one. The wire is ordinary protobuf.
 
 Rules:
     - A record has a message to itself, or several that follow each other if it is too long for one.

@@ -4,8 +4,7 @@ Rules:
     - Loading is all or nothing: every generator's state is tried on a spare one first.
     - A state has a generator for each CUDA device of its process; it loads into a process with at
       least as many, whose further devices keep their own.
-    - Generators without a name (numpy's `default_rng`, those of a loader's processes) are not
-      saved.
+    - Generators without a name (numpy's `default_rng`, a loader's processes') are not saved.
 """
 
 from __future__ import annotations

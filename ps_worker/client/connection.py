@@ -3,8 +3,7 @@
 Rules:
     - One background thread per process carries all gRPC; the caller's thread hands over and waits.
       Every wait has a deadline, and Ctrl-C interrupts it.
-    - A forked child cannot use its parent's client: each call there raises, and closing does
-      nothing.
+    - A forked child cannot use its parent's client: calls there raise, closing does nothing.
 """
 
 from __future__ import annotations

@@ -38,8 +38,7 @@ class StepLine:
 
     Attributes:
         clock: the highest clock of its tables.
-        compute_s: from the end of the last step to the call of `step`, emulated computation
-            included.
+        compute_s: from the last step's end to the call of `step`, emulated computation included.
         send_s: in `step`, until all gradients were handed over.
         commit_s: then until the servers had committed it. BSP: until all workers' steps were there.
         read_s: then until the parameters were here. SSP: until no worker was too far behind.

@@ -10,8 +10,7 @@ Rules:
     - Tensors without elements have a place and no bytes; a group without elements has no table.
 
 Invariants:
-    FL-1  Every parameter of a group is in exactly one layout, and offsets follow each other without
-          gap.
+    FL-1  Every parameter of a group is in exactly one layout, and offsets leave no gap.
 """
 
 from __future__ import annotations
@@ -82,9 +81,7 @@ class FlatLayout:
 
     def views(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """A table's flat values (1-D, contiguous), cut into tensors that share their memory."""
-        return tuple(
-            flat[entry.offset : entry.end].view(entry.tensor.shape) for entry in self.placed
-        )
+        return tuple(flat[one.offset : one.end].view(one.tensor.shape) for one in self.placed)
 
 
 def named_groups(parameters: Parameters, module: nn.Module | None = None) -> list[dict[str, Any]]:

@@ -20,8 +20,7 @@ from pushpull.v1 import parameters_pb2
 
 _ANNOUNCED_WITHIN_S = 10.0
 _ASKED_FOR_S = 2.0
-"""The host answers after this at the latest, with the workers that are missing, and is asked
-again."""
+"""The host answers after this at the latest, naming missing workers, and is asked again."""
 
 _GRACE_S = 1.0
 

@@ -1,8 +1,7 @@
 """The metrics of a worker process, and its ports: /metrics, /healthz, gRPC health, reflection.
 
 `pushpull worker` opens the ports; in any other process a client opens an HTTP port only on request
-(`connect(http_listen=...)`, or PUSHPULL_HTTP_LISTEN), because an imported library should not listen
-unasked.
+(`connect(http_listen=...)`, or PUSHPULL_HTTP_LISTEN), as no imported library should listen unasked.
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ _CALL_GRACE_S = 5.0
 """A call ends so much later than its request's deadline, to notice a paused server."""
 
 _LAST_GRACE_S = 1.0
-"""A call ends at most so much later than the caller's deadline: the last answer says who is
-missing."""
+"""A call ends at most so much after the caller's deadline: its last answer says who is missing."""
 
 _MAX_TORN_COUNT = 3
 """After so many answers whose values changed while they were copied, a pull takes bytes."""
@@ -484,9 +483,7 @@ class ConsistentPuller:
                 found = await asyncio.gather(
                     *(link.range_stats(order.table.table_id) for link in links)
                 )
-                return max(
-                    (stats.clock for response in found for stats in response.ranges), default=0
-                )
+                return max((stats.clock for answer in found for stats in answer.ranges), default=0)
             except PushpullError as error:
                 if not is_curable(error):
                     raise
@@ -516,9 +513,7 @@ class ConsistentPuller:
         """Suspend updates of tables beyond their clocks, `lasts_s` at most; gives the lowest clock
         to pull of each. If a server is not reached, the others keep the cut until `end_cut`.
         """
-        asked = [
-            (table.table_id, link) for table in tables for link in self._puller.links_of(table)
-        ]
+        asked = [(each.table_id, link) for each in tables for link in self._puller.links_of(each)]
         found = await asyncio.gather(
             *(link.begin_cut(table_id, cut, lasts_s) for table_id, link in asked)
         )

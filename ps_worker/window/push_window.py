@@ -9,8 +9,7 @@ so a resend carries identical bytes.
        +--- REFUSED ---+---- GIVEN_BACK ---+      (and: the connection broke, or no answer in time)
 
 Rules:
-    - Payload bytes sent and not yet answered stay within `window_bytes`; one entry may always be
-      sent.
+    - Payload bytes sent and not answered stay within `window_bytes`; one entry may always be sent.
     - After REFUSED or GIVEN_BACK no entry of that (server, table) is sent before CREDIT or the
       retry time.
     - The seals of a step are sent when each of its pushes is received or invalid on every server;

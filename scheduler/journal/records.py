@@ -231,9 +231,7 @@ def _read_ranges(bodies: Mapping[str, Any], settings: ClusterSettings, state: Cl
 def _read_tables(bodies: Mapping[str, Any], state: ClusterState) -> None:
     specs = dict(_numbered(bodies, "spec"))
     for table_id, body in _numbered(bodies, "table"):
-        fields = {
-            name: from_json(_TABLE_HINTS[name], value) for name, value in body["table"].items()
-        }
+        fields = {name: from_json(_TABLE_HINTS[name], one) for name, one in body["table"].items()}
         table = Table(spec=from_json(TableSpec, specs[table_id]), **fields)
         state.tables[table.key] = table
         if body["change_count"]:

@@ -9,8 +9,7 @@ Rules:
       returns a `Decision`. A method that raises has changed nothing.
     - A method with a `session` raises as `Cluster.caller`.
     - Each event changes the view number at most once, and only if the view changed.
-    - A replacement worker, or a late joiner, joins each table by a change of its own, while it is a
-      member.
+    - A replacement worker, or a late joiner, joins each table by a change of its own, as a member.
 
 Invariants:
     CL-1  Node ids, incarnations, table ids and ordinals are never given twice.

@@ -3,8 +3,7 @@
 A server that has values, and hears that the scheduler has another cluster, is no node of that
 cluster and keeps its values (SEMANTICS S10). It reports so, because only its own log would tell.
 
-Reports are only shown: no decision depends on them, because whoever has the join secret can send
-them.
+Reports are only shown: no decision depends on them, as whoever has the join secret can send them.
 """
 
 from __future__ import annotations

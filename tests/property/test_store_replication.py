@@ -107,14 +107,14 @@ def test_a_backup_has_the_running_mean_of_its_primary(data: st.DataObject) -> No
 
 
 def compensated(data: st.DataObject, store: ShardStore, clock: int, reader: Incarnation) -> None:
-    parts, _ = data.draw(worker_steps(store._table))
+    parts, _ = data.draw(worker_steps(store.table))
     decoded_parts = [decoded(store, part) for part in parts]
     store.accumulate(clock, decoded_parts, 1.0, Compensation(reader, 0.5, adaptive=True))
 
 
 def check_goes_on_alike(data: st.DataObject, clock: int, *stores: ShardStore) -> None:
     """Whoever serves next, the gradients are corrected alike."""
-    parts, _ = data.draw(worker_steps(stores[0]._table))
+    parts, _ = data.draw(worker_steps(stores[0].table))
     for store in stores:
         for block in store.blocks:
             store.keep(READERS[1], block)
@@ -151,7 +151,7 @@ def train_a_copy(
     data: st.DataObject, copy: StoreCopy, first: ShardStore, other: ShardStore, clock: int
 ) -> None:
     """The store goes on while its copy is on its way; the restored one does the same later."""
-    steps = data.draw(st.lists(worker_steps(first._table), max_size=4))
+    steps = data.draw(st.lists(worker_steps(first.table), max_size=4))
     scale = data.draw(st.sampled_from([1.0, 0.375]))
     for store in (first, other):
         if store is other:
@@ -164,7 +164,7 @@ def train_a_copy(
 
 
 def accumulate(data: st.DataObject, store: ShardStore, clock: int) -> None:
-    parts, scale = data.draw(worker_steps(store._table))
+    parts, scale = data.draw(worker_steps(store.table))
     store.accumulate(clock, [decoded(store, part) for part in parts], scale)
 
 

@@ -108,8 +108,8 @@ _ONE_TABLE = (
         "the highest sequence instead of a ledger",
         "S2",
         _LEDGER,
-        "return 0 < sequence <= self._low_water or sequence in self._endings",
-        "return 0 < sequence <= max(self._endings, default=self._low_water)",
+        "return 0 < sequence <= self.low_water or sequence in self._endings",
+        "return 0 < sequence <= max(self._endings, default=self.low_water)",
         _STEPS,
     ),
     Mutant(

@@ -16,9 +16,9 @@ RUN_SEPARATION_MUTANTS = (
         "the end of a worker reaches the tables of other runs",
         "S19",
         _SERVER,
-        "            for shard in self._shards.values():\n"
+        "            for shard in self.shards.values():\n"
         "                if node.run == shard.state.table.run:  # SM-6\n",
-        "            for shard in self._shards.values():\n                if True:\n",
+        "            for shard in self.shards.values():\n                if True:\n",
         _RUNS,
     ),
     Mutant(

@@ -23,8 +23,9 @@ from ps_core.errors import InvalidConfig
 
 def step(ended_s: float, staleness: int = 0, **changed: float) -> StepEntry:
     given = {"compute_s": 0.5, "send_s": 0.1, "commit_s": 0.3, "read_s": 0.1, **changed}
-    ended = {"staleness": staleness, "rejected": 2, "discarded": True, "applied": False}
-    return StepEntry(clock=1, ended_s=ended_s, **ended, **given)
+    return StepEntry(
+        ended_s=ended_s, staleness=staleness, rejected=2, discarded=True, applied=False, **given
+    )
 
 
 def worker(rank: int, steps: tuple[StepEntry, ...], **quality: float) -> WorkerRecord:

@@ -16,6 +16,7 @@ from ps_cli.train.exit_rules import (
     RunEnd,
     Verdict,
 )
+from ps_runtime.launch.cluster_shape import NO_UPDATE_LOG, ClusterShape, UpdateLogPlan
 from ps_runtime.launch.launcher import RoleCommand, RoleExit
 
 KILLED = -9
@@ -40,6 +41,18 @@ def scheduler(returncode: int = KILLED, *, was_ready: bool = True) -> RoleExit:
     return ended("scheduler", None, returncode, was_ready=was_ready)
 
 
+def rules_of(
+    worker_count: int,
+    replica_count: int = 1,
+    max_restarts: int | None = None,
+    *,
+    has_update_log: bool = False,
+) -> ExitRules:
+    log = UpdateLogPlan("logs") if has_update_log else NO_UPDATE_LOG
+    shape = ClusterShape(3, worker_count, replica_count=replica_count, update_log=log)
+    return ExitRules(shape, max_restarts)
+
+
 def judged(rules: ExitRules, ran_s: float = 1.0) -> Verdict:
     """What the end of a server with a log means that had served, and ran for so long."""
     return rules.judge(replace(server(), ran_s=ran_s), 0)
@@ -50,14 +63,14 @@ def message_of(verdict: Verdict) -> str:
 
 
 def test_the_run_ends_well_when_all_workers_have_finished() -> None:
-    rules = ExitRules(worker_count=2)
+    rules = rules_of(worker_count=2)
     assert rules.judge(worker(1, 0), 1) == GoOn()
     assert rules.judge(worker(0, 0), 1) == RunEnd(0)
 
 
 @pytest.mark.parametrize("who", [worker(), server(), scheduler(was_ready=False)])
 def test_a_dead_role_ends_the_run_with_its_last_lines(who: RoleExit) -> None:
-    verdict = ExitRules(worker_count=2).judge(who, 1)
+    verdict = rules_of(worker_count=2).judge(who, 1)
     assert isinstance(verdict, RunEnd)
     assert verdict.exit_code == 1
     head, last = verdict.message.split("\n")
@@ -67,7 +80,7 @@ def test_a_dead_role_ends_the_run_with_its_last_lines(who: RoleExit) -> None:
 
 
 def test_a_dead_scheduler_is_started_again_and_costs_nobody_a_restart() -> None:
-    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=1)
+    rules = rules_of(worker_count=2, replica_count=2, max_restarts=1)
     for number in range(1, SCHEDULER_RESTARTS + 1):
         again = rules.judge(replace(scheduler(), ran_s=STEADY_S), 2)
         assert again == RestartRole(
@@ -79,7 +92,7 @@ def test_a_dead_scheduler_is_started_again_and_costs_nobody_a_restart() -> None:
 
 
 def test_a_scheduler_that_dies_again_before_it_serves_is_started_again_later() -> None:
-    rules = ExitRules(worker_count=2)
+    rules = rules_of(worker_count=2)
     assert isinstance(rules.judge(scheduler(), 2), RestartRole)
     again = rules.judge(scheduler(returncode=1, was_ready=False), 2)
     assert isinstance(again, RestartRole)
@@ -89,13 +102,13 @@ def test_a_scheduler_that_dies_again_before_it_serves_is_started_again_later() -
 
 
 def test_a_dead_server_without_replicas_ends_the_run_whatever_restarts_are_left() -> None:
-    verdict = ExitRules(worker_count=2, max_restarts=5).judge(server(), 3)
+    verdict = rules_of(worker_count=2, max_restarts=5).judge(server(), 3)
     assert isinstance(verdict, RunEnd)
     assert "the run cannot go on: its values are lost" in verdict.message
 
 
 def test_a_dead_server_with_replicas_is_told_in_a_line_and_the_run_goes_on() -> None:
-    rules = ExitRules(worker_count=2, replica_count=2)
+    rules = rules_of(worker_count=2, replica_count=2)
     assert rules.judge(server(1), 2) == GoOn(
         f"server 1 ({ADDRESS}) was killed by SIGKILL; its ranges go on at their backups"
     )
@@ -108,7 +121,7 @@ def test_a_dead_server_with_replicas_is_told_in_a_line_and_the_run_goes_on() -> 
 
 
 def test_a_server_with_an_update_log_is_started_again_so_often_and_later_each_time() -> None:
-    rules = ExitRules(worker_count=2, has_update_log=True)
+    rules = rules_of(worker_count=2, has_update_log=True)
     first = rules.judge(server(), 0)
     assert first == RestartRole(
         f"server 1 ({ADDRESS}) was killed by SIGKILL; it goes on from its update log, and "
@@ -127,13 +140,13 @@ def test_a_server_with_an_update_log_is_started_again_so_often_and_later_each_ti
 
 
 def test_with_backups_one_that_cannot_come_back_from_its_log_leaves_the_others_alone() -> None:
-    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=0, has_update_log=True)
+    rules = rules_of(worker_count=2, replica_count=2, max_restarts=0, has_update_log=True)
     assert isinstance(rules.judge(server(), 1), GoOn)
     assert isinstance(rules.judge(server(2), 0), RunEnd)
 
 
 def test_a_pause_has_a_bound_and_ends_with_a_role_that_ran_for_long() -> None:
-    rules = ExitRules(worker_count=2, max_restarts=20, has_update_log=True)
+    rules = rules_of(worker_count=2, max_restarts=20, has_update_log=True)
     pauses = [again.after_s for _ in range(9) if isinstance(again := judged(rules), RestartRole)]
     assert pauses == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
     steady = judged(rules, ran_s=STEADY_S)
@@ -143,7 +156,7 @@ def test_a_pause_has_a_bound_and_ends_with_a_role_that_ran_for_long() -> None:
 
 
 def test_what_was_refused_is_not_tried_again() -> None:
-    rules = ExitRules(worker_count=2, max_restarts=5, has_update_log=True)
+    rules = rules_of(worker_count=2, max_restarts=5, has_update_log=True)
     verdict = rules.judge(server(returncode=2, was_ready=False), 0)
     assert isinstance(verdict, RunEnd)
     assert verdict.message.startswith("server 1 ended with exit code 2 before it served")
@@ -151,7 +164,7 @@ def test_what_was_refused_is_not_tried_again() -> None:
 
 def test_the_reason_is_told_with_each_restart_and_at_the_end() -> None:
     why = '2026-01-31T12:00:00.123Z error server event=failed error=X message="the disk is full"'
-    rules = ExitRules(worker_count=2, max_restarts=1, has_update_log=True)
+    rules = rules_of(worker_count=2, max_restarts=1, has_update_log=True)
     full = replace(server(returncode=1), recent_lines=(why, "and a last line"))
     assert rules.judge(full, 0) == RestartRole(
         f"server 1 ({ADDRESS}) ended with exit code 1 (the disk is full); it goes on from its "
@@ -159,16 +172,16 @@ def test_the_reason_is_told_with_each_restart_and_at_the_end() -> None:
     )
     assert message_of(rules.judge(full, 0)).endswith("; it said: the disk is full")
     killed = replace(full, returncode=KILLED)
-    assert "the disk is full" not in message_of(ExitRules(2).judge(killed, 1)).splitlines()[0]
+    assert "the disk is full" not in message_of(rules_of(2).judge(killed, 1)).splitlines()[0]
 
 
 def test_the_last_server_is_not_started_again_on_nothing() -> None:
-    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=5)
+    rules = rules_of(worker_count=2, replica_count=2, max_restarts=5)
     assert isinstance(rules.judge(server(), 0), RunEnd)
 
 
 def test_dead_roles_are_started_again_as_often_as_may_be_all_in_all() -> None:
-    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=2)
+    rules = rules_of(worker_count=2, replica_count=2, max_restarts=2)
     first, second = rules.judge(server(1), 1), rules.judge(worker(0, 3), 2)
     assert first == RestartRole(
         f"server 1 ({ADDRESS}) was killed by SIGKILL; its ranges go on at their backups, and "
@@ -185,7 +198,7 @@ def test_dead_roles_are_started_again_as_often_as_may_be_all_in_all() -> None:
 
 
 def test_a_worker_that_was_started_again_and_finishes_counts_once() -> None:
-    rules = ExitRules(worker_count=2, max_restarts=1)
+    rules = rules_of(worker_count=2, max_restarts=1)
     assert isinstance(rules.judge(worker(0), 1), RestartRole)
     assert rules.judge(worker(0, 0), 1) == GoOn()
     assert rules.judge(worker(1, 0), 1) == RunEnd(0)
@@ -195,11 +208,11 @@ def test_a_worker_that_was_started_again_and_finishes_counts_once() -> None:
 def test_a_server_that_never_served_is_a_cluster_that_did_not_come_to_be(
     replica_count: int,
 ) -> None:
-    rules = ExitRules(worker_count=2, replica_count=replica_count)
+    rules = rules_of(worker_count=2, replica_count=replica_count)
     verdict = rules.judge(server(returncode=1, was_ready=False), 1)
     assert isinstance(verdict, RunEnd)
     assert verdict.message.startswith("server 1 ended with exit code 1 before it served")
-    patient = ExitRules(worker_count=2, replica_count=replica_count, max_restarts=1)
+    patient = rules_of(worker_count=2, replica_count=replica_count, max_restarts=1)
     again = patient.judge(server(returncode=1, was_ready=False), 0)
     assert isinstance(again, RestartRole)
     assert again.message.endswith("exit code 1; it is started again (restart 1 of 1)")
@@ -207,7 +220,7 @@ def test_a_server_that_never_served_is_a_cluster_that_did_not_come_to_be(
 
 
 def test_one_that_cannot_come_back_leaves_the_others_alone() -> None:
-    rules = ExitRules(worker_count=2, replica_count=2, max_restarts=1)
+    rules = rules_of(worker_count=2, replica_count=2, max_restarts=1)
     assert isinstance(rules.judge(server(), 2), RestartRole)
     assert rules.judge(server(returncode=1, was_ready=False), 2) == GoOn(
         "server 1 ended with exit code 1 before it served again; the others go on"
@@ -216,6 +229,6 @@ def test_one_that_cannot_come_back_leaves_the_others_alone() -> None:
 
 
 def test_a_cluster_without_workers_of_its_own_goes_on_too() -> None:
-    rules = ExitRules(worker_count=0, replica_count=2)
+    rules = rules_of(worker_count=1, replica_count=2)
     assert "go on at their backups" in message_of(rules.judge(server(), 1))
     assert isinstance(rules.judge(scheduler(2), 2), RunEnd)

@@ -2,8 +2,7 @@
 
 Both ends are built as pushpull's nodes are: `grpc.aio` on uvloop, with the same channel options and
 allocator settings. Every message is a fresh 1 MiB cut from a buffer of the whole table, and every
-byte is copied out of it at the other end, because a message that is sent again would be in the
-cache.
+byte is copied out of it at the other end, because one that is sent again would be in the cache.
 """
 
 from __future__ import annotations

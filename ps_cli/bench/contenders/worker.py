@@ -70,9 +70,7 @@ def member(
 ) -> Iterator[Actions]:
     """A worker with a table for each name, which is that of an optimizer, or that and PRIVATE."""
     shared = {name: lane == SHARED_MEMORY and not name.endswith(PRIVATE) for name in names}
-    buffers = {
-        is_shared: Buffers(int(size), is_shared=is_shared) for is_shared in set(shared.values())
-    }
+    buffers = {each: Buffers(int(size), is_shared=each) for each in set(shared.values())}
     with ps.connect(scheduler, rank=int(rank), lane=lane) as client:
         actions: dict[str, Callable[[], object]] = {}
         for name in names:
