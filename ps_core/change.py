@@ -1,7 +1,6 @@
 """Changes of a table under training: consistency, joining workers, and cuts for checkpoints.
 
-A change takes effect everywhere at one clock (SEMANTICS S6), which `scheduler.machine.changes`
-decides.
+A change takes effect everywhere at one clock (SEMANTICS S6), by `scheduler.machine.changes`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from enum import Enum
 from functools import cached_property
 
 from ps_core.change import Checkpoint
-from ps_core.errors import TableNotFound
+from ps_core.errors import TableNotFound, listed
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, TableId
 from ps_core.runs import Run
 from ps_core.tables import Table
@@ -292,10 +292,9 @@ class ClusterView:
             for table in self.tables
             if not {r.range_id for r in lost}.isdisjoint(table.blocks_by_range(len(self.ranges)))
         )
-        tables = ", ".join(f"'{name}'" for name in names[:3])
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        tables = listed([f"'{name}'" for name in names], 3)
         return (
-            f"{len(lost)} of {len(self.ranges)} key ranges are lost, with values of {tables}{more}:"
+            f"{len(lost)} of {len(self.ranges)} key ranges are lost, with values of {tables}:"
             f" server {', '.join(map(str, servers))} had the only copy, and is gone for good. "
             "Restore a checkpoint (pushpull checkpoint restore), or start the cluster anew"
         )

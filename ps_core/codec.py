@@ -2,8 +2,7 @@
 
 Rules:
     - A codec never guesses: length and codec must agree, or InvalidTensor.
-    - bfloat16, which numpy lacks, is carried as uint16: the upper half of a float32, rounded to
-      nearest even.
+    - bfloat16, which numpy lacks, is a uint16: a float32's upper half, rounded to nearest even.
 
 Invariants:
     COD-1  decode(encode(x, c), c) == x for every x that c can represent.

@@ -9,6 +9,7 @@ Rules:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 CATALOGUE: dict[str, type[PushpullError]] = {}
@@ -144,6 +145,12 @@ class InvariantViolation(PushpullError, code="INTERNAL"):
     def __init__(self, invariant: str, detail: str) -> None:
         super().__init__(f"invariant {invariant} violated: {detail}")
         self.invariant = invariant
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The names in a message; those beyond `most` are counted."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def check(holds: bool, invariant: str, detail: str) -> None:

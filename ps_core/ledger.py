@@ -116,9 +116,7 @@ class Ledger:
         return 0 < sequence <= self.low_water or sequence in self._endings
 
     def ending(self, sequence: int) -> Ending:
-        """The ending of `sequence`; InvalidKeys if it was dropped: it is confirmed, or
-        MAX_LEDGER_GAP_COUNT below.
-        """
+        """The ending of `sequence`; InvalidKeys if confirmed, or MAX_LEDGER_GAP_COUNT below."""
         found = self._endings.get(sequence)
         if found is None:
             raise InvalidKeys(

@@ -8,8 +8,7 @@ Rules of the manifest:
       another checkpoint's file, under the same root.
     - `bases` names those other checkpoints. A reference leads to bytes, never to another reference.
       A checkpoint without bases is full.
-    - `lineage` has the timelines that the checkpoint's cluster continued, newest first. Version 1
-      has no lineage.
+    - `lineage` has the timelines that its cluster continued, newest first. Version 1 has none.
     - A table's `spec` is the contract's TableSpec in protobuf's JSON form, which the edge parses.
 
 Rules of a checkpoint that was imported from a plain state dict:
@@ -327,9 +326,7 @@ def to_json(manifest: Manifest) -> str:
 
 
 def from_json(text: str, where: str) -> Manifest:
-    """Parse the manifest at `where`; InvalidCheckpoint if it is damaged, of a newer version, or
-    contradicts itself.
-    """
+    """Parse the manifest at `where`; InvalidCheckpoint if it is damaged, newer or contradictory."""
     try:
         document = json.loads(text, object_pairs_hook=once_each, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:

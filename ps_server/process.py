@@ -200,7 +200,7 @@ class _Membership:
         await self._register(metrics)
         link, node = self._link, self._node
         self._watch(metrics, node_metrics)
-        stack.callback(trim_often(node.shards.pool))
+        stack.callback(trim_often(node.shards.pool.trim))
         waits: list[bool] = []  # not empty while `look` waits for its turn between works
         node.health.on_failure = self._note_failure
         votes = PrepareReports(

@@ -1,7 +1,6 @@
 """`python -m ps_cli.bench`: run every benchmark; tables on standard error, JSON on standard output.
 
-The JSON document has a member for each benchmark that did not fail, as `pushpull bench NAME --json`
-writes it.
+The JSON document has a member for each benchmark that did not fail, as `bench NAME --json` has it.
 """
 
 from __future__ import annotations

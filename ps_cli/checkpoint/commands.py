@@ -6,7 +6,7 @@ A URL is that of one checkpoint, or of a root with several.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.progress import (
@@ -22,7 +22,7 @@ from rich.table import Table
 from ps_cli.console.output import Output
 from ps_cli.status.document import spans
 from ps_cli.status.view import size
-from ps_core.errors import InvalidCheckpoint
+from ps_core.errors import InvalidCheckpoint, listed
 from ps_core.manifest import Manifest, number_of, to_json
 from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
@@ -226,11 +226,11 @@ def _block_differences(left: CheckpointReader, right: CheckpointReader, name: st
                 known = largest.get(tensor, 0.0)
                 largest[tensor] = max(known, distance, key=lambda far: (math.isnan(far), far))
     if steps:
-        yield f"other step numbers in blocks {_listed(steps)}"
+        yield f"other step numbers in blocks {listed(spans(steps), _SHOWN_SPAN_COUNT)}"
     if blocks:
         by = ", ".join(f"{tensor} by up to {value:.6g}" for tensor, value in largest.items())
-        count = left.tables[name].block_count
-        yield f"{len(blocks)} of {count} blocks differ ({_listed(blocks)}): {by}"
+        count, which = left.tables[name].block_count, listed(spans(blocks), _SHOWN_SPAN_COUNT)
+        yield f"{len(blocks)} of {count} blocks differ ({which}): {by}"
 
 
 def _distance(
@@ -253,12 +253,6 @@ def _distance(
     )
     with np.errstate(invalid="ignore"):
         return float(np.max(np.abs(ours - theirs)))
-
-
-def _listed(blocks: Collection[int]) -> str:
-    shown = spans(blocks)
-    more = f" and {len(shown) - _SHOWN_SPAN_COUNT} more" * (len(shown) > _SHOWN_SPAN_COUNT)
-    return ", ".join(shown[:_SHOWN_SPAN_COUNT]) + more
 
 
 def _flat(value: Any, path: str = "") -> dict[str, object]:

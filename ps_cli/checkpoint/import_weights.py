@@ -88,7 +88,6 @@ def _empty_store(url: str) -> CheckpointStore:
 
 @contextlib.contextmanager
 def _opened(file: Path) -> Iterator[list[_Source]]:
-    """The tensors of a file, in its order."""
     # Imported here, because other commands start without torch.
     import torch
     from safetensors import SafetensorError, safe_open
@@ -241,7 +240,6 @@ def _part(
 
 
 def _blocks(spec: TableSpec, sources: Sequence[_Source]) -> Iterator[memoryview]:
-    """The bytes of a table's blocks, in order."""
     import torch
 
     wide = torch.float64 if spec.dtype is DType.FLOAT64 else torch.float32

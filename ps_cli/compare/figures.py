@@ -158,8 +158,7 @@ def gradient_tables(records: Sequence[WorkerRecord]) -> tuple[TableEntry, ...]:
 class ModeRow:
     """A mode's row of the table: medians over its finished runs, but the largest `max_staleness`.
 
-    `relative_time` is over that of the first mode; `quality` has the median of each measure, and
-    each run's.
+    `relative_time` is over the first mode's; `quality` has each measure's median, and each run's.
     """
 
     mode: str

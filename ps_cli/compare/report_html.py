@@ -74,7 +74,6 @@ def page_of(comparison: Comparison, runs: Sequence[ComparedRun], rows: Sequence[
 
 
 def _qualities(comparison: Comparison, runs: Sequence[ComparedRun]) -> Iterator[Plot]:
-    """A plot of each measure over time."""
     finished = [run for run in runs if run.state == FINISHED]
     for measure in dict.fromkeys(name for run in finished for name in run.figures.quality):
         title = f"{measure[:1].upper()}{measure[1:]} against time"

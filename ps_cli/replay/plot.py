@@ -52,9 +52,7 @@ def _charts(rows: Sequence[VersionRow]) -> Iterator[tuple[str, str]]:
             yield name, line_chart(name, "version", name, [line], first)
     lines = list(_workers(rows))
     if lines:
-        shown = ", ".join(
-            f"{line.name} {_COLOUR_NAMES[line.style % len(PALETTE)]}" for line in lines
-        )
+        shown = ", ".join(f"{one.name} {_COLOUR_NAMES[one.style % len(PALETTE)]}" for one in lines)
         title = f"clock of each worker: {shown}"
         yield title, line_chart(title, "version", "clock", lines, first)
 

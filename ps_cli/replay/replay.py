@@ -94,7 +94,6 @@ def _check(options: ReplayOptions) -> None:
 
 
 def _chosen(run: RunLog, pattern: str) -> list[Table]:
-    """The tables with parameters that match a shell pattern."""
     found = [
         table
         for name, table in run.tables.items()

@@ -1,5 +1,4 @@
-"""The document of `pushpull status --json`, a pure function of the scheduler's and the servers'
-answers.
+"""The document of `pushpull status --json`, a pure function of scheduler's and servers' answers.
 
 Times are in seconds (`_s`), sizes in bytes. An unknown value (of a server that does not answer) is
 null, never 0.

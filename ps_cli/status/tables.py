@@ -9,7 +9,7 @@ import typer
 
 from ps_cli.console.output import Output
 from ps_cli.console.scheduler_query import first_status
-from ps_core.errors import TableNotFound
+from ps_core.errors import TableNotFound, listed
 from ps_core.runs import words
 from ps_runtime.cluster import wire
 
@@ -31,10 +31,9 @@ async def matching_tables(scheduler: str, pattern: str, run: str) -> list[str]:
     names = [table.spec.name for table in response.view.tables if table.run == run]
     found = [name for name in names if name == pattern or fnmatch.fnmatchcase(name, pattern)]
     if not found:
-        there = ", ".join(f"'{name}'" for name in names[:_NAMED_COUNT]) or "no table"
-        more = f" and {len(names) - _NAMED_COUNT} more" * (len(names) > _NAMED_COUNT)
+        there = listed([f"'{name}'" for name in names], _NAMED_COUNT) or "no table"
         whose = words(run) if run or response.view.runs else "the cluster"
-        raise TableNotFound(f"no table is '{pattern}'; {whose} has {there}{more}")
+        raise TableNotFound(f"no table is '{pattern}'; {whose} has {there}")
     return found
 
 

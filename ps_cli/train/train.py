@@ -172,11 +172,9 @@ class TrainRun:
         that ended it.
         """
         settings, shape = self._settings, self._settings.shape
-        environment, remark = thread_environment(
-            os.environ, usable_core_count(), shape.worker_count
-        )
-        if remark:
-            self._output.say(remark)
+        environment, note = thread_environment(os.environ, usable_core_count(), shape.worker_count)
+        if note:
+            self._output.say(note)
         await asyncio.to_thread(warn_of_earlier_runs, shape.checkpoints, self._output)
         cluster = self._shared or SharedCluster(self._output, settings.shown_kinds)
         supervisor = cluster.supervised()

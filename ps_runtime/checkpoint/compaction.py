@@ -7,11 +7,9 @@ Rules:
       may remove the source.
     - A part is copied with the blocks that it referred to, and a worker's part as it is; only the
       checkpoint that they name changes.
-    - The copy is read again before its manifest is written: until then it does not exist. A failed
-      copy is removed.
+    - The copy is read again before its manifest makes it exist. A failed copy is removed.
 
-Memory holds one block, or one worker's state, at a time. `CheckpointStore.prune` removes the
-others.
+One block, or worker's state, is in memory at a time. `CheckpointStore.prune` removes the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Writes a part of a checkpoint: tensors in any order, the header at the end into reserved space.
 
 Rules:
-    - Several threads may append at once: offsets are given under the lock, checksums and writes
-      happen outside it.
+    - Several threads may append at once: the lock guards offsets, not checksums and writes.
     - The file has a temporary name until the directory's owner renames it, after `finish` has made
       it durable.
     - A failed write leaves a hole: the part cannot be finished any more.

@@ -61,8 +61,7 @@ def table_of(saved: SavedTable, where: str) -> Table:
 class CheckpointReader:
     """A checkpoint, open for reading by one thread at a time. A context manager.
 
-    `headers` are those of its own files, by name; `tables`, by name, are as the manifest's specs
-    describe them.
+    `headers` are its own files', by name; `tables`, by name, are as the manifest describes them.
 
     Blocking: reads the manifest, every header, and the needed headers of other checkpoints.
 
@@ -231,7 +230,6 @@ def problems_with(
 def _sources_of(
     directory: CheckpointDirectory, headers: Mapping[str, PartHeader], bases: Bases
 ) -> dict[tuple[str, int], Source]:
-    """The file of each block."""
     own = {file: Source(directory, file, header) for file, header in headers.items()}
     return {
         key: bases.sources[block.place] if block.place else own[file]

@@ -1,10 +1,8 @@
 """The identity of the node that answers at a server's address.
 
 Rules:
-    - A node is the server only if it names the cluster, the node id and the incarnation that the
-      view has for the address.
-    - Anything else from there, errors included, counts as no answer: a dead address, tried again
-      until the view changes.
+    - A node is the server only if it names the cluster, node id and incarnation of the view.
+    - Anything else, errors included, is no answer: a dead address, tried until the view changes.
 
 This is no protection from a liar: a process with the cluster's key can be any node.
 """

@@ -61,7 +61,7 @@ class StreamChannel:
     def __init__(self, authority: str, transport: Http2Transport, memory: MessageMemory) -> None:
         self._authority = authority
         self._transport = transport
-        self._trimming = trim_often(memory)
+        self._trimming = trim_often(memory.trim)
 
     @classmethod
     async def connect(cls, host: str, port: int, deadline_s: float) -> StreamChannel:

@@ -72,7 +72,7 @@ class StreamServer:
             raise InvalidConfig(
                 f"stream_listen is '{listen}', which cannot be bound: {error}"
             ) from error
-        server._end_trimming = trim_often(server._memory)
+        server._end_trimming = trim_often(server._memory.trim)
         server.port = server._server.sockets[0].getsockname()[1]
         return server
 
@@ -195,7 +195,6 @@ class _Call(CallEnd):
     # --- the answer
 
     async def _run(self, path: str, handler: grpc.RpcMethodHandler[Any, Any]) -> None:
-        """Run the call from its first request to its status."""
         status = grpc.StatusCode
         try:
             await self._answer(path, handler)

@@ -131,8 +131,7 @@ class ClusterShape:
         min_in_sync: replicas that must hold a push before it counts.
         lease_s: seconds without a heartbeat after which a node counts as silent.
         server_listen: each server's address.
-        has_journal: its scheduler keeps a journal for as long as its launcher lives, and goes on
-            when it is started again.
+        has_journal: its scheduler keeps a journal while its launcher lives, and goes on from it.
     """
 
     server_count: int

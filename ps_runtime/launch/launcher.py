@@ -366,22 +366,19 @@ class Launcher:
                 raise WaitExpired(f"{process.name} did not serve within {deadline_s:g} s\n{lines}")
             poll_s = min(poll_s * 2, _MAX_POLL_S)
 
-    def stop_scheduler(self, grace_s: float) -> None:
-        """End the scheduler before all others, so that it waits for a checkpoint under way.
-        Idempotent. Blocking: at most `grace_s`, and the kernel's time to kill.
-        """
-        self._end("scheduler", grace_s)
-
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """End all roles: workers first, then servers, then the scheduler. Idempotent. Blocking: at
         most `grace_s` for each of the three kinds, and the kernel's time to kill.
         """
         for kind in ("worker", "server", "scheduler"):
-            self._end(kind, grace_s)
+            self.end(kind, grace_s)
         self._forker.shutdown()
         self._ready_directory.cleanup()
 
-    def _end(self, kind: str, grace_s: float) -> None:
+    def end(self, kind: str, grace_s: float) -> None:
+        """End the roles of a kind: the scheduler first, if it has to wait for a checkpoint.
+        Idempotent. Blocking: at most `grace_s`, and the kernel's time to kill.
+        """
         _stop_all([p for p in self._closed() if p.command.kind == kind], grace_s)
 
     def _closed(self) -> tuple[RoleProcess, ...]:

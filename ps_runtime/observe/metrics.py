@@ -41,9 +41,7 @@ def new_registry() -> CollectorRegistry:
 
 
 class LoopCounter(Collector):
-    """A Counter without locks, for events of every block or call: only the event loop's thread
-    counts and scrapes.
-    """
+    """A Counter without locks, for each block or call: only the loop's thread counts or scrapes."""
 
     def __init__(self, name: str, documentation: str, *, registry: CollectorRegistry) -> None:
         self._count = 0

@@ -1,7 +1,6 @@
 """Memory that processes of one host share: anonymous files (memfd), sealed and reserved.
 
-A segment has no name in any file system: it goes away with the last process that holds it. Only its
-owner writes to it.
+A segment has no name in any file system: it goes with its last holder. Only its owner writes.
 
 Rules:
     - A segment is sealed against growing, shrinking and further seals before another process sees

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
 
 INTERVAL_S = 60.0
 """Longer than a step takes, since the next step reuses a step's memory."""
 
 
-class Trimmed(Protocol):
-    """An owner of memory for reuse; `trim` releases what was not needed since its last call."""
-
-    def trim(self) -> None: ...
-
-
-def trim_often(memory: Trimmed) -> Callable[[], None]:
-    """Trim `memory` on the running loop, from now until the result is called."""
+def trim_often(trim: Callable[[], None]) -> Callable[[], None]:
+    """Call `trim`, which releases what was not needed since its last call, on the running loop,
+    until the result is called.
+    """
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle
 
-    def trim() -> None:
+    def trim_again() -> None:
         nonlocal timer
-        memory.trim()
-        timer = loop.call_later(INTERVAL_S, trim)
+        trim()
+        timer = loop.call_later(INTERVAL_S, trim_again)
 
-    timer = loop.call_later(INTERVAL_S, trim)
+    timer = loop.call_later(INTERVAL_S, trim_again)
     return lambda: timer.cancel()

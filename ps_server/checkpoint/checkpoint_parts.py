@@ -170,8 +170,6 @@ class _Planned(NamedTuple):
 
 
 class _CheckpointPart:
-    """This server's part of one checkpoint."""
-
     def __init__(
         self,
         node: ParameterNode,
@@ -388,7 +386,6 @@ class _CheckpointPart:
 
     @property
     def _is_done(self) -> bool:
-        """True if every block is written."""
         is_captured = self._is_cut and not self._waiters and not self._snapshots.has_more
         is_written = not self._copied and not self._writing_count and self._opening.done()
         return is_captured and is_written

@@ -180,8 +180,6 @@ class RestoredTables:
 
 
 class _Saved:
-    """Blocks that a cluster has saved."""
-
     def __init__(self, reader: CheckpointReader, table: Table) -> None:
         self._reader, self._name = reader, table.spec.name
 

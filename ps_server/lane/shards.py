@@ -1,5 +1,4 @@
-"""The values of one server: the stores of its shards, and the segments that sessions on this host
-read.
+"""A server's values: the stores of its shards, and the segments that sessions on this host read.
 
     view with new ranges --reserve, a thread--> spare --add--> in use --remove--> freed with the
     rest of its segment
@@ -404,9 +403,7 @@ class Shards:
         return sum(store.state_bytes for store in self.stores.values())
 
     def add(self, parts: Sequence[ShardAdded]) -> None:
-        """Add shards of one table, in shared memory if this server shares any. Existing ones stay
-        as they are (SH-3).
-        """
+        """Add shards of one table, shared if this server shares any; existing ones stay (SH-3)."""
         table = parts[0].table
         parts = [part for part in parts if (table.table_id, part.range_id) not in self.stores]
         if not parts:

@@ -32,7 +32,7 @@ from ps_core.collective_calls import (
     joined_after,
     workers_here,
 )
-from ps_core.errors import StaleAssignment
+from ps_core.errors import StaleAssignment, listed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
 
 _NAMED_COUNT = 8
@@ -105,9 +105,7 @@ class CollectiveRounds:
 
     def missing(self) -> str:
         """Names the workers that the open round waits for."""
-        missing = self._missing()
-        named = ", ".join(self._words(rank) for rank in missing[:_NAMED_COUNT])
-        return named + f" and {len(missing) - _NAMED_COUNT} more" * (len(missing) > _NAMED_COUNT)
+        return listed([self._words(rank) for rank in self._missing()], _NAMED_COUNT)
 
     def _words(self, rank: int) -> str:
         node = self._workers.get(rank)

@@ -195,7 +195,6 @@ def facts_of(state: RangeState) -> RangeFacts:
 
 
 def _facts_of(worker: RangeWorker, state: RangeState) -> WorkerFacts:
-    """The worker's decided facts."""
     sealed = min(worker.sealed_clock, worker.done_clock)
     # A worker repeats its final seal unless it was answered.
     left = None if worker.holds_last_seal else worker.left_clock

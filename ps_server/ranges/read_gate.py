@@ -238,7 +238,6 @@ class ReadGate:
     def _refuse_parked(
         self, event: PullEvent, problem: PushpullError | None, out: list[Effect]
     ) -> None:
-        """Refuse a parked pull if it has a problem."""
         if problem is not None:
             del self._waiters[event.waiter]
             out.append(self._refuse(event, problem))

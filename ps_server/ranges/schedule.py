@@ -73,8 +73,7 @@ class Schedule:
     Attributes:
         settings: (after which clock, setting), of settings still in use.
         prepared: the newest prepared change; 0 before the first.
-        hold_point: nothing beyond it may take effect, nor be pulled for; None while no change is
-            prepared.
+        hold_point: nothing beyond it takes effect or is pulled for; None: no change is prepared.
         minds_reads: the hold point holds pulls too: not for a checkpoint.
         taken: the newest change that this range took as the deciding one, and its clock.
         number: the newest change that was committed; 0 before the first.

@@ -32,8 +32,6 @@ SERVICE = replication_pb2.DESCRIPTOR.services_by_name["ReplicationService"].full
 
 
 class _Answers:
-    """Messages to send on one stream."""
-
     def __init__(self) -> None:
         self._waiting: list[Ack | Grant] = []
         self._news = asyncio.Event()

@@ -1,8 +1,7 @@
 """One table's blocks in one range: values, optimizer state, accumulators.
 
 The range machine decides the contributions of each update and their order; this store only does the
-arithmetic. Calls on one store must not overlap. Stores share nothing but the pool, which is safe
-between threads.
+arithmetic. Calls on one store must not overlap. Stores share only the pool, which is thread-safe.
 
 Rules:
     - Values are kept and summed in float32, for float64 tables in float64; workers of float16 and

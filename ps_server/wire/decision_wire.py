@@ -4,8 +4,7 @@ The hot path has one record a block, and each has all facts. So workers and outc
 lists, defaults stay out, and settings, which hardly ever change, are translated once.
 
 Rules:
-    - Messages come from outside: lists of unequal length, bad indexes and unknown numbers are
-      refused with InvalidConfig.
+    - Messages come from outside: unequal lists, bad indexes and unknown numbers are InvalidConfig.
     - A decision that a message names several times is in it once.
 """
 

@@ -154,8 +154,6 @@ def _change_messages(change: Mutation) -> Iterator[bytes]:
 
 @dataclass(slots=True)
 class _LedgerParts:
-    """Received parts of a worker's ledger."""
-
     facts: WorkerFacts
     low_water: int | None = None
     confirmed: int = 0

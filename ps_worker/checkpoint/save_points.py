@@ -239,9 +239,7 @@ class SavePoints:
         return True
 
     def rest(self, is_over: Callable[[], bool]) -> None:
-        """As `reach`; also wait for a checkpoint that is about to be proposed, until its cut is
-        decided or `is_over`.
-        """
+        """As `reach`; also waits for a checkpoint about to be proposed, to its cut or `is_over`."""
         with self._changed:
             self._arrive()
             answered, self._answered_first = self._answered, 0
@@ -453,9 +451,7 @@ class SavePoints:
     def _leave(
         self, is_over: Callable[[], bool], until_s: float
     ) -> tuple[Checkpoint, dict[TableId, int]] | None:
-        """Wait for a state that is due; None if none is when the wait is over, and then the script
-        is in its next step.
-        """
+        """Wait for a state that is due; None: the wait is over, and the script in its next step."""
         with self._changed:
             while (due := self._due()) is None:
                 left_s = until_s - now_s()

@@ -75,7 +75,7 @@ class LocalCluster:
         Blocking: a few seconds at most; half a minute while a checkpoint is written.
         """
         if self._keeps_checkpoints:  # servers have to live until it is complete
-            self._launcher.stop_scheduler(CHECKPOINT_GRACE_S)
+            self._launcher.end("scheduler", CHECKPOINT_GRACE_S)
         self._launcher.stop()
 
     def __enter__(self) -> Self:

@@ -181,8 +181,6 @@ def _ray() -> Any:
 
 
 class _Actors:
-    """The actors of a cluster, and their placement group."""
-
     def __init__(
         self, ray: Any, secret: str, shape: ClusterShape, resources: dict[str, float]
     ) -> None:
@@ -282,7 +280,7 @@ class _RoleActor:
 
     def stop_scheduler(self) -> None:
         """End the role, if it is the scheduler, when no checkpoint is being made."""
-        self._launcher.stop_scheduler(CHECKPOINT_GRACE_S)
+        self._launcher.end("scheduler", CHECKPOINT_GRACE_S)
 
     def stop(self) -> None:
         self._launcher.stop()

@@ -18,6 +18,7 @@ from ps_core.errors import (
     TableNotFound,
     UpdateFailed,
     WaitExpired,
+    listed,
 )
 from ps_core.keys import TableId
 from ps_core.tables import InitializerKind, OptimizerSpec, Table, TableSpec
@@ -105,11 +106,9 @@ class ClientTables:
             )
         except WaitExpired as late:
             names = [f"'{table.spec.name}'" for table in self._engine.view.tables]
-            there = ", ".join(names[:_NAMED_TABLE_COUNT]) or "no table"
-            more_count = len(names) - _NAMED_TABLE_COUNT
+            there = listed(names, _NAMED_TABLE_COUNT) or "no table"
             raise TableNotFound(
                 f"table '{name}' was not created within {deadline_s:g} s; the cluster has {there}"
-                + (f" and {more_count} more" if more_count > 0 else "")
             ) from late
         table = view.tables_by_name[name]
         await self._engine.links.meet(table, end_s)

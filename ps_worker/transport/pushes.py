@@ -77,9 +77,7 @@ class _TablePlan:
 
 
 class PushDriver:
-    """The pushes and seals of one worker; `session_ended` is called if a server does not accept
-    this client any more.
-    """
+    """A worker's pushes and seals; `session_ended`: a server accepts this client no more."""
 
     def __init__(
         self,

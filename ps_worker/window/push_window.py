@@ -10,8 +10,7 @@ so a resend carries identical bytes.
 
 Rules:
     - Payload bytes sent and not answered stay within `window_bytes`; one entry may always be sent.
-    - After REFUSED or GIVEN_BACK no entry of that (server, table) is sent before CREDIT or the
-      retry time.
+    - After REFUSED or GIVEN_BACK, that (server, table) waits for CREDIT or the retry time.
     - The seals of a step are sent when each of its pushes is received or invalid on every server;
       all of them with skip if one push is invalid.
 

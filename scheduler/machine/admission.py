@@ -365,9 +365,7 @@ def _sizes(settings: ClusterSettings, run: str) -> str:
 def _all_taken(
     run: Run, settings: ClusterSettings, holders: dict[int, Node], describe: update_offers.Describe
 ) -> str:
-    listed = [
-        f"rank {rank} by {describe(holders[rank])}" for rank in sorted(holders)[:_LISTED_COUNT]
-    ]
+    listed = [f"rank {one} by {describe(holders[one])}" for one in sorted(holders)[:_LISTED_COUNT]]
     count = settings.rank_count
     if count > _LISTED_COUNT:
         listed.append(f"and {count - _LISTED_COUNT} more")

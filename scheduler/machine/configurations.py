@@ -252,7 +252,6 @@ class Configurations:
         ]
 
     def _commit(self, assignment: RangeAssignment) -> None:
-        """Store a configuration under the next epoch."""
         all_of_them = assignment.holders
         check(len(set(all_of_them)) == len(all_of_them), "CF-2", f"{all_of_them}")
         before = self._state.ranges[assignment.range_id]

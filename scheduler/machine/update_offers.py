@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ps_core import limits
 from ps_core.cluster_view import Node, NodeState, Role
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, listed
 from ps_core.tables import OptimizerKind, TableSpec
 from ps_core.update_offer import UpdateOffer
 from scheduler.machine.state import ClusterState, Registration
@@ -100,10 +100,8 @@ def _had(offers: tuple[UpdateOffer, ...], name: str) -> str:
     broken = next((offer for offer in offers if offer.name == name), None)
     if broken is not None:
         return f"it cannot run it: {broken.problem}"
-    names = sorted(offer.name for offer in _usable(offers))
-    listed = ", ".join(f"'{each}'" for each in names[:_LISTED_COUNT])
-    more = f" and {len(names) - _LISTED_COUNT} more" * (len(names) > _LISTED_COUNT)
-    return f"it has {listed or 'none'}{more}"
+    names = [f"'{each}'" for each in sorted(offer.name for offer in _usable(offers))]
+    return f"it has {listed(names, _LISTED_COUNT) or 'none'}"
 
 
 def _shown(offer: UpdateOffer) -> str:

@@ -27,8 +27,6 @@ LATENCY_DEADLINE_S = 60.0
 
 
 class _RawServer:
-    """Keeps pushed bytes in one buffer, and answers pulls from it."""
-
     def __init__(self, byte_count: int) -> None:
         self._values = np.ones(byte_count, dtype=np.uint8)
 
@@ -74,8 +72,6 @@ def server(size: str) -> Iterator[Actions]:
 
 
 class _RawClient:
-    """Pushes from one buffer and pulls into another."""
-
     def __init__(self, address: str, byte_count: int, call_count: int) -> None:
         self._source = np.ones(byte_count, dtype=np.uint8)
         self._target = np.zeros(byte_count, dtype=np.uint8)

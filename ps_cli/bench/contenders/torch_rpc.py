@@ -72,8 +72,6 @@ def fetch(index: int) -> torch.Tensor:
 
 
 class _Trainer:
-    """The worker of this parameter server."""
-
     def __init__(self, byte_count: int, call_count: int) -> None:
         self._gradients = tensors(byte_count)
         self._fetched: list[torch.Tensor] = []

@@ -78,8 +78,7 @@ class PeakWatch:
     def growth_bytes(self) -> int:
         """The peak, less the unshared memory before.
 
-        Memory that the process shares counts even if it was made before: a worker makes its ring as
-        it joins.
+        Shared memory counts even if it was made before: a worker makes its ring as it joins.
         """
         return self.peak_bytes - (self.before.total_bytes - self.before.shared_bytes)
 

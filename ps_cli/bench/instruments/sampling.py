@@ -75,8 +75,7 @@ def take_turns(
 ) -> dict[str, list[SampleT]]:
     """Do all runs once as a warm-up, then in turns `round_count` times; the results by name.
 
-    So contenders are measured within seconds of each other, and a disturbance of the machine
-    disturbs all of them.
+    So contenders are measured within seconds of each other, and a disturbance disturbs all of them.
 
     Blocking: until all is measured; `on_progress` is called with a phrase about each round.
     """
@@ -111,10 +110,8 @@ def joined(legs: Sequence[dict[str, Measured]]) -> dict[str, Measured]:
     """All samples of each operation, from all legs of a benchmark."""
     found: dict[str, Measured] = {}
     for leg in legs:
-        for name, measured in leg.items():
-            found.setdefault(name, Measured(measured.operation, [])).samples.extend(
-                measured.samples
-            )
+        for name, one in leg.items():
+            found.setdefault(name, Measured(one.operation, [])).samples.extend(one.samples)
     return found
 
 

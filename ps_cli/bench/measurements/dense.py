@@ -137,9 +137,7 @@ def _pair_operations(
         return pair.do(action).wall_s
 
     pids = (pair.client.pid, pair.server.pid)
-    return [
-        Operation(f"{name} {action}", partial(run, action), byte_count, pids) for action in actions
-    ]
+    return [Operation(f"{name} {each}", partial(run, each), byte_count, pids) for each in actions]
 
 
 def _rows(stack: contextlib.ExitStack, lane: str, byte_count: int) -> list[_DenseRow]:

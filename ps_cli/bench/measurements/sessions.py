@@ -127,7 +127,6 @@ def _measure(
 
 
 def _compared(pair: dict[str, Any], crowd: dict[str, Any]) -> dict[str, float]:
-    """The crowd compared with two workers."""
     more_sessions = crowd["workers"] - pair["workers"]
     grown_bytes = crowd["server_peak_bytes"] - pair["server_peak_bytes"]
     return {

@@ -202,7 +202,6 @@ class Http2Connection:
         return self.streams.get(stream.stream_id) is stream
 
     def _break(self, stream: Stream, code: int | None, text: str) -> None:
-        """Break a stream, unless it is gone."""
         if self._is_open(stream):
             self._drop(stream)
             stream.receiver.on_broken(code, text)

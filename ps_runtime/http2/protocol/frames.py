@@ -174,9 +174,7 @@ def header_frames(stream_id: int, block: bytes, max_frame_bytes: int, *, ends: b
 
 
 def without_padding(payload: bytes, flags: int) -> bytes:
-    """The payload of a HEADERS frame without its padding and priority; ConnectionBroken if it is
-    shorter than it announces.
-    """
+    """HEADERS' payload without padding and priority; ConnectionBroken if shorter than announced."""
     at, padding = 0, 0
     if flags & Flag.PADDED:
         padding, at = payload[0] if payload else 1, 1
