@@ -3,8 +3,7 @@
 Rules:
     - Time is an argument, in seconds of one clock that never goes back and counts suspended time;
       only the observer's own clock is used, and only for arrivals that it saw itself.
-    - A node is silent when nothing was heard from it for longer than the lease; hearing it again
-      ends the silence at once.
+    - A node is silent when nothing was heard from it for longer than the lease, until it is heard.
     - Time in which the observer itself was paused does not count, because heartbeats may lie unread
       in its own queue. After a gap between two looks that is longer than half a lease, every node
       gets a fresh lease.

@@ -2,8 +2,7 @@
 
 Rules:
     - A block with global ordinal n lives in slot (n * 40503) mod 65536: 40503 is odd and close to
-      65536 / golden ratio, so any run of consecutive ordinals spreads evenly over any cut of the
-      slots.
+      65536 / golden ratio, so consecutive ordinals spread evenly over any cut of the slots.
     - Ranges are half-open, contiguous, ordered, and cover every slot exactly once.
 
 Invariants:

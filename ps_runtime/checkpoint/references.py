@@ -47,9 +47,7 @@ class Bases:
         self.sources: dict[str, Source] = {}
 
     def problems(self, saved: SavedPart, header: PartHeader) -> Iterator[str]:
-        """The faults of the blocks that one part refers to: the first one of each file. Blocking:
-        reads manifests and headers.
-        """
+        """The faults of referred blocks, the first of each file; reads manifests and headers."""
         blocks: dict[str, dict[tuple[str, int], StoredBlock]] = {}
         for key, block in header.referred.items():
             blocks.setdefault(block.place, {})[key] = block

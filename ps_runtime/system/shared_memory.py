@@ -5,8 +5,7 @@ A segment has no name in any file system: it goes with its last holder. Only its
 Rules:
     - A segment is sealed against growing, shrinking and further seals before another process sees
       it, so that no mapping of it can lie beyond its end (SIGBUS).
-    - Its pages are reserved when it is made, so that a lack of memory shows then, and not at the
-      first access.
+    - Its pages are reserved when it is made: a lack of memory shows then, not at first access.
     - After its owner has mapped it, it is sealed against future writes: no process can map it for
       writing, and none, its owner included, can punch holes into it.
     - A process that maps another's segment checks all of that first. It checks the seals before

@@ -6,8 +6,7 @@ turns misses its lease, so nothing from outside may make a turn longer than `lim
 Rules:
     - Long work is cut in pieces of about a millisecond, with `breathe` between them. When a turn
       has lasted for `limits.SLICE_S`, `breathe` waits for another turn.
-    - Waiting work goes on in the order of arrival, one piece of work a turn, so that short work
-      comes in between.
+    - Waiting work goes on in order of arrival, one piece a turn: short work comes in between.
 """
 
 from __future__ import annotations

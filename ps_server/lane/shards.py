@@ -177,9 +177,7 @@ class SharedValues:
 
 
 def shared_values(table: Table, segment_id: int, blocks: Sequence[int]) -> SharedValues | None:
-    """A segment for blocks of a table; None if they cannot be shared. Sums (AGGREGATE) are not:
-    each is new memory.
-    """
+    """A segment for a table's blocks, or None. Sums (AGGREGATE), each new memory, are unshared."""
     if not CAN_SHARE or table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
         return None
     lengths = {block: table.block_length(block) for block in sorted(blocks)}

@@ -155,9 +155,7 @@ class ReadGate:
             self._state.schedule.end_cut(event.cut_id)
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Refuse pulls whose deadline has passed, naming the workers that they waited for, and
-        those whose cut has ended.
-        """
+        """Refuse pulls past their deadline, naming workers waited for, and those of ended cuts."""
         out: list[Effect] = []
         for event in list(self._waiters.values()):
             if event.deadline_s <= now_s:

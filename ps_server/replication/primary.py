@@ -1,5 +1,4 @@
-"""A range at its primary: its backups, those that catch up, and its requests to the scheduler
-(SEMANTICS S8, S9).
+"""A range at its primary: backups, those catching up, requests to the scheduler (SEMANTICS S8, S9).
 
     not named --named as catching up--> copied to --nearly there--> counted --has all--> asked for
        ^                                   |                           |                    |

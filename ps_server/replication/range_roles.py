@@ -402,8 +402,9 @@ class Replication:
             for primary in self.primaries.values():
                 primary.forgive(paused_s, now_s)
         found = (primary.backup_request(now_s) for primary in self.primaries.values())
+        missing = ((each.range_id, each.assignment_epoch) for each in self._missing)
         return [
-            *(_request_of_missing(assignment) for assignment in self._missing),
+            *(BackupRequest(*place, frozenset(), True) for place in missing),
             *(backup_request for backup_request in found if backup_request is not None),
         ]
 
@@ -496,10 +497,6 @@ def table_of(held: object) -> TableId | None:
         return TableId(record.table_id)
     found = getattr(held, "table_id", None) if place is None else place[0]
     return None if found is None else TableId(found)
-
-
-def _request_of_missing(missing: RangeAssignment) -> BackupRequest:
-    return BackupRequest(missing.range_id, missing.assignment_epoch, frozenset(), True)
 
 
 def _ack(replica: Replica) -> Ack:

@@ -1,5 +1,4 @@
-"""Works: what follows from each event, one work after the other, however long each takes (SEMANTICS
-S15).
+"""Works: what follows from each event, one at a time, however long each takes (SEMANTICS S15).
 
 An event, its decisions, and all that follows for values and streams are one *work*. One on the
 thousands of blocks of a range takes longer than the event loop may spend at once, so it is cut into

@@ -105,7 +105,8 @@ class RandomState:
                 tried = f"generators.{name}"
                 torch.Generator(generator.device).set_state(state["generators"][name])
             tried = "numpy"
-            _spare_numpy().set_state(state["numpy"])
+            kind = type(np.random.get_bit_generator())  # type: ignore[attr-defined]
+            np.random.RandomState(kind()).set_state(state["numpy"])
             _check_position(state["numpy"]["state"])
             tried = "python"
             random.Random().setstate(python)  # noqa: S311 - only tried
@@ -115,12 +116,6 @@ class RandomState:
 
 def _devices() -> range:
     return range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-
-
-def _spare_numpy() -> np.random.RandomState:
-    """A generator of the present kind of numpy's global one."""
-    kind = type(np.random.get_bit_generator())  # type: ignore[attr-defined]
-    return np.random.RandomState(kind())
 
 
 def _check_position(words: Mapping[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """A worker's record of its steps, for `pushpull compare`.
 
-A record is a file `worker-RANK.jsonl` in the directory of the setting `record`; each line is an
-object with a `kind`:
+A record is `worker-RANK.jsonl` in the directory of the setting `record`; each line has a `kind`:
 
     start     rank, worker_count, began_s (of the host's monotonic clock; t_s count from it)
     table     name, optimizer, consistency: of a table that the script created

@@ -346,9 +346,7 @@ class Pulls:
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 
     def start_state(self, table: TableHandle, raw: Raw, array: str) -> PullTicket[Pulled]:
-        """As `start`, of an array of optimizer state (see `OptimizerSpec.has_array`), in the dtype
-        of the table's arithmetic.
-        """
+        """As `start`, of optimizer state (`OptimizerSpec.has_array`), in the arithmetic's dtype."""
         order = self._order(table, raw, None, None, array=array)
         return PullTicket(table.table, self._connection.loop.start(self._engine.pull(order)))
 

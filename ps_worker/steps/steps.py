@@ -190,9 +190,7 @@ class StepSink(Protocol):
 
 
 class TableStep:
-    """One step of this worker on one table, written block by block; clock 0 is that of initial
-    values. Not thread-safe.
-    """
+    """This worker's step on a table, block by block; clock 0: initial values. Not thread-safe."""
 
     def __init__(self, table: Table, clock: int, sink: StepSink, steps: TableSteps) -> None:
         self.table = table
@@ -249,8 +247,7 @@ class TableStep:
             edit: a name of all changes of the model, equal at every worker that made the same.
             array: the array of optimizer state that `blocks` replace; empty: the values.
 
-        Raises: as `push_blocks`. The ticket raises EditRefused if the workers do not all make this
-        edit.
+        Raises: as `push_blocks`. The ticket raises EditRefused unless all workers make this edit.
         """
         self._check_open()
         bodies = []
@@ -324,15 +321,13 @@ class TableStep:
 
 
 class TableSteps:
-    """This worker's clock on one table, its open step, and the versions that its pulls have seen.
-    Thread-safe.
+    """This worker's clock on one table, its open step, and the versions its pulls saw. Thread-safe.
 
     Args:
         is_alone: True if the worker trains no other table. Only then does a pull alone take it past
             updates made without it, because a clock is skipped on all tables that are stepped
             together, or on none (SEMANTICS S7).
-        joins: others train the table already; the first pull gives the clock where this worker
-            begins.
+        joins: others train the table already; the first pull gives the clock where it begins.
 
     Attributes:
         clock: of the last step that this worker sealed on the table, or skipped.

@@ -8,8 +8,7 @@
 
 Rules:
     - Annotations give the types, so a field added to a dataclass is written from then on. A field
-      that a record lacks takes its default; an unknown field, or a value of another type, is
-      refused.
+      that a record lacks takes its default; unknown fields and other types are refused.
 """
 
 from __future__ import annotations

@@ -399,7 +399,7 @@ REPLICATION_MUTANTS = (
         "who has nothing of a range tells nobody",
         "S8",
         _REPLICATION,
-        "            *(_request_of_missing(assignment) for assignment in self._missing),\n",
+        "            *(BackupRequest(*place, frozenset(), True) for place in missing),\n",
         "",
         ("effects",),
     ),

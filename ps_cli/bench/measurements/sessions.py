@@ -88,10 +88,8 @@ def _measure(
         clusters = contenders.enter_all(
             stack,
             [
-                contenders.cluster(
-                    lane, crowd.commands(byte_count), worker_count=crowd.session_count
-                )
-                for crowd in crowds
+                contenders.cluster(lane, each.commands(byte_count), worker_count=each.session_count)
+                for each in crowds
             ],
         )
         operations = [

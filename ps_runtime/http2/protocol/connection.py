@@ -304,7 +304,9 @@ class Http2Connection:
     def _take_frame(self, head: FrameHead, view: memoryview, at: int, end: int) -> int:
         """Take a frame; returns the offset after its known bytes, or `at` if more must come."""
         begins = at + wire.FRAME_HEAD_BYTES
-        self._check_place(head)
+        if not self._has_settings and head.kind != FrameType.SETTINGS:
+            raise ConnectionBroken("a frame before SETTINGS")
+        self._blocks.check_place(head)
         if head.kind == FrameType.DATA:
             if head.flags & Flag.PADDED and begins == end:
                 return at
@@ -335,11 +337,6 @@ class Http2Connection:
         if self._useless_count > _MAX_USELESS_COUNT:
             raise ConnectionBroken("frames that bring nothing", ErrorCode.ENHANCE_YOUR_CALM)
         self._useless_count = max(self._useless_count, 0)
-
-    def _check_place(self, head: FrameHead) -> None:
-        if not self._has_settings and head.kind != FrameType.SETTINGS:
-            raise ConnectionBroken("a frame before SETTINGS")
-        self._blocks.check_place(head)
 
     # --- DATA
 

@@ -71,7 +71,8 @@ class MessageMemory:
         """Writable memory of `length` bytes, with any content."""
         if length < LEAST_BYTES:
             return np.empty(length, np.uint8).data
-        size = _size_of(length)
+        step = (1 << (length - 1).bit_length() - 1) // _STEPS
+        size = -(-length // step) * step  # the smallest of a piece for it
         found = self._of_size.get(size)
         if found is None:
             found = self._of_size[size] = _Pieces()
@@ -83,9 +84,3 @@ class MessageMemory:
             found.trim()
             if not found.count:
                 del self._of_size[size]
-
-
-def _size_of(length: int) -> int:
-    """The smallest size of a piece for `length`."""
-    step = (1 << (length - 1).bit_length() - 1) // _STEPS
-    return -(-length // step) * step
