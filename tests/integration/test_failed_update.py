@@ -128,6 +128,7 @@ class Stage:
         nodes = tuple(self._worker(rank, NodeState.ALIVE) for rank in range(self.workers))
         self.view = ClusterView(1, "cluster", self.workers, 1, nodes, ranges, tables)
         self.node.observe(self.view)
+        self.node.works.finish()
         self.node.works.finish()  # a busy machine may have left some of it for later turns
         self.streams: list[PushStream] = []
         for rank in range(self.workers):

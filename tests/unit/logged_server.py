@@ -95,6 +95,7 @@ class LoggedServer:
         )
         self.view = ClusterView(number, "c", 1, 1, (), ranges, (self.table,))
         self.node.observe(self.view)
+        self.node.works.finish()
         self.sequences = {
             range_id: self._low_water(range_id) for range_id in map(RangeId, range(RANGES))
         }

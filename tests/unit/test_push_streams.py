@@ -32,6 +32,7 @@ def a_node() -> ParameterNode:
     (slots,) = key_ranges(1)
     ranges = (RangeAssignment(RangeId(0), slots, AssignmentEpoch(1), SERVER.node_id),)
     node.observe(ClusterView(1, "c", 1, 1, (), ranges, (make_table(),)))
+    node.works.finish()
     return node
 
 

@@ -45,6 +45,7 @@ class Server:
         metrics = ServerMetrics(CollectorRegistry())
         self.node = ParameterNode(SERVER, b"k" * 16, workers, metrics, lambda: self.now_s)
         self.node.observe(_view(text))
+        self.node.works.finish()
         self.streams = [self.node.open_stream(_worker(rank)) for rank in range(2)]
         self.sequences = [0, 0]
         self.reads: list[RangeRead] = []

@@ -98,6 +98,7 @@ class Server:
         view = ClusterView(self.number, "cluster", 2, 2, tuple(nodes), (assignment,), (table,))
         self.node.observe(view)
         self.node.works.finish()
+        self.node.works.finish()
 
     def push(self, rank: int, epoch: int) -> None:
         """A worker's first step."""
