@@ -63,13 +63,19 @@ def warm_up(model: nn.Module, x: torch.Tensor) -> None:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def test_forward_and_backward_may_be_a_graph(pair: Pair, device: torch.device) -> None:
-    given = torch.zeros(6, 12, device=device)
-    warm_up(pair.model, given)
-    pair.optimizer.zero_grad(set_to_none=True)
+def captured(model: nn.Module, given: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """A graph of a forward and a backward pass, which reads `given`."""
+    warm_up(model, given)
+    model.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        squared(pair.model, given).backward()
+        squared(model, given).backward()
+    return graph
+
+
+def test_forward_and_backward_may_be_a_graph(pair: Pair, device: torch.device) -> None:
+    given = torch.zeros(6, 12, device=device)
+    graph = captured(pair.model, given)
     for x in batches(STEPS):
         given.copy_(x)
         graph.replay()
@@ -83,11 +89,7 @@ def test_the_optimizer_may_be_made_after_the_graph(
 ) -> None:
     model = seeded(chain).to(device)
     given = torch.zeros(6, 12, device=device)
-    warm_up(model, given)
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        squared(model, given).backward()
+    graph = captured(model, given)
     pair = Pair(client, name, model)
     for x in batches(STEPS):
         given.copy_(x)
@@ -255,11 +257,7 @@ def test_a_graphs_step_after_an_expired_wait_is_a_step_of_its_own(
         )
         second_made = thread.submit(optimizer_of, calm, seeded(chain).to(device))
         first = optimizer_of(hasty, model) if made == "before" else None
-        warm_up(model, given)
-        model.zero_grad(set_to_none=True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            squared(model, given).backward()
+        graph = captured(model, given)
         first = first or optimizer_of(hasty, model)
         second = second_made.result()
         graph.replay()
