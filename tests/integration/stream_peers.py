@@ -144,8 +144,15 @@ async def grpcio_server() -> AsyncIterator[tuple[int, Methods]]:
         await server.stop(0.0)
 
 
-def grpcio_channel(port: int, *options: tuple[str, int]) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=(*CHANNEL_OPTIONS, *options))
+@contextlib.asynccontextmanager
+async def grpcio_channel(port: int, *options: tuple[str, int]) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel of gRPC's own client, connected: an attempt to connect ends after a second, which
+    a machine that first prepares large requests may not keep.
+    """
+    options = (*CHANNEL_OPTIONS, *options)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        await channel.channel_ready()
+        yield channel
 
 
 @contextlib.asynccontextmanager
