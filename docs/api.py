@@ -28,11 +28,13 @@ GROUPS = {
         "pull_model",
         "RandomState",
     ),
+    "Embeddings": ("Embedding",),
     "Optimizers of the servers": (
-        *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Aggregate", "Add", "Custom", "Assign"),
+        *("SGD", "Adam", "AdamW", "Adagrad", "RowwiseAdagrad", "RMSprop", "Aggregate", "Add"),
+        *("Custom", "Assign"),
     ),
     "Consistency": ("BSP", "SSP", "ASP"),
-    "Initial values of a table": ("Zeros", "Constant", "Inline", "FromRank0"),
+    "Initial values of a table": ("Zeros", "Constant", "Inline", "FromRank0", "Uniform", "Normal"),
     "Memory": ("empty_shared",),
 }
 """Every public name, in the order of the page."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from google.protobuf.message import Message
 
+from docs import payload_codec as codecs
 from docs.wire_dump import dump
 from docs.worked_messages import (
     EXAMPLE_CHALLENGE,
@@ -25,11 +26,13 @@ from docs.worked_messages import (
     example_session,
     worked_messages,
 )
-from ps_core import codec as codecs
+from ps_core import rows
 from ps_core.keys import Slot, TableId, key_ranges, range_of_slot, slot_of_ordinal
 from ps_core.tables import (
     Codec,
     DType,
+    Initializer,
+    InitializerKind,
     OptimizerKind,
     OptimizerSpec,
     Table,
@@ -57,6 +60,9 @@ CONTRIBUTIONS = (
 )
 SGD_VALUES = (1.0, -0.3, 0.2, 3.0)
 SGD_RATE = 0.5
+ROW_IDS = (0, 1, 2, 12_345, 2**32, 2**63, 2**64 - 1)
+ROW_TABLES = ((0, 16), (2**64 - 1, 3), (7, 4096))
+ROW_SCALE, ROW_LENGTH = 0.5, 5
 PRESENCE = (
     (True,),
     (False,),
@@ -262,6 +268,36 @@ def sgd_vectors() -> list[dict[str, Any]]:
     return found
 
 
+def row_vectors() -> list[dict[str, Any]]:
+    """Seeds, and ids with their partitions and first values."""
+    ids = np.array(ROW_IDS, np.uint64)
+    found = []
+    for seed, count in ROW_TABLES:
+        mixed = rows.mixed_ids(ids, rows.salt_of(seed))
+        of_kind = {
+            kind: rows.first_values(mixed, Initializer(kind, scale=ROW_SCALE), ROW_LENGTH, "<f4")
+            for kind in (InitializerKind.UNIFORM, InitializerKind.NORMAL)
+        }
+        found.append(
+            {
+                "seed": str(seed),
+                "partition_count": count,
+                "scale": ROW_SCALE,
+                "rows": [
+                    {
+                        "id": str(row_id),
+                        "partition": int(partition),
+                        **{kind.value: of_kind[kind][at].tobytes().hex() for kind in of_kind},
+                    }
+                    for at, (row_id, partition) in enumerate(
+                        zip(ROW_IDS, rows.partitions_of(mixed, count), strict=True)
+                    )
+                ],
+            }
+        )
+    return found
+
+
 def payload_of(values: Sequence[float]) -> str:
     """The numbers as a payload of FP32, in hexadecimal."""
     return np.array(values, "<f4").tobytes().hex()
@@ -293,6 +329,7 @@ def vectors() -> dict[str, Any]:
         "codecs": codec_vectors(),
         "reduction": reduction_vectors(),
         "sgd": sgd_vectors(),
+        "rows": row_vectors(),
         "token": token_vector(),
         "join": join_vector(),
         "messages": message_vectors(),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from google.protobuf.message import Message
 
-from ps_core import codec as codecs
+from docs import payload_codec as codecs
 from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId, range_of_slot, slot_of_ordinal
 from ps_core.limits import RANGE_COUNT

@@ -32,6 +32,19 @@ MAX_BLOCK_ELEMENTS = 524_288
 
 MAX_ELEMENT_BYTES = 8
 
+ROW_ID_BYTES = 8
+"""Bytes of the id of a row."""
+
+MAX_ROW_ELEMENTS = 65_536
+"""Elements of a row of an embedding table."""
+
+DEFAULT_PARTITION_COUNT = 16
+"""Partitions of a table of rows. Each costs a push as much as a block, and a server has whole ones:
+so a cluster of more servers than this needs more.
+"""
+
+MAX_PARTITION_COUNT = 4096
+
 MESSAGE_OVERHEAD_BYTES = 65_536
 """Bytes of a message beside its payload: presence bits, ranges of a seal."""
 

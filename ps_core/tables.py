@@ -24,7 +24,7 @@ from typing import Any, Generic, TypeVar
 from ps_core import limits
 from ps_core.change import Join, TableChange, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
-from ps_core.errors import InvalidConfig, InvalidKeys
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.keys import RangeId, TableId, range_of_slot, slot_of_ordinal
 
 ResultT = TypeVar("ResultT")
@@ -91,6 +91,16 @@ NATIVE_CODEC = {
 """The codec of a table's own dtype."""
 
 
+def check_length(payload_bytes: int, codec: Codec, element_count: int) -> None:
+    """Raise InvalidTensor unless the payload has the length of `element_count` elements."""
+    expected = element_count * codec.element_bytes
+    if payload_bytes != expected:
+        raise InvalidTensor(
+            f"payload has {payload_bytes} bytes; expected {expected} "
+            f"({element_count} elements of {codec.value})"
+        )
+
+
 class OptimizerKind(Enum):
     """Treatment of an update by the servers."""
 
@@ -103,6 +113,7 @@ class OptimizerKind(Enum):
     ADD = "add"
     ASSIGN = "assign"
     CUSTOM = "custom"
+    ROWWISE_ADAGRAD = "rowwise_adagrad"
 
 
 class Kernels(Enum):
@@ -126,15 +137,20 @@ class InitializerKind(Enum):
     CONSTANT = "constant"
     INLINE = "inline"
     FROM_RANK_ZERO = "from_rank_zero"
+    UNIFORM = "uniform"
+    NORMAL = "normal"
 
 
 @dataclass(frozen=True, slots=True)
 class Initializer:
-    """First values of a table: `constant` for CONSTANT, `inline` bytes of its dtype for INLINE."""
+    """First values of a table: `constant` for CONSTANT, `inline` bytes of its dtype for INLINE; of
+    rows: UNIFORM is drawn from [-scale, scale), NORMAL has mean 0 and standard deviation `scale`.
+    """
 
     kind: InitializerKind = InitializerKind.ZEROS
     constant: float = 0.0
     inline: bytes = b""
+    scale: float = 0.0
 
 
 HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
@@ -155,6 +171,7 @@ HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
     OptimizerKind.AGGREGATE: {},
     OptimizerKind.ADD: {},
     OptimizerKind.ASSIGN: {},
+    OptimizerKind.ROWWISE_ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0},
 }  # fmt: skip
 """Hyperparameters of each optimizer, with torch.optim's defaults; CUSTOM's are the update's."""
 
@@ -168,6 +185,24 @@ takes roots of negative numbers. A learning rate may have any sign and size with
 MAX_HYPERPARAMETER_MAGNITUDE, because learning rate schedules set it so."""
 
 CLAMP_NAMES = ("clamp_min", "clamp_max")
+
+ROW_OPTIMIZERS = frozenset(
+    (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+)
+"""Optimizers of tables of rows."""
+
+_ROW_HYPERPARAMETERS = frozenset(("lr", "eps", "initial_accumulator_value"))
+"""Hyperparameters that an update of rows uses; the others must be 0, as torch's optimizers want
+them to be with sparse gradients."""
+
+_ROW_INITIALIZERS = frozenset(
+    (
+        InitializerKind.ZEROS,
+        InitializerKind.CONSTANT,
+        InitializerKind.UNIFORM,
+        InitializerKind.NORMAL,
+    )
+)
 
 _STATE_ARRAYS: dict[OptimizerKind, tuple[str, ...]] = {
     OptimizerKind.SGD: ("momentum_buffer",),
@@ -269,10 +304,11 @@ class StepHyperparameters:
     most often all workers, have the same hyperparameters, which are merged once.
     """
 
-    __slots__ = ("_last", "_spec")
+    __slots__ = ("_has_rows", "_last", "_spec")
 
-    def __init__(self, spec: OptimizerSpec) -> None:
+    def __init__(self, spec: OptimizerSpec, *, has_rows: bool = False) -> None:
         self._spec = spec
+        self._has_rows = has_rows
         self._last: tuple[Hyperparameters, Hyperparameters] = (), spec.merged(())
 
     def merged(self, given: Hyperparameters) -> Hyperparameters:
@@ -280,8 +316,20 @@ class StepHyperparameters:
         last, merged = self._last
         if given != last and given != merged:
             merged = self._spec.merged(given)
+            if self._has_rows:
+                check_row_hyperparameters(self._spec.label, merged)
             self._last = given, merged
         return merged
+
+
+def check_row_hyperparameters(label: str, merged: Hyperparameters) -> None:
+    """Raises InvalidConfig if one is set that an update of rows does not have."""
+    for name, value in merged:
+        if value and name not in _ROW_HYPERPARAMETERS:
+            raise InvalidConfig(
+                f"hyperparameter '{name}' of {label} is {value:g} in a table of rows; expected 0: "
+                "it would change rows that have no gradient"
+            )
 
 
 def array_words(optimizer: OptimizerSpec) -> str:
@@ -307,8 +355,20 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class RowsSpec:
+    """The spec of an embedding table beside its layout, which is that of one row.
+
+    A partition is a block: ids are spread over them (`ps_core.rows.partition_of`), and a row is in
+    no table before its first update. `seed` is that of the values that it has until then.
+    """
+
+    partition_count: int = limits.DEFAULT_PARTITION_COUNT
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class TableSpec:
-    """A table as its creator describes it."""
+    """A table as its creator describes it. With `rows` the layout is that of one row."""
 
     name: str
     dtype: DType
@@ -321,10 +381,17 @@ class TableSpec:
     reduction: Reduction = Reduction.MEAN
     allow_non_finite: bool = False
     gate_bytes: int = 0
+    rows: RowsSpec | None = None
 
     @property
     def mode(self) -> Mode:
         return self.consistency.mode
+
+    @property
+    def size_words(self) -> str:
+        """The size, for people."""
+        one = f"{self.element_count:,} elements of {self.dtype.value}"
+        return one if self.rows is None else f"rows of {one}"
 
     @property
     def accumulator_element_bytes(self) -> int:
@@ -373,6 +440,7 @@ class TableSpec:
             self.consistency.validated()
         except InvalidConfig as error:
             raise InvalidConfig(f"table '{self.name}': {error.message}") from None
+        self._check_rows()
         inline = self.initializer.inline
         expected = self.element_count * NATIVE_CODEC[self.dtype].element_bytes
         _check_flags(self.name, self.optimizer)
@@ -386,6 +454,58 @@ class TableSpec:
         optimizer = replace(self.optimizer, hyperparameters=self.optimizer.merged(()))
         found = replace(self, block_elements=block, tensors=tensors, optimizer=optimizer)
         return replace(found, consistency=self.consistency.as_requested)
+
+    def _check_rows(self) -> None:
+        name, kind, start = self.name, self.optimizer.kind, self.initializer
+        if self.rows is None:
+            _require(
+                kind is not OptimizerKind.ROWWISE_ADAGRAD,
+                f"table '{name}': {kind.value} is for tables of rows",
+            )
+            _require(
+                start.kind not in (InitializerKind.UNIFORM, InitializerKind.NORMAL),
+                f"table '{name}': {start.kind.value} is for tables of rows; a model's parameters "
+                "start from rank 0's",
+            )
+            return
+        _require(
+            1 <= self.rows.partition_count <= limits.MAX_PARTITION_COUNT,
+            f"table '{name}': partition_count is {self.rows.partition_count}; expected 1 to "
+            f"{limits.MAX_PARTITION_COUNT}",
+        )
+        _require(
+            0 <= self.rows.seed < 2**64,
+            f"table '{name}': seed is {self.rows.seed}; expected 0 to 2**64 - 1",
+        )
+        _require(
+            self.element_count <= limits.MAX_ROW_ELEMENTS,
+            f"table '{name}': a row has {self.element_count} elements; expected at most "
+            f"{limits.MAX_ROW_ELEMENTS}",
+        )
+        _require(
+            self.dtype in (DType.FLOAT32, DType.FLOAT64),
+            f"table '{name}': dtype is {self.dtype.value}; a table of rows is of float32 or "
+            "float64",
+        )
+        _require(
+            kind in ROW_OPTIMIZERS and self.optimizer.kernels is Kernels.FAST,
+            f"table '{name}': the optimizer is {self.optimizer.label}; a table of rows has sgd, "
+            "adagrad or rowwise_adagrad, with fast kernels",
+        )
+        check_row_hyperparameters(self.optimizer.label, self.optimizer.merged(()))
+        _require(
+            start.kind in _ROW_INITIALIZERS,
+            f"table '{name}': the initializer is {start.kind.value}; rows start with zeros, a "
+            "constant, or numbers of a uniform or normal distribution",
+        )
+        _require(
+            math.isfinite(start.scale) and 0.0 <= start.scale <= limits.MAX_FLOAT32,
+            f"table '{name}': the initializer's scale is {start.scale}; expected finite, from 0",
+        )
+        _require(
+            self.consistency.policy is not StalePolicy.COMPENSATE,
+            f"table '{name}': a table of rows keeps no reader's values; expected no compensation",
+        )
 
     def _check_constant(self) -> None:
         constant = self.initializer.constant
@@ -528,14 +648,21 @@ class Table:
 
     @property
     def block_count(self) -> int:
+        rows = self.spec.rows
+        if rows is not None:
+            return rows.partition_count
         return -(-self.spec.element_count // self.spec.block_elements)
 
     def block_length(self, block: int) -> int:
-        """Elements of a block, fewer in the last one; InvalidKeys if it does not exist."""
+        """Elements of a block, fewer in the last one; of rows: of one row. InvalidKeys if it does
+        not exist.
+        """
         if not 0 <= block < self.block_count:
             raise InvalidKeys(
                 f"table '{self.spec.name}' has blocks 0 to {self.block_count - 1}; got {block}"
             )
+        if self.spec.rows is not None:
+            return self.spec.element_count
         size = self.spec.block_elements
         return min(size, self.spec.element_count - block * size)
 
@@ -565,7 +692,7 @@ class Table:
 
     @cached_property
     def step_hyperparameters(self) -> StepHyperparameters:
-        return StepHyperparameters(self.spec.optimizer)
+        return StepHyperparameters(self.spec.optimizer, has_rows=self.spec.rows is not None)
 
     @cached_property
     def _tensor_ends(self) -> tuple[int, ...]:
@@ -573,6 +700,8 @@ class Table:
 
     def segments(self, block: int) -> tuple[TensorSegment, ...]:
         """Overlaps of tensors with a block, in layout order. An empty tensor overlaps no block."""
+        if self.spec.rows is not None:
+            return (TensorSegment(0, 0, self.spec.element_count),)
         begin = block * self.spec.block_elements
         end = begin + self.block_length(block)
         first = bisect_right(self._tensor_ends, begin)

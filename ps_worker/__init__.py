@@ -43,8 +43,19 @@ from ps_worker.spec.optimizers import (
     Assign,
     Custom,
     RMSprop,
+    RowwiseAdagrad,
 )
-from ps_worker.spec.settings import ASP, BSP, SSP, Constant, FromRank0, Inline, Zeros
+from ps_worker.spec.settings import (
+    ASP,
+    BSP,
+    SSP,
+    Constant,
+    FromRank0,
+    Inline,
+    Normal,
+    Uniform,
+    Zeros,
+)
 from ps_worker.spec.straggler import ComputeTime
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.steps import Pulled, PullTicket, PushTicket, StepResult, TableHandle
@@ -55,6 +66,7 @@ if TYPE_CHECKING:
     from ps_worker.client.on_ray import RayCluster, RayRole, ray_cluster
     from ps_worker.training.distributed_optimizer import DistributedOptimizer
     from ps_worker.training.distributed_sampler import DistributedSampler
+    from ps_worker.training.embedding import Embedding
     from ps_worker.training.model_pull import pull_model
 
 __all__ = [
@@ -78,6 +90,7 @@ __all__ = [
     "DistributedSampler",
     "Draining",
     "EditRefused",
+    "Embedding",
     "Fenced",
     "FromRank0",
     "GradientChangedAfterPush",
@@ -88,6 +101,7 @@ __all__ = [
     "InvalidKeys",
     "InvalidTensor",
     "LocalCluster",
+    "Normal",
     "NotOwner",
     "NotPermitted",
     "Overloaded",
@@ -101,12 +115,14 @@ __all__ = [
     "RayCluster",
     "RayRole",
     "Recovering",
+    "RowwiseAdagrad",
     "StaleAssignment",
     "StepResult",
     "TableExists",
     "TableHandle",
     "TableNotFound",
     "Unauthenticated",
+    "Uniform",
     "UpdateFailed",
     "ValuesLost",
     "WaitExpired",
@@ -122,6 +138,7 @@ _IMPORTED_ON_USE = {
     # torch takes seconds to import; a process that only pulls or only starts a cluster need not
     "DistributedOptimizer": "ps_worker.training.distributed_optimizer",
     "DistributedSampler": "ps_worker.training.distributed_sampler",
+    "Embedding": "ps_worker.training.embedding",
     "RandomState": "ps_worker.checkpoint.random_state",
     "RayCluster": "ps_worker.client.on_ray",
     "RayRole": "ps_worker.client.on_ray",

@@ -78,8 +78,7 @@ def show_checkpoint(url: str, output: Output, *, as_json: bool) -> int:
             torn = ", torn: each range at a moment of its own" * saved.is_torn
             trained = f"{spec.optimizer.label}, {saved.consistency}, clock {saved.clock}{torn}"
             output.say(
-                f"table {saved.name}: {spec.element_count:,} elements of {spec.dtype.value} in "
-                f"{saved.block_count} blocks, "
+                f"table {saved.name}: {spec.size_words} in {saved.block_count} blocks, "
                 f"{'any optimizer' if manifest.is_imported else trained}"
             )
         for part in manifest.parts:
@@ -227,9 +226,11 @@ def _block_differences(left: CheckpointReader, right: CheckpointReader, name: st
                 largest[tensor] = max(known, distance, key=lambda far: (math.isnan(far), far))
     if steps:
         yield f"other step numbers in blocks {listed(spans(steps), _SHOWN_SPAN_COUNT)}"
-    if blocks:
+    count, which = left.tables[name].block_count, listed(spans(blocks), _SHOWN_SPAN_COUNT)
+    if blocks and left.tables[name].spec.rows is not None:  # rows have no fixed place
+        yield f"rows of {len(blocks)} of {count} partitions differ ({which})"
+    elif blocks:
         by = ", ".join(f"{tensor} by up to {value:.6g}" for tensor, value in largest.items())
-        count, which = left.tables[name].block_count, listed(spans(blocks), _SHOWN_SPAN_COUNT)
         yield f"{len(blocks)} of {count} blocks differ ({which}): {by}"
 
 
@@ -238,13 +239,16 @@ def _distance(
 ) -> float | None:
     """The largest difference of two tensors' elements; None if their bytes are the same.
 
-    It is infinite if one tensor is missing, and NaN if an element is.
+    It is infinite if one tensor is missing, or they have other shapes or hold ids of rows, and NaN
+    if an element is.
     """
     one, other = left.tensor(*place), right.tensor(*place)
     if one is None or other is None:
         return float("inf")
     if (one.crc32, one.byte_count) == (other.crc32, other.byte_count):
         return None
+    if one.shape != other.shape or one.dtype == "U64":
+        return float("inf")
     import numpy as np  # imported here, because list and verify run in images without numpy
 
     element = np.dtype("<f8" if one.dtype == "F64" else "<f4")

@@ -45,6 +45,9 @@ def _chosen(reader: CheckpointReader, prefix: str, output: Output) -> list[Table
         if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             output.say(f"{name}: left out, it holds sums of gradients and no parameters")
             continue
+        if table.spec.rows is not None:
+            output.say(f"{name}: left out, it is a table of rows")
+            continue
         found.append(table)
     if not found:
         names = ", ".join(reader.tables) or "none"

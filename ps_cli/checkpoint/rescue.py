@@ -26,13 +26,16 @@ def rescue(values_file: Path, out: Path, output: Output) -> int:
     """Read all parameters from their servers, and write them as `checkpoint export` does."""
     session, view = kept_values.read(values_file)
     found = [t for t in view.tables if t.spec.optimizer.kind is not OptimizerKind.AGGREGATE]
-    tables = [table for table in found if not table.run]
+    tables = [table for table in found if not table.run and table.spec.rows is None]
     blocks = asyncio.run(_read(session, view, tables))
     count = write_tables(out, tables, lambda table, block: blocks[table.spec.name, block])
     output.say(f"{out}: {count} tensors of {len(tables)} tables, without optimizer state")
     others = sorted({table.run for table in found if table.run})
     if others:
         output.say(f"not in it: tables of runs that have a name ({', '.join(others)})")
+    of_rows = [table.spec.name for table in found if table.spec.rows is not None]
+    if of_rows:
+        output.say(f"not in it: tables of rows ({', '.join(of_rows)})")
     return 0
 
 

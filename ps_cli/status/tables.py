@@ -44,8 +44,7 @@ async def list_tables(scheduler: str, output: Output) -> int:
         since = f" from clock {table.change.after_clock + 1} on" if table.change else ""
         proposed = f"; to become {table.proposed.consistency}" if table.proposed else ""
         output.say(
-            f"{table.title}: {table.spec.element_count:,} elements of "
-            f"{table.spec.dtype.value}, {table.spec.optimizer.label}, "
+            f"{table.title}: {table.spec.size_words}, {table.spec.optimizer.label}, "
             f"{table.consistency}{since}{proposed}"
         )
     return 0

@@ -287,6 +287,8 @@ def _table_problems(
             for tensor in block.tensors:
                 name = tensor_name(saved.name, number, tensor)
                 stored = source.header.tensors[name]
+                if table.spec.rows is not None:  # of any number of rows: who loads them compares
+                    continue
                 if (stored.dtype, stored.shape) != expected:
                     yield (
                         f"{where}: tensor '{name}' is {stored.dtype} of shape {stored.shape}; "

@@ -39,6 +39,7 @@ from ps_core.tables import (
     OptimizerKind,
     OptimizerSpec,
     Reduction,
+    RowsSpec,
     Table,
     TableSpec,
     TensorSpec,
@@ -81,6 +82,7 @@ _SESSION = ("cluster_id", "timeline", "node_id", "incarnation", "rank", "run")
 _NODE = ("node_id", "incarnation", "rank", "address", "silence_ms", "run")
 _OPTIMIZER = ("nesterov", "amsgrad", "centered", "maximize", "custom_update")
 _SPEC = ("name", "element_count", "block_elements", "allow_non_finite", "gate_bytes")
+_ROWS = ("partition_count", "seed")
 _CHANGE = ("number", "after_clock", "checkpoint", "is_decided")
 _VIEW = (
     "view_number", "cluster_id", "worker_count", "server_count", "finished", "restored_from",
@@ -201,6 +203,11 @@ def _initializer_to_proto(initializer: Initializer) -> types_pb2.Initializer:
         return types_pb2.Initializer(constant=constant)
     if initializer.kind is InitializerKind.INLINE:
         return types_pb2.Initializer(inline=types_pb2.InlineInitializer(values=initializer.inline))
+    if initializer.kind is InitializerKind.UNIFORM:
+        uniform = types_pb2.UniformInitializer(scale=initializer.scale)
+        return types_pb2.Initializer(uniform=uniform)
+    if initializer.kind is InitializerKind.NORMAL:
+        return types_pb2.Initializer(normal=types_pb2.NormalInitializer(scale=initializer.scale))
     return types_pb2.Initializer(from_rank_zero=types_pb2.FromRankZeroInitializer())
 
 
@@ -210,7 +217,10 @@ def _initializer_from_proto(message: types_pb2.Initializer) -> Initializer:
         names = ", ".join(kind.value for kind in InitializerKind)
         raise InvalidConfig(f"initializer.kind is unset; expected one of {names}")
     return Initializer(
-        kind=InitializerKind(kind), constant=message.constant.value, inline=message.inline.values
+        kind=InitializerKind(kind),
+        constant=message.constant.value,
+        inline=message.inline.values,
+        scale=message.uniform.scale or message.normal.scale,
     )
 
 
@@ -229,6 +239,7 @@ def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
         consistency=consistency_to_proto(spec.consistency),
         initializer=_initializer_to_proto(spec.initializer),
         reduction=_REDUCTIONS[spec.reduction],
+        rows=None if spec.rows is None else _copy(types_pb2.RowsSpec, spec.rows, _ROWS),
     )
     message.MergeFrom(_layout_to_proto(spec.tensors))
     return message
@@ -263,7 +274,15 @@ def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
         consistency=consistency_from_proto(message.consistency),
         initializer=_initializer_from_proto(message.initializer),
         reduction=_known(_REDUCTION_OF, message.reduction, "reduction"),
+        rows=_rows_from_proto(message),
     )
+
+
+def _rows_from_proto(message: types_pb2.TableSpec) -> RowsSpec | None:
+    if not message.HasField("rows"):
+        return None
+    count = message.rows.partition_count or limits.DEFAULT_PARTITION_COUNT
+    return RowsSpec(count, message.rows.seed)
 
 
 def table_to_proto(table: Table) -> types_pb2.Table:

@@ -52,6 +52,8 @@ from ps_server.checkpoint.unchanged_blocks import (
 from ps_server.ranges.events import AnswerPull, RefusePull
 from ps_server.service.node import ParameterNode
 from ps_server.values.copy_on_write import CopyQuota, Key, RangeSnapshots
+from ps_server.values.row_optimizers import SUM
+from ps_server.values.row_store import IDS
 from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 
 _THREAD_COUNT = 2
@@ -128,6 +130,8 @@ class CheckpointParts:
 
     def _state_names(self, table: Table) -> tuple[str, ...]:
         optimizer = table.spec.optimizer
+        if table.spec.rows is not None:
+            return (IDS, SUM)
         if optimizer.kind is OptimizerKind.CUSTOM:
             slots = self._node.shards.custom_state(optimizer.custom_update)
             return tuple(map(tensor_of, slots))
@@ -191,6 +195,7 @@ class _CheckpointPart:
         self._base = written.base(checkpoint.base)
         self._referred: dict[BlockKey, WrittenBlock] = {}
         self._lineages: dict[BlockKey, object] = {}  # of blocks that are written
+        self._byte_counts: dict[BlockKey, int] = {}  # as well
         self._waiters: dict[int, Key] = {}
         self._tables: dict[TableId, ReportedTable] = {}
         self._specs = {each.table.table_id: each.table for each in planned}
@@ -312,9 +317,11 @@ class _CheckpointPart:
         _, _, writer = self._opening.result()
         spec = self._specs[table_id].spec
         dtype = "F64" if spec.dtype is DType.FLOAT64 else "F32"
+        self._byte_counts[table_id, block.block] = block.byte_count
         writer.note_block(spec.name, block.block, block.version, block.steps)
         for name, payload in block.tensors:
-            writer.append(spec.name, block.block, name, payload, dtype)
+            is_ids = spec.rows is not None and name == IDS
+            writer.append(spec.name, block.block, name, payload, "U64" if is_ids else dtype)
 
     def _written(self, done: Future[Any], copied: tuple[int, MemorySpan | None]) -> None:
         byte_count, piece = copied
@@ -372,12 +379,9 @@ class _CheckpointPart:
         for (name, block), stored in written.blocks.items():
             if stored.place:
                 continue
-            table = tables[name]
-            width = 8 if table.spec.dtype is DType.FLOAT64 else 4
-            byte_count = len(stored.crc32s) * table.block_length(block) * width
-            key = table.table_id, block
+            key = tables[name].table_id, block
             placed = replace(stored, place=place_in(directory, self._file))
-            found[key] = WrittenBlock(self._lineages[key], placed, byte_count)
+            found[key] = WrittenBlock(self._lineages[key], placed, self._byte_counts[key])
         return found
 
     def _check(self) -> None:

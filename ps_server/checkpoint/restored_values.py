@@ -112,7 +112,7 @@ class RestoredValues:
             return 0
         store, found = self._node.shards.stores[key], restored.blocks_of(shard.state.table)
         versions: dict[int, int] = {}
-        targets: dict[int, Callable[[str], memoryview]] = {}  # the memory of each tensor
+        targets: dict[int, Callable[[str, int], memoryview]] = {}  # the memory of each tensor
         for block in shard.state.blocks:
             saved = found.stored(block)
             versions[block] = saved.version
@@ -122,9 +122,10 @@ class RestoredValues:
             byte_count = 0
             for block, target_of in targets.items():
                 for tensor in found.stored(block).tensors:
-                    target = target_of(tensor)
+                    target = target_of(tensor, found.byte_count(block, tensor))
                     found.read_into(block, tensor, target)
                     byte_count += target.nbytes
+                store.end_load(block)
             return byte_count
 
         byte_count = await asyncio.to_thread(read)
@@ -186,6 +187,11 @@ class _Saved:
     def stored(self, block: int) -> StoredBlock:
         return self._reader.block(self._name, block)
 
+    def byte_count(self, block: int, tensor: str) -> int:
+        """The bytes of a tensor of a block."""
+        stored = self._reader.tensor(self._name, block, tensor)
+        return 0 if stored is None else stored.byte_count
+
     def read_into(self, block: int, tensor: str, target: memoryview) -> None:
         """Read one tensor of a block into `target`, as many writable bytes ("B").
 
@@ -209,6 +215,10 @@ class _Imported:
     def stored(self, block: int) -> StoredBlock:
         self._table.block_length(block)  # refuses a block that the table does not have
         return StoredBlock(version=0, steps=(0,), crc32s={VALUES: 0})
+
+    def byte_count(self, block: int, tensor: str) -> int:
+        del tensor
+        return self._table.block_length(block) * self._table.spec.accumulator_element_bytes
 
     def read_into(self, block: int, tensor: str, target: memoryview) -> None:
         spec = self._table.spec

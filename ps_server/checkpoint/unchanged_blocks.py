@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ps_core.keys import TableId
 from ps_runtime.checkpoint.part_file import StoredBlock
 from ps_runtime.checkpoint.part_header import clear_by_entry
-from ps_server.values.shard_store import ShardStore
+from ps_server.values.row_store import Store
 
 BlockKey = tuple[TableId, int]
 
@@ -67,7 +67,7 @@ class WrittenBlocks:
 def unchanged(
     base: Mapping[BlockKey, WrittenBlock],
     table_id: TableId,
-    store: ShardStore,
+    store: Store,
     blocks: Iterable[int],
 ) -> dict[BlockKey, WrittenBlock]:
     """The blocks that have not changed since they were written to the base."""

@@ -32,7 +32,7 @@ import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import numpy as np
@@ -78,6 +78,8 @@ from ps_server.values.mutations import (
 )
 from ps_server.values.optimizer_arrays import check_array
 from ps_server.values.optimizers import padded_length
+from ps_server.values.row_gradients import RowGradients
+from ps_server.values.row_store import RowStore, Store
 from ps_server.values.shard_store import ChangeHooks, ShardStore, nobody
 from ps_server.values.update_arithmetic import Accumulator
 from pushpull.v1 import parameters_pb2
@@ -177,8 +179,11 @@ class SharedValues:
 
 
 def shared_values(table: Table, segment_id: int, blocks: Sequence[int]) -> SharedValues | None:
-    """A segment for a table's blocks, or None. Sums (AGGREGATE), each new memory, are unshared."""
-    if not CAN_SHARE or table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+    """A segment for the blocks, or None if they cannot be shared: the sums of an AGGREGATE table
+    are new memory each time, and rows have no fixed place.
+    """
+    is_sum = table.spec.optimizer.kind is OptimizerKind.AGGREGATE
+    if not CAN_SHARE or is_sum or table.spec.rows is not None:
         return None
     lengths = {block: table.block_length(block) for block in sorted(blocks)}
     try:
@@ -384,10 +389,10 @@ class Shards:
     """
 
     def __init__(self, lanes: SharedLanes, updates: Mapping[str, CheckedUpdate]) -> None:
-        self.stores: dict[_Key, ShardStore] = {}
+        self.stores: dict[_Key, Store] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
-        self._ready: dict[_Key, tuple[SharedValues | None, ShardStore]] = {}  # not here yet
+        self._ready: dict[_Key, tuple[SharedValues | None, Store]] = {}  # not here yet
         self._held: dict[_Key, list[ref[HeldAnswer]]] = {}
         self.snapshots: RangeSnapshots | None = None
         self.lanes = lanes
@@ -421,7 +426,9 @@ class Shards:
         blocks: Sequence[int],
         shared: SharedValues | None,
         ready: Mapping[int, ReadyBlock] | None = None,
-    ) -> ShardStore:
+    ) -> Store:
+        if table.spec.rows is not None:
+            return RowStore(table, blocks)
         update = self._updates.get(table.spec.optimizer.custom_update)
         home = None if shared is None else shared.values
         return ShardStore(table, blocks, self.pool, home, update, ready)
@@ -448,7 +455,7 @@ class Shards:
             shared = self.segments.spare(key)
             home = None if shared is None else shared.values
             made: dict[int, ReadyBlock] = {}
-            for block in part.blocks:
+            for block in () if part.table.spec.rows else part.blocks:
                 made[block] = ready_block(part.table, block, home)
                 made_count += 1
                 if not made_count % limits.SLICE_BLOCK_COUNT:
@@ -502,7 +509,7 @@ class Shards:
 
     def decode(
         self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
-    ) -> Contribution:
+    ) -> Contribution | RowGradients:
         """As `parameter_wire.Decoder`; the machine answers for a place that is not here."""
         store = self._store_at(place)
         self.received_bytes += len(payload)
@@ -510,14 +517,14 @@ class Shards:
 
     def decode_shared(
         self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
-    ) -> Contribution:
+    ) -> Contribution | RowGradients:
         """As `parameter_wire.Decoder`."""
         store = self._store_at(place)
         payload = self.lanes.payload(sender.incarnation, message.shared_payload)
         self.received_bytes += len(payload)
         return store.decode(message.block, codec, payload, message.presence, is_shared=True)
 
-    def _store_at(self, place: Place) -> ShardStore:
+    def _store_at(self, place: Place) -> Store:
         """The store of an entry, which may reach a machine that has come meanwhile: that its
         payload was not decoded is no fault of its sender.
         """
@@ -528,7 +535,7 @@ class Shards:
             )
         return store
 
-    def _store(self, table_id: TableId, range_id: RangeId) -> ShardStore:
+    def _store(self, table_id: TableId, range_id: RangeId) -> Store:
         store = self.stores.get((table_id, range_id))
         if store is None:
             raise InvalidKeys(f"range {range_id} holds no block of table {table_id}")
@@ -582,7 +589,8 @@ class Shards:
         return None
 
     def is_brief(self, record: Record) -> bool:
-        return self.stores[record.table_id, record.range_id].is_brief(len(record.blocks))
+        store = self.stores[record.table_id, record.range_id]
+        return store.is_brief(record.clock, len(record.blocks))
 
     def apply_brief(self, record: Record) -> None:
         """As `applying`, for an update that `is_brief`."""
@@ -706,10 +714,10 @@ class Shards:
                 store.abandon()
 
 
-def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Contribution]]:
+def _contributions(parts: Sequence[tuple[int, object]]) -> list[tuple[int, Any]]:
     found = []
     for block, payload in parts:
-        if not isinstance(payload, Contribution):
+        if not isinstance(payload, Contribution | RowGradients):
             raise InvariantViolation("SH-1", f"block {block} was accumulated without its payload")
         found.append((block, payload))
     return found
@@ -738,9 +746,9 @@ def fixed_for_backup(change: Mutation) -> Mutation:
     return change
 
 
-def _receiving(store: ShardStore, record: Record, sent: SentAccumulator) -> Work[Accumulator]:
+def _receiving(store: Store, record: Record, sent: SentAccumulator) -> Work[Accumulator]:
     accumulator = yield from store.receiving(sent)
-    beyond = accumulator.parts.keys() - set(record.blocks)  # means are of some of these
+    beyond = set(accumulator.blocks) - set(record.blocks)  # means are of some of these
     if beyond:
         raise InvalidKeys(
             f"a change of range {record.range_id} has blocks {sorted(beyond)}; expected some of "

@@ -544,7 +544,10 @@ class EntryRules:
         return None
 
     def _kind_problem(self) -> PushpullError | None:
-        optimizer = self._state.table.spec.optimizer.kind
+        spec = self._state.table.spec
+        optimizer = spec.optimizer.kind
+        if spec.rows is not None:
+            return InvalidConfig(f"table '{spec.name}' is one of rows; expected no edit of it")
         if optimizer not in _WITHOUT_PARAMETERS:
             return None
         return InvalidConfig(

@@ -144,6 +144,8 @@ class TableStaging:
 
     def _bytes_of(self, shard: RangeMachine) -> int:
         """Bytes of one step on the shard."""
+        if self._table.spec.rows is not None:
+            return len(shard.state.blocks) * limits.MAX_MESSAGE_BYTES
         element_bytes = max(self._table.spec.accumulator_element_bytes, 4)
         # A converted payload is staged in a buffer of aligned length.
         unit = limits.BLOCK_ALIGNMENT_ELEMENTS

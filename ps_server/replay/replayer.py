@@ -58,8 +58,11 @@ __all__ = [
 
 
 def has_parameters(table: Table) -> bool:
-    """False for an AGGREGATE table, which has sums of gradients only."""
-    return table.spec.optimizer.kind is not OptimizerKind.AGGREGATE
+    """False for an AGGREGATE table, which has sums of gradients only, and for a table of rows,
+    whose versions cannot be written as tensors.
+    """
+    spec = table.spec
+    return spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.rows is None
 
 
 class Replay:

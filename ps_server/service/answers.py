@@ -39,6 +39,7 @@ from ps_server.ranges.events import AnswerPull, Place, PullEvent, ReplyTo, Sende
 from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.server_machine import ServerMachine
+from ps_server.values.row_store import RowStore
 from ps_server.wire.parameter_wire import block_answer, push_response, range_error
 from pushpull.v1 import parameters_pb2
 
@@ -300,6 +301,7 @@ class RangeRead:
 
     Args:
         blocks: the blocks that are asked for; empty: all of the range.
+        ids: of a table of rows: the ids that are asked for, of each of the blocks.
 
     Attributes:
         number: the node's for it, once it has begun.
@@ -307,7 +309,13 @@ class RangeRead:
         cause: what it waited for then; None: it did not.
     """
 
-    def __init__(self, terms: PullTerms, place: Place, blocks: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        terms: PullTerms,
+        place: Place,
+        blocks: Sequence[int] = (),
+        ids: Sequence[bytes] = (),
+    ) -> None:
         self.terms = terms
         self.place = place
         self.number = 0
@@ -315,6 +323,7 @@ class RangeRead:
         self.cause: WaitCause | None = None
         self.is_answered = False
         self._blocks = blocks
+        self._ids = dict(zip(blocks, ids, strict=False))
         self._arrival: asyncio.Future[None] | None = None
         self._refusal: bytes | None = None
         self._at = 0  # index of the next block
@@ -358,7 +367,11 @@ class RangeRead:
         if terms.shared and not terms.array:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)
         self._blocks = self._blocks or state.blocks
-        self._block_bytes = state.table.spec.block_elements * self._codec.element_bytes
+        spec = state.table.spec
+        self._block_bytes = spec.block_elements * self._codec.element_bytes
+        if self._ids:
+            count = max(map(len, self._ids.values())) // limits.ROW_ID_BYTES
+            self._block_bytes = count * spec.element_count * self._codec.element_bytes
         shards.hold(key, self)
         self._arrived()
 
@@ -448,6 +461,10 @@ class RangeRead:
             )
         if self.terms.array:
             return (block, self._store.read_array(block, self.terms.array), b"")
+        if self._ids:
+            if not isinstance(self._store, RowStore):
+                raise InvalidKeys(f"a pull of table '{self._name}' names ids; it is not of rows")
+            return (block, self._store.read_rows(block, self._ids[block]), b"")
         if effect.keeps_for is not None:
             self._store.keep(effect.keeps_for, block)
         if self._shared is not None:

@@ -396,12 +396,13 @@ class ParameterNode:
         return 0 if part is None else len(part.state.blocks)
 
     def block_bytes_at(self, table_id: TableId, range_id: RangeId) -> int:
-        """The most bytes that a block has in an answer; 0 if none are here."""
+        """The most bytes that a block, or a row, has in an answer; 0 if none are here."""
         part = self.machine.shards.get((table_id, range_id))
         if part is None:
             return 0
         spec = part.state.table.spec
-        return spec.block_elements * spec.accumulator_element_bytes
+        count = spec.block_elements if spec.rows is None else spec.element_count
+        return count * spec.accumulator_element_bytes
 
     def next_number(self) -> int:
         """A number that no other pull, stream or cut of this server has."""

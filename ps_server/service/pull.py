@@ -109,6 +109,8 @@ class Pull:
             range_id = RangeId(part.range_id)
             found = len(part.blocks) or self._node.block_count_at(self._table_id, range_id)
             count += found
+            if part.ids:
+                found = sum(map(len, part.ids)) // limits.ROW_ID_BYTES
             if not self._is_shared:
                 byte_count += found * self._node.block_bytes_at(self._table_id, range_id)
         return count <= _AT_ONCE_COUNT and byte_count <= limits.SLICE_BYTES
@@ -152,10 +154,10 @@ class Pull:
         part = self._left.popleft()
         range_id = RangeId(part.range_id)
         place = Place(self._table_id, range_id, AssignmentEpoch(part.assignment_epoch))
-        read = RangeRead(self._terms, place, part.blocks)
+        read = RangeRead(self._terms, place, part.blocks, part.ids)
         self._reads.append(read)
         try:
-            if part.blocks:
+            if part.blocks or part.ids:
                 _check_blocks(part, self._node.block_count_at(self._table_id, range_id))
         except InvalidKeys as problem:
             read.refuse(problem)
@@ -289,6 +291,11 @@ def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
     here, and why not is for it to answer.
     """
     blocks = part.blocks
+    if part.ids and len(part.ids) != len(blocks):
+        raise InvalidKeys(
+            f"the pull of range {part.range_id} has {len(part.ids)} lists of ids; expected one for "
+            f"each of its {len(blocks)} blocks"
+        )
     if (0 < block_count < len(blocks)) or len(set(blocks)) != len(blocks):
         raise InvalidKeys(
             f"the pull of range {part.range_id} names {len(blocks)} blocks; expected each of its "

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ps_core.keys import RangeId, TableId
-from ps_server.values.shard_store import ShardStore
+from ps_server.values.row_store import Store
 from ps_server.values.store_copy import SavedBlock
 
 Key = tuple[TableId, RangeId]
@@ -35,9 +35,9 @@ class RangeSnapshots:
 
     def __init__(self, take: TakeBlock) -> None:
         self._take = take
-        self._captured: dict[Key, tuple[ShardStore, dict[int, None]]] = {}
+        self._captured: dict[Key, tuple[Store, dict[int, None]]] = {}
 
-    def add(self, key: Key, store: ShardStore, blocks: Iterable[int]) -> None:
+    def add(self, key: Key, store: Store, blocks: Iterable[int]) -> None:
         """Capture these blocks as they are."""
         captured = dict.fromkeys(blocks)
         if captured:

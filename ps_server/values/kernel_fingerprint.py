@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ps_core.tables import Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables import ROW_OPTIMIZERS, Kernels, OptimizerKind, OptimizerSpec
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.optimizers import BlockState, Optimizer
+from ps_server.values.row_optimizers import RowOptimizer
 
 _ELEMENT_COUNT = 192
+_ROW_ELEMENTS = 24
 _STEP_COUNT = 3
 _DIGEST_CHARS = 16
 
@@ -41,6 +43,9 @@ def kernel_fingerprint() -> str:
             for dtype in (torch.float32, torch.float64):
                 complete = replace(spec, hyperparameters=spec.merged(()), kernels=kernels)
                 _run(complete, dtype, digest)
+    for kind in sorted(ROW_OPTIMIZERS, key=lambda kind: kind.value):
+        for dtype in (torch.float32, torch.float64):
+            _run_rows(OptimizerSpec(kind), dtype, digest)
     return (
         f"torch={torch.__version__};cpu={torch.backends.cpu.get_cpu_capability()};"
         f"selftest={digest.hexdigest()[:_DIGEST_CHARS]}"
@@ -56,6 +61,18 @@ def _run(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) -> None
         optimizer.apply(state, gradient, None, dict(spec.hyperparameters))
     for _, tensor in sorted([("values", state.values), *state.slots.items()]):
         digest.update(tensor.numpy().tobytes())
+
+
+def _run_rows(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) -> None:
+    shape = _ELEMENT_COUNT // _ROW_ELEMENTS, _ROW_ELEMENTS
+    optimizer = RowOptimizer(spec, _ROW_ELEMENTS)
+    values = fixed_input(0, _ELEMENT_COUNT, dtype).numpy().reshape(shape)
+    state = optimizer.first_state(shape[0], values.dtype)
+    for step in range(1, _STEP_COUNT + 1):
+        gradients = fixed_input(step, _ELEMENT_COUNT, dtype).numpy().reshape(shape)
+        optimizer.apply(values, state, gradients, dict(spec.merged(())))
+    for rows in (values, *state.values()):
+        digest.update(rows.tobytes())
 
 
 def fixed_input(step: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -324,8 +324,9 @@ class ShardStore:
             self._sums.keep(clock, accumulator)
         return blocks
 
-    def is_brief(self, block_count: int) -> bool:
-        """True if an update of so many blocks is one step: `apply_brief` does it."""
+    def is_brief(self, clock: int, block_count: int) -> bool:
+        """True if the update of `clock`, of so many blocks, is one step: `apply_brief` does it."""
+        del clock
         return block_count <= PIECE_COUNT and self._is_by_block
 
     def apply_brief(
@@ -454,20 +455,29 @@ class ShardStore:
         """A block for a checkpoint: views that the next update changes."""
         return saved_block(block, self._versions[block], self._state(block))
 
-    def load(self, block: int, version: int, steps: Sequence[int]) -> Callable[[str], memoryview]:
-        """Load a block of a checkpoint: the result gives the memory of each tensor to write to."""
+    def load(
+        self, block: int, version: int, steps: Sequence[int]
+    ) -> Callable[[str, int], memoryview]:
+        """Load a block of a checkpoint: the result gives the memory of each tensor to write to, by
+        its name and its bytes; `end_load` follows.
+        """
         state = self._state(block)
         self.lineage = object()
         self._versions[block] = version
         state.set_segment_steps(steps)
 
-        def buffer(name: str) -> memoryview:
+        def buffer(name: str, byte_count: int) -> memoryview:
+            del byte_count  # who writes compares it
             before = state.state_bytes
             found = buffer_for(name, state)
             self._block_bytes += state.state_bytes - before
             return found
 
         return buffer
+
+    def end_load(self, block: int) -> None:
+        """Note that all tensors of the block were written: they lie in place."""
+        self._state(block)
 
     def checking(self, copy: StoreCopy) -> Work[None]:
         """Check that the copy is of these blocks. Changes nothing.

@@ -67,6 +67,11 @@ class Accumulator:
             part = contributions.added(self.parts[part.block], part, pool)
         self.parts[part.block] = part
 
+    @property
+    def blocks(self) -> Sequence[int]:
+        """The blocks that it has sums of, ascending."""
+        return sorted(self.parts)
+
     def release(self, pool: BufferPool) -> None:
         for part in (*self.parts.values(), *self.means.values()):
             contributions.release(part, pool)

@@ -34,6 +34,7 @@ from ps_server.ranges.events import (
     WithdrawEvent,
 )
 from ps_server.values.contributions import Contribution
+from ps_server.values.row_gradients import RowGradients
 from pushpull.v1 import parameters_pb2
 
 SMALL_BYTES = 64 * 1024
@@ -144,11 +145,11 @@ class Decoder(Protocol):
 
     def decode(
         self, place: Place, block: int, codec: Codec, payload: memoryview, presence: bytes
-    ) -> Contribution: ...
+    ) -> Contribution | RowGradients: ...
 
     def decode_shared(
         self, place: Place, sender: Sender, message: parameters_pb2.BlockPush, codec: Codec
-    ) -> Contribution:
+    ) -> Contribution | RowGradients:
         """The same in the sender's shared memory. Recovering: that is not there any more."""
 
 
@@ -191,7 +192,7 @@ def push_events(
         RangeId(message.range_id),
         AssignmentEpoch(message.assignment_epoch),
     )
-    payload: Contribution | None = None
+    payload: Contribution | RowGradients | None = None
     problem: PushpullError | None = None
     eager = None
     try:

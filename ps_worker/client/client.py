@@ -12,6 +12,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
+import numpy.typing as npt
+
 from ps_core.cluster_view import Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig, PushpullError
@@ -24,9 +26,26 @@ from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.open_clients import OPEN, has_worker
 from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
 from ps_worker.client.tables import ClientTables, Pulls
-from ps_worker.spec.settings import TABLE_DEFAULTS, Layout, SupportsSpec, TableOptions
+from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, rows_of
+from ps_worker.spec.settings import (
+    ROWS_DEFAULTS,
+    TABLE_DEFAULTS,
+    Layout,
+    RowsOptions,
+    SupportsSpec,
+    TableOptions,
+)
 from ps_worker.spec.straggler import ComputeTime
-from ps_worker.spec.values import Array, BlockValues, ElementRun, Values, cut, region_of, runs_of
+from ps_worker.spec.values import (
+    Array,
+    BlockValues,
+    ElementRun,
+    Values,
+    cut,
+    region_of,
+    runs_of,
+    shape_of,
+)
 from ps_worker.steps.counters import Progress
 from ps_worker.steps.steps import PullTicket, PushTicket, StepResult, TableHandle, check_handle
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
@@ -265,6 +284,42 @@ class Client:
             WaitExpired: servers are missing; the message says how many.
         """
         return self.tables.create(name, layout, optimizer, options)
+
+    @shows(RowsOptions, {**ROWS_DEFAULTS, "consistency": THE_CLIENTS})
+    def create_embedding(
+        self,
+        name: str,
+        dim: int,
+        *,
+        optimizer: SupportsSpec | OptimizerSpec,
+        **options: Unpack[RowsOptions],
+    ) -> TableHandle:
+        """Create an embedding table, or open the one of that name if it is identical: rows of `dim`
+        elements under ids of 64 bits. It has no size: a row is made by its first update, and reads
+        as its initial values before that, which are a function of the seed and the id.
+
+        Args:
+            name: unique in the cluster; 1 to 200 bytes.
+            dim: elements of a row.
+            optimizer: `SGD`, `Adagrad` or `RowwiseAdagrad`; only rows with a gradient change.
+
+        Options:
+            dtype (str, 'float32'): the element type: "float32" or "float64".
+            consistency (Consistency | str, the client's): as of `create_table`.
+            reduction (str, 'mean'): as of `create_table`; a mean divides by all workers, with or
+                without a gradient of the row.
+            init (RowsInitial, Zeros()): `Zeros()`, `Constant(value)`, `Uniform(scale)` or
+                `Normal(scale)`.
+            partitions (int, 16): the parts that the servers share out; more servers than these
+                have nothing to do. Fixed for the life of the table.
+            seed (int, 0): of the initial values.
+            allow_non_finite (bool, False): as of `create_table`.
+            gate_bytes (int, 0): as of `create_table`.
+            timeout_s (float | None, None): seconds to wait for the cluster's servers.
+
+        Blocking, Raises: as `create_table`.
+        """
+        return self.tables.create(name, dim, optimizer, options, has_rows=True)
 
     def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
         """Open a table that another client creates; waits for it.
@@ -552,6 +607,77 @@ class Client:
         if callback is None:
             return self.wait(ticket, timeout_s)
         return self.pulls.with_callback(ticket, callback)
+
+    # --- rows of embedding tables
+
+    def push_rows(
+        self,
+        table: TableHandle,
+        ids: Values,
+        gradients: Values,
+        *,
+        seal: bool = True,
+        hyperparameters: Mapping[str, float] | None = None,
+        hashed_ids: bool = False,
+    ) -> PushTicket:
+        """Push gradients of rows of an embedding table, and end the step.
+
+        Args:
+            ids: whole numbers from 0; the gradients of one that comes several times are summed.
+            seal: end the step with this push; False leaves it open for more, until `seal`.
+            hyperparameters: the optimizer's, for this step (with `seal`); the table's fill in.
+            hashed_ids: negative ids are hashes: their bits count, as unsigned numbers.
+
+        Shapes:
+            ids: any; gradients: the same with the row's elements behind, in the table's dtype.
+
+        Blocking: as `push`. The values are copied.
+
+        Raises:
+            InvalidKeys: a negative id.
+            InvalidTensor: gradients of another dtype or shape; ids that are no whole numbers.
+            InvalidConfig: the table is not one of rows, or hyperparameters as for `push`; more rows
+                of one partition than a message takes.
+            NotPermitted: this is not a worker.
+        """
+        checked = _checked(table, hyperparameters)
+        if hyperparameters and not seal:
+            raise InvalidConfig("hyperparameters belong to the seal; give them with it")
+        rows_of(table.table)
+        found = ids_of(ids, hashed_ids=hashed_ids)
+        rows = gradients_of(table.table, found, gradients)
+        with self.connection.loop.together():
+            step = self.tables.begin_step(table)
+            step.push_rows(found, rows)
+            return step.seal(checked) if seal else step.ticket
+
+    def pull_rows(
+        self,
+        table: TableHandle,
+        ids: Values,
+        *,
+        hashed_ids: bool = False,
+        timeout_s: float | None = None,
+    ) -> npt.NDArray[Any]:
+        """Pull rows of an embedding table; those that no update has made read as their initial
+        values, and are not made.
+
+        Args:
+            ids, hashed_ids: as of `push_rows`.
+
+        Returns:
+            A numpy array. Shapes: that of `ids` with the row's elements behind.
+
+        Blocking: until the rows are here.
+
+        Raises:
+            InvalidKeys, InvalidTensor, InvalidConfig: as `push_rows`.
+            WaitExpired: the message says whom the pull waits for.
+        """
+        check_handle(table)
+        batch = cut_ids(ids_of(ids, hashed_ids=hashed_ids), rows_of(table.table))
+        rows = self.wait(self.pulls.start_rows(table, batch, timeout_s), timeout_s)
+        return rows[batch.places].reshape(*shape_of(ids), table.element_count)
 
     # --- waiting
 

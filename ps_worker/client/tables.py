@@ -4,11 +4,17 @@ into the caller's memory, into arrays, and with callbacks.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
@@ -25,7 +31,15 @@ from ps_core.tables import InitializerKind, OptimizerSpec, Table, TableSpec
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
-from ps_worker.spec.settings import Layout, SupportsSpec, TableOptions, consistency_of, table_spec
+from ps_worker.spec.rows import MAX_PULLED_COUNT, RowBatch
+from ps_worker.spec.settings import (
+    Layout,
+    RowsOptions,
+    SupportsSpec,
+    TableOptions,
+    consistency_of,
+    table_spec,
+)
 from ps_worker.spec.values import (
     Array,
     Raw,
@@ -77,12 +91,14 @@ class ClientTables:
         name: str,
         layout: Layout,
         optimizer: SupportsSpec | OptimizerSpec,
-        options: TableOptions,
+        options: TableOptions | RowsOptions,
+        *,
+        has_rows: bool = False,
     ) -> TableHandle:
         connection = self._connection
         connection.check_may_push("create tables")
         options.setdefault("consistency", parsed(connection.config.consistency or "bsp"))
-        spec = table_spec(name, layout, optimizer, options)
+        spec = table_spec(name, layout, optimizer, options, has_rows=has_rows)
         deadline_s = connection.deadline_s(options.get("timeout_s"))
         handle = self._adopt(connection.asked(self._created(spec, deadline_s), deadline_s))
         connection.record.table(handle.spec)
@@ -365,6 +381,36 @@ class Pulls:
         raw = writable_raw_of(values, table.dtype, "out")
         order = self._order(table, raw, region, timeout_s, consistent=consistent)
         return PullTicket(table.table, self._connection.loop.start(self._values(order, values)))
+
+    def start_rows(
+        self, table: TableHandle, batch: RowBatch, timeout_s: float | None = None
+    ) -> PullTicket[npt.NDArray[Any]]:
+        """Begin to pull the rows of a batch. Shapes: of the values: (n, length), in the order of
+        `batch.ids`.
+        """
+        self._connection.check_usable()
+        self._tables.check_own(table)
+        length = table.element_count
+        row_bytes = length * element_bytes(table.dtype)
+        values = np.empty((len(batch.ids), length), table.dtype.value)
+        raw = values.view(np.uint8).reshape(-1)
+        most = min(MAX_PULLED_COUNT, limits.FOREIGN_MAX_MESSAGE_BYTES // row_bytes)
+        whole = self._order(table, raw[:0], Region(0, 0, (0,)), timeout_s)
+        orders = []
+        for piece in batch.pieces(most):
+            begin = piece.begin * row_bytes
+            part = raw[begin : begin + len(piece.ids) * row_bytes]
+            orders.append(replace(whole, raw=part, ids=piece))
+        return PullTicket(table.table, self._connection.loop.start(self._rows(orders, values)))
+
+    async def _rows(
+        self, orders: Sequence[PullOrder], values: npt.NDArray[Any]
+    ) -> npt.NDArray[Any]:
+        if len(orders) == 1:
+            await self._engine.pull(orders[0])
+        else:
+            await asyncio.gather(*map(self._engine.pull, orders))
+        return values
 
     async def _values(self, order: PullOrder, values: Array) -> Array:
         await self._engine.pull(order)

@@ -215,6 +215,23 @@ class Adagrad(ServerOptimizer):
 
 
 @dataclass(frozen=True, slots=True)
+class RowwiseAdagrad(ServerOptimizer):
+    """Adagrad with one number of state for each row of an embedding table, which grows by the mean
+    of the row's squared gradients: torchrec's EXACT_ROWWISE_ADAGRAD.
+
+    Raises:
+        InvalidConfig: a number out of bounds.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.ROWWISE_ADAGRAD
+
+    lr: float = 1e-2
+    eps: float = 1e-10
+    initial_accumulator_value: float = 0.0
+    maximize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class RMSprop(ServerOptimizer):
     """`torch.optim.RMSprop`, on the servers; with `clamp`, see `Clamp`.
 

@@ -21,6 +21,7 @@ from ps_core.tables import (
     Kernels,
     OptimizerSpec,
     Reduction,
+    RowsSpec,
     TableSpec,
     TensorSpec,
 )
@@ -127,7 +128,24 @@ class FromRank0:
     """The worker of rank 0 gives the values with `client.assign`; pulls wait until then."""
 
 
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Each element of a row is drawn from [-scale, scale)."""
+
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Each element of a row is drawn from a normal distribution of mean 0, cut off at 3.5 standard
+    deviations.
+    """
+
+    scale: float = 1.0
+
+
 Initial = Zeros | Constant | Inline | FromRank0
+RowsInitial = Zeros | Constant | Uniform | Normal
 Layout = int | Sequence[int] | Sequence[tuple[str, Sequence[int]]]
 
 
@@ -151,6 +169,20 @@ class TableOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
+class RowsOptions(TypedDict, total=False):
+    """The keyword arguments of `Client.create_embedding`, which describes them."""
+
+    dtype: str
+    consistency: Consistency | str
+    reduction: str
+    init: RowsInitial
+    partitions: int
+    seed: int
+    allow_non_finite: bool
+    gate_bytes: int
+    timeout_s: float | None
+
+
 TABLE_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "reduction": "mean",
@@ -163,13 +195,30 @@ TABLE_DEFAULTS: dict[str, Any] = {
 }
 """The defaults of `TableOptions`; that of the consistency is the client's."""
 
+ROWS_DEFAULTS: dict[str, Any] = {
+    **{
+        name: TABLE_DEFAULTS[name] for name in TABLE_DEFAULTS if name in RowsOptions.__annotations__
+    },
+    "partitions": limits.DEFAULT_PARTITION_COUNT,
+    "seed": 0,
+}
+"""As `TABLE_DEFAULTS`, of `RowsOptions`."""
+
 
 def table_spec(
-    name: str, layout: Layout, optimizer: SupportsSpec | OptimizerSpec, options: TableOptions
+    name: str,
+    layout: Layout,
+    optimizer: SupportsSpec | OptimizerSpec,
+    options: TableOptions | RowsOptions,
+    *,
+    has_rows: bool = False,
 ) -> TableSpec:
-    """The validated spec of a table."""
-    check_options("create_table", options, TableOptions.__annotations__)
-    given = {**TABLE_DEFAULTS, "consistency": Consistency(), **options}
+    """The validated spec of a table; if it `has_rows`, the layout is that of one row."""
+    function, known = "create_table", TableOptions.__annotations__
+    if has_rows:
+        function, known = "create_embedding", RowsOptions.__annotations__
+    check_options(function, options, known)
+    given = {**TABLE_DEFAULTS, **ROWS_DEFAULTS, "consistency": Consistency(), **options}
     dtype = _choice(DType, "dtype", given["dtype"])
     kernels = _choice(Kernels, "kernels", given["kernels"])
     tensors = tensors_of(name, layout)
@@ -191,6 +240,7 @@ def table_spec(
         reduction=_choice(Reduction, "reduction", given["reduction"]),
         allow_non_finite=given["allow_non_finite"],
         gate_bytes=given["gate_bytes"],
+        rows=RowsSpec(given["partitions"], given["seed"]) if has_rows else None,
     ).validated()
 
 
@@ -228,19 +278,24 @@ def consistency_of(given: Consistency | str) -> Consistency:
     raise InvalidConfig(f"consistency is {given!r}; expected BSP(), SSP(staleness) or ASP()")
 
 
-def _initializer(initial: Initial, dtype: DType) -> Initializer:
+def _initializer(initial: Initial | RowsInitial, dtype: DType) -> Initializer:
     match initial:
         case Zeros():
             return Initializer(InitializerKind.ZEROS)
         case Constant(value):
             return Initializer(InitializerKind.CONSTANT, constant=float(value))
+        case Uniform(scale):
+            return Initializer(InitializerKind.UNIFORM, scale=float(scale))
+        case Normal(scale):
+            return Initializer(InitializerKind.NORMAL, scale=float(scale))
         case FromRank0():
             return Initializer(InitializerKind.FROM_RANK_ZERO)
         case Inline(values):
             raw = raw_of(values, dtype, "the inline initializer")
             return Initializer(InitializerKind.INLINE, inline=raw.tobytes())
     raise InvalidConfig(
-        f"init is {initial!r}; expected Zeros(), Constant(value), Inline(values) or FromRank0()"
+        f"init is {initial!r}; expected Zeros(), Constant(value), Inline(values) or FromRank0(); "
+        "of rows: Zeros(), Constant(value), Uniform(scale) or Normal(scale)"
     )
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.errors import InvalidKeys, InvalidTensor
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.tables import NATIVE_CODEC, DType, Table, TensorSpec, pack_presence, unpack_presence
 
 if TYPE_CHECKING:
@@ -162,8 +162,14 @@ def tensor_named(table: Table, name: str) -> TensorSpec:
 
 
 def region_of(table: Table, part: slice | str | None) -> Region:
-    """A caller's region: all elements (None), one tensor (its name), or a slice of elements."""
+    """A caller's region: all elements (None), one tensor (its name), or a slice of elements.
+    InvalidConfig for a table of rows, which has no such.
+    """
     spec = table.spec
+    if spec.rows is not None:
+        raise InvalidConfig(
+            f"table '{spec.name}' is one of rows; expected `push_rows` and `pull_rows`, with ids"
+        )
     if part is None:
         shape = spec.tensors[0].shape if len(spec.tensors) == 1 else (spec.element_count,)
         return Region(0, spec.element_count, shape)

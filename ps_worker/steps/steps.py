@@ -25,9 +25,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from ps_core.codec import check_length
+import numpy as np
+import numpy.typing as npt
+
 from ps_core.errors import InvalidConfig, WaitExpired
-from ps_core.tables import NATIVE_CODEC, DType, Hyperparameters, Table, TableSpec
+from ps_core.rows import Ids
+from ps_core.tables import NATIVE_CODEC, DType, Hyperparameters, Table, TableSpec, check_length
+from ps_worker.spec.rows import cut_ids, payloads_of, rows_of, summed
 from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
 from ps_worker.window.push_window import StepTerms
 
@@ -199,6 +203,7 @@ class TableStep:
         self._steps = steps
         self.is_sealed = False
         self._tensors: dict[int, BlockValues] = {}
+        self._rows: tuple[Ids, npt.NDArray[Any]] | None = None  # all that were pushed
         width = NATIVE_CODEC[table.spec.dtype].element_bytes
         self._block_bytes = table.spec.block_elements * width
         self._last_block = table.block_count - 1
@@ -263,6 +268,31 @@ class TableStep:
             self._sink.submit(self.table, self.clock, bodies, 0)
         return self._end(StepTerms(edit=edit, array=array))
 
+    def push_rows(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
+        """Send gradients of rows, beside those that this step has pushed before.
+
+        Shapes:
+            gradients: (ids, length), in the table's dtype. An id may come several times.
+
+        Raises:
+            InvalidConfig: the step has been sealed, or has more rows of a partition than a message
+                takes.
+        """
+        self._check_open()
+        if self._rows is not None:
+            ids = np.concatenate((self._rows[0], ids))
+            gradients = np.concatenate((self._rows[1], gradients))
+        batch = cut_ids(ids, rows_of(self.table))
+        rows = summed(batch, gradients)
+        seen = self._steps.peer_versions.get
+        bodies = [
+            PushBody(block, payload, b"", None, seen(block))
+            for block, payload in payloads_of(self.table, batch, rows)
+        ]
+        self._rows = batch.ids, rows
+        if bodies:
+            self._sink.submit(self.table, self.clock, bodies, 0)
+
     def push_tensors(self, blocks: Iterable[BlockValues]) -> None:
         """Send tensors of blocks, beside those that this step has pushed of them before."""
         whole = []
@@ -303,6 +333,7 @@ class TableStep:
 
     def _end(self, terms: StepTerms) -> PushTicket:
         self.is_sealed = True
+        self._rows = None
         self._tensors = {}  # the ticket and this step hold each other: free the values now
         self._steps.sealed(self)
         self._sink.seal(self.table, self.clock, terms)

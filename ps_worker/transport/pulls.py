@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -50,6 +50,7 @@ from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
+from ps_worker.spec.rows import RowPiece
 from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, TableSteps
@@ -90,6 +91,15 @@ class PullOrder:
     """The reader's number of the cut that holds the clock; 0: none."""
     array: str = ""
     """The array of optimizer state to pull; empty: the values."""
+    ids: RowPiece | None = None
+    """The ids to pull of a table of rows; `raw` has their rows in this order."""
+
+    def length_of(self, block: int) -> int:
+        """The elements that the answer has of a block."""
+        if self.ids is None:
+            return self.table.block_length(block)
+        begin, end = self.ids.spans[block]
+        return (end - begin) * self.table.spec.element_count
 
     @property
     def codec(self) -> Codec:
@@ -188,7 +198,8 @@ class Puller:
 
     def _begin(self, order: PullOrder) -> _PullProgress:
         by_range = self.blocks_by_range(order.table)
-        inside = blocks_of(order.table, order.region)
+        inside: Container[int]
+        inside = blocks_of(order.table, order.region) if order.ids is None else order.ids.spans
         wanted = {
             range_id: found
             for range_id, blocks in by_range.items()
@@ -327,6 +338,8 @@ class Puller:
         spec = order.table.spec
         if order.consistent or order.array or progress.torn_count >= _MAX_TORN_COUNT:
             return None
+        if order.ids is not None:
+            return None
         is_shareable = spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.dtype in (
             DType.FLOAT32,
             DType.FLOAT64,
@@ -345,7 +358,7 @@ class Puller:
         if newest.assignment_epoch != view.ranges[range_id].assignment_epoch:
             raise StaleAssignment(f"range {range_id} has moved during the pull")
         codec = progress.order.codec
-        length = table.block_length(value.block)
+        length = progress.order.length_of(value.block)
         if value.codec != wire.codec_to_proto(codec) or byte_count != length * codec.element_bytes:
             raise Internal(
                 f"block {value.block} of table '{table.spec.name}' came as {byte_count} bytes of "
@@ -360,7 +373,7 @@ class Puller:
         wanted.discard(value.block)
         if not wanted:
             del progress.wanted[range_id]
-        byte_count = table.block_length(value.block) * progress.order.codec.element_bytes
+        byte_count = progress.order.length_of(value.block) * progress.order.codec.element_bytes
         self._counters.pulled_bytes += byte_count
         MEASURES.pulled_bytes.inc(byte_count)
         progress.versions[value.block] = value.version
@@ -373,6 +386,9 @@ class Puller:
 def _target(order: PullOrder, block: int, length: int) -> tuple[Raw, int]:
     """The memory of a block, and the number of its first bytes that are outside the region."""
     width = order.codec.element_bytes
+    if order.ids is not None:
+        begin = order.ids.spans[block][0] * order.table.spec.element_count * width
+        return order.raw[begin : begin + length * width], 0
     start = block * order.table.spec.block_elements
     low = max(order.region.begin, start)
     high = min(order.region.end, start + length)
@@ -397,11 +413,15 @@ def _request(
     named = named_by_block(
         {range_id: len(progress.wanted[range_id]) for range_id in ranges}, progress.whole_counts
     )
+    pulled = progress.order.ids
     for range_id in ranges:
+        is_named = range_id in named or pulled is not None
+        blocks = sorted(progress.wanted[range_id]) if is_named else []
         request.ranges.add(
             range_id=range_id,
             assignment_epoch=view.ranges[range_id].assignment_epoch,
-            blocks=sorted(progress.wanted[range_id]) if range_id in named else [],
+            blocks=blocks,
+            ids=None if pulled is None else [pulled.bytes_of(block) for block in blocks],
         )
     return request
 

@@ -74,6 +74,8 @@ def bytes_by_range(table: Table, range_count: int) -> dict[RangeId, int]:
         range_id: count * block_bytes
         for range_id, count in _blocks_by_range(table, range_count).items()
     }
+    if table.spec.rows is not None:  # nobody knows how many rows will come: all are alike
+        return held_bytes
     alignment = limits.BLOCK_ALIGNMENT_ELEMENTS
     last_elements = -(-table.block_length(table.block_count - 1) // alignment) * alignment
     ranges = _ranges_by_ordinal(range_count)

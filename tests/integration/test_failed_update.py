@@ -36,6 +36,7 @@ from ps_server.ranges.events import Place, PushEvent, ReplyTo, SealEvent, SealTe
 from ps_server.service.answers import PullTerms, PushStream, RangeRead
 from ps_server.service.node import ParameterNode
 from ps_server.values.custom_updates import checked
+from ps_server.values.shard_store import ShardStore
 from pushpull.v1 import parameters_pb2
 
 RANGES = 4
@@ -204,6 +205,7 @@ class Stage:
         """First values, the state's first, the block's version, whether its lock is at rest."""
         place = (table, self.place(table, block).range_id)
         shard = self.node.shards.stores[place]
+        assert isinstance(shard, ShardStore)
         held = shard._states[block]
         slots = [slot[0].item() for slot in held.slots.values()]
         lock = self.node.shards.segments._shared[place].place(block)[
@@ -456,10 +458,17 @@ async def test_without_bsp_the_others_hear_of_it_at_their_next_step(
     assert stage.outcome(0, 4) is Outcome.INVALID
 
 
+def store_of(stage: Stage, block: int) -> ShardStore:
+    """The store of a block of the table whose update fails."""
+    store = stage.node.shards.stores[stage.place(FAILING, block)[:2]]
+    assert isinstance(store, ShardStore)
+    return store
+
+
 @on_a_loop
 async def test_nothing_is_kept_for_updates_that_never_come(stages: Stages) -> None:
     stage = stages("asp:compensate=1")
-    shards = [stage.node.shards.stores[stage.place(FAILING, block)[:2]] for block in APART]
+    shards = [store_of(stage, block) for block in APART]
     for rank in range(2):
         answer_of(stage.read(rank, 0))
     assert any(shard._kept for shard in shards)
@@ -467,7 +476,7 @@ async def test_nothing_is_kept_for_updates_that_never_come(stages: Stages) -> No
     assert not any(shard._kept or shard._accumulators for shard in shards)
 
     stage = stages(BSP)
-    shards = [stage.node.shards.stores[stage.place(FAILING, block)[:2]] for block in APART]
+    shards = [store_of(stage, block) for block in APART]
     stage.take(0, stage.push(0, 1, 1, 1.0, block=1), stage.seal(0, 1, 2, block=1))
     assert any(shard._accumulators for shard in shards)  # rank 0's turn has come there
     stage.take(0, stage.push(0, 1, 1, 13.0), stage.seal(0, 1, 2))

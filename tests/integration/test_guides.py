@@ -1,4 +1,4 @@
-"""EVALUATION.md and GPU.md: their scripts run, and print what the pages promise."""
+"""EVALUATION.md, GPU.md and EMBEDDINGS.md: their scripts run, and print what the pages promise."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
     loss = re.search(r"on cpu: loss (\d+\.\d+)", page.type(train))
     assert loss
     assert float(loss[1]) < 0.5
+
+
+def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
+    page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
+    page.save("taste.py")
+    (train,) = page.commands()
+    loss = re.search(r"loss (\d+\.\d+)", page.type(train))
+    assert loss
+    assert float(loss[1]) < 0.3

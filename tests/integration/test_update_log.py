@@ -112,6 +112,26 @@ def test_a_killed_server_comes_back_with_all_that_was_committed(scene: Scene) ->
             progress(loads)
 
 
+def test_a_killed_server_comes_back_with_its_rows(scene: Scene) -> None:
+    """Whole numbers: each sum is exact."""
+    adds = ps.SGD(lr=1.0, maximize=True)
+    tables = scene.create(lambda client, name: client.create_embedding(name, 4, optimizer=adds))
+    draws, expected = np.random.default_rng(1), np.zeros(300)
+    for step in range(12):
+        tickets = []
+        for client, table in tables:
+            ids = draws.integers(300, size=80)
+            np.add.at(expected, ids, 1.0)
+            rows = np.full((80, 4), float(WORKERS), np.float32)  # the mean divides it
+            tickets.append((client, client.push_rows(table, ids, rows)))
+        for client, ticket in tickets:
+            client.wait(ticket)
+        if step in (4, 8):
+            scene.kill_and_start_again(scene.cluster.living[0])
+    for client, table in tables:
+        assert np.array_equal(client.pull_rows(table, np.arange(300))[:, 3], expected)
+
+
 def test_all_servers_may_be_killed_at_once(scene: Scene) -> None:
     with under_load(scene):
         killed = list(scene.cluster.living)

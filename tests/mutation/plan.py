@@ -20,7 +20,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         _WORDS,
         _VECTORS,
     ),
-    "ps_core.codec": (_VECTORS, "tests/property/test_keys_and_tables.py"),
     "ps_core.collective_calls": ("tests/unit/test_collective_calls.py",),
     "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
     "ps_core.envelope": ("tests/unit/test_envelope.py",),
@@ -36,6 +35,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/unit/test_imported.py",
     ),
     "ps_core.rights": ("tests/unit/test_joining.py", "tests/unit/test_protocol_vectors.py"),
+    "ps_core.rows": ("tests/unit/test_rows.py", _VECTORS),
     "ps_core.runs": ("tests/unit/test_cluster_runs.py",),
     "ps_core.sequence_locks": ("tests/unit/test_sequence_locks.py",),
     "ps_core.tables": (

@@ -14,7 +14,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ps_core import codec as raw
+from docs import payload_codec as raw
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
 from ps_core.tables import (

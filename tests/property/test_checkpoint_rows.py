@@ -82,7 +82,7 @@ class Row:
                     store.assign([part])
                 case "load":  # of the same version, with other values
                     room = store.load(block, store.version(block), [1])
-                    room("values")[:] = values
+                    room("values", len(values))[:] = values
                 case "move":
                     half = block // 3
                     copied = ShardStore(MODEL, BLOCKS[3 * half : 3 * half + 3])

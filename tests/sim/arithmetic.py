@@ -1,5 +1,8 @@
 """The numbers of a simulation: what servers make of gradients, and what a dumb twin makes of them.
 
+A table of rows has a few ids in each partition: to the twin a row is what a tensor's share of a
+block is, and an id that is left out of a push a tensor without a gradient.
+
 Beside the identities that say what is in a block, servers hold real values: `Numbers` runs the real
 stores (`ps_server.lane.shards`) on gradients of small whole numbers. `Twin` is one process that
 sums in rank order, divides by those who sealed the clock, and steps the optimizer, in plain Python.
@@ -21,7 +24,7 @@ import random
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,13 +33,18 @@ import torch
 
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.keys import Incarnation, RangeId, TableId
+from ps_core.rows import mixed_ids, partitions_of, salt_of
 from ps_core.tables import (
     Codec,
     Hyperparameters,
+    Initializer,
+    InitializerKind,
     OptimizerKind,
     OptimizerSpec,
     Reduction,
+    RowsSpec,
     Table,
+    TableSpec,
     TensorSpec,
     pack_presence,
 )
@@ -47,12 +55,22 @@ from ps_server.ranges.events import Accumulate, AssignValues, Forget, Record
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.values.contributions import Contribution, elements
 from ps_server.values.mutations import Assigned, Dropped, KeptSum, Mutation, Put, SentAccumulator
+from ps_server.values.row_gradients import RowGradients, payload_of
+from ps_server.values.row_store import RowStore
 from ps_server.values.store_copy import StoreCopy
 from ps_server.values.update_arithmetic import Accumulator
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Arrived, Grad
 
 if TYPE_CHECKING:
     from tests.sim.truth import Settings, Truth
+
+ROW_ELEMENTS, ROW_COUNT = 5, 3
+"""Of a table of rows: elements of one, and ids of a partition that are pushed."""
+
+ROWS_SHARE = 0.2
+"""Of the tables that may be of rows."""
+
+_WITH_RATE = (OptimizerKind.SGD, OptimizerKind.ADAM, OptimizerKind.ADAGRAD)
 
 TENSOR_ELEMENTS = 48
 """Of a block of 64: tensors begin in one block and end in the next."""
@@ -77,6 +95,21 @@ def optimizer_of(draw: random.Random, *, may_sum: bool) -> OptimizerSpec:
     momentum = draw.choice((0.0, 0.5, 0.5))
     given = {"momentum": momentum} if kind is OptimizerKind.SGD else {}
     return OptimizerSpec(kind, tuple(given.items()))
+
+
+def of_rows(spec: TableSpec, draw: random.Random) -> TableSpec:
+    """One table of six, or so, as one of rows, with as many partitions as it has blocks."""
+    is_delayed = spec.consistency.policy is StalePolicy.COMPENSATE
+    if is_delayed or spec.optimizer.kind is OptimizerKind.AGGREGATE or draw.random() >= ROWS_SHARE:
+        return spec
+    return replace(
+        spec,
+        element_count=ROW_ELEMENTS,
+        tensors=(),
+        optimizer=OptimizerSpec(draw.choice((OptimizerKind.SGD, OptimizerKind.ADAGRAD))),
+        initializer=Initializer(InitializerKind.ZEROS),
+        rows=RowsSpec(-(-spec.element_count // spec.block_elements), draw.getrandbits(64)),
+    )
 
 
 def reduction_of(draw: random.Random) -> Reduction:
@@ -107,7 +140,7 @@ def one_thread() -> Iterator[None]:
 
 def numbers_of(table: Table, clock: int) -> Hyperparameters:
     """What all workers' schedules say for a clock."""
-    has_rate = table.spec.optimizer.kind in (OptimizerKind.SGD, OptimizerKind.ADAM)
+    has_rate = table.spec.optimizer.kind in _WITH_RATE
     return (("lr", (1.0, 0.5, 0.25)[clock % 3]),) if has_rate else ()
 
 
@@ -136,8 +169,18 @@ def _lengths(element_count: int, block_elements: int, block: int) -> tuple[int, 
     return tuple(b - a for a, b in itertools.pairwise(cuts))
 
 
+@lru_cache(maxsize=1024)
+def ids_of(rows: RowsSpec, block: int) -> tuple[int, ...]:
+    """The first few ids that live in a partition."""
+    ids = np.arange(ROW_COUNT * 8 * rows.partition_count, dtype=np.uint64)
+    places = partitions_of(mixed_ids(ids, salt_of(rows.seed)), rows.partition_count)
+    return tuple(ids[places == block][:ROW_COUNT].tolist())
+
+
 def lengths_of(table: Table, block: int) -> tuple[int, ...]:
-    """Elements of each tensor's share of a block."""
+    """Elements of each tensor's share of a block; of each row of a partition."""
+    if table.spec.rows is not None:
+        return (ROW_ELEMENTS,) * len(ids_of(table.spec.rows, block))
     return _lengths(table.spec.element_count, table.spec.block_elements, block)
 
 
@@ -145,6 +188,12 @@ def _payload(table: Table, grad: Grad) -> tuple[bytes, bytes]:
     """A gradient's elements, and which tensors have any."""
     lengths = lengths_of(table, grad.block)
     found = gradient_of(grad, len(lengths))
+    rows = table.spec.rows
+    if rows is not None:
+        pairs = zip(ids_of(rows, grad.block), found, strict=True)
+        given = [(row_id, value) for row_id, value in pairs if value is not None]
+        some = np.array([[value] * ROW_ELEMENTS for _, value in given], np.float32)
+        return payload_of(np.array([row_id for row_id, _ in given], np.uint64), some), b""
     values = np.array([value or 0.0 for value in found], np.float32)
     presence = pack_presence(tuple(value is not None for value in found))
     return np.repeat(values, lengths).tobytes(), presence
@@ -181,10 +230,10 @@ class Numbers:
         store = self.shards.stores[table.table_id, range_id]
         found = Arrived(*grad)
         found.part = store.decode(grad.block, Codec.FP32, lent, presence, is_shared=True)
-        shared.view(np.float32)[:] = 1e6
+        shared[:] = 0x7F  # numbers of 3e38
         return found
 
-    def _decoded(self, table: Table, range_id: RangeId, grad: Grad) -> Contribution:
+    def _decoded(self, table: Table, range_id: RangeId, grad: Grad) -> Contribution | RowGradients:
         store = self.shards.stores[table.table_id, range_id]
         return store.decode(grad.block, Codec.FP32, *_payload(table, grad))
 
@@ -230,7 +279,8 @@ class Numbers:
                 change = change._replace(accumulator=accumulator.sent)
             case Assigned(record, parts):
                 found = [self._decoded(table, record.range_id, grad) for _, grad in parts]
-                change = Assigned(record, tuple(map(elements, found)))
+                dense = [elements(each) for each in found if isinstance(each, Contribution)]
+                change = Assigned(record, tuple(dense))
             case Put() | Dropped():
                 pass
         assert (yield from self.shards.making(change)) is None
@@ -249,7 +299,13 @@ class Numbers:
         self, table: Table, range_id: RangeId, block: int, clock: int | None
     ) -> tuple[float, ...]:
         """What every element of each tensor of the block is."""
-        payload, _ = self.shards.stores[table.table_id, range_id].read(block, None, clock)
+        store, rows = self.shards.stores[table.table_id, range_id], table.spec.rows
+        payload: bytes | memoryview
+        if rows is None:
+            payload, _ = store.read(block, None, clock)
+        else:
+            assert isinstance(store, RowStore)
+            payload = store.read_rows(block, np.array(ids_of(rows, block), np.uint64).tobytes())
         values, found, begin = np.frombuffer(payload, np.float32), [], 0
         for length in lengths_of(table, block):
             piece = values[begin : begin + length]
@@ -489,6 +545,9 @@ def _step(
                         moved += numbers["momentum"] * state.first[at]
                     state.first[at], state.steps[at] = moved, 1
                 values[at] -= numbers["lr"] * moved
+            case OptimizerKind.ADAGRAD:
+                state.second[at] += value * value
+                values[at] -= numbers["lr"] * value / (math.sqrt(state.second[at]) + numbers["eps"])
             case _:
                 beta1, beta2 = numbers["beta1"], numbers["beta2"]
                 state.steps[at] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ps_server.values.contributions import Contribution
+from ps_server.values.row_gradients import RowGradients
 
 EDIT = 100
 """The revision of what an edit changes a block's values to; one more, where one worker means
@@ -49,7 +50,7 @@ class Grad(NamedTuple):
 class Arrived(Grad):
     """A gradient at a server: the same identity, and what the server has of its numbers."""
 
-    part: Contribution
+    part: Contribution | RowGradients
     delay: tuple[int, int] | None = None
     """Where it is corrected for its delay: how many gradients were in the block when its worker was
     given it, and when it was summed.

@@ -13,6 +13,7 @@ from tests.sim.mutation import Mutant
 from tests.sim.replacement_mutants import REPLACEMENT_MUTANTS
 from tests.sim.replication_mutants import REPLICATION_MUTANTS
 from tests.sim.restore_mutants import RESTORE_MUTANTS
+from tests.sim.row_mutants import ROW_MUTANTS
 from tests.sim.run_separation_mutants import RUN_SEPARATION_MUTANTS
 from tests.sim.work_mutants import WORK_MUTANTS
 
@@ -391,4 +392,5 @@ MUTANTS = (
     + EDIT_MUTANTS
     + JOURNAL_MUTANTS
     + RUN_SEPARATION_MUTANTS
+    + ROW_MUTANTS
 )

@@ -87,7 +87,8 @@ class LateTableSimulation(FailoverSimulation):
     def _make(self) -> None:
         """The tables are made in their order, each by whoever asks first."""
         draw = self.world.draw
-        spec = replace(_spec(draw, 1, self._numbers), name=f"late-{len(self.late)}").validated()
+        drawn = _spec(draw, 1, self._numbers, may_have_rows=True)
+        spec = replace(drawn, name=f"late-{len(self.late)}").validated()
         ranges = self.scheduler.view.ranges
         before = {r.range_id for r in ranges if r.primary is not None}
         session = draw.choice(self.sessions[-WORKERS:])

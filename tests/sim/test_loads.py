@@ -53,6 +53,7 @@ class LoadSimulation(ReplacementSimulation):
     """One seed in which all workers are started again, and load."""
 
     max_workers = WORKERS + 1
+    may_have_rows = False
     often: ClassVar[frozenset[str]] = frozenset({
         "all workers killed", "replacements", "joined", "gone", "started again at once",
         "loads in place", "loads at one clock", "clocks passed with an edit",

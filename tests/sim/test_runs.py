@@ -260,7 +260,9 @@ class RunSimulation(ReplacementSimulation):
         found: list[TableSpec] = []
         count = self._draw.choice((1, 1, 2))
         while len(found) < count:
-            spec = _spec(self._draw, len(found), self._table_numbers).validated()
+            spec = _spec(
+                self._draw, len(found), self._table_numbers, may_have_rows=True
+            ).validated()
             if spec.consistency.backup_workers < self._sizes[run]:
                 found.append(spec)
         return found

@@ -34,6 +34,7 @@ from tests.sim.actors import Layout, SimWorker, Waits
 from tests.sim.arithmetic import (
     may_be_read_last,
     may_clip,
+    of_rows,
     one_thread,
     optimizer_of,
     reduction_of,
@@ -80,14 +81,19 @@ def _settings(max_workers: int) -> ClusterSettings:
 
 
 def _spec(
-    draw: random.Random, index: int, numbers: random.Random, *, may_sum: bool = False
+    draw: random.Random,
+    index: int,
+    numbers: random.Random,
+    *,
+    may_sum: bool = False,
+    may_have_rows: bool = False,
 ) -> TableSpec:
     blocks = draw.choice((1, 2, 5, 9))
     optimizer = optimizer_of(numbers, may_sum=may_sum and not index)
     consistency = parsed("bsp") if index == 0 else drawn_consistency(draw)
     if consistency.policy is StalePolicy.COMPENSATE and optimizer.kind is OptimizerKind.ADD:
         optimizer = OptimizerSpec(OptimizerKind.SGD)
-    return TableSpec(
+    spec = TableSpec(
         name=f"table-{index}",
         dtype=DType.FLOAT32,
         element_count=64 * blocks,
@@ -99,6 +105,7 @@ def _spec(
         initializer=Initializer(InitializerKind.FROM_RANK_ZERO),
         gate_bytes=draw.choice((1, 1, 0, 4096)),
     )
+    return of_rows(spec, numbers) if may_have_rows else spec
 
 
 class Simulation:
@@ -110,17 +117,19 @@ class Simulation:
         medians: of a seed, at least.
         may_sum: whether servers may keep sums only: then no worker comes after the first ones.
         may_differ: whether workers may mean different edits.
+        may_have_rows: whether tables may be of rows, which take no initial values and no edits.
     """
 
     max_workers = 0
     may_sum: ClassVar[bool] = True
     may_differ: ClassVar[bool] = True
+    may_have_rows: ClassVar[bool] = True
     often: ClassVar[frozenset[str]] = frozenset({
         "lost", "duplicated", "resets", "refused", "given_back", "credit", "withdrawals",
         "inline seals", "skipped steps", "eager steps", "consistent reads", "reads too late",
         "cuts", "cuts of ssp",
         "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
-        "edits", "edits refused", "edits disputed", "edits of state",
+        "edits", "edits refused", "edits disputed", "edits of state", "tables of rows",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"corrected"})
     many: ClassVar[int] = 200
@@ -176,7 +185,9 @@ class Simulation:
         """The tables."""
         draw, numbers = self.world.draw, random.Random(f"numbers of {seed}")
         return [
-            _spec(draw, index, numbers, may_sum=self.may_sum).validated()
+            _spec(
+                draw, index, numbers, may_sum=self.may_sum, may_have_rows=self.may_have_rows
+            ).validated()
             for index in range(draw.choice((1, 2, 3)))
         ]
 
@@ -248,6 +259,7 @@ class Simulation:
             if not server.is_dead:
                 server.works.finish()
         for table in self.layout.tables:
+            self.world.counts["tables of rows"] += table.spec.rows is not None
             for block in range(table.block_count):
                 range_id = table.range_of_block(block, self.layout.range_count)
                 server = self.cluster[self.layout.owner[range_id]]

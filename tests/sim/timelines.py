@@ -296,7 +296,8 @@ class TimelineServer(ReplicatedServer):
             versions[block] = saved.version
             room = store.load(block, saved.version, saved.steps)
             for name, payload in saved.tensors:
-                room(name)[:] = payload
+                room(name, len(payload))[:] = payload
+            store.end_load(block)
         self._was_read(lambda: self._ranges.was_read(key, part, versions))
 
     def _was_read(self, note: Callable[[], None]) -> None:

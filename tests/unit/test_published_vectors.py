@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ps_core import codec
+from docs import payload_codec as codec
 from ps_core.cluster_view import Role, Session
 from ps_core.keys import (
     Incarnation,
@@ -104,6 +104,36 @@ def test_token() -> None:
         bytes.fromhex(token["session_token"]),
     )  # fmt: skip
     assert session.is_genuine(bytes.fromhex(token["token_key"]))
+
+
+def mixed_number(number: int) -> int:
+    """splitmix64, as the page has it."""
+    mask = 2**64 - 1
+    mixed = (number + 0x9E3779B97F4A7C15) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return mixed ^ (mixed >> 31)
+
+
+@pytest.mark.parametrize("vector", VECTORS["rows"], ids=lambda vector: vector["seed"])
+def test_rows(vector: dict[str, Any]) -> None:
+    """As the page says it, number by number."""
+    scale = vector["scale"]
+    for row in vector["rows"]:
+        mixed = mixed_number(int(row["id"]) ^ mixed_number(int(vector["seed"])))
+        assert ((mixed >> 32) * vector["partition_count"]) >> 32 == row["partition"]
+
+        def word(number: int, of: int = mixed) -> int:
+            return mixed_number((of + number) & (2**64 - 1))
+
+        uniform, normal = [], []
+        for j in range(5):
+            half = (word(j // 2 + 1) >> (32 * (j % 2))) & 0xFFFFFFFF
+            uniform.append(scale * ((half >> 8) / 2**23 - 1))
+            parts = [(word(j + 1) >> (16 * part)) & 0xFFFF for part in range(4)]
+            normal.append(scale * 3**0.5 * ((sum(parts) + 2) / 2**16 - 2))
+        assert np.array(uniform, "<f4").tobytes().hex() == row["uniform"]
+        assert np.array(normal, "<f4").tobytes().hex() == row["normal"]
 
 
 @pytest.mark.parametrize("vector", VECTORS["reduction"])

@@ -29,6 +29,7 @@ from ps_core.tables import (
     OptimizerKind,
     OptimizerSpec,
     Reduction,
+    RowsSpec,
     Table,
     TableSpec,
     TensorSegment,
@@ -278,7 +279,8 @@ def test_a_variant_belongs_to_the_optimizers_that_have_it(flag: str, kind: Optim
         fields["custom_update"] = "lion"
     if flag == "nesterov" and kind is OptimizerKind.SGD:
         fields["hyperparameters"] = (("momentum", 0.9),)
-    spec = spec_of(optimizer=optimizer(kind, **fields))
+    rows = RowsSpec() if kind is OptimizerKind.ROWWISE_ADAGRAD else None
+    spec = spec_of(optimizer=optimizer(kind, **fields), rows=rows)
     if kind in HAVE[flag]:
         assert getattr(spec.validated().optimizer, flag) is True
     else:

@@ -43,6 +43,7 @@ class OptimizerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPTIMIZER_KIND_ASSIGN: _ClassVar[OptimizerKind]
     OPTIMIZER_KIND_ADD: _ClassVar[OptimizerKind]
     OPTIMIZER_KIND_CUSTOM: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_ROWWISE_ADAGRAD: _ClassVar[OptimizerKind]
 
 class KernelKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -118,6 +119,7 @@ OPTIMIZER_KIND_AGGREGATE: OptimizerKind
 OPTIMIZER_KIND_ASSIGN: OptimizerKind
 OPTIMIZER_KIND_ADD: OptimizerKind
 OPTIMIZER_KIND_CUSTOM: OptimizerKind
+OPTIMIZER_KIND_ROWWISE_ADAGRAD: OptimizerKind
 KERNEL_KIND_UNSPECIFIED: KernelKind
 KERNEL_KIND_FAST: KernelKind
 KERNEL_KIND_EXACT: KernelKind
@@ -301,16 +303,40 @@ class FromRankZeroInitializer(_message.Message):
     def __init__(self) -> None: ...
 
 class Initializer(_message.Message):
-    __slots__ = ("zeros", "constant", "inline", "from_rank_zero")
+    __slots__ = ("zeros", "constant", "inline", "from_rank_zero", "uniform", "normal")
     ZEROS_FIELD_NUMBER: _ClassVar[int]
     CONSTANT_FIELD_NUMBER: _ClassVar[int]
     INLINE_FIELD_NUMBER: _ClassVar[int]
     FROM_RANK_ZERO_FIELD_NUMBER: _ClassVar[int]
+    UNIFORM_FIELD_NUMBER: _ClassVar[int]
+    NORMAL_FIELD_NUMBER: _ClassVar[int]
     zeros: ZerosInitializer
     constant: ConstantInitializer
     inline: InlineInitializer
     from_rank_zero: FromRankZeroInitializer
-    def __init__(self, zeros: _Optional[_Union[ZerosInitializer, _Mapping]] = ..., constant: _Optional[_Union[ConstantInitializer, _Mapping]] = ..., inline: _Optional[_Union[InlineInitializer, _Mapping]] = ..., from_rank_zero: _Optional[_Union[FromRankZeroInitializer, _Mapping]] = ...) -> None: ...
+    uniform: UniformInitializer
+    normal: NormalInitializer
+    def __init__(self, zeros: _Optional[_Union[ZerosInitializer, _Mapping]] = ..., constant: _Optional[_Union[ConstantInitializer, _Mapping]] = ..., inline: _Optional[_Union[InlineInitializer, _Mapping]] = ..., from_rank_zero: _Optional[_Union[FromRankZeroInitializer, _Mapping]] = ..., uniform: _Optional[_Union[UniformInitializer, _Mapping]] = ..., normal: _Optional[_Union[NormalInitializer, _Mapping]] = ...) -> None: ...
+
+class UniformInitializer(_message.Message):
+    __slots__ = ("scale",)
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    def __init__(self, scale: _Optional[float] = ...) -> None: ...
+
+class NormalInitializer(_message.Message):
+    __slots__ = ("scale",)
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    scale: float
+    def __init__(self, scale: _Optional[float] = ...) -> None: ...
+
+class RowsSpec(_message.Message):
+    __slots__ = ("partition_count", "seed")
+    PARTITION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    partition_count: int
+    seed: int
+    def __init__(self, partition_count: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "offset")
@@ -323,7 +349,7 @@ class TensorSpec(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class TableSpec(_message.Message):
-    __slots__ = ("name", "dtype", "element_count", "block_elements", "tensors", "optimizer", "consistency", "initializer", "reduction", "allow_non_finite", "gate_bytes")
+    __slots__ = ("name", "dtype", "element_count", "block_elements", "tensors", "optimizer", "consistency", "initializer", "reduction", "allow_non_finite", "gate_bytes", "rows")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     ELEMENT_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -335,6 +361,7 @@ class TableSpec(_message.Message):
     REDUCTION_FIELD_NUMBER: _ClassVar[int]
     ALLOW_NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     GATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     name: str
     dtype: Dtype
     element_count: int
@@ -346,7 +373,8 @@ class TableSpec(_message.Message):
     reduction: Reduction
     allow_non_finite: bool
     gate_bytes: int
-    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ...) -> None: ...
+    rows: RowsSpec
+    def __init__(self, name: _Optional[str] = ..., dtype: _Optional[_Union[Dtype, str]] = ..., element_count: _Optional[int] = ..., block_elements: _Optional[int] = ..., tensors: _Optional[_Iterable[_Union[TensorSpec, _Mapping]]] = ..., optimizer: _Optional[_Union[OptimizerSpec, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., initializer: _Optional[_Union[Initializer, _Mapping]] = ..., reduction: _Optional[_Union[Reduction, str]] = ..., allow_non_finite: _Optional[bool] = ..., gate_bytes: _Optional[int] = ..., rows: _Optional[_Union[RowsSpec, _Mapping]] = ...) -> None: ...
 
 class Table(_message.Message):
     __slots__ = ("table_id", "first_ordinal", "spec", "change", "proposed", "joins", "cut", "restored_clock", "run")

@@ -1,0 +1,112 @@
+"""Rows of embedding tables: where an id lives, and what a row holds before its first update.
+
+Both are functions of the id and the table's seed alone, in whole numbers and correctly rounded
+arithmetic. So every server, replica and restart has the same, and so has a client in any language
+(docs/reference/PROTOCOL.md has the vectors).
+
+    mixed(id)      = splitmix64(id xor splitmix64(seed))
+    partition(id)  = ((mixed >> 32) * partition_count) >> 32
+    word(id, k)    = splitmix64(mixed + k)                  k = 1, 2, ...
+    uniform        : element j is scale * (h / 2**23 - 1), h the upper 24 bits of the lower (j even)
+                     or upper half (j odd) of word(id, j // 2 + 1)
+    normal         : element j is scale * sqrt(3) * ((s + 2) / 2**16 - 2), s the sum of the four
+                     16-bit numbers in word(id, j + 1): at most 3.5 standard deviations from 0
+
+Elements are computed in float64 and rounded once to the table's dtype. All sums of words are
+modulo 2**64.
+
+Invariants:
+    ROW-1  A row lives in one partition, which never changes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_core.tables import Initializer, InitializerKind, RowsSpec
+
+Ids = npt.NDArray[np.uint64]
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+_HALF = np.uint64(32)
+
+
+def splitmix64(values: Ids) -> Ids:
+    """The mixed numbers, each of its own one alone (Steele, Lea and Flood, 2014)."""
+    mixed = values + np.uint64(_GOLDEN)
+    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+        mixed ^= mixed >> shift
+        mixed *= factor
+    mixed ^= mixed >> _SHIFTS[2]
+    return mixed
+
+
+def salt_of(seed: int) -> np.uint64:
+    """The number that the ids of a table are mixed with."""
+    return np.uint64(splitmix64(np.array([seed & _MASK], np.uint64))[0])
+
+
+def mixed_ids(ids: Ids, salt: np.uint64) -> Ids:
+    """The ids of a table, mixed. Shapes: as `ids`."""
+    return splitmix64(ids ^ salt)
+
+
+def partitions_of(mixed: Ids, partition_count: int) -> npt.NDArray[np.int64]:
+    """The partition of each mixed id."""
+    found = ((mixed >> _HALF) * np.uint64(partition_count)) >> _HALF
+    return found.astype(np.int64)
+
+
+def partition_of(row_id: int, rows: RowsSpec) -> int:
+    """The partition of one id."""
+    mixed = mixed_ids(np.array([row_id], np.uint64), salt_of(rows.seed))
+    return int(partitions_of(mixed, rows.partition_count)[0])
+
+
+def sums_by_key(
+    keys: npt.NDArray[Any], rows: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The distinct keys, ascending, and the sums of their rows, in the order in which they come.
+    Shapes: (n,) and (n, length) to (distinct,) and (distinct, length).
+    """
+    if not len(keys):
+        return keys, rows
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+    return ordered[begins], np.add.reduceat(rows[order], begins, axis=0)
+
+
+def first_values(
+    mixed: Ids, initializer: Initializer, length: int, dtype: npt.DTypeLike
+) -> npt.NDArray[Any]:
+    """The values of rows before their first update. Shapes: (ids, `length`)."""
+    shape = len(mixed), length
+    match initializer.kind:
+        case InitializerKind.UNIFORM:
+            halves = _words(mixed, (length + 1) // 2).view("<u4")[:, :length]
+            values = (halves >> np.uint32(8)) * (1.0 / 2**23) - 1.0
+            factor = initializer.scale
+        case InitializerKind.NORMAL:
+            quarters = _words(mixed, length).view("<u2").reshape(*shape, 4)
+            values = (quarters.sum(axis=2, dtype=np.int64) + 2) * (1.0 / 2**16) - 2.0
+            factor = initializer.scale * math.sqrt(3.0)
+        case InitializerKind.CONSTANT:
+            return np.full(shape, initializer.constant, dtype)
+        case _:
+            return np.zeros(shape, dtype)
+    values *= factor
+    return values.astype(dtype)
+
+
+def _words(mixed: Ids, count: int) -> Ids:
+    """`count` words of each row."""
+    numbers: Ids = np.arange(1, count + 1, dtype=np.uint64)
+    return splitmix64(np.add.outer(mixed, numbers))

@@ -1,0 +1,208 @@
+"""The rows of one partition: their numbers by id, and their arrays by number.
+
+    slots[(mixed + probe) mod size] -> number of a row, or none; ids[number] -> its id
+
+Rules:
+    - Numbers count the rows in the order in which they were added; a row keeps its number.
+    - At most 3 of 5 slots are taken, so most ids are found at the first or second probe. A row
+      takes 8 bytes for its id and 7 to 13 for its slot.
+    - The table of slots doubles in pieces: the old one answers until the new one is whole.
+    - Arrays lie in slabs: the first has 1 MiB of values, each further one as many rows as all
+      before it, so that nothing is copied. Pages that no row was written to take no memory.
+
+Invariants:
+    RI-1  Each id has one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_core.errors import check
+from ps_core.rows import Ids, mixed_ids
+from ps_core.work import Work
+
+Rows = npt.NDArray[Any]
+"""Elements of rows. Shapes: (rows, elements)."""
+
+Numbers = npt.NDArray[np.int64]
+
+_NONE = -1
+_FIRST_BYTES = 1 << 20
+_FIRST_SIZE = 64
+_PIECE_COUNT = 16_384
+"""Rows that are put into a new table of slots at once: a millisecond."""
+
+
+class RowIndex:
+    """The numbers of the rows of one partition, whose ids are mixed with `salt`."""
+
+    def __init__(self, salt: np.uint64) -> None:
+        self._salt = salt
+        self._slots: npt.NDArray[np.int32] = np.full(_FIRST_SIZE, _NONE, np.int32)
+        self._ids: Ids = np.empty(_FIRST_SIZE, np.uint64)
+        self.count = 0
+
+    @property
+    def ids(self) -> Ids:
+        """The ids by their numbers: a view."""
+        return self._ids[: self.count]
+
+    @property
+    def byte_count(self) -> int:
+        return self._slots.nbytes + self.count * self._ids.itemsize
+
+    def find(self, ids: Ids, mixed: Ids) -> Numbers:
+        """The number of each id, or -1. Shapes: as `ids`; `mixed` is of these."""
+        slots, known = self._slots, self._ids
+        mask = len(slots) - 1
+        at = (mixed & np.uint64(mask)).astype(np.int64)
+        found = slots[at].astype(np.int64)
+        left = np.flatnonzero((found >= 0) & (known[found] != ids))
+        at = at[left]
+        while len(left):
+            at = (at + 1) & mask
+            numbers = slots[at]
+            found[left] = numbers
+            goes_on = (numbers >= 0) & (known[numbers] != ids[left])
+            left, at = left[goes_on], at[goes_on]
+        return found
+
+    def has_space(self, count: int) -> bool:
+        """True if so many more rows need no larger table, or one that is made at once."""
+        return 5 * (self.count + count) <= 3 * len(self._slots) or self.count <= _PIECE_COUNT
+
+    def adding(self, ids: Ids, mixed: Ids) -> Work[Numbers]:
+        """Add ids, each once and none of them known; returns their numbers."""
+        total = self.count + len(ids)
+        if 5 * total > 3 * len(self._slots):
+            yield from self._growing(total)
+        if total > len(self._ids):
+            self._ids = _longer(self._ids, self.count, total)
+        numbers = np.arange(self.count, total)
+        self._ids[self.count : total] = ids
+        _put(self._slots, numbers, mixed)
+        self.count = total
+        return numbers
+
+    def _growing(self, total: int) -> Work[None]:
+        size = len(self._slots)
+        while 5 * total > 3 * size:
+            size *= 2
+        slots: npt.NDArray[np.int32] = np.full(size, _NONE, np.int32)
+        for begin in range(0, self.count, _PIECE_COUNT):
+            ids = self.ids[begin : begin + _PIECE_COUNT]
+            _put(slots, np.arange(begin, begin + len(ids)), mixed_ids(ids, self._salt))
+            yield
+        self._slots = slots
+
+
+def _put(slots: npt.NDArray[np.int32], numbers: Numbers, mixed: Ids) -> None:
+    """Put numbers into free slots. Of several that come to one slot the last gets it."""
+    mask = len(slots) - 1
+    at = (mixed & np.uint64(mask)).astype(np.int64)
+    while len(numbers):
+        is_free = slots[at] == _NONE
+        slots[at[is_free]] = numbers[is_free]
+        has_none = slots[at] != numbers
+        check(not is_free.all() or not has_none.all(), "RI-1", "no row found a slot")
+        numbers, at = numbers[has_none], (at[has_none] + 1) & mask
+
+
+def _longer(array: npt.NDArray[Any], count: int, least: int) -> npt.NDArray[Any]:
+    """The array with room for more, at least twice as long; pages that nothing is written to take
+    no memory.
+    """
+    longer = np.empty(max(least, 2 * len(array)), array.dtype)
+    longer[:count] = array[:count]
+    return longer
+
+
+class RowArrays:
+    """Arrays by name, each of `widths[name]` elements a row."""
+
+    def __init__(self, widths: Mapping[str, int], dtype: npt.DTypeLike) -> None:
+        self._widths = dict(widths)
+        self._dtype = np.dtype(dtype)
+        widest_bytes = max(self._widths.values()) * self._dtype.itemsize
+        self._first_count = 1 << max(6, (_FIRST_BYTES // widest_bytes).bit_length() - 1)
+        self._begins = np.zeros(0, np.int64)  # the first row of each slab
+        self._slabs: dict[str, list[Rows]] = {name: [] for name in self._widths}
+        self.count = 0
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(self._widths.values()) * self._dtype.itemsize
+
+    @property
+    def capacity(self) -> int:
+        """The rows that have a place."""
+        count = len(self._begins)
+        return self._first_count << (count - 1) if count else 0
+
+    def extend(self, count: int) -> None:
+        """Have places for `count` rows in all, of unspecified content."""
+        while self.capacity < count:
+            begin = self.capacity
+            size = begin or self._first_count
+            self._begins = np.append(self._begins, begin)
+            for name, width in self._widths.items():
+                self._slabs[name].append(np.empty((size, width), self._dtype))
+        self.count = max(self.count, count)
+
+    def get(self, name: str, numbers: Numbers) -> Rows:
+        """A copy of these rows. Shapes: (rows, width)."""
+        slabs = self._slabs[name]
+        if len(slabs) == 1:
+            return slabs[0][numbers]
+        found = np.empty((len(numbers), self._widths[name]), self._dtype)
+        for slab, at, rows in self._split(numbers):
+            found[at] = slabs[slab][rows]
+        return found
+
+    def put(self, name: str, numbers: Numbers, rows: Rows) -> None:
+        """Write these rows, each once. Shapes: (rows, width)."""
+        slabs = self._slabs[name]
+        if len(slabs) == 1:
+            slabs[0][numbers] = rows
+            return
+        for slab, at, places in self._split(numbers):
+            slabs[slab][places] = rows[at]
+
+    def _split(self, numbers: Numbers) -> Iterator[tuple[int, Numbers, Numbers]]:
+        """(slab, positions in `numbers`, rows in the slab), without empty ones."""
+        slabs = np.searchsorted(self._begins, numbers, side="right") - 1
+        for slab in range(len(self._begins)):
+            at = np.flatnonzero(slabs == slab)
+            if len(at):
+                yield slab, at, numbers[at] - self._begins[slab]
+
+    def pieces(self, name: str) -> Iterator[Rows]:
+        """Views of all rows, in order, slab by slab."""
+        for begin, slab in zip(self._begins.tolist(), self._slabs[name], strict=True):
+            yield slab[: max(0, self.count - begin)]
+
+
+class RowPartition:
+    """The rows of one partition: numbers by id, arrays by number, and the updates so far."""
+
+    def __init__(self, salt: np.uint64, widths: Mapping[str, int], dtype: np.dtype[Any]) -> None:
+        self.index = RowIndex(salt)
+        self.arrays = RowArrays(widths, dtype)
+        self.version = 0
+
+    @property
+    def byte_count(self) -> int:
+        return self.index.byte_count + self.index.count * self.arrays.row_bytes
+
+    def adding(self, ids: Ids, mixed: Ids, arrays: Mapping[str, Rows]) -> Work[Numbers]:
+        """Add rows with these arrays; returns their numbers."""
+        numbers = yield from self.index.adding(ids, mixed)
+        self.arrays.extend(self.index.count)
+        for name, rows in arrays.items():
+            self.arrays.put(name, numbers, rows)
+        return numbers

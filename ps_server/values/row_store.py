@@ -1,0 +1,519 @@
+"""One table's rows in one range: ids, values, optimizer state, accumulators (SEMANTICS S11).
+
+A store as `ShardStore`, for tables of rows: a block is a partition, and an update of it changes the
+rows that have a gradient.
+
+Rules:
+    - A row is made by its first update; until then it reads as its first values
+      (`ps_core.rows.first_values`), and a pull makes none.
+    - Every call checks before it changes anything.
+
+Invariants:
+    RS-1  A row that is here lives in its partition.
+    RS-2  Rows have no delay compensation, and nothing is assigned to them.
+    RS-3  A sum has contributors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
+from ps_core.keys import Incarnation
+from ps_core.rows import Ids, first_values, mixed_ids, partitions_of, salt_of
+from ps_core.tables import Codec, Hyperparameters, Reduction, RowsSpec, Table
+from ps_core.work import PIECE_COUNT, Work, at_once
+from ps_server.ranges.events import Compensation
+from ps_server.values.mutations import SentAccumulator
+from ps_server.values.row_gradients import (
+    RowAccumulator,
+    RowGradients,
+    RowSum,
+    check_whole,
+    parsed,
+)
+from ps_server.values.row_optimizers import RowOptimizer
+from ps_server.values.row_partition import Numbers, RowPartition, Rows
+from ps_server.values.shard_store import NOBODY_LOOKS, ChangeHooks, ShardStore
+from ps_server.values.store_copy import VALUES, BlockCopy, SavedBlock, StoreCopy, SumCopy
+from ps_server.values.update_arithmetic import Accumulator
+
+IDS = "ids"
+"""The name of the ids beside the values and the optimizer state, in copies and checkpoints."""
+
+_PIECE_COUNT = 8192
+"""Rows of a partition that are updated in one turn of the loop."""
+
+_BRIEF_COUNT = 2048
+"""Most rows of an update that is made at once."""
+
+_COPIED_BYTES = 1 << 20
+"""Most bytes of one array in a piece of a copy."""
+
+
+class RowStore:
+    """The partitions `blocks` of `table`, empty at first.
+
+    Attributes:
+        lineage: as of `ShardStore`.
+
+    Raises:
+        InvalidKeys: the table has no such partition.
+    """
+
+    def __init__(self, table: Table, blocks: Iterable[int]) -> None:
+        spec = table.spec
+        rows = spec.rows
+        if rows is None:
+            raise InvalidConfig(f"table '{spec.name}' is not one of rows")
+        self.table = table
+        self.lineage = object()
+        self._name = spec.name
+        self._rows: RowsSpec = rows
+        self._length = spec.element_count
+        self._dtype: np.dtype[Any] = np.dtype(spec.dtype.value)
+        self._row_bytes = self._length * self._dtype.itemsize
+        self._codec = spec.arithmetic_codec
+        self._salt = salt_of(rows.seed)
+        self._is_mean = spec.reduction is Reduction.MEAN
+        self._optimizer = RowOptimizer(spec.optimizer, self._length)
+        self._widths = {VALUES: self._length, **self._optimizer.widths}
+        self._partitions: dict[int, RowPartition] = {}
+        for block in sorted(blocks):
+            table.block_length(block)  # refuses one that the table does not have
+            self._partitions[block] = self._empty()
+        self._accumulators: defaultdict[int, RowAccumulator] = defaultdict(RowAccumulator)
+        self._loaded: dict[int, dict[str, bytearray]] = {}
+
+    def _empty(self) -> RowPartition:
+        return RowPartition(self._salt, self._widths, self._dtype)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of rows, optimizer state and their index; sums in the making do not count."""
+        return sum(partition.byte_count for partition in self._partitions.values())
+
+    @property
+    def row_count(self) -> int:
+        return sum(partition.index.count for partition in self._partitions.values())
+
+    @property
+    def blocks(self) -> Collection[int]:
+        return self._partitions.keys()
+
+    def version(self, block: int) -> int:
+        """Updates that have touched the partition."""
+        return self._partition(block).version
+
+    # --- what comes
+
+    def decode(
+        self,
+        block: int,
+        codec: Codec,
+        payload: bytes | memoryview,
+        presence: bytes,
+        *,
+        is_shared: bool = False,
+    ) -> RowGradients:
+        """The payload as gradients of rows, checked. Changes nothing; arguments as of `ShardStore`.
+
+        Raises:
+            InvalidKeys: the partition is not here, an id is of another one, or there are presence
+                bits.
+            InvalidTensor: another codec than the table's, a length that is none of whole rows, or a
+                value that is not finite (unless the table allows it).
+        """
+        self._partition(block)
+        what = f"partition {block} of table '{self._name}'"
+        if presence:
+            raise InvalidKeys(f"{what}: {len(presence)} bytes of presence bits; expected none")
+        if codec is not self._codec:
+            raise InvalidTensor(f"{what}: codec {codec.value}; expected {self._codec.value}")
+        view = memoryview(payload).cast("B")
+        check_whole(what, view.nbytes, self._row_bytes)
+        copies = is_shared or not view.readonly  # what is checked must not change any more
+        found = parsed(block, view, self._length, self._dtype, copies=copies)
+        self._check_ids(block, found.ids)
+        if not self.table.spec.allow_non_finite:
+            self._check_finite(what, found)
+        return found
+
+    def _check_ids(self, block: int, ids: Ids) -> Ids:
+        """The mixed ids, if they live in this partition."""
+        mixed = mixed_ids(ids, self._salt)
+        places = partitions_of(mixed, self._rows.partition_count)
+        if bool((places != block).any()):
+            at = int(np.flatnonzero(places != block)[0])
+            raise InvalidKeys(
+                f"id {ids[at]} of table '{self._name}' lives in partition {places[at]}; it came "
+                f"for partition {block}"
+            )
+        return mixed
+
+    def _check_finite(self, what: str, found: RowGradients) -> None:
+        if len(found.ids) and not is_finite_array(found.values):
+            at = int(np.flatnonzero(~np.isfinite(found.values).all(axis=1))[0])
+            raise InvalidTensor(
+                f"{what}: the gradient of id {found.ids[at]} is not finite; expected finite values"
+            )
+
+    def keep(self, reader: Incarnation, block: int) -> None:
+        """Nothing is kept for readers: a table of rows has no delay compensation."""
+
+    def forget(self, reader: Incarnation) -> None:
+        """As `keep`."""
+
+    # --- sums
+
+    def accumulate(
+        self,
+        clock: int,
+        parts: Sequence[tuple[int, RowGradients]],
+        scale: float,
+        compensation: Compensation | None = None,
+    ) -> None:
+        """As `ShardStore.accumulate`; there is no compensation."""
+        check(compensation is None, "RS-2", "rows have no delay compensation")
+        if not 0.0 < scale < math.inf:
+            raise InvalidConfig(f"contribution scale is {scale}; expected finite and above 0")
+        for block, _ in parts:
+            self._partition(block)
+        accumulator = self._accumulators[clock]
+        for _, part in parts:
+            if scale != 1.0:
+                part = part._replace(values=part.values * self._dtype.type(scale))
+            accumulator.add_rows(part)
+
+    def reducing(self, clock: int, contributor_count: int) -> Work[tuple[float, ...]]:
+        """As `ShardStore.reducing`."""
+        accumulator = self._accumulators[clock]
+        squares = []
+        for block in self._partitions:
+            total = accumulator.sums.get(block)
+            if total is None:
+                squares.append(0.0)
+                continue
+            self._average(total, contributor_count)
+            _, values = total.total()
+            squares.append(float(np.square(values, dtype=np.float64).sum()))
+            yield
+        accumulator.is_reduced = True
+        return tuple(squares)
+
+    def _average(self, total: RowSum, contributor_count: int) -> None:
+        check(contributor_count >= 1, "RS-3", "a sum without contributors")
+        if self._is_mean and contributor_count > 1:
+            total.scale(1.0 / contributor_count)
+
+    def take(self, clock: int) -> RowAccumulator:
+        return self._accumulators.pop(clock, None) or RowAccumulator()
+
+    def kept_accumulator(self, clock: int) -> RowAccumulator:
+        return self._accumulators[clock]
+
+    def put_accumulator(self, clock: int, accumulator: Accumulator) -> None:
+        self._accumulators[clock] = RowAccumulator.of(accumulator)
+
+    def drop(self, clock: int) -> None:
+        self._accumulators.pop(clock, None)
+
+    def abandon(self) -> None:
+        """Drop all accumulators."""
+        self._accumulators.clear()
+
+    def receiving(self, sent: SentAccumulator) -> Work[RowAccumulator]:
+        """As `ShardStore.receiving`; a partition may come in several payloads."""
+        if sent.means:
+            raise InvalidKeys(f"a sum of table '{self._name}' has running means; rows have none")
+        found = RowAccumulator(is_reduced=sent.is_reduced)
+        for block, presence, payload in sent.blocks:
+            found.add_rows(self.decode(block, self._codec, bytes(payload), presence))
+            yield
+        return found
+
+    # --- updates
+
+    def is_brief(self, clock: int, block_count: int) -> bool:
+        """As `ShardStore.is_brief`: few rows, and none that needs a larger index."""
+        sums = self._accumulators[clock].sums if clock in self._accumulators else {}
+        counts = {block: total.row_count for block, total in sums.items()}
+        return (
+            block_count <= PIECE_COUNT
+            and sum(counts.values()) <= _BRIEF_COUNT
+            and all(self._partitions[block].index.has_space(n) for block, n in counts.items())
+        )
+
+    def apply_brief(
+        self,
+        clock: int,
+        accumulator: Accumulator,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float,
+        changes: ChangeHooks,
+    ) -> None:
+        """As `applying`, at once."""
+        terms = hyperparameters, contributor_count, update_scale, changes
+        at_once(self.applying(clock, accumulator, *terms))
+
+    def applying(
+        self,
+        clock: int,
+        accumulator: Accumulator,
+        hyperparameters: Hyperparameters,
+        contributor_count: int,
+        update_scale: float = 1.0,
+        changes: ChangeHooks = NOBODY_LOOKS,
+    ) -> Work[tuple[int, ...]]:
+        """As `ShardStore.applying`."""
+        del clock
+        accumulator = RowAccumulator.of(accumulator)
+        merged = dict(self.table.step_hyperparameters.merged(hyperparameters))
+        blocks = tuple(accumulator.blocks)
+        check(contributor_count >= 1 or not blocks, "RS-3", "a sum without contributors")
+        for block in blocks:
+            total = accumulator.sums.pop(block)
+            if not accumulator.is_reduced:
+                self._average(total, contributor_count)
+            total.scale(update_scale)
+            changes.begin((block,))
+            yield from self._updating(self._partitions[block], *total.total(), merged)
+            self._partitions[block].version += 1
+            changes.end((block,))
+            yield
+        accumulator.is_reduced = True
+        return blocks
+
+    def _updating(
+        self, partition: RowPartition, ids: Ids, gradients: Rows, merged: Mapping[str, float]
+    ) -> Work[None]:
+        for begin in range(0, len(ids), _PIECE_COUNT):
+            some = slice(begin, begin + _PIECE_COUNT)
+            numbers = yield from self._here(partition, ids[some])
+            arrays = {name: partition.arrays.get(name, numbers) for name in self._widths}
+            values = arrays.pop(VALUES)
+            self._optimizer.apply(values, arrays, gradients[some], merged)
+            for name, rows in ((VALUES, values), *arrays.items()):
+                partition.arrays.put(name, numbers, rows)
+            yield
+
+    def _here(self, partition: RowPartition, ids: Ids) -> Work[Numbers]:
+        """The numbers of rows, which are made if they are missing."""
+        mixed = mixed_ids(ids, self._salt)
+        numbers = partition.index.find(ids, mixed)
+        missing = np.flatnonzero(numbers < 0)
+        if len(missing):
+            new = mixed[missing]
+            arrays = {
+                VALUES: self._first_values(new),
+                **self._optimizer.first_state(len(new), self._dtype),
+            }
+            numbers[missing] = yield from partition.adding(ids[missing], new, arrays)
+        return numbers
+
+    def _first_values(self, mixed: Ids) -> Rows:
+        return first_values(mixed, self.table.spec.initializer, self._length, self._dtype)
+
+    def assign(
+        self, parts: Sequence[tuple[int, object]], array: str = "", edit: bytes = b""
+    ) -> None:
+        """Never called: the machine refuses edits of rows, and their initial values are given."""
+        check(not (parts or array or edit), "RS-2", f"rows of table '{self._name}' are assigned")
+
+    # --- reads
+
+    def read_rows(self, block: int, ids: bytes | memoryview) -> bytes:
+        """The rows of these ids, in this order, as a payload; an id may come twice.
+
+        Raises:
+            InvalidKeys: the partition is not here, or an id is of another one, or there are more
+                than fit a message.
+        """
+        partition = self._partition(block)
+        count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
+        most = limits.FOREIGN_MAX_MESSAGE_BYTES // self._row_bytes
+        if rest or count > most:
+            raise InvalidKeys(
+                f"a pull of partition {block} of table '{self._name}' has {len(ids)} bytes of ids; "
+                f"expected {limits.ROW_ID_BYTES} for each of at most {most}"
+            )
+        wanted: Ids = np.frombuffer(ids, "<u8")
+        mixed = self._check_ids(block, wanted)
+        numbers = partition.index.find(wanted, mixed)
+        missing = np.flatnonzero(numbers < 0)
+        if not len(missing):
+            return partition.arrays.get(VALUES, numbers).tobytes()
+        rows = np.empty((count, self._length), self._dtype)
+        here = np.flatnonzero(numbers >= 0)
+        if len(here):
+            rows[here] = partition.arrays.get(VALUES, numbers[here])
+        rows[missing] = self._first_values(mixed[missing])
+        return rows.tobytes()
+
+    def read(
+        self, block: int, codec: Codec | None, clock: int | None
+    ) -> tuple[bytes | memoryview, bytes]:
+        """Refuse a pull of blocks as a whole."""
+        del codec, clock
+        raise InvalidKeys(
+            f"table '{self._name}' is one of rows; expected the ids to read of partition {block}"
+        )
+
+    def read_array(self, block: int, array: str) -> bytes:
+        """Refuse a pull of optimizer state."""
+        raise InvalidKeys(
+            f"partition {block} of table '{self._name}': optimizer state '{array[:64]}' of rows "
+            "cannot be pulled; a checkpoint has it"
+        )
+
+    # --- copies
+
+    def snapshot(self) -> StoreCopy:
+        """`copying`, at once."""
+        return at_once(self.copying())
+
+    def copying(self) -> Work[StoreCopy]:
+        """Copy the store's lasting state, sums that wait for their scale too. A partition is copied
+        in pieces, one at least.
+        """
+        blocks = []
+        for block, partition in self._partitions.items():
+            widest_bytes = max(self._widths.values()) * self._dtype.itemsize
+            count = max(1, _COPIED_BYTES // widest_bytes)
+            for begin in range(0, max(1, partition.index.count), count):
+                ids = partition.index.ids[begin : begin + count]
+                numbers = np.arange(begin, begin + len(ids))
+                arrays = {
+                    name: partition.arrays.get(name, numbers).tobytes() for name in self._widths
+                }
+                slots = ((IDS, ids.tobytes()), *((n, arrays[n]) for n in self._optimizer.widths))
+                blocks.append(BlockCopy(block, partition.version, (0,), arrays[VALUES], slots))
+                yield
+        sums = [
+            SumCopy(clock, True, accumulator.sent())
+            for clock, accumulator in self._accumulators.items()
+            if accumulator.is_reduced
+        ]
+        return StoreCopy(tuple(blocks), tuple(sums))
+
+    def checking(self, copy: StoreCopy) -> Work[None]:
+        """As `ShardStore.checking`."""
+        blocks = list(dict.fromkeys(each.block for each in copy.blocks))
+        if sorted(blocks) != list(self._partitions):
+            raise InvalidKeys(
+                f"a copy of table '{self._name}' has {len(blocks)} partitions, the first "
+                f"{blocks[:3]}; expected the {len(self._partitions)} of its range"
+            )
+        for each in copy.blocks:
+            self._rows_of(each)
+            yield
+        for kept in copy.sums:
+            yield from self.receiving(kept.accumulator)
+
+    def _rows_of(self, copy: BlockCopy) -> tuple[Ids, Ids, dict[str, Rows]]:
+        """The ids of a piece of a copy, mixed as well, and its arrays."""
+        what = f"a copy of partition {copy.block} of table '{self._name}'"
+        slots = dict(copy.slots)
+        if set(slots) != {IDS, *self._optimizer.widths} or len(slots) != len(copy.slots):
+            names = [name for name, _ in copy.slots]
+            raise InvalidTensor(f"{what} has {', '.join(names) or 'no arrays'} beside its values")
+        ids: Ids = np.frombuffer(slots.pop(IDS), "<u8")
+        arrays = {}
+        for name, payload in ((VALUES, copy.values), *slots.items()):
+            width = self._widths[name]
+            expected = len(ids) * width * self._dtype.itemsize
+            if len(payload) != expected:
+                raise InvalidTensor(f"{what}: {name} has {len(payload)} bytes; expected {expected}")
+            arrays[name] = np.frombuffer(payload, self._dtype).reshape(len(ids), width)
+        return ids, self._check_ids(copy.block, ids), arrays
+
+    def restore(self, copy: StoreCopy) -> None:
+        """`restoring`, at once."""
+        at_once(self.restoring(copy))
+
+    def restoring(self, copy: StoreCopy, changes: ChangeHooks = NOBODY_LOOKS) -> Work[None]:
+        """As `ShardStore.restoring`."""
+        yield from self.checking(copy)
+        self.abandon()
+        self.lineage = object()
+        changes.begin(tuple(self._partitions))
+        self._partitions = {block: self._empty() for block in self._partitions}
+        for each in copy.blocks:
+            partition = self._partitions[each.block]
+            partition.version = each.version
+            yield from partition.adding(*self._rows_of(each))
+            yield
+        changes.end(tuple(self._partitions))
+        for kept in copy.sums:
+            self._accumulators[kept.clock] = yield from self.receiving(kept.accumulator)
+
+    def saved(self, block: int) -> SavedBlock:
+        """A partition for a checkpoint."""
+        partition = self._partition(block)
+        ids = memoryview(partition.index.ids.tobytes())
+        arrays = {
+            name: memoryview(b"".join(map(bytes, partition.arrays.pieces(name))))
+            for name in self._widths
+        }
+        tensors = ((VALUES, arrays.pop(VALUES)), (IDS, ids), *arrays.items())
+        return SavedBlock(block, partition.version, (0,), tensors)
+
+    def load(
+        self, block: int, version: int, steps: Sequence[int]
+    ) -> Callable[[str, int], memoryview]:
+        """As `ShardStore.load`; `end_load` follows."""
+        del steps
+        self._partition(block)
+        self.lineage = object()
+        partition = self._partitions[block] = self._empty()
+        partition.version = version
+        arrays: dict[str, bytearray] = {}
+        self._loaded[block] = arrays
+
+        def buffer(name: str, byte_count: int) -> memoryview:
+            arrays[name] = bytearray(byte_count)
+            return memoryview(arrays[name])
+
+        return buffer
+
+    def end_load(self, block: int) -> None:
+        """Put in place what was written to the memory that `load` gave.
+
+        Raises:
+            InvalidTensor: an array is missing, or has another length than the others.
+            InvalidKeys: an id is of another partition, or comes twice.
+        """
+        arrays = self._loaded.pop(block)
+        partition = self._partitions[block]
+        values = bytes(arrays.pop(VALUES, b""))
+        slots = tuple((name, bytes(array)) for name, array in arrays.items())
+        copy = BlockCopy(block, partition.version, (0,), values, slots)
+        ids, mixed, found = self._rows_of(copy)
+        if len(np.unique(ids)) != len(ids):
+            raise InvalidKeys(f"partition {block} of table '{self._name}' has an id twice")
+        at_once(partition.adding(ids, mixed, found))
+
+    def _partition(self, block: int) -> RowPartition:
+        found = self._partitions.get(block)
+        if found is None:
+            raise InvalidKeys(
+                f"partition {block} of table '{self._name}' is not in this range; it holds "
+                f"{len(self._partitions)} of the table's {self.table.block_count}"
+            )
+        return found
+
+
+Store = ShardStore | RowStore
+
+
+def is_finite_array(values: npt.NDArray[Any]) -> bool:
+    """As `contributions.is_finite`."""
+    return math.isfinite(float(values.sum())) or bool(np.isfinite(values).all())

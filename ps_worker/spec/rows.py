@@ -1,0 +1,160 @@
+"""The ids of a push or a pull of rows, cut by partition.
+
+Rules:
+    - An id may come several times, in any order. On the wire each comes once.
+    - Negative ids are refused, unless the caller says that they are hashes: then their bits count.
+
+Invariants:
+    RC-1  Each id of a batch is in the span of its own partition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_core import limits
+from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
+from ps_core.rows import Ids, mixed_ids, partitions_of, salt_of, sums_by_key
+from ps_core.tables import RowsSpec, Table
+from ps_worker.spec.values import Values, is_tensor
+
+MAX_PULLED_COUNT = 16_384
+"""The most ids of one pull: half of what a request may name."""
+
+
+class RowPiece(NamedTuple):
+    """Ids of a batch from `begin` on; `spans` count from there."""
+
+    begin: int
+    ids: Ids
+    spans: dict[int, tuple[int, int]]
+
+    def bytes_of(self, block: int) -> bytes:
+        """The ids of a partition, as a request has them."""
+        begin, end = self.spans[block]
+        return self.ids[begin:end].tobytes()
+
+
+class RowBatch(NamedTuple):
+    """Distinct ids, partition by partition.
+
+    Shapes:
+        ids: (n,), ascending within a partition.
+        spans: partition -> [begin, end) of its ids.
+        places: for each given id, in order, its place in `ids`.
+    """
+
+    ids: Ids
+    spans: dict[int, tuple[int, int]]
+    places: npt.NDArray[np.int64]
+
+    def pieces(self, most: int) -> Iterator[RowPiece]:
+        """The ids in pieces of at most `most`."""
+        for begin in range(0, len(self.ids), most):
+            end = min(begin + most, len(self.ids))
+            spans = {
+                block: (max(low, begin) - begin, min(high, end) - begin)
+                for block, (low, high) in self.spans.items()
+                if low < end and high > begin
+            }
+            yield RowPiece(begin, self.ids[begin:end], spans)
+
+
+def rows_of(table: Table) -> RowsSpec:
+    """The table's spec of its rows; InvalidConfig if it is no table of rows."""
+    rows = table.spec.rows
+    if rows is None:
+        raise InvalidConfig(
+            f"table '{table.spec.name}' is not one of rows; create one with create_embedding"
+        )
+    return rows
+
+
+def ids_of(given: Values, *, hashed_ids: bool = False) -> Ids:
+    """The ids as unsigned numbers, flat. InvalidKeys for a negative one, InvalidTensor for what is
+    no whole number.
+    """
+    array: npt.NDArray[Any]
+    array = given.detach().cpu().numpy() if is_tensor(given) else np.asarray(given)  # type: ignore[union-attr]
+    array = array.reshape(-1)
+    if array.dtype == np.uint64:
+        return array
+    if not array.size:
+        return np.empty(0, np.uint64)
+    if array.dtype.kind not in "iu":
+        raise InvalidTensor(f"ids are of {array.dtype}; expected whole numbers, such as int64")
+    if array.dtype.kind == "i" and not hashed_ids and int(array.min()) < 0:
+        raise InvalidKeys(
+            f"id {int(array.min())} is negative; expected 0 or more, or hashed_ids=True, with "
+            "which the bits of a hash count"
+        )
+    return array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype("u8")
+
+
+def gradients_of(table: Table, ids: Ids, given: Values) -> npt.NDArray[Any]:
+    """The gradients of these ids, as rows; InvalidTensor for another dtype or shape."""
+    array: npt.NDArray[Any]
+    array = given.detach().cpu().numpy() if is_tensor(given) else np.asarray(given)  # type: ignore[union-attr]
+    name, length = table.spec.name, table.spec.element_count
+    if array.dtype != np.dtype(table.spec.dtype.value):
+        raise InvalidTensor(
+            f"gradients of table '{name}' are of {array.dtype}; expected {table.spec.dtype.value}"
+        )
+    if array.size != len(ids) * length or array.shape[-1:] != (length,):
+        raise InvalidTensor(
+            f"gradients of table '{name}' have shape {tuple(array.shape)} for {len(ids)} ids; "
+            f"expected that of the ids, and {length} elements behind"
+        )
+    return np.ascontiguousarray(array.reshape(len(ids), length))
+
+
+def cut_ids(ids: Ids, rows: RowsSpec) -> RowBatch:
+    """Cut ids by partition."""
+    distinct, places = np.unique(ids, return_inverse=True)
+    mixed = mixed_ids(distinct, salt_of(rows.seed))
+    partitions = partitions_of(mixed, rows.partition_count)
+    order = np.argsort(partitions, kind="stable")
+    at = np.empty(len(order), np.int64)
+    at[order] = np.arange(len(order))
+    ends = np.cumsum(np.bincount(partitions, minlength=rows.partition_count)).tolist()
+    begins = [0, *ends[:-1]]
+    spans = {
+        block: span
+        for block, span in enumerate(zip(begins, ends, strict=True))
+        if span[0] < span[1]
+    }
+    return RowBatch(distinct[order], spans, at[places])
+
+
+def summed(batch: RowBatch, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The sums of `values`, one row for each given id, by the batch's ids. Shapes: (given, length)
+    to (n, length).
+    """
+    if len(batch.ids) == len(batch.places):  # each came once
+        rows = np.empty_like(values)
+        rows[batch.places] = values
+        return rows
+    _, sums = sums_by_key(batch.places, values)
+    return sums
+
+
+def payloads_of(
+    table: Table, batch: RowBatch, rows: npt.NDArray[Any]
+) -> Iterator[tuple[int, memoryview]]:
+    """(partition, payload) of each partition that has ids. InvalidConfig if one is too large for a
+    message.
+    """
+    most = limits.FOREIGN_MAX_MESSAGE_BYTES
+    for block, (begin, end) in batch.spans.items():
+        payload = batch.ids[begin:end].tobytes() + rows[begin:end].tobytes()
+        if len(payload) > most:
+            raise InvalidConfig(
+                f"a step of table '{table.spec.name}' has {end - begin} rows of partition {block}, "
+                f"{len(payload)} bytes; expected at most {most}: push fewer rows a step, or create "
+                f"the table with more partitions than {rows_of(table).partition_count}"
+            )
+        yield block, memoryview(payload)

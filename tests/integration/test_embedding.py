@@ -1,0 +1,250 @@
+"""Embedding tables on a cluster, against torch's own on one process, and through its changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import ps_worker as ps
+from tests.integration.command_line import run_here
+from tests.integration.replicated_cluster import replicated_cluster
+
+DIM, DEADLINE_S = 8, 30.0
+IDS = 200
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[ps.Client]:
+    with (
+        ps.local_cluster(servers=2, workers=1) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        yield client
+
+
+def twin_of(embedding: ps.Embedding) -> nn.Embedding:
+    """torch's, with the rows that the servers begin with."""
+    twin = nn.Embedding(IDS, DIM, sparse=True)
+    with torch.no_grad():
+        twin.weight.copy_(embedding(torch.arange(IDS)))
+    return twin
+
+
+OPTIMIZERS: dict[str, tuple[Any, Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": (ps.SGD(lr=0.1), lambda given: torch.optim.SGD(given, lr=0.1)),
+    "adagrad": (ps.Adagrad(lr=0.1), lambda given: torch.optim.Adagrad(given, lr=0.1)),
+    "adagrad from 0.1": (
+        ps.Adagrad(lr=0.1, initial_accumulator_value=0.1),
+        lambda given: torch.optim.Adagrad(given, lr=0.1, initial_accumulator_value=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_as_torchs_with_sparse_gradients(client: ps.Client, name: str) -> None:
+    ours, theirs = OPTIMIZERS[name]
+    embedding = ps.Embedding(client, f"rows of {name}", DIM, optimizer=ours, seed=3)
+    twin = twin_of(embedding)
+    reference = theirs(twin.parameters())
+    draws = torch.Generator().manual_seed(5)
+    target = torch.randn(DIM, generator=draws)
+    for _ in range(20):
+        ids = torch.randint(IDS, (4, 6), generator=draws)  # some come twice
+        for model in (embedding, twin):
+            ((model(ids) - target) ** 2).mean().backward()
+        embedding.step()
+        with torch.sparse.check_sparse_tensor_invariants():
+            reference.step()
+        reference.zero_grad()
+    with torch.no_grad():
+        torch.testing.assert_close(embedding(torch.arange(IDS)), twin.weight, rtol=0, atol=1e-6)
+
+
+def test_row_wise_adagrad_has_one_number_for_each_row(client: ps.Client) -> None:
+    table = client.create_embedding("row-wise", DIM, optimizer=ps.RowwiseAdagrad(lr=0.5, eps=0.0))
+    draws = np.random.default_rng(1)
+    expected, sums = np.zeros(DIM), 0.0
+    for _ in range(5):
+        gradient = draws.standard_normal(DIM).astype(np.float32)
+        client.wait(client.push_rows(table, [7], gradient[None]))
+        sums += float((gradient.astype(np.float64) ** 2).mean())
+        expected -= 0.5 * gradient / np.sqrt(sums)
+    np.testing.assert_allclose(client.pull_rows(table, 7), expected, rtol=1e-5)
+
+
+def test_a_row_that_nobody_touched_is_a_function_of_seed_and_id(client: ps.Client) -> None:
+    ids = np.array([0, 5, 2**63, 2**64 - 1, 5], np.uint64)
+    first = client.create_embedding("a", DIM, optimizer=ps.SGD(), init=ps.Normal(0.5), seed=1)
+    same = client.create_embedding("b", DIM, optimizer=ps.SGD(), init=ps.Normal(0.5), seed=1)
+    other = client.create_embedding("c", DIM, optimizer=ps.SGD(), init=ps.Normal(0.5), seed=2)
+    rows = client.pull_rows(first, ids)
+    assert rows.shape == (5, DIM)
+    assert np.array_equal(rows, client.pull_rows(same, ids))
+    assert np.array_equal(rows[1], rows[4])
+    assert not np.array_equal(rows, client.pull_rows(other, ids))
+    assert len(np.unique(rows)) > 25
+
+
+def test_what_is_pushed_several_times_in_a_step_is_summed(client: ps.Client) -> None:
+    table = client.create_embedding("sums", 2, optimizer=ps.SGD(lr=1.0))
+    client.push_rows(table, [1, 2, 1], np.ones((3, 2), np.float32), seal=False)
+    client.push_rows(table, [2, 3], np.full((2, 2), 10, np.float32), seal=False)
+    client.wait(client.seal(table))
+    rows = client.pull_rows(table, [1, 2, 3, 4])
+    assert rows[:, 0].tolist() == [-2.0, -11.0, -10.0, 0.0]
+
+
+def test_thousands_of_ids_come_in_several_requests(client: ps.Client) -> None:
+    table = client.create_embedding("many", 4, optimizer=ps.SGD(lr=1.0))
+    ids = np.random.default_rng(2).permutation(40_000)
+    client.wait(client.push_rows(table, ids, np.repeat(ids[:, None], 4, 1).astype(np.float32)))
+    rows = client.pull_rows(table, np.arange(40_000).reshape(200, 200))
+    assert rows.shape == (200, 200, 4)
+    assert np.array_equal(rows[..., 0].reshape(-1), -np.arange(40_000))
+
+
+REFUSED: list[tuple[Any, Any, type[ps.PushpullError], str]] = [
+    ([-1], np.ones((1, 2), np.float32), ps.InvalidKeys, "negative"),
+    ([1.5], np.ones((1, 2), np.float32), ps.InvalidTensor, "whole numbers"),
+    ([1], np.ones((1, 3), np.float32), ps.InvalidTensor, "expected that of the ids, and 2"),
+    ([1], np.ones((1, 2)), ps.InvalidTensor, "float64; expected float32"),
+    ([1], np.full((1, 2), np.nan, np.float32), ps.InvalidTensor, "gradient of id 1 is not finite"),
+]
+
+
+@pytest.mark.parametrize(("ids", "gradients", "error", "words"), REFUSED)
+def test_what_is_wrong_is_refused_and_changes_nothing(
+    client: ps.Client, ids: Any, gradients: Any, error: type[Exception], words: str
+) -> None:
+    table = client.create_embedding("refused", 2, optimizer=ps.SGD(lr=1.0))
+    with pytest.raises(error, match=words):
+        client.wait(client.push_rows(table, ids, gradients))
+    assert not client.pull_rows(table, [0, 1]).any()
+
+
+def test_a_hash_may_be_negative(client: ps.Client) -> None:
+    table = client.create_embedding("hashes", 2, optimizer=ps.SGD(lr=1.0))
+    ones = np.ones((1, 2), np.float32)
+    client.wait(client.push_rows(table, [-1], ones, hashed_ids=True))
+    rows = client.pull_rows(table, np.array([2**64 - 1], np.uint64))
+    assert np.array_equal(rows, -ones)
+
+
+SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"optimizer": ps.Adam()}, "optimizer is adam"),
+    ({"optimizer": ps.SGD(momentum=0.9)}, "momentum"),
+    ({"optimizer": ps.SGD(), "partitions": 0}, "partition_count is 0"),
+    ({"optimizer": ps.SGD(), "dtype": "bfloat16"}, "bfloat16"),
+    ({"optimizer": ps.SGD(), "init": ps.FromRank0()}, "from_rank_zero"),
+    ({"optimizer": ps.SGD(), "consistency": ps.ASP(compensate=0.1)}, "compensation"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), SETTINGS)
+def test_a_setting_that_rows_do_not_have_is_refused(
+    client: ps.Client, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ps.InvalidConfig, match=words):
+        client.create_embedding("wrong", 2, **options)
+
+
+def test_verbs_of_the_other_kind_of_table_are_refused(client: ps.Client) -> None:
+    rows = client.create_embedding("rows", 2, optimizer=ps.SGD())
+    dense = client.create_table("dense", 2, optimizer=ps.SGD())
+    for wrong in (
+        lambda: client.pull(rows),
+        lambda: client.push(rows, np.ones(2, np.float32)),
+        lambda: client.pull_rows(dense, [1]),
+        lambda: client.push_rows(dense, [1], np.ones((1, 2), np.float32)),
+    ):
+        with pytest.raises(ps.InvalidConfig, match="rows"):
+            wrong()
+
+
+@pytest.mark.parametrize("lane", ["grpc", "shm"])
+def test_two_workers_are_averaged_and_a_killed_server_loses_nothing(lane: str) -> None:
+    """Whole numbers: each sum is exact, whoever applied it."""
+    with replicated_cluster(servers=3, workers=2) as cluster, ExitStack() as stack:
+        clients = [
+            stack.enter_context(
+                ps.connect(cluster.address, lane=lane, request_deadline_s=DEADLINE_S)
+            )
+            for _ in range(2)
+        ]
+        adds = ps.SGD(lr=1.0, maximize=True)
+        tables = [client.create_embedding("counts", 4, optimizer=adds) for client in clients]
+        draws = np.random.default_rng(3)
+        expected = np.zeros(IDS)
+        for step in range(30):
+            tickets = []
+            for client, table in zip(clients, tables, strict=True):
+                ids = draws.integers(IDS, size=50)
+                np.add.at(expected, ids, 1.0)
+                rows = np.full((50, 4), 2.0, np.float32)  # the mean of two workers halves it
+                tickets.append((client, client.push_rows(table, ids, rows)))
+            for client, ticket in tickets:
+                client.wait(ticket)
+            if step == 10:
+                cluster.kill(cluster.living[0])
+        for client, table in zip(clients, tables, strict=True):
+            assert np.array_equal(client.pull_rows(table, np.arange(IDS))[:, 0], expected)
+
+
+def test_a_checkpoint_restores_rows_and_state_on_another_number_of_servers(tmp_path: Path) -> None:
+    draws = np.random.default_rng(4)
+    steps = [
+        (draws.integers(IDS, size=60), draws.standard_normal((60, DIM)).astype(np.float32))
+        for _ in range(8)
+    ]
+
+    def create(client: ps.Client) -> ps.TableHandle:
+        return client.create_embedding(
+            "kept", DIM, optimizer=ps.Adagrad(lr=0.1), init=ps.Uniform(1.0), seed=9
+        )
+
+    def train(client: ps.Client, table: ps.TableHandle, some: slice) -> None:
+        for ids, rows in steps[some]:
+            client.wait(client.push_rows(table, ids, rows))
+
+    everything = np.arange(IDS + 10)
+    with (
+        ps.local_cluster(2, 1, checkpoint_url=str(tmp_path)) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        table = create(client)
+        train(client, table, slice(0, 4))
+        made = client.checkpoint().wait()
+        train(client, table, slice(4, 5))
+        later = client.checkpoint().wait()
+        train(client, table, slice(5, 8))
+        undisturbed = client.pull_rows(table, everything)
+    with (
+        ps.local_cluster(3, 1, resume=made.url) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        table = create(client)
+        client.pull_rows(table, everything)
+        assert table.clock == 4
+        train(client, table, slice(4, 8))
+        assert np.array_equal(client.pull_rows(table, everything), undisturbed)
+        listed = run_here("tables", "list", "--scheduler", cluster.address, cwd=tmp_path)
+    assert "kept: rows of 8 elements of float32, adagrad, bsp" in listed.stdout
+    shown = run_here("checkpoint", "show", made.url, cwd=tmp_path)
+    assert "kept: rows of 8 elements of float32 in 16 blocks" in shown.stdout
+    assert run_here("checkpoint", "verify", made.url, cwd=tmp_path).returncode == 0
+    compacted = run_here("checkpoint", "compact", later.url, cwd=tmp_path)
+    assert compacted.returncode == 0, compacted.stderr
+    different = run_here("checkpoint", "diff", made.url, later.url, cwd=tmp_path)
+    assert re.search(r"kept: rows of \d+ of 16 partitions differ", different.stdout)
+    out = str(tmp_path / "model.safetensors")
+    refused = run_here("checkpoint", "export", made.url, out, cwd=tmp_path)
+    assert refused.returncode == 1
+    assert "kept: left out, it is a table of rows" in refused.stdout + refused.stderr

@@ -1,0 +1,310 @@
+"""A store of rows against a dictionary of rows: values, copies, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_core.errors import InvalidKeys, InvalidTensor, InvariantViolation
+from ps_core.keys import TableId
+from ps_core.rows import first_values, mixed_ids, partition_of, salt_of
+from ps_core.tables import (
+    Codec,
+    DType,
+    Initializer,
+    InitializerKind,
+    OptimizerKind,
+    OptimizerSpec,
+    Reduction,
+    RowsSpec,
+    Table,
+    TableSpec,
+)
+from ps_core.work import at_once
+from ps_server.ranges.events import Compensation
+from ps_server.values.mutations import Elements, SentAccumulator
+from ps_server.values.row_gradients import payload_of
+from ps_server.values.row_store import RowStore
+
+LENGTH, PARTITIONS, SEED = 3, 2, 11
+KINDS = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+
+
+def table_of(
+    kind: OptimizerKind = OptimizerKind.SGD,
+    reduction: Reduction = Reduction.MEAN,
+    dtype: DType = DType.FLOAT32,
+) -> Table:
+    spec = TableSpec(
+        "rows",
+        dtype,
+        LENGTH,
+        OptimizerSpec(kind, (("lr", 0.5),)),
+        initializer=Initializer(InitializerKind.UNIFORM, scale=1.0),
+        reduction=reduction,
+        rows=RowsSpec(PARTITIONS, SEED),
+    )
+    return Table(TableId(1), 0, spec.validated())
+
+
+def store_of(table: Table) -> RowStore:
+    return RowStore(table, range(PARTITIONS))
+
+
+def first_row(table: Table, row_id: int) -> Any:
+    mixed = mixed_ids(np.array([row_id], np.uint64), salt_of(SEED))
+    return first_values(mixed, table.spec.initializer, LENGTH, table.spec.dtype.value)[0]
+
+
+class Twin:
+    """Rows in a dictionary, one by one."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.rows: dict[int, Any] = {}
+        self.sums: dict[int, Any] = {}
+        self.type = np.dtype(table.spec.dtype.value).type
+
+    def row(self, row_id: int) -> Any:
+        return self.rows.get(row_id, first_row(self.table, row_id))
+
+    def step(self, workers: list[list[tuple[int, list[int]]]]) -> None:
+        totals: dict[int, Any] = {}
+        for given_rows in workers:
+            own: dict[int, Any] = {}
+            for row_id, values in given_rows:
+                row = np.array(values, self.type)
+                own[row_id] = own[row_id] + row if row_id in own else row
+            for row_id, row in own.items():
+                totals[row_id] = totals[row_id] + row if row_id in totals else row
+        kind = self.table.spec.optimizer.kind
+        for row_id, total in totals.items():
+            if self.table.spec.reduction is Reduction.MEAN and len(workers) > 1:
+                total = total * self.type(1.0 / len(workers))
+            step = total
+            if kind is not OptimizerKind.SGD:
+                square = np.square(total)
+                if kind is OptimizerKind.ROWWISE_ADAGRAD:
+                    square = square.mean(dtype=np.float64).astype(self.type)
+                self.sums[row_id] = self.sums.get(row_id, self.type(0.0)) + square
+                eps = self.type(1e-10)
+                step = total / (np.sqrt(self.sums[row_id]) + eps)
+            self.rows[row_id] = self.row(row_id) + step * self.type(-0.5)
+
+
+IDS = st.sampled_from([0, 1, 2, 3, 2**40, 2**63, 2**64 - 1])
+ROWS = st.lists(st.tuples(IDS, st.lists(st.integers(-3, 3), min_size=LENGTH, max_size=LENGTH)))
+STEPS = st.lists(st.lists(ROWS, min_size=1, max_size=3), max_size=5)
+
+
+def by_partition(
+    table: Table, given_rows: list[tuple[int, list[int]]]
+) -> dict[int, list[tuple[int, list[int]]]]:
+    rows = table.spec.rows
+    assert rows is not None
+    found: dict[int, list[tuple[int, list[int]]]] = {}
+    for row_id, values in given_rows:
+        found.setdefault(partition_of(row_id, rows), []).append((row_id, values))
+    return found
+
+
+def payload(table: Table, given_rows: list[tuple[int, list[int]]]) -> bytes:
+    ids = np.array([row_id for row_id, _ in given_rows], np.uint64)
+    values = np.array([values for _, values in given_rows], table.spec.dtype.value)
+    return payload_of(ids, values.reshape(len(ids), LENGTH))
+
+
+def step(store: RowStore, clock: int, workers: list[list[tuple[int, list[int]]]]) -> None:
+    table, codec = store.table, store.table.spec.arithmetic_codec
+    for given_rows in workers:
+        parts = [
+            (block, store.decode(block, codec, payload(table, some), b""))
+            for block, some in by_partition(table, given_rows).items()
+        ]
+        store.accumulate(clock, parts, 1.0)
+    at_once(store.applying(clock, store.take(clock), (), len(workers)))
+
+
+def rows_of(store: RowStore, ids: list[int]) -> list[bytes]:
+    rows = store.table.spec.rows
+    assert rows is not None
+    return [
+        store.read_rows(partition_of(row_id, rows), np.array([row_id], np.uint64).tobytes())
+        for row_id in ids
+    ]
+
+
+ALL_IDS = [0, 1, 2, 3, 2**40, 2**63, 2**64 - 1, 99]
+
+
+@given(
+    steps=STEPS,
+    kind=st.sampled_from(KINDS),
+    reduction=st.sampled_from(Reduction),
+    dtype=st.sampled_from([DType.FLOAT32, DType.FLOAT64]),
+)
+def test_a_store_has_what_a_dictionary_has(
+    steps: list[list[list[tuple[int, list[int]]]]],
+    kind: OptimizerKind,
+    reduction: Reduction,
+    dtype: DType,
+) -> None:
+    table = table_of(kind, reduction, dtype)
+    store, twin = store_of(table), Twin(table)
+    for clock, workers in enumerate(steps, 1):
+        step(store, clock, workers)
+        twin.step(workers)
+    assert rows_of(store, ALL_IDS) == [twin.row(row_id).tobytes() for row_id in ALL_IDS]
+    assert store.row_count == len(twin.rows)
+    touched = [set().union(*[by_partition(table, rows) for rows in each]) for each in steps]
+    for block in range(PARTITIONS):
+        assert store.version(block) == sum(block in each for each in touched)
+
+
+@given(before=STEPS, after=STEPS, kind=st.sampled_from(KINDS))
+def test_a_copy_and_a_loaded_store_go_on_as_the_one_that_was_copied(
+    before: list[list[list[tuple[int, list[int]]]]],
+    after: list[list[list[tuple[int, list[int]]]]],
+    kind: OptimizerKind,
+) -> None:
+    table = table_of(kind)
+    store, copied, loaded = store_of(table), store_of(table), store_of(table)
+    step(copied, 1, [[(5, [1, 1, 1])]])  # is forgotten
+    for clock, workers in enumerate(before, 1):
+        step(store, clock, workers)
+    copied.restore(store.snapshot())
+    for block in range(PARTITIONS):
+        saved = store.saved(block)
+        memory_of = loaded.load(block, saved.version, saved.steps)
+        for name, values in saved.tensors:
+            memory_of(name, values.nbytes)[:] = values
+        loaded.end_load(block)
+    for clock, workers in enumerate(after, len(before) + 1):
+        for each in (store, copied, loaded):
+            step(each, clock, workers)
+    for other in (copied, loaded):
+        assert rows_of(other, [*ALL_IDS, 5]) == rows_of(store, [*ALL_IDS, 5])
+        assert [other.version(block) for block in range(PARTITIONS)] == [
+            store.version(block) for block in range(PARTITIONS)
+        ]
+        assert other.row_count == store.row_count
+
+
+@given(workers=st.lists(ROWS, min_size=1, max_size=3), reduces=st.booleans())
+def test_a_backup_makes_of_a_sum_what_its_primary_makes(
+    workers: list[list[tuple[int, list[int]]]], reduces: bool
+) -> None:
+    table = table_of(OptimizerKind.ADAGRAD)
+    primary, backup = store_of(table), store_of(table)
+    for given_rows in workers:
+        parts = [
+            (block, primary.decode(block, Codec.FP32, payload(table, some), b""))
+            for block, some in by_partition(table, given_rows).items()
+        ]
+        primary.accumulate(1, parts, 1.0)
+    if reduces:
+        squares = at_once(primary.reducing(1, len(workers)))
+        assert len(squares) == PARTITIONS
+        assert all(square >= 0.0 for square in squares)
+    accumulator = primary.take(1)
+    sent = accumulator.sent()
+    received = at_once(backup.receiving(sent))
+    for store, sums in ((primary, accumulator), (backup, received)):
+        at_once(store.applying(1, sums, (), len(workers), 0.5))
+    assert rows_of(backup, ALL_IDS) == rows_of(primary, ALL_IDS)
+
+
+def one_of(partition: int) -> int:
+    rows = RowsSpec(PARTITIONS, SEED)
+    return next(row_id for row_id in range(100) if partition_of(row_id, rows) == partition)
+
+
+def test_what_is_wrong_with_a_payload_is_refused_and_changes_nothing() -> None:
+    """RS-1, among others: an id of another partition never comes in."""
+    table = table_of()
+    store = RowStore(table, [0])
+    good = payload(table, [(one_of(0), [1, 2, 3])])
+    nan = np.array([[1.0, np.nan, 0.0]], np.float32)
+    wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (InvalidKeys, "is not in this range", {"block": 1}),
+        (InvalidKeys, "presence", {"presence": b"\x01"}),
+        (InvalidTensor, "fp64; expected fp32", {"codec": Codec.FP64}),
+        (InvalidTensor, "expected a multiple of 20", {"payload": good[:-1]}),
+        (
+            InvalidKeys,
+            "lives in partition 1",
+            {"payload": payload(table, [(one_of(1), [1, 2, 3])])},
+        ),
+        (
+            InvalidTensor,
+            f"gradient of id {one_of(0)} is not finite",
+            {"payload": payload_of(np.array([one_of(0)], np.uint64), nan)},
+        ),
+    ]
+    for error, words, changed in wrong:
+        fields = {"block": 0, "codec": Codec.FP32, "payload": good, "presence": b"", **changed}
+        with pytest.raises(error, match=words):
+            store.decode(**fields)
+    assert store.row_count == 0
+
+
+def test_what_is_wrong_with_a_pull_is_refused() -> None:
+    store = store_of(table_of())
+    here = np.array([one_of(0)], np.uint64).tobytes()
+    most = 4 * 1024 * 1024 // (4 * LENGTH)
+    for ids in (here[:-1], np.array([one_of(1)], np.uint64).tobytes(), here * (most + 1)):
+        with pytest.raises(InvalidKeys):
+            store.read_rows(0, ids)
+    with pytest.raises(InvalidKeys, match="expected the ids"):
+        store.read(0, None, None)
+    with pytest.raises(InvalidKeys, match="cannot be pulled"):
+        store.read_array(0, "sum")
+
+
+def test_what_is_wrong_with_a_copy_or_a_sum_is_refused() -> None:
+    table = table_of(OptimizerKind.ADAGRAD)
+    store, other = store_of(table), store_of(table)
+    step(store, 1, [[(one_of(0), [1, 2, 3])]])
+    copy = store.snapshot()
+    first = copy.blocks[0]
+    broken = [
+        copy._replace(blocks=copy.blocks[1:]),
+        copy._replace(blocks=(first._replace(values=first.values[:-1]), *copy.blocks[1:])),
+        copy._replace(blocks=(first._replace(slots=first.slots[:1]), *copy.blocks[1:])),
+        copy._replace(blocks=(first._replace(block=1), *copy.blocks[1:])),
+    ]
+    for each in broken:
+        with pytest.raises((InvalidKeys, InvalidTensor)):
+            other.restore(each)
+    mean = SentAccumulator((), means=(Elements(0, b"", b""),))
+    with pytest.raises(InvalidKeys, match="running means"):
+        at_once(store.receiving(mean))
+    assert other.row_count == 0
+
+
+def test_rows_have_no_delay_compensation() -> None:
+    with pytest.raises(InvariantViolation, match="RS-2"):
+        store_of(table_of()).accumulate(1, [], 1.0, Compensation(0, 0.1, adaptive=False))  # type: ignore[arg-type]
+
+
+def test_thousands_of_rows_keep_their_values_while_the_index_grows() -> None:
+    table = table_of()
+    store = RowStore(table, range(PARTITIONS))
+    draws = np.random.default_rng(0)
+    expected: dict[int, int] = {}
+    for clock in range(1, 31):
+        ids = np.unique(draws.integers(0, 200_000, 5_000))
+        step(store, clock, [[(int(each), [1, 0, -1]) for each in ids]])
+        for each in ids.tolist():
+            expected[each] = expected.get(each, 0) + 1
+    assert store.row_count == len(expected)
+    some = list(expected)[::97]
+    for row_id, raw in zip(some, rows_of(store, some), strict=True):
+        row = first_row(table, row_id)
+        for _ in range(expected[row_id]):
+            row = row + np.array([1, 0, -1], np.float32) * np.float32(-0.5)
+        assert np.frombuffer(raw, np.float32).tobytes() == row.tobytes()
