@@ -187,11 +187,16 @@ MAX_HYPERPARAMETER_MAGNITUDE, because learning rate schedules set it so."""
 CLAMP_NAMES = ("clamp_min", "clamp_max")
 
 ROW_OPTIMIZERS = frozenset(
-    (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
+    (
+        OptimizerKind.SGD,
+        OptimizerKind.ADAM,
+        OptimizerKind.ADAGRAD,
+        OptimizerKind.ROWWISE_ADAGRAD,
+    )
 )
 """Optimizers of tables of rows."""
 
-_ROW_HYPERPARAMETERS = frozenset(("lr", "eps", "initial_accumulator_value"))
+_ROW_HYPERPARAMETERS = frozenset(("lr", "beta1", "beta2", "eps", "initial_accumulator_value"))
 """Hyperparameters that an update of rows uses; the others must be 0, as torch's optimizers want
 them to be with sparse gradients."""
 
@@ -488,9 +493,11 @@ class TableSpec:
             "float64",
         )
         _require(
-            kind in ROW_OPTIMIZERS and self.optimizer.kernels is Kernels.FAST,
+            kind in ROW_OPTIMIZERS
+            and self.optimizer.kernels is Kernels.FAST
+            and not (kind is OptimizerKind.ADAM and self.optimizer.amsgrad),
             f"table '{name}': the optimizer is {self.optimizer.label}; a table of rows has sgd, "
-            "adagrad or rowwise_adagrad, with fast kernels",
+            "adam, adagrad or rowwise_adagrad, with fast kernels and without amsgrad",
         )
         check_row_hyperparameters(self.optimizer.label, self.optimizer.merged(()))
         _require(

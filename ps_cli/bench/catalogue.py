@@ -19,6 +19,7 @@ from ps_cli.bench.measurements.memory import memory, memory_view
 from ps_cli.bench.measurements.optimizers import optimizers, optimizers_view
 from ps_cli.bench.measurements.replicated import replicated, replicated_view
 from ps_cli.bench.measurements.sessions import sessions, sessions_view
+from ps_cli.bench.measurements.sparse import sparse, sparse_view
 from ps_cli.bench.measurements.train import train, train_view
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import InvalidConfig
@@ -43,6 +44,7 @@ class Benchmark:
 BENCHMARKS = {
     "dense": Benchmark("push, pull and round of one dense table, GB/s", dense, dense_view),
     "latency": Benchmark("push_pull of a 4 KB table, milliseconds", latency, latency_view),
+    "sparse": Benchmark("rows of an embedding table, millions a second", sparse, sparse_view),
     "train": Benchmark(
         "a training step with and without a cluster, seconds", train, train_view, DEVICES
     ),

@@ -52,7 +52,9 @@ class BenchOptions:
 
     name: Annotated[
         str,
-        typer.Argument(help="dense, latency, train, optimizers, memory, sessions or checkpoint."),
+        typer.Argument(
+            help="dense, latency, sparse, train, optimizers, memory, sessions or checkpoint."
+        ),
     ]
     json_path: Annotated[
         str, typer.Option("--json", help="Write the figures to this JSON file; -: standard output.")

@@ -52,7 +52,7 @@ from ps_server.checkpoint.unchanged_blocks import (
 from ps_server.ranges.events import AnswerPull, RefusePull
 from ps_server.service.node import ParameterNode
 from ps_server.values.copy_on_write import CopyQuota, Key, RangeSnapshots
-from ps_server.values.row_optimizers import SUM
+from ps_server.values.row_optimizers import state_widths
 from ps_server.values.row_store import IDS
 from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 
@@ -131,7 +131,7 @@ class CheckpointParts:
     def _state_names(self, table: Table) -> tuple[str, ...]:
         optimizer = table.spec.optimizer
         if table.spec.rows is not None:
-            return (IDS, SUM)
+            return (IDS, *state_widths(optimizer.kind, 1))
         if optimizer.kind is OptimizerKind.CUSTOM:
             slots = self._node.shards.custom_state(optimizer.custom_update)
             return tuple(map(tensor_of, slots))

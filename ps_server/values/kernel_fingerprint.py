@@ -70,7 +70,7 @@ def _run_rows(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) ->
     state = optimizer.first_state(shape[0], values.dtype)
     for step in range(1, _STEP_COUNT + 1):
         gradients = fixed_input(step, _ELEMENT_COUNT, dtype).numpy().reshape(shape)
-        optimizer.apply(values, state, gradients, dict(spec.merged(())))
+        values += optimizer.step(state, gradients, dict(spec.merged(())))
     for rows in (values, *state.values()):
         digest.update(rows.tobytes())
 

@@ -66,7 +66,12 @@ def parsed(
     values: Rows = np.frombuffer(payload[split:], dtype).reshape(count, length)
     if copies or not (ids.flags.aligned and values.flags.aligned):
         ids, values = ids.copy(), values.copy()
-    if count > 1 and not bool((ids[1:] > ids[:-1]).all()):
+    return gradients_of(block, ids, values)
+
+
+def gradients_of(block: int, ids: Ids, values: Rows) -> RowGradients:
+    """The gradients of these ids, which may come in any order, and twice."""
+    if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
         ids, values = sums_by_key(ids, values)
     return RowGradients(block, ids, values)
 

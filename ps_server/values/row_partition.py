@@ -7,8 +7,8 @@ Rules:
     - At most 3 of 5 slots are taken, so most ids are found at the first or second probe. A row
       takes 8 bytes for its id and 7 to 13 for its slot.
     - The table of slots doubles in pieces: the old one answers until the new one is whole.
-    - Arrays lie in slabs: the first has 1 MiB of values, each further one as many rows as all
-      before it, so that nothing is copied. Pages that no row was written to take no memory.
+    - Arrays lie in slabs: the first has 1 MiB of values, each further one seven times as many rows
+      as all before it, so that nothing is copied. Pages that no row was written to take no memory.
 
 Invariants:
     RI-1  Each id has one number.
@@ -16,11 +16,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ps_core.errors import check
 from ps_core.rows import Ids, mixed_ids
@@ -34,6 +35,7 @@ Numbers = npt.NDArray[np.int64]
 _NONE = -1
 _FIRST_BYTES = 1 << 20
 _FIRST_SIZE = 64
+_GROWTH = 8
 _PIECE_COUNT = 16_384
 """Rows that are put into a new table of slots at once: a millisecond."""
 
@@ -122,6 +124,14 @@ def _longer(array: npt.NDArray[Any], count: int, least: int) -> npt.NDArray[Any]
     return longer
 
 
+class Place(NamedTuple):
+    """Rows in one slab: their numbers there, and their positions among those that are asked for."""
+
+    slab: int
+    numbers: Numbers
+    positions: Numbers | slice
+
+
 class RowArrays:
     """Arrays by name, each of `widths[name]` elements a row."""
 
@@ -132,59 +142,60 @@ class RowArrays:
         self._first_count = 1 << max(6, (_FIRST_BYTES // widest_bytes).bit_length() - 1)
         self._begins = np.zeros(0, np.int64)  # the first row of each slab
         self._slabs: dict[str, list[Rows]] = {name: [] for name in self._widths}
-        self.count = 0
+        self.capacity = 0  # the rows that have a place
 
     @property
     def row_bytes(self) -> int:
         return sum(self._widths.values()) * self._dtype.itemsize
 
-    @property
-    def capacity(self) -> int:
-        """The rows that have a place."""
-        count = len(self._begins)
-        return self._first_count << (count - 1) if count else 0
-
     def extend(self, count: int) -> None:
         """Have places for `count` rows in all, of unspecified content."""
         while self.capacity < count:
-            begin = self.capacity
-            size = begin or self._first_count
-            self._begins = np.append(self._begins, begin)
+            size = (_GROWTH - 1) * self.capacity or self._first_count
+            self._begins = np.append(self._begins, self.capacity)
+            self.capacity += size
             for name, width in self._widths.items():
                 self._slabs[name].append(np.empty((size, width), self._dtype))
-        self.count = max(self.count, count)
 
-    def get(self, name: str, numbers: Numbers) -> Rows:
-        """A copy of these rows. Shapes: (rows, width)."""
-        slabs = self._slabs[name]
-        if len(slabs) == 1:
-            return slabs[0][numbers]
-        found = np.empty((len(numbers), self._widths[name]), self._dtype)
-        for slab, at, rows in self._split(numbers):
-            found[at] = slabs[slab][rows]
+    def places(self, numbers: Numbers) -> list[Place]:
+        """The places of rows, slab by slab."""
+        if len(self._begins) == 1:
+            return [Place(0, numbers, slice(None))]
+        slabs = np.searchsorted(self._begins, numbers, side="right") - 1
+        found = []
+        for slab, begin in enumerate(self._begins.tolist()):
+            positions = np.flatnonzero(slabs == slab)
+            if len(positions):
+                found.append(Place(slab, numbers[positions] - begin, positions))
         return found
 
-    def put(self, name: str, numbers: Numbers, rows: Rows) -> None:
+    def get(self, name: str, places: Sequence[Place], count: int) -> Rows:
+        """A copy of these `count` rows. Shapes: (rows, width)."""
+        found = np.empty((count, self._widths[name]), self._dtype)
+        for slab, numbers, positions in places:
+            rows = self._slabs[name][slab]
+            if isinstance(positions, slice):
+                rows.take(numbers, axis=0, out=found, mode="clip")  # else `out` is buffered
+            else:
+                found[positions] = rows[numbers]
+        return found
+
+    def put(self, name: str, places: Sequence[Place], rows: Rows) -> None:
         """Write these rows, each once. Shapes: (rows, width)."""
-        slabs = self._slabs[name]
-        if len(slabs) == 1:
-            slabs[0][numbers] = rows
-            return
-        for slab, at, places in self._split(numbers):
-            slabs[slab][places] = rows[at]
+        for slab, numbers, positions in places:
+            self._slabs[name][slab][numbers] = rows[positions]
 
-    def _split(self, numbers: Numbers) -> Iterator[tuple[int, Numbers, Numbers]]:
-        """(slab, positions in `numbers`, rows in the slab), without empty ones."""
-        slabs = np.searchsorted(self._begins, numbers, side="right") - 1
-        for slab in range(len(self._begins)):
-            at = np.flatnonzero(slabs == slab)
-            if len(at):
-                yield slab, at, numbers[at] - self._begins[slab]
+    def add(self, name: str, places: Sequence[Place], rows: Rows) -> None:
+        """Add to these rows, each once. Shapes: (rows, width)."""
+        for slab, numbers, positions in places:
+            own = torch.from_numpy(self._slabs[name][slab])
+            terms = torch.from_numpy(rows[positions])
+            own.index_add_(0, torch.from_numpy(numbers), terms)  # in half the time of numpy's
 
-    def pieces(self, name: str) -> Iterator[Rows]:
-        """Views of all rows, in order, slab by slab."""
+    def pieces(self, name: str, count: int) -> Iterator[Rows]:
+        """Views of the first `count` rows, in order, slab by slab."""
         for begin, slab in zip(self._begins.tolist(), self._slabs[name], strict=True):
-            yield slab[: max(0, self.count - begin)]
+            yield slab[: max(0, count - begin)]
 
 
 class RowPartition:
@@ -203,6 +214,7 @@ class RowPartition:
         """Add rows with these arrays; returns their numbers."""
         numbers = yield from self.index.adding(ids, mixed)
         self.arrays.extend(self.index.count)
+        places = self.arrays.places(numbers)
         for name, rows in arrays.items():
-            self.arrays.put(name, numbers, rows)
+            self.arrays.put(name, places, rows)
         return numbers

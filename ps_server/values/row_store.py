@@ -51,8 +51,8 @@ IDS = "ids"
 _PIECE_COUNT = 8192
 """Rows of a partition that are updated in one turn of the loop."""
 
-_BRIEF_COUNT = 2048
-"""Most rows of an update that is made at once."""
+_BRIEF_BYTES = 4 << 20
+"""Most bytes of the gradients of an update that is made at once: some 5 ms."""
 
 _COPIED_BYTES = 1 << 20
 """Most bytes of one array in a piece of a copy."""
@@ -247,7 +247,7 @@ class RowStore:
         counts = {block: total.row_count for block, total in sums.items()}
         return (
             block_count <= PIECE_COUNT
-            and sum(counts.values()) <= _BRIEF_COUNT
+            and sum(counts.values()) * self._row_bytes <= _BRIEF_BYTES
             and all(self._partitions[block].index.has_space(n) for block, n in counts.items())
         )
 
@@ -298,11 +298,12 @@ class RowStore:
         for begin in range(0, len(ids), _PIECE_COUNT):
             some = slice(begin, begin + _PIECE_COUNT)
             numbers = yield from self._here(partition, ids[some])
-            arrays = {name: partition.arrays.get(name, numbers) for name in self._widths}
-            values = arrays.pop(VALUES)
-            self._optimizer.apply(values, arrays, gradients[some], merged)
-            for name, rows in ((VALUES, values), *arrays.items()):
-                partition.arrays.put(name, numbers, rows)
+            arrays = partition.arrays
+            places, count = arrays.places(numbers), len(numbers)
+            state = {name: arrays.get(name, places, count) for name in self._optimizer.widths}
+            arrays.add(VALUES, places, self._optimizer.step(state, gradients[some], merged))
+            for name, rows in state.items():
+                arrays.put(name, places, rows)
             yield
 
     def _here(self, partition: RowPartition, ids: Ids) -> Work[Numbers]:
@@ -330,14 +331,13 @@ class RowStore:
 
     # --- reads
 
-    def read_rows(self, block: int, ids: bytes | memoryview) -> bytes:
+    def read_rows(self, block: int, ids: bytes | memoryview) -> memoryview:
         """The rows of these ids, in this order, as a payload; an id may come twice.
 
         Raises:
             InvalidKeys: the partition is not here, or an id is of another one, or there are more
                 than fit a message.
         """
-        partition = self._partition(block)
         count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
         most = limits.FOREIGN_MAX_MESSAGE_BYTES // self._row_bytes
         if rest or count > most:
@@ -345,18 +345,26 @@ class RowStore:
                 f"a pull of partition {block} of table '{self._name}' has {len(ids)} bytes of ids; "
                 f"expected {limits.ROW_ID_BYTES} for each of at most {most}"
             )
-        wanted: Ids = np.frombuffer(ids, "<u8")
-        mixed = self._check_ids(block, wanted)
-        numbers = partition.index.find(wanted, mixed)
-        missing = np.flatnonzero(numbers < 0)
-        if not len(missing):
-            return partition.arrays.get(VALUES, numbers).tobytes()
-        rows = np.empty((count, self._length), self._dtype)
+        rows = self.rows(block, np.frombuffer(ids, "<u8"))
+        return rows.reshape(-1).view(np.uint8).data
+
+    def rows(self, block: int, ids: Ids) -> Rows:
+        """A copy of the rows of these ids of a partition; InvalidKeys if one is of another."""
+        partition, mixed = self._partition(block), self._check_ids(block, ids)
+        numbers = partition.index.find(ids, mixed)
         here = np.flatnonzero(numbers >= 0)
+        if len(here) == len(ids):
+            return self._values(partition, numbers)
+        rows = np.empty((len(ids), self._length), self._dtype)
         if len(here):
-            rows[here] = partition.arrays.get(VALUES, numbers[here])
+            rows[here] = self._values(partition, numbers[here])
+        missing = np.flatnonzero(numbers < 0)
         rows[missing] = self._first_values(mixed[missing])
-        return rows.tobytes()
+        return rows
+
+    @staticmethod
+    def _values(partition: RowPartition, numbers: Numbers) -> Rows:
+        return partition.arrays.get(VALUES, partition.arrays.places(numbers), len(numbers))
 
     def read(
         self, block: int, codec: Codec | None, clock: int | None
@@ -390,9 +398,10 @@ class RowStore:
             count = max(1, _COPIED_BYTES // widest_bytes)
             for begin in range(0, max(1, partition.index.count), count):
                 ids = partition.index.ids[begin : begin + count]
-                numbers = np.arange(begin, begin + len(ids))
+                places = partition.arrays.places(np.arange(begin, begin + len(ids)))
                 arrays = {
-                    name: partition.arrays.get(name, numbers).tobytes() for name in self._widths
+                    name: partition.arrays.get(name, places, len(ids)).tobytes()
+                    for name in self._widths
                 }
                 slots = ((IDS, ids.tobytes()), *((n, arrays[n]) for n in self._optimizer.widths))
                 blocks.append(BlockCopy(block, partition.version, (0,), arrays[VALUES], slots))
@@ -460,7 +469,9 @@ class RowStore:
         partition = self._partition(block)
         ids = memoryview(partition.index.ids.tobytes())
         arrays = {
-            name: memoryview(b"".join(map(bytes, partition.arrays.pieces(name))))
+            name: memoryview(
+                b"".join(map(bytes, partition.arrays.pieces(name, partition.index.count)))
+            )
             for name in self._widths
         }
         tensors = ((VALUES, arrays.pop(VALUES)), (IDS, ids), *arrays.items())

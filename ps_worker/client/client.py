@@ -301,7 +301,8 @@ class Client:
         Args:
             name: unique in the cluster; 1 to 200 bytes.
             dim: elements of a row.
-            optimizer: `SGD`, `Adagrad` or `RowwiseAdagrad`; only rows with a gradient change.
+            optimizer: `SGD`, `Adam`, `Adagrad` or `RowwiseAdagrad`; only rows with a gradient
+                change, and under Adam each row counts its own steps.
 
         Options:
             dtype (str, 'float32'): the element type: "float32" or "float64".
@@ -648,7 +649,7 @@ class Client:
         rows = gradients_of(table.table, found, gradients)
         with self.connection.loop.together():
             step = self.tables.begin_step(table)
-            step.push_rows(found, rows)
+            step.push_rows(found, rows, is_last=seal)
             return step.seal(checked) if seal else step.ticket
 
     def pull_rows(

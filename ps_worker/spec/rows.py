@@ -130,31 +130,34 @@ def cut_ids(ids: Ids, rows: RowsSpec) -> RowBatch:
     return RowBatch(distinct[order], spans, at[places])
 
 
-def summed(batch: RowBatch, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The sums of `values`, one row for each given id, by the batch's ids. Shapes: (given, length)
-    to (n, length).
-    """
-    if len(batch.ids) == len(batch.places):  # each came once
-        rows = np.empty_like(values)
-        rows[batch.places] = values
-        return rows
-    _, sums = sums_by_key(batch.places, values)
-    return sums
-
-
 def payloads_of(
-    table: Table, batch: RowBatch, rows: npt.NDArray[Any]
+    table: Table, batch: RowBatch, gradients: npt.NDArray[Any]
 ) -> Iterator[tuple[int, memoryview]]:
-    """(partition, payload) of each partition that has ids. InvalidConfig if one is too large for a
-    message.
+    """(partition, payload) of each partition that has ids, in new memory; gradients of one id are
+    summed. InvalidConfig if a payload is too large for a message.
+
+    Shapes:
+        gradients: (given ids, length).
     """
+    if len(batch.ids) < len(batch.places):
+        _, gradients = sums_by_key(batch.places, gradients)
+        sources = np.arange(len(batch.ids))
+    else:
+        sources = np.empty(len(batch.ids), np.int64)
+        sources[batch.places] = np.arange(len(batch.ids))
+    length, width = gradients.shape[1], gradients.itemsize
     most = limits.FOREIGN_MAX_MESSAGE_BYTES
     for block, (begin, end) in batch.spans.items():
-        payload = batch.ids[begin:end].tobytes() + rows[begin:end].tobytes()
-        if len(payload) > most:
+        split = (end - begin) * limits.ROW_ID_BYTES
+        byte_count = split + (end - begin) * length * width
+        if byte_count > most:
             raise InvalidConfig(
                 f"a step of table '{table.spec.name}' has {end - begin} rows of partition {block}, "
-                f"{len(payload)} bytes; expected at most {most}: push fewer rows a step, or create "
+                f"{byte_count} bytes; expected at most {most}: push fewer rows a step, or create "
                 f"the table with more partitions than {rows_of(table).partition_count}"
             )
-        yield block, memoryview(payload)
+        payload = np.empty(byte_count, np.uint8)
+        payload[:split].view(np.uint64)[:] = batch.ids[begin:end]
+        rows = payload[split:].view(gradients.dtype).reshape(end - begin, length)
+        gradients.take(sources[begin:end], axis=0, out=rows, mode="clip")
+        yield block, payload.data

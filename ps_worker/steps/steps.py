@@ -31,7 +31,7 @@ import numpy.typing as npt
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.rows import Ids
 from ps_core.tables import NATIVE_CODEC, DType, Hyperparameters, Table, TableSpec, check_length
-from ps_worker.spec.rows import cut_ids, payloads_of, rows_of, summed
+from ps_worker.spec.rows import cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
 from ps_worker.window.push_window import StepTerms
 
@@ -268,8 +268,11 @@ class TableStep:
             self._sink.submit(self.table, self.clock, bodies, 0)
         return self._end(StepTerms(edit=edit, array=array))
 
-    def push_rows(self, ids: Ids, gradients: npt.NDArray[Any]) -> None:
-        """Send gradients of rows, beside those that this step has pushed before.
+    def push_rows(self, ids: Ids, gradients: npt.NDArray[Any], *, is_last: bool = False) -> None:
+        """Send gradients of rows, beside those that this step has pushed before; they are copied.
+
+        Args:
+            is_last: the step has no more of them.
 
         Shapes:
             gradients: (ids, length), in the table's dtype. An id may come several times.
@@ -282,14 +285,15 @@ class TableStep:
         if self._rows is not None:
             ids = np.concatenate((self._rows[0], ids))
             gradients = np.concatenate((self._rows[1], gradients))
+        elif not is_last:
+            gradients = gradients.copy()
+        self._rows = None if is_last else (ids, gradients)
         batch = cut_ids(ids, rows_of(self.table))
-        rows = summed(batch, gradients)
         seen = self._steps.peer_versions.get
         bodies = [
             PushBody(block, payload, b"", None, seen(block))
-            for block, payload in payloads_of(self.table, batch, rows)
+            for block, payload in payloads_of(self.table, batch, gradients)
         ]
-        self._rows = batch.ids, rows
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, 0)
 

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ps_core.errors import InvalidConfig
 from ps_core.tables import OptimizerSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.rows import cut_ids, ids_of, rows_of
 from ps_worker.spec.settings import Normal, RowsOptions, SupportsSpec
 from ps_worker.steps.steps import PushTicket
+
+MAX_PASS_COUNT = 1024
+"""Forward passes between two steps: more are a script that never steps."""
 
 
 class Embedding(torch.nn.Module):
@@ -25,7 +29,8 @@ class Embedding(torch.nn.Module):
 
     `forward` pulls the rows of a batch; `step` pushes their gradients, summed over all passes since
     the last step, and the servers update the rows. It has no parameters of its own: a torch
-    optimizer, `state_dict` and `DistributedOptimizer` see none.
+    optimizer, `state_dict` and `DistributedOptimizer` see none, and neither gradient clipping nor a
+    `GradScaler` reaches its rows.
 
     Args:
         client: a worker's, or a reader's, which opens the table and only looks rows up.
@@ -76,6 +81,11 @@ class Embedding(torch.nn.Module):
         pulled = self._client.wait(self._client.pulls.start_rows(self.table, batch))
         rows = torch.from_numpy(pulled).to(ids.device)
         if torch.is_grad_enabled() and not self._client.is_reader:
+            if len(self._passes) >= MAX_PASS_COUNT:
+                raise InvalidConfig(
+                    f"{self} was called {MAX_PASS_COUNT} times since its last step: expected "
+                    "step() after each backward pass, and torch.no_grad() around passes without one"
+                )
             rows.requires_grad_()
             self._passes.append((batch.ids, rows))
         places = torch.from_numpy(batch.places).to(ids.device)
@@ -98,6 +108,14 @@ class Embedding(torch.nn.Module):
         for ids, gradient in given:
             self._client.push_rows(self.table, ids, gradient, seal=False)
         return self._client.seal(self.table, hyperparameters=hyperparameters or None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be copied or pickled."""
+        del protocol
+        raise InvalidConfig(
+            f"{self} cannot be copied or pickled: its rows are on the servers; expected "
+            "torch.save(model.state_dict()), which has the rest, and client.checkpoint() for all"
+        )
 
     def extra_repr(self) -> str:
         """The table, for `print(model)`."""

@@ -153,6 +153,20 @@ def test_latency_stands_beside_raw_grpc_and_torch_rpc(tmp_path: Path) -> None:
         assert 0 < row["p50_ms"] <= row["p99_ms"]
 
 
+def test_sparse_stands_beside_one_core_and_torch_rpc(tmp_path: Path) -> None:
+    document = bench("sparse", cwd=tmp_path)
+    assert document["environment"]["row_count"] == 100_000
+    assert all_positive(document["ceilings"])
+    found = [(row["lane"], row["call"], row["in_flight"]) for row in document["rows"]]
+    assert found == [(lane, call, n) for lane in LANES for call in ("pull", "push") for n in (1, 4)]
+    core = {"pull": "gather_m_rows_s", "push": "add_m_rows_s"}
+    for row in document["rows"]:
+        ceiling = document["ceilings"][core[row["call"]]]
+        assert row["of_core"] == pytest.approx(row["m_rows_s"] / ceiling, rel=1e-3)
+        peer = document["ceilings"][f"torch_rpc_tcp_{row['call']}_{row['in_flight']}_m_rows_s"]
+        assert row["over_torch_rpc_tcp"] == pytest.approx(row["m_rows_s"] / peer, rel=1e-3)
+
+
 def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
     document = bench("train", cwd=tmp_path)
     assert document["environment"]["device"] == "cpu"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_worker.training.embedding import MAX_PASS_COUNT
 from tests.integration.command_line import run_here
 from tests.integration.replicated_cluster import replicated_cluster
 
@@ -68,6 +71,22 @@ def test_it_trains_as_torchs_with_sparse_gradients(client: ps.Client, name: str)
         torch.testing.assert_close(embedding(torch.arange(IDS)), twin.weight, rtol=0, atol=1e-6)
 
 
+def test_under_adam_each_row_is_a_parameter_of_its_own(client: ps.Client) -> None:
+    table = client.create_embedding("adam", DIM, optimizer=ps.Adam(lr=0.1), init=ps.Uniform(1.0))
+    rows = [nn.Parameter(torch.from_numpy(client.pull_rows(table, each))) for each in range(10)]
+    optimizers = [torch.optim.Adam([row], lr=0.1) for row in rows]
+    draws = np.random.default_rng(2)
+    for _ in range(12):
+        ids = draws.permutation(10)[:4]
+        gradients = draws.standard_normal((4, DIM)).astype(np.float32)
+        client.wait(client.push_rows(table, ids, gradients))
+        for row_id, gradient in zip(ids, gradients, strict=True):
+            rows[row_id].grad = torch.from_numpy(gradient)
+            optimizers[row_id].step()
+    expected = np.stack([row.detach().numpy() for row in rows])
+    np.testing.assert_allclose(client.pull_rows(table, range(10)), expected, rtol=0, atol=1e-6)
+
+
 def test_row_wise_adagrad_has_one_number_for_each_row(client: ps.Client) -> None:
     table = client.create_embedding("row-wise", DIM, optimizer=ps.RowwiseAdagrad(lr=0.5, eps=0.0))
     draws = np.random.default_rng(1)
@@ -111,6 +130,27 @@ def test_thousands_of_ids_come_in_several_requests(client: ps.Client) -> None:
     assert np.array_equal(rows[..., 0].reshape(-1), -np.arange(40_000))
 
 
+def test_a_script_that_never_steps_is_told(client: ps.Client) -> None:
+    embedding = ps.Embedding(client, "never stepped", 2, optimizer=ps.SGD())
+    with torch.no_grad():
+        for _ in range(3):
+            embedding(torch.arange(2))
+    embedding._passes = [(np.zeros(0, np.uint64), torch.zeros(0, 2))] * MAX_PASS_COUNT
+    with pytest.raises(ps.InvalidConfig, match=r"1024 times .* expected step\(\)"):
+        embedding(torch.arange(2))
+    embedding.zero_grad()
+    assert embedding(torch.arange(2)).requires_grad
+
+
+def test_it_is_neither_copied_nor_pickled(client: ps.Client) -> None:
+    model = nn.Sequential(ps.Embedding(client, "one", 2, optimizer=ps.SGD()), nn.Linear(2, 1))
+    for take in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ps.InvalidConfig, match="its rows are on the servers"):
+            take(model)
+    assert list(model.state_dict()) == ["1.weight", "1.bias"]
+    assert str(model[0]) == "Embedding('one', 2)"
+
+
 REFUSED: list[tuple[Any, Any, type[ps.PushpullError], str]] = [
     ([-1], np.ones((1, 2), np.float32), ps.InvalidKeys, "negative"),
     ([1.5], np.ones((1, 2), np.float32), ps.InvalidTensor, "whole numbers"),
@@ -139,7 +179,7 @@ def test_a_hash_may_be_negative(client: ps.Client) -> None:
 
 
 SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"optimizer": ps.Adam()}, "optimizer is adam"),
+    ({"optimizer": ps.AdamW()}, "optimizer is adamw"),
     ({"optimizer": ps.SGD(momentum=0.9)}, "momentum"),
     ({"optimizer": ps.SGD(), "partitions": 0}, "partition_count is 0"),
     ({"optimizer": ps.SGD(), "dtype": "bfloat16"}, "bfloat16"),

@@ -106,7 +106,7 @@ def of_rows(spec: TableSpec, draw: random.Random) -> TableSpec:
         spec,
         element_count=ROW_ELEMENTS,
         tensors=(),
-        optimizer=OptimizerSpec(draw.choice((OptimizerKind.SGD, OptimizerKind.ADAGRAD))),
+        optimizer=OptimizerSpec(draw.choice(_WITH_RATE)),
         initializer=Initializer(InitializerKind.ZEROS),
         rows=RowsSpec(-(-spec.element_count // spec.block_elements), draw.getrandbits(64)),
     )

@@ -54,8 +54,8 @@ ROW_MUTANTS = (
         "an update that makes a row forgets its state",
         "S11",
         _STORE,
-        "            for name, rows in ((VALUES, values), *arrays.items()):",
-        "            for name, rows in ((VALUES, values),):",
+        "            for name, rows in state.items():",
+        "            for name, rows in ():",
         _STEPS,
     ),
     Mutant(

@@ -23,13 +23,14 @@ from ps_core.tables import (
     DType,
     Initializer,
     InitializerKind,
+    Kernels,
     OptimizerKind,
     OptimizerSpec,
     RowsSpec,
     Table,
     TableSpec,
 )
-from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, payloads_of, rows_of, summed
+from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, payloads_of, rows_of
 
 ROWS = RowsSpec(8, 5)
 
@@ -89,6 +90,12 @@ def test_sums_are_by_key_in_the_order_of_the_rows() -> None:
     distinct, sums = sums_by_key(keys, rows)
     assert distinct.tolist() == [1, 5]
     assert sums.tolist() == [[2.0], [float(np.float32(1e8) + np.float32(1.0)) - 1e8]]
+    many = np.random.default_rng(0).integers(0, 40, 900)  # some come often, some seldom
+    many[::3] = 7
+    terms = np.random.default_rng(1).integers(-5, 5, (900, 3)).astype(np.float64)
+    distinct, sums = sums_by_key(many, terms)
+    for key, total in zip(distinct.tolist(), sums, strict=True):
+        assert total.tolist() == terms[many == key].sum(axis=0).tolist()
     nothing, none = sums_by_key(keys[:0], rows[:0])
     assert (len(nothing), none.shape) == (0, (0, 1))
 
@@ -107,9 +114,27 @@ def test_a_batch_has_each_id_once_in_its_own_partition() -> None:
         assert (some[1:] > some[:-1]).all()
         assert {partition_of(int(each), ROWS) for each in some[:5]} == {block}
     assert covered == len(batch.ids)
-    gradients = np.ones((len(ids), 2), np.float32)
-    counts = Counter(ids.tolist())
-    assert summed(batch, gradients)[:, 0].tolist() == [counts[each] for each in batch.ids.tolist()]
+    gradients, counts = np.ones((len(ids), 2), np.float32), Counter(ids.tolist())
+    seen: list[int] = []
+    for block, payload in payloads_of(table_of(), batch, gradients):
+        assert partition_of(int(batch.ids[len(seen)]), ROWS) == block
+        split = payload.nbytes // 2  # an id and a row have 8 bytes each
+        some = np.frombuffer(payload[:split], "<u8").tolist()
+        rows = np.frombuffer(payload[split:], "<f4").reshape(len(some), 2)
+        assert rows[:, 1].tolist() == [counts[each] for each in some]
+        seen += some
+    assert seen == batch.ids.tolist()
+
+
+def test_gradients_of_ids_that_come_once_are_where_their_ids_are() -> None:
+    ids = np.random.default_rng(1).permutation(1_000).astype(np.uint64)
+    gradients = np.stack([ids, ids + 1], axis=1).astype(np.float32)
+    for _, payload in payloads_of(table_of(), cut_ids(ids, ROWS), gradients):
+        split = payload.nbytes // 2
+        some = np.frombuffer(payload[:split], "<u8")
+        rows = np.frombuffer(payload[split:], "<f4").reshape(len(some), 2)
+        assert np.array_equal(rows[:, 0], some)
+        assert np.array_equal(rows[:, 1], some + 1)
 
 
 def test_a_batch_comes_in_pieces_of_at_most_so_many_ids() -> None:
@@ -179,7 +204,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rows": RowsSpec(1, -1)}, "seed is -1"),
     ({"element_count": 65_537}, "at most 65536"),
     ({"dtype": DType.FLOAT16}, "float16"),
-    ({"optimizer": OptimizerSpec(OptimizerKind.ADAM)}, "optimizer is adam"),
+    ({"optimizer": OptimizerSpec(OptimizerKind.ADAMW)}, "optimizer is adamw"),
+    ({"optimizer": OptimizerSpec(OptimizerKind.ADAM, amsgrad=True)}, "without amsgrad"),
+    ({"optimizer": OptimizerSpec(OptimizerKind.SGD, kernels=Kernels.EXACT)}, "fast kernels"),
     (
         {"optimizer": OptimizerSpec(OptimizerKind.ADAGRAD, (("lr_decay", 0.1),))},
         "'lr_decay' of adagrad is 0.1",

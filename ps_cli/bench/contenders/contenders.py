@@ -114,6 +114,16 @@ def torch_rpc(lane: str, byte_count: int, call_count: int) -> Iterator[Pair]:
             yield pair
 
 
+@contextlib.contextmanager
+def torch_rows(lane: str, row_count: int) -> Iterator[Pair]:
+    """A torch RPC server of rows and its trainer; `lane` is one of `torch_rpc`."""
+    with tempfile.TemporaryDirectory(prefix="pushpull-bench-") as folder:
+        given = (lane, str(Path(folder) / "store"))
+        commands = ("rows:rpc_server", *given), ("rows:rpc_client", *given, str(row_count))
+        with started(*commands) as (server, client):
+            yield Pair(client, server)
+
+
 def members(
     count: int, byte_count: int, names: Sequence[str] = ("sgd",), call_count: int = 0
 ) -> list[tuple[str, ...]]:

@@ -103,7 +103,7 @@ class _Trainer:
 
 
 @contextlib.contextmanager
-def _joined(name: str, rank: int, lane: str, store: str) -> Iterator[None]:
+def joined(name: str, rank: int, lane: str, store: str) -> Iterator[None]:
     """One of two processes, which meet at the file `store`."""
     # Torch warns of its own deprecated calls.
     warnings.simplefilter("ignore")
@@ -122,13 +122,13 @@ def server(lane: str, size: str, store: str) -> Iterator[Actions]:
     for parameter in tensors(int(size)):
         _parameters.append(parameter.requires_grad_())
         _optimizers.append(torch.optim.SGD([parameter], lr=LEARNING_RATE))
-    with _joined(SERVER, 0, lane, store):
+    with joined(SERVER, 0, lane, store):
         yield {}
 
 
 @contextlib.contextmanager
 def client(lane: str, size: str, store: str, calls: str) -> Iterator[Actions]:
-    with _joined("trainer", 1, lane, store):
+    with joined("trainer", 1, lane, store):
         trainer = _Trainer(int(size), int(calls))
         yield {
             "tutorial": trainer.tutorial_round,

@@ -1,0 +1,222 @@
+"""Processes: a worker on an embedding table, and a torch RPC server of the same rows.
+
+Both servers have the same rows, index, arrays and row-wise Adagrad (`ps_server.values.row_store`),
+so that what differs is what is around them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed import rpc
+
+import ps_worker as ps
+from ps_cli.bench.contenders.child import Actions
+from ps_cli.bench.contenders.torch_rpc import SERVER, joined
+from ps_core.keys import TableId
+from ps_core.tables import (
+    DType,
+    Initializer,
+    InitializerKind,
+    OptimizerKind,
+    OptimizerSpec,
+    RowsSpec,
+    Table,
+    TableSpec,
+)
+from ps_core.work import at_once
+from ps_server.values.row_gradients import gradients_of
+from ps_server.values.row_store import RowStore
+from ps_worker.spec.rows import RowBatch, cut_ids, ids_of, rows_of
+
+LENGTH, BATCH_COUNT = 64, 8192
+"""Elements of a row, and ids of a batch."""
+
+CALL_COUNT = 10
+"""Batches of one run."""
+
+IN_FLIGHT_COUNT = 4
+PARTITION_COUNT = 4
+LEARNING_RATE = 0.01
+SCALE = 0.1
+_FILL_COUNT = 32_768
+"""Rows that are made by one step, before anything is measured."""
+
+
+class Batches:
+    """Batches of ids below `row_count`, all drawn before, and a gradient."""
+
+    def __init__(self, row_count: int) -> None:
+        draws = np.random.default_rng(0)
+        self.row_count = row_count
+        self.ids = [draws.integers(0, row_count, BATCH_COUNT) for _ in range(4 * CALL_COUNT)]
+        gradient = draws.standard_normal((max(BATCH_COUNT, _FILL_COUNT), LENGTH))
+        self.fill = gradient.astype(np.float32)
+        self.gradient = self.fill[:BATCH_COUNT]
+        self._at = 0
+
+    def next(self) -> npt.NDArray[np.int64]:
+        self._at = (self._at + 1) % len(self.ids)
+        return self.ids[self._at]
+
+    def filling(self) -> Iterator[npt.NDArray[np.int64]]:
+        """All ids, so that each row exists."""
+        for begin in range(0, self.row_count, _FILL_COUNT):
+            yield np.arange(begin, min(begin + _FILL_COUNT, self.row_count))
+
+
+def _timed(
+    start: Callable[[npt.NDArray[np.int64]], Any],
+    end: Callable[[Any], object],
+    batches: Batches,
+    in_flight_count: int,
+) -> Callable[[], float]:
+    """A function that does CALL_COUNT calls, so many at once, and returns its seconds."""
+
+    def run() -> float:
+        began_s = time.perf_counter()
+        under_way: deque[Any] = deque()
+        for _ in range(CALL_COUNT):
+            if len(under_way) == in_flight_count:
+                end(under_way.popleft())
+            under_way.append(start(batches.next()))
+        for call in under_way:
+            end(call)
+        return time.perf_counter() - began_s
+
+    return run
+
+
+def _actions(
+    pull: tuple[Callable[[Any], Any], Callable[[Any], object]],
+    push: tuple[Callable[[Any], Any], Callable[[Any], object]],
+    batches: Batches,
+) -> dict[str, Callable[[], float]]:
+    return {
+        f"{name} {count}": _timed(*verb, batches, count)
+        for name, verb in (("pull", pull), ("push", push))
+        for count in (1, IN_FLIGHT_COUNT)
+    }
+
+
+@contextlib.contextmanager
+def member(scheduler: str, lane: str, row_count: str) -> Iterator[Actions]:
+    """A worker of a cluster, whose table has `row_count` rows when it is ready."""
+    batches = Batches(int(row_count))
+    with ps.connect(scheduler, rank=0, lane=lane) as client:
+        table = client.create_embedding(
+            "rows",
+            LENGTH,
+            optimizer=ps.RowwiseAdagrad(lr=LEARNING_RATE),
+            init=ps.Uniform(SCALE),
+            partitions=PARTITION_COUNT,
+            consistency=ps.ASP(),
+        )
+        for ids in batches.filling():
+            client.wait(client.push_rows(table, ids, batches.fill[: len(ids)]))
+        spec = rows_of(table.table)
+
+        def start_pull(ids: npt.NDArray[np.int64]) -> tuple[RowBatch, ps.PullTicket[Any]]:
+            batch = cut_ids(ids_of(ids), spec)
+            return batch, client.pulls.start_rows(table, batch)
+
+        def end_pull(started: tuple[RowBatch, ps.PullTicket[Any]]) -> None:
+            batch, ticket = started
+            client.wait(ticket).take(batch.places, axis=0)
+
+        def start_push(ids: npt.NDArray[np.int64]) -> ps.PushTicket:
+            return client.push_rows(table, ids, batches.gradient)
+
+        yield _actions((start_pull, end_pull), (start_push, client.wait), batches)
+
+
+# --- torch RPC
+
+_stores: list[RowStore] = []
+
+
+def _store() -> RowStore:
+    optimizer = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD, (("lr", LEARNING_RATE),))
+    spec = TableSpec(
+        "rows",
+        DType.FLOAT32,
+        LENGTH,
+        optimizer,
+        initializer=Initializer(InitializerKind.UNIFORM, scale=SCALE),
+        rows=RowsSpec(1),
+    )
+    return RowStore(Table(TableId(1), 0, spec.validated()), (0,))
+
+
+def fetch(ids: torch.Tensor) -> torch.Tensor:
+    """On the server: the rows of these ids."""
+    return torch.from_numpy(_stores[0].rows(0, ids.numpy().view(np.uint64)))
+
+
+def update(ids: torch.Tensor, gradients: torch.Tensor) -> None:
+    """On the server: one step of the rows of these ids."""
+    store = _stores[0]
+    own = ids.numpy().view(np.uint64)
+    store.accumulate(1, [(0, gradients_of(0, own, gradients.numpy()))], 1.0)
+    at_once(store.applying(1, store.take(1), (), 1))
+
+
+@contextlib.contextmanager
+def rpc_server(lane: str, store: str) -> Iterator[Actions]:
+    _stores.append(_store())
+    with joined(SERVER, 0, lane, store):
+        yield {}
+
+
+@contextlib.contextmanager
+def rpc_client(lane: str, store: str, row_count: str) -> Iterator[Actions]:
+    batches = Batches(int(row_count))
+    gradient = torch.from_numpy(batches.gradient)
+
+    def start_push(ids: npt.NDArray[np.int64]) -> Any:
+        return rpc.rpc_async(SERVER, update, args=(torch.from_numpy(ids), gradient))
+
+    def start_pull(ids: npt.NDArray[np.int64]) -> Any:
+        return rpc.rpc_async(SERVER, fetch, args=(torch.from_numpy(ids),))
+
+    with joined("trainer", 1, lane, store):
+        for ids in batches.filling():
+            given = torch.from_numpy(ids), torch.from_numpy(batches.fill[: len(ids)])
+            rpc.rpc_sync(SERVER, update, args=given)
+        pull = start_pull, lambda call: call.wait()
+        push = start_push, lambda call: call.wait()
+        yield _actions(pull, push, batches)
+
+
+# --- the ceiling
+
+
+@contextlib.contextmanager
+def core(row_count: str) -> Iterator[Actions]:
+    """One core: rows gathered from a plain array, and added to it, in batches."""
+    torch.set_num_threads(1)
+    batches = Batches(int(row_count))
+    rows = torch.full((int(row_count), LENGTH), 0.1)
+    gradient = torch.from_numpy(batches.gradient)
+    numbers = [torch.from_numpy(ids) for ids in batches.ids]
+
+    def gather() -> float:
+        began_s = time.perf_counter()
+        for each in numbers[:CALL_COUNT]:
+            torch.index_select(rows, 0, each)
+        return time.perf_counter() - began_s
+
+    def add() -> float:
+        began_s = time.perf_counter()
+        for each in numbers[:CALL_COUNT]:
+            rows.index_add_(0, each, gradient)
+        return time.perf_counter() - began_s
+
+    yield {"gather": gather, "add": add}
