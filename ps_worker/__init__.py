@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from ps_worker.client.on_ray import RayCluster, RayRole, ray_cluster
     from ps_worker.training.distributed_optimizer import DistributedOptimizer
     from ps_worker.training.distributed_sampler import DistributedSampler
-    from ps_worker.training.embedding import Embedding
+    from ps_worker.training.embedding import Embedding, EmbeddingBag
     from ps_worker.training.model_pull import pull_model
 
 __all__ = [
@@ -91,6 +91,7 @@ __all__ = [
     "Draining",
     "EditRefused",
     "Embedding",
+    "EmbeddingBag",
     "Fenced",
     "FromRank0",
     "GradientChangedAfterPush",
@@ -139,6 +140,7 @@ _IMPORTED_ON_USE = {
     "DistributedOptimizer": "ps_worker.training.distributed_optimizer",
     "DistributedSampler": "ps_worker.training.distributed_sampler",
     "Embedding": "ps_worker.training.embedding",
+    "EmbeddingBag": "ps_worker.training.embedding",
     "RandomState": "ps_worker.checkpoint.random_state",
     "RayCluster": "ps_worker.client.on_ray",
     "RayRole": "ps_worker.client.on_ray",

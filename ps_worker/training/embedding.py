@@ -13,7 +13,7 @@ from ps_core.errors import InvalidConfig
 from ps_core.tables import OptimizerSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.rows import cut_ids, ids_of, rows_of
-from ps_worker.spec.settings import Normal, RowsOptions, SupportsSpec
+from ps_worker.spec.settings import Normal, RowsOptions, SupportsSpec, consistency_of
 from ps_worker.steps.steps import PushTicket
 
 MAX_PASS_COUNT = 1024
@@ -43,6 +43,9 @@ class Embedding(torch.nn.Module):
     Shapes:
         ids: any, of whole numbers; the result has `dim` elements behind, on the device of the ids.
 
+    Raises:
+        InvalidConfig: a setting that `Client.create_embedding` refuses, or backup workers.
+
     Blocking: `__init__` as `Client.create_embedding`; `forward` as `Client.pull_rows`; `step` as
         `Client.push_rows`.
     """
@@ -62,6 +65,13 @@ class Embedding(torch.nn.Module):
         if client.is_reader:
             self.table = client.table(name)
         else:
+            setting = consistency_of(options.get("consistency", client.consistency))
+            if setting.backup_workers:
+                raise InvalidConfig(
+                    f"table '{name}' would be under {setting}; with backup workers a late worker "
+                    "skips clocks on all tables alike, which an Embedding does not: expected BSP "
+                    "without them, SSP or ASP"
+                )
             options.setdefault("init", Normal(1.0))
             self.table = client.create_embedding(name, dim, optimizer=optimizer, **options)
             if client.is_late_joiner:
@@ -77,6 +87,11 @@ class Embedding(torch.nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of these ids."""
+        places, rows = self._looked_up(ids)
+        return functional.embedding(places, rows)
+
+    def _looked_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The place of each id, in its shape, among the rows that were pulled."""
         batch = cut_ids(ids_of(ids, hashed_ids=self._hashed_ids), self._rows)
         pulled = self._client.wait(self._client.pulls.start_rows(self.table, batch))
         rows = torch.from_numpy(pulled).to(ids.device)
@@ -89,7 +104,7 @@ class Embedding(torch.nn.Module):
             rows.requires_grad_()
             self._passes.append((batch.ids, rows))
         places = torch.from_numpy(batch.places).to(ids.device)
-        return functional.embedding(places.reshape(ids.shape), rows)
+        return places.reshape(ids.shape), rows
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the passes since the last step, and their gradients."""
@@ -120,3 +135,50 @@ class Embedding(torch.nn.Module):
     def extra_repr(self) -> str:
         """The table, for `print(model)`."""
         return f"{self.table.name!r}, {self.embedding_dim}"
+
+
+class EmbeddingBag(Embedding):
+    """Sums or means of the rows of several ids: `torch.nn.EmbeddingBag` without a size.
+
+    Args:
+        mode: "sum" or "mean"; the others as of `Embedding`, in the same order.
+        include_last_offset: `offsets` has one more entry, the number of ids.
+
+    Shapes:
+        ids: (bags, ids of each), or (all ids,) with `offsets`, where each bag begins.
+        per_sample_weights: as `ids`, only with "sum".
+        result: (bags, `dim`). An empty bag is zeros.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        name: str,
+        dim: int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        **options: Any,
+    ) -> None:
+        if mode not in ("sum", "mean"):
+            raise InvalidConfig(f"mode is '{mode}'; expected sum or mean")
+        super().__init__(client, name, dim, **options)
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """One row for each bag."""
+        places, rows = self._looked_up(ids)
+        return functional.embedding_bag(
+            places,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+        )

@@ -71,6 +71,51 @@ def test_it_trains_as_torchs_with_sparse_gradients(client: ps.Client, name: str)
         torch.testing.assert_close(embedding(torch.arange(IDS)), twin.weight, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("shape", ["matrix", "offsets", "last offset"])
+def test_a_bag_is_torchs(client: ps.Client, mode: str, shape: str) -> None:
+    draws = torch.Generator().manual_seed(7)
+    bag = ps.EmbeddingBag(
+        client,
+        f"bag {mode} {shape}",
+        DIM,
+        mode=mode,
+        include_last_offset=shape == "last offset",
+        optimizer=ps.SGD(lr=0.1),
+    )
+    with torch.no_grad():
+        all_ids = torch.arange(50)
+        rows = (
+            bag(all_ids[:, None]) if shape == "matrix" else bag(all_ids, *_offsets(shape, [1] * 50))
+        )
+    twin = nn.EmbeddingBag.from_pretrained(
+        rows.clone(), freeze=False, mode=mode, include_last_offset=shape == "last offset"
+    )
+    reference = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(5):
+        counts = [3, 1, 4, 2] if shape != "matrix" else [5] * 4
+        ids = torch.randint(50, (sum(counts),), generator=draws)
+        weights = torch.rand(len(ids), generator=draws) if mode == "sum" else None
+        given: tuple[Any, ...] = (ids, *_offsets(shape, counts), weights)
+        if shape == "matrix":
+            given = ids.reshape(4, 5), None, None if weights is None else weights.reshape(4, 5)
+        for model in (bag, twin):
+            model(*given).square().sum().backward()
+        bag.step()
+        reference.step()
+        reference.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(bag(*given), twin(*given), rtol=0, atol=1e-5)
+
+
+def _offsets(shape: str, counts: list[int]) -> tuple[torch.Tensor, ...]:
+    """Where each bag begins, if that is said, and where the last ends, if that is said, too."""
+    if shape == "matrix":
+        return ()
+    begins = torch.tensor([0, *counts]).cumsum(0)
+    return (begins if shape == "last offset" else begins[:-1],)
+
+
 def test_under_adam_each_row_is_a_parameter_of_its_own(client: ps.Client) -> None:
     table = client.create_embedding("adam", DIM, optimizer=ps.Adam(lr=0.1), init=ps.Uniform(1.0))
     rows = [nn.Parameter(torch.from_numpy(client.pull_rows(table, each))) for each in range(10)]
@@ -140,6 +185,12 @@ def test_a_script_that_never_steps_is_told(client: ps.Client) -> None:
         embedding(torch.arange(2))
     embedding.zero_grad()
     assert embedding(torch.arange(2)).requires_grad
+
+
+def test_backup_workers_are_refused(client: ps.Client) -> None:
+    """A late worker would push to a clock that is over, again and again."""
+    with pytest.raises(ps.InvalidConfig, match="without them, SSP or ASP"):
+        ps.Embedding(client, "late", 2, optimizer=ps.SGD(), consistency="bsp:backup=1")
 
 
 def test_it_is_neither_copied_nor_pickled(client: ps.Client) -> None:
