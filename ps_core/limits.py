@@ -38,6 +38,14 @@ ROW_ID_BYTES = 8
 MAX_ROW_ELEMENTS = 65_536
 """Elements of a row of an embedding table."""
 
+MAX_ROW_COUNT = 32_768
+"""Rows of one partition in a push or a pull: they are hashed, and perhaps sorted, in one turn of
+the loop."""
+
+MAX_PULLED_ROW_BYTES = 2 * 1024 * 1024
+"""Bytes of rows of one partition in an answer: those that no update has made are computed in one
+turn of the loop."""
+
 DEFAULT_PARTITION_COUNT = 16
 """Partitions of a table of rows. Each costs a push as much as a block, and a server has whole ones:
 so a cluster of more servers than this needs more.

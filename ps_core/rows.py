@@ -36,6 +36,8 @@ _MASK = 2**64 - 1
 _FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _HALF = np.uint64(32)
+_LOWER = np.uint64(0xFFFFFFFF)
+_QUARTERS = np.uint64(0x0000FFFF0000FFFF)
 _FEW_COUNT = 8
 """Most rows of a key that are added row by row; numpy's `reduceat` costs a microsecond a key."""
 
@@ -107,8 +109,10 @@ def first_values(
             values = (halves >> np.uint32(8)) * (1.0 / 2**23) - 1.0
             factor = initializer.scale
         case InitializerKind.NORMAL:
-            quarters = _words(mixed, length).view("<u2").reshape(*shape, 4)
-            values = (quarters.sum(axis=2, dtype=np.int64) + 2) * (1.0 / 2**16) - 2.0
+            words = _words(mixed, length)
+            pairs = (words & _QUARTERS) + ((words >> np.uint64(16)) & _QUARTERS)
+            sums = (pairs & _LOWER) + (pairs >> _HALF)
+            values = (sums + np.uint64(2)) * (1.0 / 2**16) - 2.0
             factor = initializer.scale * math.sqrt(3.0)
         case InitializerKind.CONSTANT:
             return np.full(shape, initializer.constant, dtype)

@@ -47,8 +47,14 @@ class RowGradients(NamedTuple):
         return self.ids.nbytes + self.values.nbytes
 
 
-def check_whole(what: str, byte_count: int, row_bytes: int) -> None:
-    """Raise InvalidTensor unless a payload of that length is of whole rows."""
+def check_count(what: str, byte_count: int, row_bytes: int) -> None:
+    """Raise InvalidTensor unless a payload of that length is of whole rows, and not too many."""
+    most = limits.MAX_ROW_COUNT * (limits.ROW_ID_BYTES + row_bytes)
+    if byte_count > most:
+        raise InvalidTensor(
+            f"{what}: the payload has {byte_count} bytes; expected at most {most}, "
+            f"{limits.MAX_ROW_COUNT} rows"
+        )
     if byte_count % (limits.ROW_ID_BYTES + row_bytes):
         raise InvalidTensor(
             f"{what}: the payload has {byte_count} bytes; expected a multiple of "

@@ -1,6 +1,6 @@
 """The rows of one partition: their numbers by id, and their arrays by number.
 
-    slots[(mixed + probe) mod size] -> number of a row, or none; ids[number] -> its id
+    slots[(mixed + probe) mod size] -> 1 + number of a row, or 0; ids[number] -> its id
 
 Rules:
     - Numbers count the rows in the order in which they were added; a row keeps its number.
@@ -32,7 +32,6 @@ Rows = npt.NDArray[Any]
 
 Numbers = npt.NDArray[np.int64]
 
-_NONE = -1
 _FIRST_BYTES = 1 << 20
 _FIRST_SIZE = 64
 _GROWTH = 8
@@ -45,7 +44,7 @@ class RowIndex:
 
     def __init__(self, salt: np.uint64) -> None:
         self._salt = salt
-        self._slots: npt.NDArray[np.int32] = np.full(_FIRST_SIZE, _NONE, np.int32)
+        self._slots: npt.NDArray[np.int32] = np.zeros(_FIRST_SIZE, np.int32)
         self._ids: Ids = np.empty(_FIRST_SIZE, np.uint64)
         self.count = 0
 
@@ -64,11 +63,12 @@ class RowIndex:
         mask = len(slots) - 1
         at = (mixed & np.uint64(mask)).astype(np.int64)
         found = slots[at].astype(np.int64)
+        found -= 1
         left = np.flatnonzero((found >= 0) & (known[found] != ids))
         at = at[left]
         while len(left):
             at = (at + 1) & mask
-            numbers = slots[at]
+            numbers = slots[at].astype(np.int64) - 1
             found[left] = numbers
             goes_on = (numbers >= 0) & (known[numbers] != ids[left])
             left, at = left[goes_on], at[goes_on]
@@ -95,7 +95,7 @@ class RowIndex:
         size = len(self._slots)
         while 5 * total > 3 * size:
             size *= 2
-        slots: npt.NDArray[np.int32] = np.full(size, _NONE, np.int32)
+        slots: npt.NDArray[np.int32] = np.zeros(size, np.int32)  # pages that are touched later
         for begin in range(0, self.count, _PIECE_COUNT):
             ids = self.ids[begin : begin + _PIECE_COUNT]
             _put(slots, np.arange(begin, begin + len(ids)), mixed_ids(ids, self._salt))
@@ -108,18 +108,18 @@ def _put(slots: npt.NDArray[np.int32], numbers: Numbers, mixed: Ids) -> None:
     mask = len(slots) - 1
     at = (mixed & np.uint64(mask)).astype(np.int64)
     while len(numbers):
-        is_free = slots[at] == _NONE
-        slots[at[is_free]] = numbers[is_free]
-        has_none = slots[at] != numbers
+        is_free = slots[at] == 0
+        slots[at[is_free]] = numbers[is_free] + 1
+        has_none = slots[at] != numbers + 1
         check(not is_free.all() or not has_none.all(), "RI-1", "no row found a slot")
         numbers, at = numbers[has_none], (at[has_none] + 1) & mask
 
 
 def _longer(array: npt.NDArray[Any], count: int, least: int) -> npt.NDArray[Any]:
-    """The array with room for more, at least twice as long; pages that nothing is written to take
-    no memory.
+    """The array with space for more, some times as long, so that it is seldom copied; pages that
+    nothing is written to take no memory.
     """
-    longer = np.empty(max(least, 2 * len(array)), array.dtype)
+    longer = np.empty(max(least, _GROWTH * len(array)), array.dtype)
     longer[:count] = array[:count]
     return longer
 

@@ -36,7 +36,7 @@ from ps_server.values.row_gradients import (
     RowAccumulator,
     RowGradients,
     RowSum,
-    check_whole,
+    check_count,
     parsed,
 )
 from ps_server.values.row_optimizers import RowOptimizer
@@ -48,11 +48,11 @@ from ps_server.values.update_arithmetic import Accumulator
 IDS = "ids"
 """The name of the ids beside the values and the optimizer state, in copies and checkpoints."""
 
-_PIECE_COUNT = 8192
-"""Rows of a partition that are updated in one turn of the loop."""
+_PIECE_COUNT, _PIECE_BYTES = 8192, 1 << 20
+"""Most rows of a partition, and bytes of them, that are updated in one turn of the loop."""
 
-_BRIEF_BYTES = 4 << 20
-"""Most bytes of the gradients of an update that is made at once: some 5 ms."""
+_BRIEF_BYTES = 2 << 20
+"""Most bytes of the gradients of an update that is made at once."""
 
 _COPIED_BYTES = 1 << 20
 """Most bytes of one array in a piece of a copy."""
@@ -138,7 +138,7 @@ class RowStore:
         if codec is not self._codec:
             raise InvalidTensor(f"{what}: codec {codec.value}; expected {self._codec.value}")
         view = memoryview(payload).cast("B")
-        check_whole(what, view.nbytes, self._row_bytes)
+        check_count(what, view.nbytes, self._row_bytes)
         copies = is_shared or not view.readonly  # what is checked must not change any more
         found = parsed(block, view, self._length, self._dtype, copies=copies)
         self._check_ids(block, found.ids)
@@ -247,7 +247,7 @@ class RowStore:
         counts = {block: total.row_count for block, total in sums.items()}
         return (
             block_count <= PIECE_COUNT
-            and sum(counts.values()) * self._row_bytes <= _BRIEF_BYTES
+            and sum(counts.values()) <= min(_PIECE_COUNT, _BRIEF_BYTES // self._row_bytes)
             and all(self._partitions[block].index.has_space(n) for block, n in counts.items())
         )
 
@@ -295,12 +295,15 @@ class RowStore:
     def _updating(
         self, partition: RowPartition, ids: Ids, gradients: Rows, merged: Mapping[str, float]
     ) -> Work[None]:
-        for begin in range(0, len(ids), _PIECE_COUNT):
-            some = slice(begin, begin + _PIECE_COUNT)
+        count = max(1, min(_PIECE_COUNT, _PIECE_BYTES // self._row_bytes))
+        for begin in range(0, len(ids), count):
+            some = slice(begin, begin + count)
             numbers = yield from self._here(partition, ids[some])
             arrays = partition.arrays
-            places, count = arrays.places(numbers), len(numbers)
-            state = {name: arrays.get(name, places, count) for name in self._optimizer.widths}
+            places = arrays.places(numbers)
+            state = {
+                name: arrays.get(name, places, len(numbers)) for name in self._optimizer.widths
+            }
             arrays.add(VALUES, places, self._optimizer.step(state, gradients[some], merged))
             for name, rows in state.items():
                 arrays.put(name, places, rows)
@@ -339,7 +342,7 @@ class RowStore:
                 than fit a message.
         """
         count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
-        most = limits.FOREIGN_MAX_MESSAGE_BYTES // self._row_bytes
+        most = min(limits.MAX_ROW_COUNT, limits.MAX_PULLED_ROW_BYTES // self._row_bytes)
         if rest or count > most:
             raise InvalidKeys(
                 f"a pull of partition {block} of table '{self._name}' has {len(ids)} bytes of ids; "

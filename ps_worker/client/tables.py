@@ -394,7 +394,7 @@ class Pulls:
         row_bytes = length * element_bytes(table.dtype)
         values = np.empty((len(batch.ids), length), table.dtype.value)
         raw = values.view(np.uint8).reshape(-1)
-        most = min(MAX_PULLED_COUNT, limits.FOREIGN_MAX_MESSAGE_BYTES // row_bytes)
+        most = min(MAX_PULLED_COUNT, limits.MAX_PULLED_ROW_BYTES // row_bytes)
         whole = self._order(table, raw[:0], Region(0, 0, (0,)), timeout_s)
         orders = []
         for piece in batch.pieces(most):

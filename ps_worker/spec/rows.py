@@ -150,11 +150,12 @@ def payloads_of(
     for block, (begin, end) in batch.spans.items():
         split = (end - begin) * limits.ROW_ID_BYTES
         byte_count = split + (end - begin) * length * width
-        if byte_count > most:
+        if byte_count > most or end - begin > limits.MAX_ROW_COUNT:
             raise InvalidConfig(
                 f"a step of table '{table.spec.name}' has {end - begin} rows of partition {block}, "
-                f"{byte_count} bytes; expected at most {most}: push fewer rows a step, or create "
-                f"the table with more partitions than {rows_of(table).partition_count}"
+                f"{byte_count} bytes; expected at most {limits.MAX_ROW_COUNT} and {most}: "
+                "push fewer rows a step, or create the table with more partitions than "
+                f"{rows_of(table).partition_count}"
             )
         payload = np.empty(byte_count, np.uint8)
         payload[:split].view(np.uint64)[:] = batch.ids[begin:end]

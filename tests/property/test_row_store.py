@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ps_core import limits
 from ps_core.errors import InvalidKeys, InvalidTensor, InvariantViolation
 from ps_core.keys import TableId
 from ps_core.rows import first_values, mixed_ids, partition_of, salt_of
@@ -258,7 +259,7 @@ def test_what_is_wrong_with_a_pull_is_refused() -> None:
     store = store_of(table_of())
     assert not store.read_rows(0, b"").nbytes
     here = np.array([one_of(0)], np.uint64).tobytes()
-    most = 4 * 1024 * 1024 // (4 * LENGTH)
+    most = limits.MAX_ROW_COUNT
     for ids in (here[:-1], np.array([one_of(1)], np.uint64).tobytes(), here * (most + 1)):
         with pytest.raises(InvalidKeys):
             store.read_rows(0, ids)
