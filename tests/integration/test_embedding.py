@@ -20,6 +20,8 @@ from ps_worker.training.embedding import MAX_PASS_COUNT
 from tests.integration.command_line import run_here
 from tests.integration.replicated_cluster import replicated_cluster
 
+pytestmark = pytest.mark.timeout(180)
+
 DIM, DEADLINE_S = 8, 30.0
 IDS = 200
 
