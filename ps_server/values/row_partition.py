@@ -7,8 +7,8 @@ Rules:
     - At most 3 of 5 slots are taken, so most ids are found at the first or second probe. A row
       takes 8 bytes for its id and 7 to 13 for its slot.
     - The table of slots doubles in pieces: the old one answers until the new one is whole.
-    - Arrays lie in slabs: the first has 1 MiB of values, each further one seven times as many rows
-      as all before it, so that nothing is copied. Pages that no row was written to take no memory.
+    - An array begins with 1 MiB, then moves once, into reserved addresses in which it grows without
+      copies. Rows beyond these, which few partitions have, lie in a further slab.
 
 Invariants:
     RI-1  Each id has one number.
@@ -26,6 +26,7 @@ import torch
 from ps_core.errors import check
 from ps_core.rows import Ids, mixed_ids
 from ps_core.work import Work
+from ps_runtime.system.reserved_memory import reserve
 
 Rows = npt.NDArray[Any]
 """Elements of rows. Shapes: (rows, elements)."""
@@ -35,6 +36,9 @@ Numbers = npt.NDArray[np.int64]
 _FIRST_BYTES = 1 << 20
 _FIRST_SIZE = 64
 _GROWTH = 8
+_RESERVED_BYTES = 32 << 30
+"""Addresses that are reserved for an array. A process has four thousand times as many."""
+
 _PIECE_COUNT = 16_384
 """Rows that are put into a new table of slots at once: a millisecond."""
 
@@ -138,8 +142,8 @@ class RowArrays:
     def __init__(self, widths: Mapping[str, int], dtype: npt.DTypeLike) -> None:
         self._widths = dict(widths)
         self._dtype = np.dtype(dtype)
-        widest_bytes = max(self._widths.values()) * self._dtype.itemsize
-        self._first_count = 1 << max(6, (_FIRST_BYTES // widest_bytes).bit_length() - 1)
+        self._widest_bytes = max(self._widths.values()) * self._dtype.itemsize
+        self._first_count = max(64, _FIRST_BYTES // self._widest_bytes)
         self._begins = np.zeros(0, np.int64)  # the first row of each slab
         self._slabs: dict[str, list[Rows]] = {name: [] for name in self._widths}
         self.capacity = 0  # the rows that have a place
@@ -149,13 +153,41 @@ class RowArrays:
         return sum(self._widths.values()) * self._dtype.itemsize
 
     def extend(self, count: int) -> None:
-        """Have places for `count` rows in all, of unspecified content."""
+        """Have places for `count` rows in all, of unspecified content; MemoryError if there are no
+        addresses left for them.
+        """
         while self.capacity < count:
-            size = (_GROWTH - 1) * self.capacity or self._first_count
+            is_first = not self.capacity and count <= self._first_count
+            size, arrays = self._small() if is_first else self._reserved()
+            if self.capacity == self._first_count < size:
+                for name, array in arrays.items():
+                    array[: self.capacity] = self._slabs[name].pop()
+                self._begins, self.capacity = self._begins[:0], 0
             self._begins = np.append(self._begins, self.capacity)
             self.capacity += size
-            for name, width in self._widths.items():
-                self._slabs[name].append(np.empty((size, width), self._dtype))
+            for name, array in arrays.items():
+                self._slabs[name].append(array)
+
+    def _small(self) -> tuple[int, dict[str, Rows]]:
+        """Arrays of the first rows, and the number of these."""
+        size = self._first_count
+        return size, {n: np.empty((size, width), self._dtype) for n, width in self._widths.items()}
+
+    def _reserved(self) -> tuple[int, dict[str, Rows]]:
+        """Arrays in reserved addresses, and the number of their rows."""
+        size = _RESERVED_BYTES // self._widest_bytes
+        while True:
+            try:
+                return size, {
+                    name: reserve(size * width * self._dtype.itemsize)
+                    .view(self._dtype)
+                    .reshape(size, width)
+                    for name, width in self._widths.items()
+                }
+            except OSError as error:  # this system counts addresses
+                size //= 2
+                if size < self._first_count:
+                    raise MemoryError(f"no addresses are left for rows: {error}") from error
 
     def places(self, numbers: Numbers) -> list[Place]:
         """The places of rows, slab by slab."""
