@@ -245,6 +245,12 @@ LANE_RING_BYTES = 16 * 1024 * 1024
 """Shared memory of a worker for its pushes to one server. The last-level cache of a server machine
 holds it, so the server reads what is still in the cache."""
 
+LANE_ANSWER_BYTES = 16 * 1024 * 1024
+"""Shared memory of a server for the rows that one session pulls: what its caches hold."""
+
+LANE_ANSWER_COUNT = 1024
+"""Answers of rows that lie there at once, at most."""
+
 LANE_BATCH_BYTES = 4 * 1024 * 1024
 """Payload in shared memory that one message describes: enough to make the message's own cost small,
 and a fraction of the ring, so that both ends work at once."""
@@ -317,6 +323,7 @@ check(
     "a default block does not fit gRPC's default message",
 )
 check(2 * LANE_BATCH_BYTES <= LANE_RING_BYTES, "LIM-6", "a batch fills the ring")
+check(2 * MAX_PULLED_ROW_BYTES <= LANE_ANSWER_BYTES, "LIM-15", "a piece is too large")
 check(LANE_RING_BYTES <= MAX_LANE_SEGMENT_BYTES, "LIM-7", "no server would map the ring")
 check(LEASE_S >= 2 * HEARTBEAT_INTERVAL_S, "LIM-4", "a lease must outlast a lost heartbeat")
 check(WORKER_TIMEOUT_S > LEASE_S, "LIM-8", "a worker would be gone before it is silent")

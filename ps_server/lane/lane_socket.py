@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import socket
 from dataclasses import dataclass, field
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
@@ -37,6 +39,7 @@ from ps_core.keys import Incarnation
 from ps_runtime.grpc import errors
 from ps_runtime.observe import logs
 from ps_runtime.system.shared_memory import Bytes, SharedSegment, map_segment, receive
+from ps_server.lane.answer_ring import CAN_SHARE, AnswerRing
 from pushpull.v1 import parameters_pb2
 
 _NONCE_BYTES = 16
@@ -55,6 +58,8 @@ class _Connection:
     segments: dict[int, Bytes] = field(default_factory=dict)
     shared_ids: set[int] = field(default_factory=set)
     withdrawn: list[int] = field(default_factory=list)
+    answers: AnswerRing | None = None
+    is_reserving: bool = False
 
     @property
     def shared_words(self) -> str:
@@ -72,6 +77,7 @@ class SharedLanes:
         self._connections: dict[Incarnation, _Connection] = {}
         self._strangers: dict[_Connection, asyncio.TimerHandle] = {}
         self._last_ids: dict[Incarnation, int] = {}
+        self._numbers = itertools.count(1)
 
     def open(self) -> None:
         """Listen; OSError if the system has no such sockets."""
@@ -178,6 +184,39 @@ class SharedLanes:
                     break
                 del connection.withdrawn[0]
 
+    def next_segment_id(self) -> int:
+        """A number for a segment of this server, above all before."""
+        return next(self._numbers)
+
+    def answers(self, incarnation: Incarnation) -> AnswerRing | None:
+        """The memory for rows that a session pulls, which it has the descriptor of. None: it has no
+        connection, or the memory is only being reserved.
+        """
+        connection = self._connections.get(incarnation)
+        if connection is None or not CAN_SHARE:
+            return None
+        ring = connection.answers
+        if ring is None:
+            if not connection.is_reserving:
+                connection.is_reserving = True
+                number = self.next_segment_id()
+                reserving = asyncio.get_running_loop().run_in_executor(None, AnswerRing, number)
+                reserving.add_done_callback(partial(self._reserved, connection))
+            return None
+        return ring if self.share(incarnation, ring.segment_id, ring.segment) else None
+
+    @staticmethod
+    def _reserved(connection: _Connection, reserving: asyncio.Future[AnswerRing]) -> None:
+        if reserving.cancelled():
+            return
+        problem = reserving.exception()
+        if problem is not None:
+            logs.warning("rows_not_shared", error=str(problem))
+        elif connection.socket.fileno() < 0:
+            reserving.result().close()
+        else:
+            connection.answers = reserving.result()
+
     # --- connections
 
     def _listen(self) -> None:
@@ -213,6 +252,9 @@ class SharedLanes:
         self._known(connection)
         connection.socket.close()
         connection.segments.clear()
+        if connection.answers is not None:
+            connection.answers.close()
+            connection.answers = None
         incarnation = connection.incarnation
         if incarnation is not None and self._connections.get(incarnation) is connection:
             del self._connections[incarnation]

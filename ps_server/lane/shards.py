@@ -28,7 +28,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import platform
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +48,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
 from ps_runtime.system.shared_memory import SharedSegment
 from ps_runtime.system.turns import Turns
+from ps_server.lane.answer_ring import CAN_SHARE, AnswerRing
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import (
     Accumulate,
@@ -96,9 +96,6 @@ again and again: a tenth of a second for those of a large table.
 """
 
 ALIGNMENT_BYTES = 64
-
-CAN_SHARE = platform.machine() in ("x86_64", "AMD64")
-"""True if this processor orders loads and stores as the sequence locks need it."""
 
 
 class SharedPlace(NamedTuple):
@@ -223,7 +220,6 @@ class ValueSegments:
         self._shared: dict[_Key, SharedValues] = {}
         self._segments: dict[TableId, list[_TableSegment]] = {}
         self._codecs: dict[TableId, Codec] = {}
-        self._segment_ids = itertools.count(1)
 
     def _of(self, table_id: TableId, range_id: RangeId) -> _TableSegment | None:
         """The segment in which the range is, or which was reserved for it."""
@@ -258,7 +254,7 @@ class ValueSegments:
                 self._free_empty(table.table_id)
 
     async def _reserved(self, table: Table, blocks: Sequence[int]) -> SharedValues | None:
-        number = next(self._segment_ids)
+        number = self._lanes.next_segment_id()
         loop = asyncio.get_running_loop()
         reserving = loop.run_in_executor(None, shared_values, table, number, blocks)
         try:
@@ -298,7 +294,7 @@ class ValueSegments:
             made = None
             if self._lanes.is_open:
                 blocks = [block for part in missing for block in part.blocks]
-                made = shared_values(table, next(self._segment_ids), blocks)
+                made = shared_values(table, self._lanes.next_segment_id(), blocks)
             new = _TableSegment(made, set(), set())
             self._segments.setdefault(table.table_id, []).append(new)
             segments |= {part.range_id: new for part in missing}

@@ -34,6 +34,7 @@ from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables import NATIVE_CODEC, Codec
 from ps_runtime.cluster import wire
+from ps_server.lane.answer_ring import AnswerRing
 from ps_server.lane.shards import Shards, SharedValues
 from ps_server.ranges.events import AnswerPull, Place, PullEvent, ReplyTo, Sender
 from ps_server.ranges.range_state import RangeState
@@ -364,10 +365,14 @@ class RangeRead:
         if terms.array:
             self._codec = state.table.spec.arithmetic_codec
         self._shared: SharedValues | None = None
-        if terms.shared and not terms.array:
+        self._ring: AnswerRing | None = None
+        spec = state.table.spec
+        if terms.shared and self._ids:
+            if self._codec is spec.arithmetic_codec:
+                self._ring = shards.lanes.answers(terms.session.incarnation)
+        elif terms.shared and not terms.array:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)
         self._blocks = self._blocks or state.blocks
-        spec = state.table.spec
         self._block_bytes = spec.block_elements * self._codec.element_bytes
         if self._ids:
             count = max(map(len, self._ids.values())) // limits.ROW_ID_BYTES
@@ -393,8 +398,8 @@ class RangeRead:
 
     @property
     def next_bytes(self) -> int:
-        """Payload bytes of the next piece, or a few more; shared values have none."""
-        if self._refusal is not None or self._shared is not None:
+        """Payload bytes of the next piece, or a few more; those in shared memory do not count."""
+        if self._refusal is not None or self._shared is not None or self._ring is not None:
             return 0
         count = min(len(self._blocks) - self._at, limits.SLICE_BLOCK_COUNT)
         return min(count * self._block_bytes, limits.SLICE_BYTES + self._block_bytes)
@@ -464,6 +469,8 @@ class RangeRead:
         if self._ids:
             if not isinstance(self._store, RowStore):
                 raise InvalidKeys(f"a pull of table '{self._name}' names ids; it is not of rows")
+            if self._ring is not None:
+                return self._ring_value(self._ring, self._store, block)
             return (block, self._store.read_rows(block, self._ids[block]), b"")
         if effect.keeps_for is not None:
             self._store.keep(effect.keeps_for, block)
@@ -471,14 +478,40 @@ class RangeRead:
             return self._shared.shared_value(effect, block)
         return (block, *self._store.read(block, self._codec, effect.clock))
 
-    def _part(self, block: int, payload: bytes | memoryview, presence: bytes) -> bytes:
+    def _ring_value(
+        self, ring: AnswerRing, store: RowStore, block: int
+    ) -> parameters_pb2.SharedValue:
+        """The rows of a partition, in the session's ring."""
+        ids = self._ids[block]
+        with ring.piece(store.rows_byte_count(block, ids)) as (piece, memory):
+            store.read_rows_into(memory, block, ids)
+        version, peer_version = self._versions(block)
+        return parameters_pb2.SharedValue(
+            block=block,
+            version=version,
+            peer_version=peer_version,
+            clock=self._effect.range_clock,
+            codec=wire.codec_to_proto(self._codec),
+            segment_id=ring.segment_id,
+            offset_bytes=piece.offset_bytes,
+            byte_count=piece.byte_count,
+            stamp_offset_bytes=piece.stamp_offset_bytes,
+            stamp=ring.stamp(piece),
+        )
+
+    def _versions(self, block: int) -> tuple[int, int]:
+        """A block's updates, and those of them that are not the puller's own."""
         effect = self._effect
         version = effect.versions[block]
+        return version, version - effect.own_updates.get(block, 0)
+
+    def _part(self, block: int, payload: bytes | memoryview, presence: bytes) -> bytes:
+        version, peer_version = self._versions(block)
         value = parameters_pb2.BlockValue(
             block=block,
             version=version,
-            peer_version=version - effect.own_updates.get(block, 0),
-            clock=effect.range_clock,
+            peer_version=peer_version,
+            clock=self._effect.range_clock,
             codec=wire.codec_to_proto(self._codec),
             presence=presence,
         )

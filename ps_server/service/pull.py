@@ -77,8 +77,14 @@ class Pull:
             cut=request.cut,
             array=request.array,
         )
-        may_share = request.shared and not request.array and is_good
-        self._is_shared = may_share and node.shards.segments.shares(session, self._table_id, codec)
+        self._has_ids = any(part.ids for part in self._left)
+        self._is_shared = False
+        if request.shared and not request.array and is_good:
+            if self._has_ids:
+                self._is_shared = node.lanes.answers(session.incarnation) is not None
+            else:
+                segments = node.shards.segments
+                self._is_shared = segments.shares(session, self._table_id, codec)
         self._is_one = request.consistent or self._is_shared
         self._reads: deque[RangeRead] = deque()
 
@@ -104,16 +110,27 @@ class Pull:
     def _is_short(self) -> bool:
         if len(self._left) > (_AT_ONCE_COUNT if self._is_one else 1):
             return False
+        if self._has_ids:
+            return self._has_few_rows
         count = byte_count = 0
         for part in self._left:
             range_id = RangeId(part.range_id)
             found = len(part.blocks) or self._node.block_count_at(self._table_id, range_id)
             count += found
-            if part.ids:
-                found = sum(map(len, part.ids)) // limits.ROW_ID_BYTES
             if not self._is_shared:
                 byte_count += found * self._node.block_bytes_at(self._table_id, range_id)
         return count <= _AT_ONCE_COUNT and byte_count <= limits.SLICE_BYTES
+
+    @property
+    def _has_few_rows(self) -> bool:
+        """True if the rows of all partitions together are no more than one may have."""
+        count = byte_count = 0
+        for part in self._left:
+            found = sum(map(len, part.ids)) // limits.ROW_ID_BYTES
+            count += found
+            range_id = RangeId(part.range_id)
+            byte_count += found * self._node.block_bytes_at(self._table_id, range_id)
+        return count <= limits.MAX_ROW_COUNT and byte_count <= limits.MAX_PULLED_ROW_BYTES
 
     async def parts(self) -> AsyncIterator[bytes]:
         """The answer as serialized PullResponses, in order; available ones come together."""

@@ -201,9 +201,11 @@ class RowArrays:
                 found.append(Place(slab, numbers[positions] - begin, positions))
         return found
 
-    def get(self, name: str, places: Sequence[Place], count: int) -> Rows:
-        """A copy of these `count` rows. Shapes: (rows, width)."""
-        found = np.empty((count, self._widths[name]), self._dtype)
+    def get(
+        self, name: str, places: Sequence[Place], count: int, out: Rows | None = None
+    ) -> Rows:
+        """A copy of these `count` rows, in `out`. Shapes: (rows, width)."""
+        found = np.empty((count, self._widths[name]), self._dtype) if out is None else out
         for slab, numbers, positions in places:
             rows = self._slabs[name][slab]
             if isinstance(positions, slice):

@@ -341,6 +341,12 @@ class RowStore:
             InvalidKeys: the partition is not here, or an id is of another one, or there are more
                 than fit a message.
         """
+        memory = np.empty(self.rows_byte_count(block, ids), np.uint8)
+        self.read_rows_into(memory, block, ids)
+        return memory.data
+
+    def rows_byte_count(self, block: int, ids: bytes | memoryview) -> int:
+        """The bytes that `read_rows` gives; InvalidKeys if there are more than fit a message."""
         count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
         most = min(limits.MAX_ROW_COUNT, limits.MAX_PULLED_ROW_BYTES // self._row_bytes)
         if rest or count > most:
@@ -348,26 +354,31 @@ class RowStore:
                 f"a pull of partition {block} of table '{self._name}' has {len(ids)} bytes of ids; "
                 f"expected {limits.ROW_ID_BYTES} for each of at most {most}"
             )
-        rows = self.rows(block, np.frombuffer(ids, "<u8"))
-        return rows.reshape(-1).view(np.uint8).data
+        return count * self._row_bytes
 
-    def rows(self, block: int, ids: Ids) -> Rows:
-        """A copy of the rows of these ids of a partition; InvalidKeys if one is of another."""
+    def read_rows_into(
+        self, memory: npt.NDArray[np.uint8], block: int, ids: bytes | memoryview
+    ) -> None:
+        """As `read_rows`, into this memory, which has room for just these."""
+        rows = memory.view(self._dtype).reshape(-1, self._length)
+        self.rows(block, np.frombuffer(ids, "<u8"), rows)
+
+    def rows(self, block: int, ids: Ids, out: Rows | None = None) -> Rows:
+        """A copy of the rows of these ids of a partition, in `out`; InvalidKeys if one is of
+        another.
+        """
         partition, mixed = self._partition(block), self._check_ids(block, ids)
+        rows = np.empty((len(ids), self._length), self._dtype) if out is None else out
         numbers = partition.index.find(ids, mixed)
-        here = np.flatnonzero(numbers >= 0)
-        if len(here) == len(ids):
-            return self._values(partition, numbers)
-        rows = np.empty((len(ids), self._length), self._dtype)
-        if len(here):
-            rows[here] = self._values(partition, numbers[here])
+        arrays = partition.arrays
         missing = np.flatnonzero(numbers < 0)
+        if not len(missing):
+            return arrays.get(VALUES, arrays.places(numbers), len(ids), rows)
+        here = np.flatnonzero(numbers >= 0)
+        if len(here):
+            rows[here] = arrays.get(VALUES, arrays.places(numbers[here]), len(here))
         rows[missing] = self._first_values(mixed[missing])
         return rows
-
-    @staticmethod
-    def _values(partition: RowPartition, numbers: Numbers) -> Rows:
-        return partition.arrays.get(VALUES, partition.arrays.places(numbers), len(numbers))
 
     def read(
         self, block: int, codec: Codec | None, clock: int | None

@@ -206,6 +206,7 @@ class SharedLane:
         self._collected_count = 0
         self._segments: dict[int, Bytes] = {}
         self._last_segment_id = 0  # a server numbers its segments upwards, as it makes them
+        self.row_bytes = 0  # of pulls that the server may be answering in its memory for rows
         self.is_open = True
         self.has_space = asyncio.Event()
 
@@ -334,6 +335,12 @@ class SharedLane:
                 self.has_space.set()
 
     # --- pulls
+
+    def has_row_space(self, byte_count: int) -> bool:
+        """True if so many more bytes of rows find space in the server's memory for answers, where
+        none of those under way can overwrite another.
+        """
+        return 2 * (self.row_bytes + byte_count) <= limits.LANE_ANSWER_BYTES
 
     def copy(self, value: parameters_pb2.SharedValue, target: Bytes, skip_bytes: int) -> bool:
         """Copy a value, from its byte `skip_bytes` on, out of the server's memory into `target`;

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -265,7 +265,8 @@ class Puller:
         errors: list[PushpullError] = []
         try:
             link = self.link(server)
-            asked = _ServerRequest(progress, view, self._lane(link, progress))
+            row_bytes = _row_bytes(progress.order, ranges, progress.wanted)
+            asked = _ServerRequest(progress, view, self._lane(link, progress, row_bytes))
             request.shared = asked.lane is not None
             is_small = request.shared or progress.order.raw.nbytes <= limits.STREAM_READ_BYTES
 
@@ -274,10 +275,14 @@ class Puller:
 
             async with asyncio.timeout(None) as patience:
                 self._unanswered[patience] = server, ranges
+                if asked.lane is not None:
+                    asked.lane.row_bytes += row_bytes
                 try:
                     await link.pull(request, call_s, take, is_small=is_small)
                 finally:
                     self._unanswered.pop(patience, None)
+                    if asked.lane is not None:
+                        asked.lane.row_bytes -= row_bytes
             progress.torn_count += bool(asked.torn)
         except TimeoutError:
             errors.append(StaleAssignment(f"ranges of server {server} have moved during the pull"))
@@ -332,14 +337,15 @@ class Puller:
                 self._arrived(progress, each)
 
     @staticmethod
-    def _lane(link: ServerLink, progress: _PullProgress) -> SharedLane | None:
+    def _lane(link: ServerLink, progress: _PullProgress, row_bytes: int) -> SharedLane | None:
         """The lane to copy from; None if the server cannot share these values as they are."""
         order = progress.order
         spec = order.table.spec
         if order.consistent or order.array or progress.torn_count >= _MAX_TORN_COUNT:
             return None
         if order.ids is not None:
-            return None
+            has_space = link.lane is not None and link.lane.has_row_space(row_bytes)
+            return link.lane if has_space else None
         is_shareable = spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.dtype in (
             DType.FLOAT32,
             DType.FLOAT64,
@@ -381,6 +387,16 @@ class Puller:
             progress.order.steps.peer_versions[value.block] = value.peer_version
         if progress.lowest_clock is None or value.clock < progress.lowest_clock:
             progress.lowest_clock = value.clock
+
+
+def _row_bytes(
+    order: PullOrder, ranges: Iterable[RangeId], wanted: Mapping[RangeId, Iterable[int]]
+) -> int:
+    """The bytes of all rows that are wanted of these ranges; 0 if it is no pull of rows."""
+    if order.ids is None:
+        return 0
+    count = sum(order.length_of(block) for range_id in ranges for block in wanted[range_id])
+    return count * order.codec.element_bytes
 
 
 def _target(order: PullOrder, block: int, length: int) -> tuple[Raw, int]:
