@@ -31,10 +31,10 @@ from ps_core.tables import Initializer, InitializerKind, RowsSpec
 
 Ids = npt.NDArray[np.uint64]
 
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
-_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
+MIX_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+MIX_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 _HALF = np.uint64(32)
 _LOWER = np.uint64(0xFFFFFFFF)
 _QUARTERS = np.uint64(0x0000FFFF0000FFFF)
@@ -44,11 +44,11 @@ _FEW_COUNT = 8
 
 def splitmix64(values: Ids) -> Ids:
     """The mixed numbers, each of its own one alone (Steele, Lea and Flood, 2014)."""
-    mixed = values + np.uint64(_GOLDEN)
-    for shift, factor in zip(_SHIFTS, _FACTORS, strict=False):
+    mixed = values + np.uint64(GOLDEN)
+    for shift, factor in zip(MIX_SHIFTS, MIX_FACTORS, strict=False):
         mixed ^= mixed >> shift
         mixed *= factor
-    mixed ^= mixed >> _SHIFTS[2]
+    mixed ^= mixed >> MIX_SHIFTS[2]
     return mixed
 
 

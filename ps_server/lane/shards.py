@@ -61,7 +61,7 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
-from ps_server.values import contributions
+from ps_server.values import contributions, row_kernels
 from ps_server.values.block_values import ReadyBlock, arithmetic_dtype, ready_block
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution
@@ -440,6 +440,8 @@ class Shards:
         seconds, in which others have their turns. `on_ready` is called with each shard.
         """
         lacking = await self._lacking(view, node_id, turns)
+        if any(part.table.spec.rows is not None for part in lacking):
+            await asyncio.to_thread(row_kernels.load)
         await self.segments.reserve(view, node_id, turns)
         expected = {(part.table.table_id, part.range_id) for part in lacking}
         self._ready = {key: ready for key, ready in self._ready.items() if key in expected}

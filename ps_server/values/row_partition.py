@@ -11,7 +11,7 @@ Rules:
       copies. Rows beyond these, which few partitions have, lie in a further slab.
 
 Invariants:
-    RI-1  Each id has one number.
+    RI-1  A slot is free, so that a search ends.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import numpy.typing as npt
 import torch
 
 from ps_core.errors import check
-from ps_core.rows import Ids, mixed_ids
+from ps_core.rows import Ids
 from ps_core.work import Work
 from ps_runtime.system.reserved_memory import reserve
+from ps_server.values import row_kernels
 
 Rows = npt.NDArray[Any]
 """Elements of rows. Shapes: (rows, elements)."""
@@ -61,39 +62,26 @@ class RowIndex:
     def byte_count(self) -> int:
         return self._slots.nbytes + self.count * self._ids.itemsize
 
-    def find(self, ids: Ids, mixed: Ids) -> Numbers:
-        """The number of each id, or -1. Shapes: as `ids`; `mixed` is of these."""
-        slots, known = self._slots, self._ids
-        mask = len(slots) - 1
-        at = (mixed & np.uint64(mask)).astype(np.int64)
-        found = slots[at].astype(np.int64)
-        found -= 1
-        left = np.flatnonzero((found >= 0) & (known[found] != ids))
-        at = at[left]
-        while len(left):
-            at = (at + 1) & mask
-            numbers = slots[at].astype(np.int64) - 1
-            found[left] = numbers
-            goes_on = (numbers >= 0) & (known[numbers] != ids[left])
-            left, at = left[goes_on], at[goes_on]
-        return found
+    def find(self, ids: Ids) -> Numbers:
+        """The number of each id, or -1. Shapes: as `ids`."""
+        return row_kernels.find(self._slots, self._ids, ids, self._salt)
 
     def has_space(self, count: int) -> bool:
         """True if so many more rows need no larger table, or one that is made at once."""
         return 5 * (self.count + count) <= 3 * len(self._slots) or self.count <= _PIECE_COUNT
 
-    def adding(self, ids: Ids, mixed: Ids) -> Work[Numbers]:
+    def adding(self, ids: Ids) -> Work[Numbers]:
         """Add ids, each once and none of them known; returns their numbers."""
-        total = self.count + len(ids)
+        first, total = self.count, self.count + len(ids)
         if 5 * total > 3 * len(self._slots):
             yield from self._growing(total)
         if total > len(self._ids):
-            self._ids = _longer(self._ids, self.count, total)
-        numbers = np.arange(self.count, total)
-        self._ids[self.count : total] = ids
-        _put(self._slots, numbers, mixed)
+            self._ids = _longer(self._ids, first, total)
+        self._ids[first:total] = ids
+        check(total < len(self._slots), "RI-1", f"{total} rows in {len(self._slots)} slots")
+        row_kernels.put(self._slots, first, ids, self._salt)
         self.count = total
-        return numbers
+        return np.arange(first, total)
 
     def _growing(self, total: int) -> Work[None]:
         size = len(self._slots)
@@ -102,21 +90,9 @@ class RowIndex:
         slots: npt.NDArray[np.int32] = np.zeros(size, np.int32)  # pages that are touched later
         for begin in range(0, self.count, _PIECE_COUNT):
             ids = self.ids[begin : begin + _PIECE_COUNT]
-            _put(slots, np.arange(begin, begin + len(ids)), mixed_ids(ids, self._salt))
+            row_kernels.put(slots, begin, ids, self._salt)
             yield
         self._slots = slots
-
-
-def _put(slots: npt.NDArray[np.int32], numbers: Numbers, mixed: Ids) -> None:
-    """Put numbers into free slots. Of several that come to one slot the last gets it."""
-    mask = len(slots) - 1
-    at = (mixed & np.uint64(mask)).astype(np.int64)
-    while len(numbers):
-        is_free = slots[at] == 0
-        slots[at[is_free]] = numbers[is_free] + 1
-        has_none = slots[at] != numbers + 1
-        check(not is_free.all() or not has_none.all(), "RI-1", "no row found a slot")
-        numbers, at = numbers[has_none], (at[has_none] + 1) & mask
 
 
 def _longer(array: npt.NDArray[Any], count: int, least: int) -> npt.NDArray[Any]:
@@ -244,9 +220,9 @@ class RowPartition:
     def byte_count(self) -> int:
         return self.index.byte_count + self.index.count * self.arrays.row_bytes
 
-    def adding(self, ids: Ids, mixed: Ids, arrays: Mapping[str, Rows]) -> Work[Numbers]:
+    def adding(self, ids: Ids, arrays: Mapping[str, Rows]) -> Work[Numbers]:
         """Add rows with these arrays; returns their numbers."""
-        numbers = yield from self.index.adding(ids, mixed)
+        numbers = yield from self.index.adding(ids)
         self.arrays.extend(self.index.count)
         places = self.arrays.places(numbers)
         for name, rows in arrays.items():

@@ -27,10 +27,11 @@ import numpy.typing as npt
 from ps_core import limits
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
 from ps_core.keys import Incarnation
-from ps_core.rows import Ids, first_values, mixed_ids, partitions_of, salt_of
+from ps_core.rows import Ids, first_values, mixed_ids, partition_of, salt_of
 from ps_core.tables import Codec, Hyperparameters, Reduction, RowsSpec, Table
 from ps_core.work import PIECE_COUNT, Work, at_once
 from ps_server.ranges.events import Compensation
+from ps_server.values import row_kernels
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.row_gradients import (
     RowAccumulator,
@@ -146,17 +147,14 @@ class RowStore:
             self._check_finite(what, found)
         return found
 
-    def _check_ids(self, block: int, ids: Ids) -> Ids:
-        """The mixed ids, if they live in this partition."""
-        mixed = mixed_ids(ids, self._salt)
-        places = partitions_of(mixed, self._rows.partition_count)
-        if bool((places != block).any()):
-            at = int(np.flatnonzero(places != block)[0])
+    def _check_ids(self, block: int, ids: Ids) -> None:
+        """Check that they live in this partition."""
+        at = row_kernels.elsewhere(ids, self._salt, self._rows.partition_count, block)
+        if at >= 0:
             raise InvalidKeys(
-                f"id {ids[at]} of table '{self._name}' lives in partition {places[at]}; it came "
-                f"for partition {block}"
+                f"id {ids[at]} of table '{self._name}' lives in partition "
+                f"{partition_of(int(ids[at]), self._rows)}; it came for partition {block}"
             )
-        return mixed
 
     def _check_finite(self, what: str, found: RowGradients) -> None:
         if len(found.ids) and not is_finite_array(found.values):
@@ -311,19 +309,19 @@ class RowStore:
 
     def _here(self, partition: RowPartition, ids: Ids) -> Work[Numbers]:
         """The numbers of rows, which are made if they are missing."""
-        mixed = mixed_ids(ids, self._salt)
-        numbers = partition.index.find(ids, mixed)
+        numbers = partition.index.find(ids)
         missing = np.flatnonzero(numbers < 0)
         if len(missing):
-            new = mixed[missing]
+            new = ids[missing]
             arrays = {
                 VALUES: self._first_values(new),
                 **self._optimizer.first_state(len(new), self._dtype),
             }
-            numbers[missing] = yield from partition.adding(ids[missing], new, arrays)
+            numbers[missing] = yield from partition.adding(new, arrays)
         return numbers
 
-    def _first_values(self, mixed: Ids) -> Rows:
+    def _first_values(self, ids: Ids) -> Rows:
+        mixed = mixed_ids(ids, self._salt)
         return first_values(mixed, self.table.spec.initializer, self._length, self._dtype)
 
     def assign(
@@ -367,9 +365,10 @@ class RowStore:
         """A copy of the rows of these ids of a partition, in `out`; InvalidKeys if one is of
         another.
         """
-        partition, mixed = self._partition(block), self._check_ids(block, ids)
+        partition = self._partition(block)
+        self._check_ids(block, ids)
         rows = np.empty((len(ids), self._length), self._dtype) if out is None else out
-        numbers = partition.index.find(ids, mixed)
+        numbers = partition.index.find(ids)
         arrays = partition.arrays
         missing = np.flatnonzero(numbers < 0)
         if not len(missing):
@@ -377,7 +376,7 @@ class RowStore:
         here = np.flatnonzero(numbers >= 0)
         if len(here):
             rows[here] = arrays.get(VALUES, arrays.places(numbers[here]), len(here))
-        rows[missing] = self._first_values(mixed[missing])
+        rows[missing] = self._first_values(ids[missing])
         return rows
 
     def read(
@@ -441,8 +440,8 @@ class RowStore:
         for kept in copy.sums:
             yield from self.receiving(kept.accumulator)
 
-    def _rows_of(self, copy: BlockCopy) -> tuple[Ids, Ids, dict[str, Rows]]:
-        """The ids of a piece of a copy, mixed as well, and its arrays."""
+    def _rows_of(self, copy: BlockCopy) -> tuple[Ids, dict[str, Rows]]:
+        """The ids of a piece of a copy, and its arrays."""
         what = f"a copy of partition {copy.block} of table '{self._name}'"
         slots = dict(copy.slots)
         if set(slots) != {IDS, *self._optimizer.widths} or len(slots) != len(copy.slots):
@@ -456,7 +455,8 @@ class RowStore:
             if len(payload) != expected:
                 raise InvalidTensor(f"{what}: {name} has {len(payload)} bytes; expected {expected}")
             arrays[name] = np.frombuffer(payload, self._dtype).reshape(len(ids), width)
-        return ids, self._check_ids(copy.block, ids), arrays
+        self._check_ids(copy.block, ids)
+        return ids, arrays
 
     def restore(self, copy: StoreCopy) -> None:
         """`restoring`, at once."""
@@ -521,10 +521,10 @@ class RowStore:
         values = bytes(arrays.pop(VALUES, b""))
         slots = tuple((name, bytes(array)) for name, array in arrays.items())
         copy = BlockCopy(block, partition.version, (0,), values, slots)
-        ids, mixed, found = self._rows_of(copy)
+        ids, found = self._rows_of(copy)
         if len(np.unique(ids)) != len(ids):
             raise InvalidKeys(f"partition {block} of table '{self._name}' has an id twice")
-        at_once(partition.adding(ids, mixed, found))
+        at_once(partition.adding(ids, found))
 
     def _partition(self, block: int) -> RowPartition:
         found = self._partitions.get(block)

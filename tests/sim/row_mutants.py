@@ -62,9 +62,9 @@ ROW_MUTANTS = (
         "a row that is missing stays so",
         "S11",
         _STORE,
-        "            numbers[missing] = yield from partition.adding(ids[missing], new, arrays)",
+        "            numbers[missing] = yield from partition.adding(new, arrays)",
         "            numbers[missing] = 0\n"
-        "            yield from partition.adding(ids[:0], new[:0], {})",
+        "            yield from partition.adding(ids[:0], {})",
         _STEPS,
     ),
     Mutant(
@@ -72,9 +72,9 @@ ROW_MUTANTS = (
         "S11",
         _STORE,
         "            yield from partition.adding(*self._rows_of(each))",
-        "            ids, mixed, arrays = self._rows_of(each)\n"
+        "            ids, arrays = self._rows_of(each)\n"
         "            arrays |= self._optimizer.first_state(len(ids), self._dtype)\n"
-        "            yield from partition.adding(ids, mixed, arrays)",
+        "            yield from partition.adding(ids, arrays)",
         _FAILOVER,
     ),
     Mutant(
