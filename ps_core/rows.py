@@ -22,7 +22,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,28 +74,75 @@ def partition_of(row_id: int, rows: RowsSpec) -> int:
     return int(partitions_of(mixed, rows.partition_count)[0])
 
 
+class Groups(NamedTuple):
+    """Positions in an array of keys, grouped by key. `some` of the groups are Groups, too.
+
+    Shapes:
+        keys, begins, counts: (groups,); the keys are distinct.
+        order: (positions,). Those of a group, ascending, begin at its `begins`.
+    """
+
+    keys: npt.NDArray[Any]
+    begins: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    order: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, keys: npt.NDArray[Any]) -> Groups:
+        """The groups of whole numbers from 0, by ascending key."""
+        order = _order(keys)
+        ordered = keys[order]
+        is_first = np.empty(len(keys), bool)
+        is_first[:1] = True
+        np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
+        begins = np.flatnonzero(is_first)
+        return cls(ordered[begins], begins, np.diff(begins, append=len(keys)), order)
+
+    def some(self, which: npt.NDArray[np.int64] | slice) -> Groups:
+        return Groups(self.keys[which], self.begins[which], self.counts[which], self.order)
+
+    def sums(self, rows: npt.NDArray[Any], out: npt.NDArray[Any] | None = None) -> npt.NDArray[Any]:
+        """The sum of each group's rows, in the order of its positions, in `out`.
+        Shapes: (positions, length) to (groups, length).
+        """
+        firsts = self.order[self.begins]
+        if out is None:
+            out = np.empty((len(firsts), rows.shape[1]), rows.dtype)
+        rows.take(firsts, axis=0, out=out, mode="clip")  # else `out` is buffered
+        most = int(self.counts.max(initial=1))
+        is_large = self.counts > _FEW_COUNT
+        for number in range(1, min(most, _FEW_COUNT)):  # the second row of each, the third, ...
+            has_more = np.flatnonzero((self.counts > number) & ~is_large)
+            out[has_more] += rows.take(self.order[self.begins[has_more] + number], axis=0)
+        if most > _FEW_COUNT:
+            large = self.some(np.flatnonzero(is_large))
+            begins = np.cumsum(large.counts) - large.counts
+            at = np.repeat(large.begins - begins, large.counts) + np.arange(large.counts.sum())
+            out[is_large] = np.add.reduceat(rows.take(self.order[at], axis=0), begins, axis=0)
+        return out
+
+
+def _order(keys: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Positions by ascending key, those of one key ascending."""
+    bit_count = len(keys).bit_length()
+    if not len(keys) or int(keys.max()) >> (64 - bit_count):
+        return np.argsort(keys, kind="stable")
+    pairs = keys.astype(np.uint64)  # a key and its position in one word: a third of the time
+    pairs <<= np.uint64(bit_count)
+    pairs |= np.arange(len(keys), dtype=np.uint64)
+    pairs.sort()
+    pairs &= np.uint64((1 << bit_count) - 1)
+    return pairs.view(np.int64)
+
+
 def sums_by_key(
     keys: npt.NDArray[Any], rows: npt.NDArray[Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """The distinct keys, ascending, and the sums of their rows, in the order in which they come.
     Shapes: (n,) and (n, length) to (distinct,) and (distinct, length).
     """
-    if not len(keys):
-        return keys, rows
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
-    sums = rows.take(order[begins], axis=0)
-    counts = np.diff(np.append(begins, len(keys)))
-    few = counts <= _FEW_COUNT
-    for number in range(1, min(int(counts.max()), _FEW_COUNT)):  # the second row of each key, ...
-        has_more = np.flatnonzero(few & (counts > number))
-        sums[has_more] += rows.take(order[begins[has_more] + number], axis=0)
-    if not few.all():
-        many = np.repeat(~few, counts)
-        ends = np.cumsum(counts[~few])
-        sums[~few] = np.add.reduceat(rows.take(order[many], axis=0), ends - counts[~few], axis=0)
-    return ordered[begins], sums
+    groups = Groups.of(keys)
+    return groups.keys, groups.sums(rows)
 
 
 def first_values(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ps_core import limits
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
-from ps_core.rows import Ids, mixed_ids, partitions_of, salt_of, sums_by_key
+from ps_core.rows import Groups, Ids, mixed_ids, partitions_of, salt_of
 from ps_core.tables import RowsSpec, Table
 from ps_worker.spec.values import Values, is_tensor
 
@@ -46,11 +46,13 @@ class RowBatch(NamedTuple):
         ids: (n,), ascending within a partition.
         spans: partition -> [begin, end) of its ids.
         places: for each given id, in order, its place in `ids`.
+        groups: the given ids, grouped in the order of `ids`.
     """
 
     ids: Ids
     spans: dict[int, tuple[int, int]]
     places: npt.NDArray[np.int64]
+    groups: Groups
 
     def pieces(self, most: int) -> Iterator[RowPiece]:
         """The ids in pieces of at most `most`."""
@@ -114,12 +116,13 @@ def gradients_of(table: Table, ids: Ids, given: Values) -> npt.NDArray[Any]:
 
 def cut_ids(ids: Ids, rows: RowsSpec) -> RowBatch:
     """Cut ids by partition."""
-    distinct, places = np.unique(ids, return_inverse=True)
-    mixed = mixed_ids(distinct, salt_of(rows.seed))
-    partitions = partitions_of(mixed, rows.partition_count)
-    order = np.argsort(partitions, kind="stable")
+    groups = Groups.of(ids)
+    partitions = partitions_of(mixed_ids(groups.keys, salt_of(rows.seed)), rows.partition_count)
+    order = np.argsort(partitions.astype(np.uint16), kind="stable")  # sorts short numbers by radix
+    places = np.empty(len(ids), np.int64)
     at = np.empty(len(order), np.int64)
     at[order] = np.arange(len(order))
+    places[groups.order] = np.repeat(at, groups.counts)
     ends = np.cumsum(np.bincount(partitions, minlength=rows.partition_count)).tolist()
     begins = [0, *ends[:-1]]
     spans = {
@@ -127,7 +130,8 @@ def cut_ids(ids: Ids, rows: RowsSpec) -> RowBatch:
         for block, span in enumerate(zip(begins, ends, strict=True))
         if span[0] < span[1]
     }
-    return RowBatch(distinct[order], spans, at[places])
+    ordered = groups.some(order)
+    return RowBatch(ordered.keys, spans, places, ordered)
 
 
 def payloads_of(
@@ -139,12 +143,6 @@ def payloads_of(
     Shapes:
         gradients: (given ids, length).
     """
-    if len(batch.ids) < len(batch.places):
-        _, gradients = sums_by_key(batch.places, gradients)
-        sources = np.arange(len(batch.ids))
-    else:
-        sources = np.empty(len(batch.ids), np.int64)
-        sources[batch.places] = np.arange(len(batch.ids))
     length, width = gradients.shape[1], gradients.itemsize
     most = limits.FOREIGN_MAX_MESSAGE_BYTES
     for block, (begin, end) in batch.spans.items():
@@ -160,5 +158,5 @@ def payloads_of(
         payload = np.empty(byte_count, np.uint8)
         payload[:split].view(np.uint64)[:] = batch.ids[begin:end]
         rows = payload[split:].view(gradients.dtype).reshape(end - begin, length)
-        gradients.take(sources[begin:end], axis=0, out=rows, mode="clip")
+        batch.groups.some(slice(begin, end)).sums(gradients, rows)
         yield block, payload.data
