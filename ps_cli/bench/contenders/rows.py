@@ -43,11 +43,8 @@ CALL_COUNT = 10
 """Batches of one run."""
 
 IN_FLIGHT_COUNT = 4
-PARTITION_COUNT = 4
 LEARNING_RATE = 0.01
 SCALE = 0.1
-_FILL_COUNT = 32_768
-"""Rows that are made by one step, before anything is measured."""
 
 
 class Batches:
@@ -57,9 +54,7 @@ class Batches:
         draws = np.random.default_rng(0)
         self.row_count = row_count
         self.ids = [draws.integers(0, row_count, BATCH_COUNT) for _ in range(4 * CALL_COUNT)]
-        gradient = draws.standard_normal((max(BATCH_COUNT, _FILL_COUNT), LENGTH))
-        self.fill = gradient.astype(np.float32)
-        self.gradient = self.fill[:BATCH_COUNT]
+        self.gradient = draws.standard_normal((BATCH_COUNT, LENGTH)).astype(np.float32)
         self._at = 0
 
     def next(self) -> npt.NDArray[np.int64]:
@@ -68,8 +63,8 @@ class Batches:
 
     def filling(self) -> Iterator[npt.NDArray[np.int64]]:
         """All ids, so that each row exists."""
-        for begin in range(0, self.row_count, _FILL_COUNT):
-            yield np.arange(begin, min(begin + _FILL_COUNT, self.row_count))
+        for begin in range(0, self.row_count, BATCH_COUNT):
+            yield np.arange(begin, min(begin + BATCH_COUNT, self.row_count))
 
 
 def _timed(
@@ -107,7 +102,9 @@ def _actions(
 
 
 @contextlib.contextmanager
-def member(scheduler: str, lane: str, row_count: str) -> Iterator[Actions]:
+def member(
+    scheduler: str, lane: str, row_count: str, partition_count: str
+) -> Iterator[Actions]:
     """A worker of a cluster, whose table has `row_count` rows when it is ready."""
     batches = Batches(int(row_count))
     with ps.connect(scheduler, rank=0, lane=lane) as client:
@@ -116,11 +113,11 @@ def member(scheduler: str, lane: str, row_count: str) -> Iterator[Actions]:
             LENGTH,
             optimizer=ps.RowwiseAdagrad(lr=LEARNING_RATE),
             init=ps.Uniform(SCALE),
-            partitions=PARTITION_COUNT,
+            partitions=int(partition_count),
             consistency=ps.ASP(),
         )
         for ids in batches.filling():
-            client.wait(client.push_rows(table, ids, batches.fill[: len(ids)]))
+            client.wait(client.push_rows(table, ids, batches.gradient[: len(ids)]))
         spec = rows_of(table.table)
 
         def start_pull(ids: npt.NDArray[np.int64]) -> tuple[RowBatch, ps.PullTicket[Any]]:
@@ -188,7 +185,7 @@ def rpc_client(lane: str, store: str, row_count: str) -> Iterator[Actions]:
 
     with joined("trainer", 1, lane, store):
         for ids in batches.filling():
-            given = torch.from_numpy(ids), torch.from_numpy(batches.fill[: len(ids)])
+            given = torch.from_numpy(ids), torch.from_numpy(batches.gradient[: len(ids)])
             rpc.rpc_sync(SERVER, update, args=given)
         pull = start_pull, lambda call: call.wait()
         push = start_push, lambda call: call.wait()
@@ -205,18 +202,17 @@ def core(row_count: str) -> Iterator[Actions]:
     batches = Batches(int(row_count))
     rows = torch.full((int(row_count), LENGTH), 0.1)
     gradient = torch.from_numpy(batches.gradient)
-    numbers = [torch.from_numpy(ids) for ids in batches.ids]
 
     def gather() -> float:
         began_s = time.perf_counter()
-        for each in numbers[:CALL_COUNT]:
-            torch.index_select(rows, 0, each)
+        for _ in range(CALL_COUNT):
+            torch.index_select(rows, 0, torch.from_numpy(batches.next()))
         return time.perf_counter() - began_s
 
     def add() -> float:
         began_s = time.perf_counter()
-        for each in numbers[:CALL_COUNT]:
-            rows.index_add_(0, each, gradient)
+        for _ in range(CALL_COUNT):
+            rows.index_add_(0, torch.from_numpy(batches.next()), gradient)
         return time.perf_counter() - began_s
 
     yield {"gather": gather, "add": add}

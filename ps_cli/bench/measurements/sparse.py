@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from rich.table import Table as TextTable
@@ -15,13 +16,23 @@ from ps_cli.bench.contenders.contenders import Pair
 from ps_cli.bench.contenders.rows import BATCH_COUNT, CALL_COUNT, IN_FLIGHT_COUNT, LENGTH
 from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
 from ps_cli.bench.settings import BenchSettings
+from ps_core import limits
 from ps_core.errors import InvalidConfig
+from ps_runtime.system.capacity import memory_bytes
 
 ROW_COUNT = 10_000_000
 QUICK_ROW_COUNT = 100_000
 VERBS = ("pull", "push")
+PARTITION_COUNTS = (1, limits.DEFAULT_PARTITION_COUNT)
+"""One for the one server, and what a table has unless its creator says otherwise."""
+
 _CEILINGS = {"pull": "gather", "push": "add"}
 _PEERS = {"torch_rpc": "own", "torch_rpc_tcp": "tcp"}
+_CALLS = [(verb, count) for verb in VERBS for count in (1, IN_FLIGHT_COUNT)]
+_BYTES_PER_ROW = 1.2 * 4 * LENGTH
+"""What a contender needs, with its index and its state."""
+
+_Runs = dict[str, Callable[[], float]]
 
 
 def sparse(settings: BenchSettings) -> dict[str, Any]:
@@ -32,22 +43,11 @@ def sparse(settings: BenchSettings) -> dict[str, Any]:
             f"{settings.size_mb} MB out"
         )
     row_count = QUICK_ROW_COUNT if settings.quick else ROW_COUNT
-    names = {f"{verb} {count}" for verb in VERBS for count in (1, IN_FLIGHT_COUNT)}
-    rates: dict[str, float] = {}
-    with contextlib.ExitStack() as stack:
-        (core,) = stack.enter_context(started(("rows:core", str(row_count))))
-        runs = {name: core.timed(name) for name in _CEILINGS.values()}
-        rates |= _rates(runs, settings.within("one core"))
-    # One contender at a time: each has all rows in memory.
-    for peer, lane in _PEERS.items():
-        with contenders.torch_rows(lane, row_count) as pair:
-            runs = {f"{peer} {name}": _timed(pair, name) for name in sorted(names)}
-            rates |= _rates(runs, settings.within(f"torch RPC, {lane}"))
-    for lane in settings.lanes:
-        with contenders.cluster(lane, [("rows:member", str(row_count))]) as cluster:
-            worker = cluster.workers[0]
-            runs = {f"{lane} {name}": worker.timed(name) for name in sorted(names)}
-            rates |= _rates(runs, settings.within(lane))
+    legs = {
+        count: _leg(settings.within(f"{count} partitions"), row_count, count)
+        for count in PARTITION_COUNTS
+    }
+    peers = [f"{peer} {verb} {count}" for peer in _PEERS for verb, count in _CALLS]
     return {
         "environment": {
             "row_count": row_count,
@@ -57,44 +57,85 @@ def sparse(settings: BenchSettings) -> dict[str, Any]:
             "round_count": settings.round_count,
         },
         "ceilings": {
-            **{f"{name}_m_rows_s": rates[name] for name in _CEILINGS.values()},
-            **{
-                f"{peer}_{verb}_{count}_m_rows_s": rates[f"{peer} {verb} {count}"]
-                for peer in _PEERS
-                for verb in VERBS
-                for count in (1, IN_FLIGHT_COUNT)
-            },
+            f"{name.replace(' ', '_')}_m_rows_s": rounded(
+                statistics.median(rates[name] for rates in legs.values())
+            )
+            for name in (*_CEILINGS.values(), *peers)
         },
         "rows": [
-            {
-                "lane": lane,
-                "call": verb,
-                "in_flight": count,
-                "m_rows_s": rates[f"{lane} {verb} {count}"],
-                "of_core": rounded(rates[f"{lane} {verb} {count}"] / rates[_CEILINGS[verb]]),
-                **{
-                    f"over_{peer}": rounded(
-                        rates[f"{lane} {verb} {count}"] / rates[f"{peer} {verb} {count}"]
-                    )
-                    for peer in _PEERS
-                },
-            }
+            _row(rates, partition_count, lane, verb, count)
+            for partition_count, rates in legs.items()
             for lane in settings.lanes
-            for verb in VERBS
-            for count in (1, IN_FLIGHT_COUNT)
+            for verb, count in _CALLS
         ],
     }
 
 
-def _timed(pair: Pair, name: str) -> Callable[[], float]:
-    return lambda: float(pair.do(name).result)
+def _row(
+    rates: Mapping[str, float], partition_count: int, lane: str, verb: str, count: int
+) -> dict[str, Any]:
+    rate = rates[f"{lane} {verb} {count}"]
+    return {
+        "lane": lane,
+        "partitions": partition_count,
+        "call": verb,
+        "in_flight": count,
+        "m_rows_s": rate,
+        "of_core": rounded(rate / rates[_CEILINGS[verb]]),
+        **{f"over_{peer}": rounded(rate / rates[f"{peer} {verb} {count}"]) for peer in _PEERS},
+    }
 
 
-def _rates(runs: Mapping[str, Callable[[], float]], settings: BenchSettings) -> dict[str, float]:
-    """The median rates, in millions of rows a second."""
-    samples = take_turns(runs, settings.round_count, settings.on_progress)
+def _leg(settings: BenchSettings, row_count: int, partition_count: int) -> dict[str, float]:
+    """The median rates of all contenders, in millions of rows a second. They take turns; where
+    memory does not hold the rows of all, they are measured one after the other.
+    """
+    contexts: dict[str, contextlib.AbstractContextManager[_Runs]] = {
+        "one core": _core(row_count),
+        **{f"torch RPC, {lane}": _peer(peer, lane, row_count) for peer, lane in _PEERS.items()},
+        **{lane: _lane(lane, row_count, partition_count) for lane in settings.lanes},
+    }
+    needed_bytes = len(contexts) * row_count * _BYTES_PER_ROW
+    groups = [list(contexts)] if 1.3 * needed_bytes < memory_bytes() else [[n] for n in contexts]
+    samples: dict[str, list[float]] = {}
+    for names in groups:
+        with contextlib.ExitStack() as stack:
+            runs: _Runs = {}
+            for name in names:
+                settings.on_progress(f"making the rows of {name}")
+                runs |= stack.enter_context(contexts[name])
+            samples |= take_turns(runs, settings.round_count, settings.on_progress)
     moved = BATCH_COUNT * CALL_COUNT / 1e6
     return {name: rounded(moved / statistics.median(taken)) for name, taken in samples.items()}
+
+
+@contextlib.contextmanager
+def _core(row_count: int) -> Iterator[_Runs]:
+    with started(("rows:core", str(row_count))) as (core,):
+        yield {name: core.timed(name) for name in _CEILINGS.values()}
+
+
+@contextlib.contextmanager
+def _peer(peer: str, lane: str, row_count: int) -> Iterator[_Runs]:
+    with contenders.torch_rows(lane, row_count) as pair:
+        yield {
+            f"{peer} {verb} {count}": partial(_result, pair, f"{verb} {count}")
+            for verb, count in _CALLS
+        }
+
+
+def _result(pair: Pair, name: str) -> float:
+    return float(pair.do(name).result)
+
+
+@contextlib.contextmanager
+def _lane(lane: str, row_count: int, partition_count: int) -> Iterator[_Runs]:
+    command = ("rows:member", str(row_count), str(partition_count))
+    with contenders.cluster(lane, [command]) as cluster:
+        worker = cluster.workers[0]
+        yield {
+            f"{lane} {verb} {count}": worker.timed(f"{verb} {count}") for verb, count in _CALLS
+        }
 
 
 def sparse_view(document: dict[str, Any]) -> TextTable:
@@ -108,7 +149,7 @@ def sparse_view(document: dict[str, Any]) -> TextTable:
         table.add_row(f"one core, {verb}", f"{ceilings[f'{name}_m_rows_s']:.2f}")
     for row in document["rows"]:
         table.add_row(
-            f"{row['lane']} {row['call']}, {row['in_flight']} in flight",
+            f"{row['lane']} {row['call']}, {row['partitions']} partitions, {row['in_flight']} at once",
             f"{row['m_rows_s']:.2f}",
             *(f"{row[key]:.2f}" for key in ("of_core", "over_torch_rpc", "over_torch_rpc_tcp")),
         )
