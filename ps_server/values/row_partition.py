@@ -113,10 +113,20 @@ class Place(NamedTuple):
 
 
 class RowArrays:
-    """Arrays by name, each of `widths[name]` elements a row."""
+    """Arrays by name, each of `widths[name]` elements a row.
 
-    def __init__(self, widths: Mapping[str, int], dtype: npt.DTypeLike) -> None:
+    Args:
+        reserved_bytes: addresses for the widest array; as many as there are, if these are fewer.
+    """
+
+    def __init__(
+        self,
+        widths: Mapping[str, int],
+        dtype: npt.DTypeLike,
+        reserved_bytes: int = _RESERVED_BYTES,
+    ) -> None:
         self._widths = dict(widths)
+        self._reserved_bytes = reserved_bytes
         self._dtype = np.dtype(dtype)
         self._widest_bytes = max(self._widths.values()) * self._dtype.itemsize
         self._first_count = max(64, _FIRST_BYTES // self._widest_bytes)
@@ -151,7 +161,7 @@ class RowArrays:
 
     def _reserved(self) -> tuple[int, dict[str, Rows]]:
         """Arrays in reserved addresses, and the number of their rows."""
-        size = _RESERVED_BYTES // self._widest_bytes
+        size = self._reserved_bytes // self._widest_bytes
         while True:
             try:
                 return size, {

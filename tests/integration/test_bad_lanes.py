@@ -58,8 +58,9 @@ def _held(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             files.append(str(entry.readlink()))
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
-    kinds = ("pipe:", "raw-lane", "/tmp")  # noqa: S108
-    return [name for name in (*files, *maps.splitlines()) if any(kind in name for kind in kinds)]
+    kinds = ("pipe:", "raw-lane", "pushpull-answers", "/tmp")  # noqa: S108
+    found = [name for name in (*files, *maps.splitlines()) if any(kind in name for kind in kinds)]
+    return [name for name in found if ".so" not in name]
 
 
 @pytest.fixture(autouse=True)
@@ -425,6 +426,51 @@ def test_values_are_lent_to_those_on_the_socket_alone(
     read = wire.pull_request(table, [0], shared=True, session=bad.session, clock=1)
     (part,) = wire.pull(table.places[0][2], read)
     assert part.block.payload == payload(-0.75)
+
+
+def test_rows_are_lent_until_the_memory_for_answers_comes_round(
+    wire: Wire, bad: RawWorker
+) -> None:
+    """A reader that is too late finds another stamp, and never another's rows under its own."""
+    length = 1024
+    made = wire.create(
+        "lent rows",
+        blocks=1,
+        element_count=length,
+        block_elements=length,
+        rows=types.RowsSpec(partition_count=1, seed=7),
+        initializer=types.Initializer(uniform=types.UniformInitializer(scale=1.0)),
+        consistency=types.Consistency(asp={}),
+    )
+    node_id = made.places[0][2]
+    most = limits.MAX_PULLED_ROW_BYTES // (4 * length)
+    request = wire.pull_request(made, [0], session=bad.session)
+    request.ranges[0].blocks.append(0)
+
+    def rows(first: int, *, shared: bool) -> parameters_pb2.PullResponse:
+        request.shared = shared
+        request.ranges[0].ids[:] = [np.arange(first, first + most, dtype="<u8").tobytes()]
+        (part,) = wire.pull(node_id, request)
+        return part
+
+    with RawLane(offer_of(wire, bad, node_id)).hello() as lane:
+        until(lambda: rows(0, shared=True).HasField("shared"), "its memory is reserved")
+        segment_id = lane.receive().segment.segment_id
+        memory = lane.lent[segment_id]
+        told = []
+        for number in range(2 * limits.LANE_ANSWER_BYTES // limits.MAX_PULLED_ROW_BYTES):
+            (value,) = rows(number * most, shared=True).shared.values
+            assert (value.block, value.segment_id) == (0, segment_id)
+            assert value.byte_count == limits.MAX_PULLED_ROW_BYTES
+            told.append(value)
+        standing = []
+        for number, value in enumerate(told):
+            at, begin = value.stamp_offset_bytes, value.offset_bytes
+            if struct.unpack("<Q", memory[at : at + 8].tobytes()) == (value.stamp,):
+                standing.append(number)
+                found = memory[begin : begin + value.byte_count].tobytes()
+                assert found == rows(number * most, shared=False).block.payload
+        assert standing == list(range(8, 16))
 
 
 def test_memory_that_changes_meanwhile_brings_no_nan_into_a_table(wire: Wire) -> None:

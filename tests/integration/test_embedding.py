@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_core import limits
+from ps_core.rows import first_values, mixed_ids, salt_of
+from ps_worker.spec.rows import cut_ids, rows_of
 from ps_worker.training.embedding import MAX_PASS_COUNT
 from tests.integration.command_line import run_here
 from tests.integration.replicated_cluster import replicated_cluster
@@ -175,6 +179,23 @@ def test_thousands_of_ids_come_in_several_requests(client: ps.Client) -> None:
     rows = client.pull_rows(table, np.arange(40_000).reshape(200, 200))
     assert rows.shape == (200, 200, 4)
     assert np.array_equal(rows[..., 0].reshape(-1), -np.arange(40_000))
+
+
+def test_more_pulls_at_once_than_shared_memory_holds_have_their_rows(client: ps.Client) -> None:
+    """Some come as bytes then, and none has another's rows."""
+    table = client.create_embedding("at once", 64, optimizer=ps.SGD(), init=ps.Normal(1.0))
+    spec = rows_of(table.table)
+    count = limits.LANE_ANSWER_BYTES // (64 * 4 * 2)
+    batches = [cut_ids(np.arange(n, n + count, dtype=np.uint64), spec) for n in range(6)]
+    for _ in range(3):  # first without shared memory, which is only being reserved
+        tickets = [client.pulls.start_rows(table, batch) for batch in batches]
+        found = [client.wait(t)[b.places] for t, b in zip(tickets, batches, strict=True)]
+        for first, second in itertools.pairwise(found):
+            assert np.array_equal(first[1:], second[:-1])
+    salt, values = salt_of(0), table.table.spec.initializer
+    assert np.array_equal(
+        found[0], first_values(mixed_ids(np.arange(count, dtype=np.uint64), salt), values, 64, "f4")
+    )
 
 
 def test_a_script_that_never_steps_is_told(client: ps.Client) -> None:

@@ -1,0 +1,74 @@
+"""Numbers of ids against a dictionary, and rows that lie in more slabs than one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_core.rows import mixed_ids, partitions_of, salt_of
+from ps_core.work import at_once
+from ps_server.values import row_kernels
+from ps_server.values.row_partition import RowArrays, RowIndex
+
+SEED = 3
+IDS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1)), max_size=40)
+
+
+@given(st.lists(IDS, max_size=6), IDS)
+def test_an_index_has_what_a_dictionary_has(batches: list[list[int]], asked: list[int]) -> None:
+    """RI-1; ids that are asked for may come twice."""
+    index, twin = RowIndex(salt_of(SEED)), dict[int, int]()
+    for batch in batches:
+        new = [each for each in dict.fromkeys(batch) if each not in twin]
+        numbers = at_once(index.adding(np.array(new, np.uint64)))
+        twin |= dict(zip(new, numbers.tolist(), strict=True))
+    assert list(twin.values()) == list(range(len(twin)))
+    assert index.ids.tolist() == list(twin)
+    asked += list(twin)
+    found = index.find(np.array(asked, np.uint64))
+    assert found.tolist() == [twin.get(each, -1) for each in asked]
+
+
+@given(IDS, st.integers(1, 9), st.data())
+def test_the_first_id_of_another_partition_is_found(
+    given_ids: list[int], count: int, data: st.DataObject
+) -> None:
+    ids = np.array(given_ids, np.uint64)
+    places = partitions_of(mixed_ids(ids, salt_of(SEED)), count).tolist()
+    partition = data.draw(st.integers(0, count - 1))
+    others = [at for at, place in enumerate(places) if place != partition]
+    found = row_kernels.elsewhere(ids, salt_of(SEED), count, partition)
+    assert found == (others[0] if others else -1)
+
+
+def test_memory_that_nobody_may_change_can_be_read() -> None:
+    ids = np.frombuffer(np.arange(100, dtype=np.uint64).tobytes(), "<u8")
+    index = RowIndex(salt_of(SEED))
+    at_once(index.adding(ids))
+    assert index.find(ids).tolist() == list(range(100))
+    assert row_kernels.elsewhere(ids, salt_of(SEED), 1, 0) == -1
+
+
+@pytest.mark.parametrize("reserved_bytes", [4 << 20, 1 << 40, 1 << 62])
+def test_rows_keep_their_values_where_they_move_and_in_further_slabs(reserved_bytes: int) -> None:
+    """The last of these has no addresses in any process: fewer are reserved."""
+    arrays = RowArrays({"values": 256, "step": 1}, np.float32, reserved_bytes)
+    count = 12_000  # the first MiB has 1,024 rows, a slab of 4 MiB 4,096
+    for begin in range(0, count, 1_000):
+        arrays.extend(begin + 1_000)
+        numbers = np.arange(begin, begin + 1_000)
+        places = arrays.places(numbers)
+        terms = numbers.astype(np.float32)[:, None]
+        arrays.put("step", places, terms)
+        arrays.put("values", places, np.repeat(terms, 256, axis=1))
+    numbers = np.random.default_rng(0).permutation(count)
+    places = arrays.places(numbers)
+    arrays.add("values", places, np.ones((count, 256), np.float32))
+    assert np.array_equal(arrays.get("step", places, count)[:, 0], numbers)
+    found = np.empty((count, 256), np.float32)
+    assert arrays.get("values", places, count, found) is found
+    assert np.array_equal(found, np.repeat(numbers[:, None] + 1.0, 256, axis=1))
+    pieces = np.concatenate(list(arrays.pieces("step", count)))
+    assert np.array_equal(pieces[:, 0], np.arange(count))
