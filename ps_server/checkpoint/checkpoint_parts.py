@@ -50,9 +50,9 @@ from ps_server.checkpoint.unchanged_blocks import (
     unchanged,
 )
 from ps_server.ranges.events import AnswerPull, RefusePull
+from ps_server.rows.row_optimizers import state_widths
 from ps_server.service.node import ParameterNode
 from ps_server.values.copy_on_write import CopyQuota, Key, RangeSnapshots
-from ps_server.values.row_optimizers import state_widths
 from ps_server.values.row_store import IDS
 from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 

@@ -1,17 +1,17 @@
 """A server's memory in which one session finds the rows that it pulls.
 
-    begin: the oldest pieces make room --the rows are written--> end: at rest, with a stamp
+    begin: the oldest pieces make room --the rows are written--> end: at rest
     --the ring comes round--> overwritten
 
 Rules:
     - Pieces follow one another in the ring. The server never waits for the session: a piece is
-      overwritten when its turn comes, and a reader that comes later finds another stamp, and asks
-      again.
-    - A stamp is a sequence lock (`ps_core.sequence_locks`): odd while its piece is written or no
-      piece has it, and never the same for two pieces.
+      overwritten when its turn comes; a reader that comes later finds that its lock has another
+      value, and asks again.
+    - A sequence lock (`ps_core.sequence_locks`) is odd while its piece is written or no piece has
+      it, and never the same for two pieces.
 
 Invariants:
-    AR-1  What lies under a stamp at rest does not change.
+    AR-1  What lies under a lock at rest does not change.
     AR-2  A piece is no longer than half of the ring.
 """
 
@@ -43,13 +43,13 @@ class Piece(NamedTuple):
     lock_number: int
 
     @property
-    def stamp_offset_bytes(self) -> int:
+    def lock_offset_bytes(self) -> int:
         return self.lock_number * sequence_locks.LOCK_BYTES
 
 
 class AnswerRing:
     """A segment of `byte_count` bytes for the rows of at most `piece_count` pieces, and their
-    stamps before them. OSError: there is no memory, or this system cannot share any.
+    locks before them. OSError: there is no memory, or this system cannot share any.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class AnswerRing:
 
     @contextlib.contextmanager
     def piece(self, byte_count: int) -> Iterator[tuple[Piece, Bytes]]:
-        """Memory to write within; afterwards it is at rest, and `stamp` gives its stamp. After an
+        """Memory to write within; afterwards it is at rest, and `lock` gives its lock. After an
         exception nobody finds it.
         """
         check(2 * byte_count <= self._end - self._begin, "AR-2", f"a piece of {byte_count} bytes")
@@ -91,7 +91,8 @@ class AnswerRing:
         sequence_locks.end(self._locks, (piece.lock_number,))
         self._pieces.append(piece)
 
-    def stamp(self, piece: Piece) -> int:
+    def lock(self, piece: Piece) -> int:
+        """The sequence lock of a piece at rest."""
         return sequence_locks.now(self._locks, piece.lock_number)
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
 from ps_runtime.system.shared_memory import SharedSegment
 from ps_runtime.system.turns import Turns
-from ps_server.lane.answer_ring import CAN_SHARE, AnswerRing
+from ps_server.lane.answer_ring import CAN_SHARE
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import (
     Accumulate,
@@ -61,7 +61,8 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
-from ps_server.values import contributions, row_kernels
+from ps_server.rows import row_kernels
+from ps_server.values import contributions
 from ps_server.values.block_values import ReadyBlock, arithmetic_dtype, ready_block
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution

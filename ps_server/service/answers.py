@@ -495,8 +495,8 @@ class RangeRead:
             segment_id=ring.segment_id,
             offset_bytes=piece.offset_bytes,
             byte_count=piece.byte_count,
-            stamp_offset_bytes=piece.stamp_offset_bytes,
-            stamp=ring.stamp(piece),
+            stamp_offset_bytes=piece.lock_offset_bytes,
+            stamp=ring.lock(piece),
         )
 
     def _versions(self, block: int) -> tuple[int, int]:

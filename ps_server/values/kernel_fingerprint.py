@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ps_core.tables import ROW_OPTIMIZERS, Kernels, OptimizerKind, OptimizerSpec
+from ps_server.rows.row_optimizers import RowOptimizer
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.optimizers import BlockState, Optimizer
-from ps_server.values.row_optimizers import RowOptimizer
 
 _ELEMENT_COUNT = 192
 _ROW_ELEMENTS = 24

@@ -24,9 +24,9 @@ import numpy as np
 from ps_core import limits
 from ps_core.errors import InvalidTensor, check
 from ps_core.rows import Ids, sums_by_key
+from ps_server.rows.row_partition import Rows
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.mutations import Elements, SentAccumulator
-from ps_server.values.row_partition import Rows
 from ps_server.values.update_arithmetic import Accumulator
 
 _SENT_BYTES = 1 << 20

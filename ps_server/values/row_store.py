@@ -31,7 +31,9 @@ from ps_core.rows import Ids, first_values, mixed_ids, partition_of, salt_of
 from ps_core.tables import Codec, Hyperparameters, Reduction, RowsSpec, Table
 from ps_core.work import PIECE_COUNT, Work, at_once
 from ps_server.ranges.events import Compensation
-from ps_server.values import row_kernels
+from ps_server.rows import row_kernels
+from ps_server.rows.row_optimizers import RowOptimizer
+from ps_server.rows.row_partition import Numbers, RowPartition, Rows
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.row_gradients import (
     RowAccumulator,
@@ -40,8 +42,6 @@ from ps_server.values.row_gradients import (
     check_count,
     parsed,
 )
-from ps_server.values.row_optimizers import RowOptimizer
-from ps_server.values.row_partition import Numbers, RowPartition, Rows
 from ps_server.values.shard_store import NOBODY_LOOKS, ChangeHooks, ShardStore
 from ps_server.values.store_copy import VALUES, BlockCopy, SavedBlock, StoreCopy, SumCopy
 from ps_server.values.update_arithmetic import Accumulator

@@ -428,9 +428,7 @@ def test_values_are_lent_to_those_on_the_socket_alone(
     assert part.block.payload == payload(-0.75)
 
 
-def test_rows_are_lent_until_the_memory_for_answers_comes_round(
-    wire: Wire, bad: RawWorker
-) -> None:
+def test_rows_are_lent_until_the_memory_for_answers_comes_round(wire: Wire, bad: RawWorker) -> None:
     """A reader that is too late finds another stamp, and never another's rows under its own."""
     length = 1024
     made = wire.create(

@@ -22,21 +22,21 @@ def written(ring: AnswerRing, byte_count: int, content: int) -> Piece:
 
 
 @given(SIZES)
-def test_a_piece_is_whole_as_long_as_its_stamp_stands(sizes: list[int]) -> None:
+def test_a_piece_is_whole_as_long_as_its_lock_stands(sizes: list[int]) -> None:
     """AR-1; and the newest are there, as long as all of them fit."""
     ring = AnswerRing(1, RING_BYTES, PIECE_COUNT)
     words = ring.segment.array.view(np.uint64)
-    told: list[tuple[Piece, int, int]] = []  # a piece, its stamp, its content
+    told: list[tuple[Piece, int, int]] = []  # a piece, its lock, its content
     for number, byte_count in enumerate(sizes):
         piece = written(ring, byte_count, number % 251)
-        told.append((piece, ring.stamp(piece), number % 251))
+        told.append((piece, ring.lock(piece), number % 251))
         stand = []
-        for old, stamp, content in told:
-            if int(words[old.stamp_offset_bytes // 8]) != stamp:
+        for old, lock, content in told:
+            if int(words[old.lock_offset_bytes // 8]) != lock:
                 continue
             found = ring.segment.array[old.offset_bytes : old.offset_bytes + old.byte_count]
             assert (found == content).all()
-            assert old.stamp_offset_bytes + 8 <= PIECE_COUNT * 8 <= old.offset_bytes
+            assert old.lock_offset_bytes + 8 <= PIECE_COUNT * 8 <= old.offset_bytes
             stand.append(old)
         assert stand[-1] is piece
         assert len(stand) <= PIECE_COUNT
@@ -45,13 +45,13 @@ def test_a_piece_is_whole_as_long_as_its_stamp_stands(sizes: list[int]) -> None:
     ring.close()
 
 
-def test_a_piece_that_could_not_be_written_has_no_stamp_and_its_place_is_used_again() -> None:
+def test_a_piece_that_could_not_be_written_has_no_lock_and_its_place_is_used_again() -> None:
     ring = AnswerRing(1, RING_BYTES, PIECE_COUNT)
     first = written(ring, 64, 1)
     with pytest.raises(ZeroDivisionError), ring.piece(64) as (piece, memory):
         memory[:] = 1 // 0
     with pytest.raises(InvariantViolation):
-        ring.stamp(piece)
+        ring.lock(piece)
     second = written(ring, 64, 2)
     assert second.offset_bytes == piece.offset_bytes != first.offset_bytes
     ring.close()

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from ps_core.rows import mixed_ids, partitions_of, salt_of
 from ps_core.work import at_once
-from ps_server.values import row_kernels
-from ps_server.values.row_partition import RowArrays, RowIndex
+from ps_server.rows import row_kernels
+from ps_server.rows.row_partition import RowArrays, RowIndex
 
 SEED = 3
 IDS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1)), max_size=40)

@@ -63,8 +63,7 @@ ROW_MUTANTS = (
         "S11",
         _STORE,
         "            numbers[missing] = yield from partition.adding(new, arrays)",
-        "            numbers[missing] = 0\n"
-        "            yield from partition.adding(ids[:0], {})",
+        "            numbers[missing] = 0\n            yield from partition.adding(ids[:0], {})",
         _STEPS,
     ),
     Mutant(

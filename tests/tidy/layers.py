@@ -14,6 +14,7 @@ PURE_ROOMS = {
     "ps_runtime.http2.protocol",
     "ps_server.ranges",
     "ps_server.replication",
+    "ps_server.rows",
     "ps_server.values",
     "ps_worker.spec",
     "ps_worker.window",

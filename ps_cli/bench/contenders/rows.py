@@ -102,9 +102,7 @@ def _actions(
 
 
 @contextlib.contextmanager
-def member(
-    scheduler: str, lane: str, row_count: str, partition_count: str
-) -> Iterator[Actions]:
+def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> Iterator[Actions]:
     """A worker of a cluster, whose table has `row_count` rows when it is ready."""
     batches = Batches(int(row_count))
     with ps.connect(scheduler, rank=0, lane=lane) as client:

@@ -30,7 +30,7 @@ _CEILINGS = {"pull": "gather", "push": "add"}
 _PEERS = {"torch_rpc": "own", "torch_rpc_tcp": "tcp"}
 _CALLS = [(verb, count) for verb in VERBS for count in (1, IN_FLIGHT_COUNT)]
 _BYTES_PER_ROW = 1.2 * 4 * LENGTH
-"""What a contender needs, with its index and its state."""
+"""Memory of a contender, with its index and its state."""
 
 _Runs = dict[str, Callable[[], float]]
 
@@ -133,9 +133,7 @@ def _lane(lane: str, row_count: int, partition_count: int) -> Iterator[_Runs]:
     command = ("rows:member", str(row_count), str(partition_count))
     with contenders.cluster(lane, [command]) as cluster:
         worker = cluster.workers[0]
-        yield {
-            f"{lane} {verb} {count}": worker.timed(f"{verb} {count}") for verb, count in _CALLS
-        }
+        yield {f"{lane} {verb} {count}": worker.timed(f"{verb} {count}") for verb, count in _CALLS}
 
 
 def sparse_view(document: dict[str, Any]) -> TextTable:
@@ -148,8 +146,9 @@ def sparse_view(document: dict[str, Any]) -> TextTable:
     for verb, name in _CEILINGS.items():
         table.add_row(f"one core, {verb}", f"{ceilings[f'{name}_m_rows_s']:.2f}")
     for row in document["rows"]:
+        words = f"partitions: {row['partitions']}, {row['in_flight']} at once"
         table.add_row(
-            f"{row['lane']} {row['call']}, {row['partitions']} partitions, {row['in_flight']} at once",
+            f"{row['lane']} {row['call']}, {words}",
             f"{row['m_rows_s']:.2f}",
             *(f"{row[key]:.2f}" for key in ("of_core", "over_torch_rpc", "over_torch_rpc_tcp")),
         )

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.tables import STEP_ARRAY, OptimizerKind, OptimizerSpec
-from ps_server.values.row_partition import Rows
+from ps_server.rows.row_partition import Rows
 
 SUM, FIRST, SECOND = "sum", "exp_avg", "exp_avg_sq"
 

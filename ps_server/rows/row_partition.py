@@ -7,8 +7,8 @@ Rules:
     - At most 3 of 5 slots are taken, so most ids are found at the first or second probe. A row
       takes 8 bytes for its id and 7 to 13 for its slot.
     - The table of slots doubles in pieces: the old one answers until the new one is whole.
-    - An array begins with 1 MiB, then moves once, into reserved addresses in which it grows without
-      copies. Rows beyond these, which few partitions have, lie in a further slab.
+    - An array begins with 1 MiB, then moves once, into a slab of many GiB, of which only pages that
+      are written take memory. Rows beyond it, which few partitions have, lie in a further one.
 
 Invariants:
     RI-1  A slot is free, so that a search ends.
@@ -26,8 +26,7 @@ import torch
 from ps_core.errors import check
 from ps_core.rows import Ids
 from ps_core.work import Work
-from ps_runtime.system.reserved_memory import reserve
-from ps_server.values import row_kernels
+from ps_server.rows import row_kernels
 
 Rows = npt.NDArray[Any]
 """Elements of rows. Shapes: (rows, elements)."""
@@ -144,7 +143,10 @@ class RowArrays:
         """
         while self.capacity < count:
             is_first = not self.capacity and count <= self._first_count
-            size, arrays = self._small() if is_first else self._reserved()
+            if is_first:
+                size, arrays = self._first_count, self._new(self._first_count)
+            else:
+                size, arrays = self._reserved()
             if self.capacity == self._first_count < size:
                 for name, array in arrays.items():
                     array[: self.capacity] = self._slabs[name].pop()
@@ -154,26 +156,19 @@ class RowArrays:
             for name, array in arrays.items():
                 self._slabs[name].append(array)
 
-    def _small(self) -> tuple[int, dict[str, Rows]]:
-        """Arrays of the first rows, and the number of these."""
-        size = self._first_count
-        return size, {n: np.empty((size, width), self._dtype) for n, width in self._widths.items()}
+    def _new(self, count: int) -> dict[str, Rows]:
+        return {n: np.empty((count, width), self._dtype) for n, width in self._widths.items()}
 
     def _reserved(self) -> tuple[int, dict[str, Rows]]:
         """Arrays in reserved addresses, and the number of their rows."""
         size = self._reserved_bytes // self._widest_bytes
         while True:
             try:
-                return size, {
-                    name: reserve(size * width * self._dtype.itemsize)
-                    .view(self._dtype)
-                    .reshape(size, width)
-                    for name, width in self._widths.items()
-                }
-            except OSError as error:  # this system counts addresses
+                return size, self._new(size)
+            except MemoryError:  # this system counts addresses, or one array has too many
                 size //= 2
                 if size < self._first_count:
-                    raise MemoryError(f"no addresses are left for rows: {error}") from error
+                    raise
 
     def places(self, numbers: Numbers) -> list[Place]:
         """The places of rows, slab by slab."""
@@ -187,9 +182,7 @@ class RowArrays:
                 found.append(Place(slab, numbers[positions] - begin, positions))
         return found
 
-    def get(
-        self, name: str, places: Sequence[Place], count: int, out: Rows | None = None
-    ) -> Rows:
+    def get(self, name: str, places: Sequence[Place], count: int, out: Rows | None = None) -> Rows:
         """A copy of these `count` rows, in `out`. Shapes: (rows, width)."""
         found = np.empty((count, self._widths[name]), self._dtype) if out is None else out
         for slab, numbers, positions in places:

@@ -29,7 +29,7 @@ def load() -> None:
 
 @functools.cache
 def _loops() -> ModuleType:
-    return importlib.import_module("ps_server.values.row_loops")
+    return importlib.import_module("ps_server.rows.row_loops")
 
 
 def elsewhere(ids: Ids, salt: np.uint64, partition_count: int, partition: int) -> int:
