@@ -597,8 +597,8 @@ class RestoredSimulation(RestoreSimulation):
             spec = table.spec
             if draw.random() < 0.2:
                 setting = drawn_consistency(draw)
-                is_add = spec.optimizer.kind is OptimizerKind.ADD
-                if not (setting.policy is StalePolicy.COMPENSATE and is_add):
+                has_delay = spec.optimizer.kind is not OptimizerKind.ADD and spec.rows is None
+                if has_delay or setting.policy is not StalePolicy.COMPENSATE:
                     spec = replace(spec, consistency=setting).validated()
                     self.world.counts["restored with another consistency"] += 1
             found.append(spec)
