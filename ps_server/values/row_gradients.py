@@ -7,7 +7,7 @@ Rules:
     - An id that comes twice in one payload has the sum of its rows, in their order.
     - A sum over workers is taken id by id, in the order of `add`; an id that a worker leaves out is
       zero there.
-    - A sum's ids ascend: payloads of equal sums are equal.
+    - The ids of a sum that was merged ascend.
 
 Invariants:
     RG-1  A sum of rows meets rows only.
@@ -23,7 +23,8 @@ import numpy as np
 
 from ps_core import limits
 from ps_core.errors import InvalidTensor, check
-from ps_core.rows import Ids, sums_by_key
+from ps_core.rows import Groups, Ids, sums_by_key
+from ps_core.work import Work
 from ps_server.rows.row_partition import Rows
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.mutations import Elements, SentAccumulator
@@ -31,6 +32,9 @@ from ps_server.values.update_arithmetic import Accumulator
 
 _SENT_BYTES = 1 << 20
 """A sum for another server is cut into payloads of so many bytes."""
+
+_SLICE_BYTES = 1 << 20
+"""Bytes of rows that are merged or scaled in one turn of the loop."""
 
 
 class RowGradients(NamedTuple):
@@ -92,11 +96,10 @@ class RowSum:
 
     parts: list[tuple[Ids, Rows]] = field(default_factory=list)
 
-    def total(self) -> tuple[Ids, Rows]:
-        """The ids, which ascend, and their sums."""
+    def totalling(self) -> Work[tuple[Ids, Rows]]:
+        """The ids, which ascend, and their sums; parts are merged in slices of bounded size."""
         if len(self.parts) > 1:
-            ids, values = zip(*self.parts, strict=True)
-            self.parts = [sums_by_key(np.concatenate(ids), np.concatenate(values))]
+            self.parts = [(yield from _merging(self.parts))]
         return self.parts[0]
 
     @property
@@ -104,10 +107,45 @@ class RowSum:
         """The rows that came, some perhaps of one id."""
         return sum(len(ids) for ids, _ in self.parts)
 
-    def scale(self, factor: float) -> None:
-        if factor != 1.0:
-            ids, values = self.total()
-            self.parts = [(ids, values * values.dtype.type(factor))]
+    def scaling(self, factor: float) -> Work[None]:
+        if factor == 1.0:
+            return
+        ids, values = yield from self.totalling()
+        scaled = np.empty_like(values)
+        for some in slices_of(values):
+            np.multiply(values[some], values.dtype.type(factor), out=scaled[some])
+            yield
+        self.parts = [(ids, scaled)]
+
+
+def slices_of(values: Rows) -> Iterator[slice]:
+    """Slices of rows, each of so many as are worked on in one turn of the loop."""
+    count = max(1, _SLICE_BYTES // (values.shape[1] * values.itemsize))
+    for begin in range(0, len(values), count):
+        yield slice(begin, begin + count)
+
+
+def _merging(parts: Sequence[tuple[Ids, Rows]]) -> Work[tuple[Ids, Rows]]:
+    """Sum parts by id, in slices of ids of which all parts together have few."""
+    length, dtype = parts[0][1].shape[1], parts[0][1].dtype
+    step = max(1, _SLICE_BYTES // (length * dtype.itemsize) // len(parts))
+    cuts = np.unique(np.concatenate([ids[step::step] for ids, _ in parts]))
+    ends = [np.append(np.searchsorted(ids, cuts), len(ids)).tolist() for ids, _ in parts]
+    most = sum(len(ids) for ids, _ in parts)
+    found, sums, count = np.empty(most, np.uint64), np.empty((most, length), dtype), 0
+    begins = [0] * len(parts)
+    for at in range(len(cuts) + 1):
+        some = [slice(begin, end[at]) for begin, end in zip(begins, ends, strict=True)]
+        begins = [each.stop for each in some]
+        ids = np.concatenate([ids[each] for (ids, _), each in zip(parts, some, strict=True)])
+        rows = np.concatenate([rows[each] for (_, rows), each in zip(parts, some, strict=True)])
+        groups = Groups.of(ids)
+        end = count + len(groups.keys)
+        found[count:end] = groups.keys
+        groups.sums(rows, sums[count:end])
+        count = end
+        yield
+    return found[:count], sums[:count]
 
 
 @dataclass(slots=True, eq=False)
@@ -134,9 +172,11 @@ class RowAccumulator(Accumulator):
         self.sums.clear()
 
     def sent(self) -> SentAccumulator:
+        """What came of each worker, unless it is merged: who receives it merges it as we do."""
         found: list[Elements] = []
         for block in self.blocks:
-            found += cut(block, *self.sums[block].total())
+            for part in self.sums[block].parts:
+                found += cut(block, *part)
         return SentAccumulator(tuple(found), self.is_reduced)
 
 

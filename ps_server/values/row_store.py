@@ -41,6 +41,7 @@ from ps_server.values.row_gradients import (
     RowSum,
     check_count,
     parsed,
+    slices_of,
 )
 from ps_server.values.shard_store import NOBODY_LOOKS, ChangeHooks, ShardStore
 from ps_server.values.store_copy import VALUES, BlockCopy, SavedBlock, StoreCopy, SumCopy
@@ -199,17 +200,20 @@ class RowStore:
             if total is None:
                 squares.append(0.0)
                 continue
-            self._average(total, contributor_count)
-            _, values = total.total()
-            squares.append(float(np.square(values, dtype=np.float64).sum()))
-            yield
+            yield from self._averaging(total, contributor_count)
+            _, values = yield from total.totalling()
+            square = 0.0
+            for some in slices_of(values):
+                square += float(np.square(values[some], dtype=np.float64).sum())
+                yield
+            squares.append(square)
         accumulator.is_reduced = True
         return tuple(squares)
 
-    def _average(self, total: RowSum, contributor_count: int) -> None:
+    def _averaging(self, total: RowSum, contributor_count: int) -> Work[None]:
         check(contributor_count >= 1, "RS-3", "a sum without contributors")
         if self._is_mean and contributor_count > 1:
-            total.scale(1.0 / contributor_count)
+            yield from total.scaling(1.0 / contributor_count)
 
     def take(self, clock: int) -> RowAccumulator:
         return self._accumulators.pop(clock, None) or RowAccumulator()
@@ -280,10 +284,11 @@ class RowStore:
         for block in blocks:
             total = accumulator.sums.pop(block)
             if not accumulator.is_reduced:
-                self._average(total, contributor_count)
-            total.scale(update_scale)
+                yield from self._averaging(total, contributor_count)
+            yield from total.scaling(update_scale)
+            ids, gradients = yield from total.totalling()
             changes.begin((block,))
-            yield from self._updating(self._partitions[block], *total.total(), merged)
+            yield from self._updating(self._partitions[block], ids, gradients, merged)
             self._partitions[block].version += 1
             changes.end((block,))
             yield

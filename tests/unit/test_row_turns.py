@@ -114,3 +114,22 @@ def test_a_table_grows_and_is_copied_in_short_turns() -> None:
         longest_s.append(longest_piece_s(store.applying(1, store.take(1), (), 1)))
     assert sorted(longest_s)[-2] < most_turn_s(), longest_s  # one may be the machine's
     assert longest_piece_s(store.copying()) < most_turn_s()
+
+
+@pytest.mark.parametrize("are_same", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_sum_of_many_workers_is_reduced_and_applied_in_short_turns(
+    length: int, are_same: bool
+) -> None:
+    worker_count = 12
+
+    def once(_: int) -> float:
+        store, longest_s = store_of(length), 0.0
+        for worker in range(worker_count):
+            found = store.decode(0, Codec.FP32, largest_push(length), b"")
+            ids = found.ids if are_same else found.ids * np.uint64(worker_count) + np.uint64(worker)
+            store.accumulate(1, [(0, found._replace(ids=ids))], 1.0)
+        longest_s = longest_piece_s(store.reducing(1, worker_count))
+        return max(longest_s, longest_piece_s(store.applying(1, store.take(1), (), worker_count)))
+
+    assert min(map(once, range(3))) < most_turn_s()
