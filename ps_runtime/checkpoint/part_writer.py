@@ -110,6 +110,16 @@ class WorkerTensor:
     payload: Payload
 
 
+@dataclass(slots=True, eq=False)
+class _Append:
+    """A tensor that is being written from `begin` on; the checksum is of what is written."""
+
+    begin: int
+    written_bytes: int = 0
+    crc32: int = 0
+    is_writing: bool = False
+
+
 class PartWriter:
     """Writes one server's part to `path`, on this machine; an existing file is replaced. Space is
     reserved for a header of what is `planned`. Blocking: makes the file; InvalidCheckpoint if it
@@ -135,7 +145,7 @@ class PartWriter:
         self._checksums: dict[tuple[str, int], dict[str, int]] = {}
         self._notes: dict[tuple[str, int], tuple[int, tuple[int, ...]]] = {}
         self._referred: dict[tuple[str, int], StoredBlock] = {}
-        self._open: dict[str, int] = {}  # offsets of appends that are under way
+        self._open: dict[str, _Append] = {}  # of tensors that are not whole yet
         self._behind = WriteBehind()
         self._problem = ""
         self._descriptor: int | None = None
@@ -143,42 +153,71 @@ class PartWriter:
             self._descriptor = disk.create(path)
 
     def append(
-        self, table: str, block: int, tensor: str, payload: Payload, dtype: str = "F32"
+        self,
+        table: str,
+        block: int,
+        tensor: str,
+        payload: Payload,
+        dtype: str = "F32",
+        place: tuple[int, int] | None = None,
     ) -> None:
-        """Write one tensor of a block: "values", or the name of an optimizer's state. Thread-safe.
+        """Write one tensor of a block: "values", or the name of an optimizer's state; or the next
+        piece of one, at `place`: where it begins, and the bytes of all. Pieces are written in their
+        order: one that comes before its turn waits for another thread. Thread-safe.
 
-        `payload` is little-endian and C-contiguous; it is read before this returns. `dtype` is F32
-        or F64. Blocking: the write. Raises InvalidCheckpoint if it cannot be written.
+        `payload` is little-endian and C-contiguous; it is read before this returns. `dtype` is F32,
+        F64 or U64. Blocking: the write. Raises InvalidCheckpoint if it cannot be written.
         """
         flat = flat_bytes(payload)
-        count, rest = divmod(flat.nbytes, ELEMENT_BYTES[dtype])
+        at, byte_count = place or (0, flat.nbytes)
+        count, rest = divmod(byte_count, ELEMENT_BYTES[dtype])
         name = tensor_name(table, block, tensor)
-        check(rest == 0, "PF-1", f"'{name}' has {flat.nbytes} bytes, which are no {dtype}")
+        check(rest == 0, "PF-1", f"'{name}' has {byte_count} bytes, which are no {dtype}")
         with self._lock:
             descriptor = self._open_descriptor()
-            check(name not in self._tensors, "PF-1", f"'{name}' is there twice")
-            begin = self._end
-            self._end += flat.nbytes
-            self._tensors[name] = _described(dtype, (count,), begin, self._end)
-            self._open[name] = begin
+            if at:
+                self._lock.wait_for(lambda: self._is_turn(name, at))
+                descriptor = self._open_descriptor()
+            else:
+                check(name not in self._tensors, "PF-1", f"'{name}' is there twice")
+                begin = self._end
+                self._end += byte_count
+                self._tensors[name] = _described(dtype, (count,), begin, self._end)
+                self._open[name] = _Append(begin)
+            append = self._open[name]
+            append.is_writing = True
         problem = "a write was broken off"
         try:
-            crc32 = zlib.crc32(flat)
+            crc32 = zlib.crc32(flat, append.crc32)
+            offset = LENGTH_BYTES + self._header_bytes + append.begin + at
             with _reported(self.path):
-                self._disk.write(descriptor, flat, LENGTH_BYTES + self._header_bytes + begin)
+                self._disk.write(descriptor, flat, offset)
             problem = ""
         finally:
             with self._lock:
-                del self._open[name]
-                self._lock.notify_all()
+                append.is_writing = False
+                append.crc32, append.written_bytes = crc32, at + flat.nbytes
                 self._problem = self._problem or problem
+                is_whole = append.written_bytes == byte_count
+                if is_whole or problem:
+                    del self._open[name]
                 if not problem:
-                    self._checksums.setdefault((table, block), {})[tensor] = crc32
+                    if is_whole:
+                        self._checksums.setdefault((table, block), {})[tensor] = crc32
                     self._drop_written(descriptor)
+                self._lock.notify_all()
+
+    def _is_turn(self, name: str, at: int) -> bool:
+        """True if a tensor's piece may be written that begins there, or none can be any more."""
+        append = self._open.get(name)
+        is_next = append is not None and not append.is_writing and append.written_bytes == at
+        return is_next or bool(self._problem) or self._descriptor is None
 
     def _drop_written(self, descriptor: int) -> None:
         """Drop written windows from memory; under the lock."""
-        end = min(self._open.values(), default=self._end)
+        end = min(
+            (each.begin + each.written_bytes for each in self._open.values()), default=self._end
+        )
         with _reported(self.path):
             for window in self._behind.written(LENGTH_BYTES + self._header_bytes + end):
                 self._disk.let_go(descriptor, *window)
@@ -233,7 +272,8 @@ class PartWriter:
         """
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
-            self._lock.wait_for(lambda: not self._open)
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: not any(each.is_writing for each in self._open.values()))
             if descriptor is not None:
                 with _reported(self.path):
                     self._disk.close(descriptor)

@@ -53,8 +53,7 @@ from ps_server.ranges.events import AnswerPull, RefusePull
 from ps_server.rows.row_optimizers import state_widths
 from ps_server.service.node import ParameterNode
 from ps_server.values.copy_on_write import CopyQuota, Key, RangeSnapshots
-from ps_server.values.row_store import IDS
-from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
+from ps_server.values.store_copy import IDS, VALUES, SavedBlock, tensor_of
 
 _THREAD_COUNT = 2
 _BUSY_S = 0.5
@@ -287,7 +286,7 @@ class _CheckpointPart:
         self._wake.set()
 
     def _take(self, key: Key, block: SavedBlock) -> None:
-        """Copy a block, to be written in its turn.
+        """Copy a block, or some rows of one, to be written in its turn.
 
         A copy may not fit after all, since the free memory is in pieces, or since an update that
         was decided before the cut was held is applied. It then goes to other memory.
@@ -296,6 +295,8 @@ class _CheckpointPart:
         view = memoryview(bytearray(block.byte_count)) if piece is None else piece.view
         self._quota.copied(key, block.byte_count, is_last=not self._snapshots.has(key))
         self._copied.append((key[0], block.copied_to(view), piece))
+        written = key[0], block.block
+        self._byte_counts[written] = self._byte_counts.get(written, 0) + block.byte_count
 
     def _start(
         self, copied: tuple[int, MemorySpan | None], work: Callable[..., Any], *told: Any
@@ -317,11 +318,12 @@ class _CheckpointPart:
         _, _, writer = self._opening.result()
         spec = self._specs[table_id].spec
         dtype = "F64" if spec.dtype is DType.FLOAT64 else "F32"
-        self._byte_counts[table_id, block.block] = block.byte_count
-        writer.note_block(spec.name, block.block, block.version, block.steps)
+        if block.rows is None or not block.rows.begin:
+            writer.note_block(spec.name, block.block, block.version, block.steps)
         for name, payload in block.tensors:
             is_ids = spec.rows is not None and name == IDS
-            writer.append(spec.name, block.block, name, payload, "U64" if is_ids else dtype)
+            place = block.place_of(payload)
+            writer.append(spec.name, block.block, name, payload, "U64" if is_ids else dtype, place)
 
     def _written(self, done: Future[Any], copied: tuple[int, MemorySpan | None]) -> None:
         byte_count, piece = copied

@@ -4,6 +4,8 @@
 
 Rules:
     - Numbers count the rows in the order in which they were added; a row keeps its number.
+    - A captured partition goes on changing: a row is copied before its first change, unless the
+      snapshot has given it. Rows that are added later are not in the snapshot.
     - At most 3 of 5 slots are taken, so most ids are found at the first or second probe. A row
       takes 8 bytes for its id and 7 to 13 for its slot.
     - The table of slots doubles in pieces: the old one answers until the new one is whole.
@@ -12,11 +14,13 @@ Rules:
 
 Invariants:
     RI-1  A slot is free, so that a search ends.
+    RI-2  A partition is captured by one snapshot at a time, which gives each row that was there
+          once, as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +42,9 @@ _FIRST_SIZE = 64
 _GROWTH = 8
 _RESERVED_BYTES = 32 << 30
 """Addresses that are reserved for an array. A process has four thousand times as many."""
+
+_COPIED_BYTES = 1 << 20
+"""Bytes of the widest array that are copied in one turn of the loop."""
 
 _PIECE_COUNT = 16_384
 """Rows that are put into a new table of slots at once: a millisecond."""
@@ -134,6 +141,19 @@ class RowArrays:
         self.capacity = 0  # the rows that have a place
 
     @property
+    def names(self) -> Iterable[str]:
+        return self._widths
+
+    def empty(self) -> RowArrays:
+        """Arrays of the same names and widths, without rows."""
+        return RowArrays(self._widths, self._dtype, self._reserved_bytes)
+
+    @property
+    def piece_count(self) -> int:
+        """Rows that are copied in one turn of the loop."""
+        return max(1, _COPIED_BYTES // self._widest_bytes)
+
+    @property
     def row_bytes(self) -> int:
         return sum(self._widths.values()) * self._dtype.itemsize
 
@@ -205,23 +225,29 @@ class RowArrays:
             terms = torch.from_numpy(rows[positions])
             own.index_add_(0, torch.from_numpy(numbers), terms)  # in half the time of numpy's
 
-    def pieces(self, name: str, count: int) -> Iterator[Rows]:
-        """Views of the first `count` rows, in order, slab by slab."""
-        for begin, slab in zip(self._begins.tolist(), self._slabs[name], strict=True):
-            yield slab[: max(0, count - begin)]
-
 
 class RowPartition:
-    """The rows of one partition: numbers by id, arrays by number, and the updates so far."""
+    """The rows of one partition: numbers by id, arrays by number, and the updates so far.
+
+    Attributes:
+        snapshot: keeps rows that are about to change, if the partition was captured.
+    """
 
     def __init__(self, salt: np.uint64, widths: Mapping[str, int], dtype: np.dtype[Any]) -> None:
         self.index = RowIndex(salt)
         self.arrays = RowArrays(widths, dtype)
         self.version = 0
+        self.snapshot: RowSnapshot | None = None
 
     @property
     def byte_count(self) -> int:
         return self.index.byte_count + self.index.count * self.arrays.row_bytes
+
+    def capture(self) -> RowSnapshot:
+        """Keep the rows as they are now for the result, until it has given all or is ended."""
+        check(self.snapshot is None, "RI-2", "a partition is captured twice")
+        self.snapshot = RowSnapshot(self)
+        return self.snapshot
 
     def adding(self, ids: Ids, arrays: Mapping[str, Rows]) -> Work[Numbers]:
         """Add rows with these arrays; returns their numbers."""
@@ -231,3 +257,72 @@ class RowPartition:
         for name, rows in arrays.items():
             self.arrays.put(name, places, rows)
         return numbers
+
+
+class SnapshotPiece(NamedTuple):
+    """Some rows of a snapshot, in the order of their numbers: the first has the number `begin`."""
+
+    begin: int
+    ids: Ids
+    arrays: dict[str, Rows]
+
+
+class RowSnapshot:
+    """The rows of a partition as they were when it was captured.
+
+    Attributes:
+        version: the partition's then.
+        count: of its rows then.
+    """
+
+    def __init__(self, partition: RowPartition) -> None:
+        self.version = partition.version
+        self.count = partition.index.count
+        self._partition = partition
+        self._given_count = 0
+        self._is_begun = False
+        # 1 + the place in `_kept` of a row that has changed since, or 0. Untouched pages are free.
+        self._places: npt.NDArray[np.int32] = np.zeros(self.count, np.int32)
+        self._kept = partition.arrays.empty()
+        self._kept_count = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_begun and self._given_count >= self.count
+
+    def keep(self, numbers: Numbers) -> None:
+        """Copy those of these rows, each once, that are about to change for the first time."""
+        rows = numbers[(numbers >= self._given_count) & (numbers < self.count)]
+        rows = rows[self._places[rows] == 0]
+        if not len(rows):
+            return
+        arrays, count = self._partition.arrays, self._kept_count + len(rows)
+        self._kept.extend(count)
+        own = np.arange(self._kept_count, count)
+        self._places[rows] = own + 1
+        places, own_places = arrays.places(rows), self._kept.places(own)
+        for name in arrays.names:
+            self._kept.put(name, own_places, arrays.get(name, places, len(rows)))
+        self._kept_count = count
+
+    def next(self) -> SnapshotPiece:
+        """The next rows, copied; none if there were none. After the last the snapshot ends."""
+        arrays, begin = self._partition.arrays, self._given_count
+        end = min(begin + arrays.piece_count, self.count)
+        places = arrays.places(np.arange(begin, end)) if end > begin else []
+        changed = np.flatnonzero(self._places[begin:end])
+        kept = self._kept.places(self._places[begin:end][changed].astype(np.int64) - 1)
+        found = {}
+        for name in arrays.names:
+            found[name] = arrays.get(name, places, end - begin)
+            if len(changed):
+                found[name][changed] = self._kept.get(name, kept, len(changed))
+        self._given_count, self._is_begun = end, True
+        if self.is_done:
+            self.end()
+        return SnapshotPiece(begin, self._partition.index.ids[begin:end], found)
+
+    def end(self) -> None:
+        """Keep rows no more. Idempotent."""
+        if self._partition.snapshot is self:
+            self._partition.snapshot = None

@@ -14,15 +14,18 @@ Rules:
     - Updates decided before a range is held may still be applied, and copied beyond the quota.
 
 Invariants:
-    CW-1  Each block of a captured range is handed over once, as it was when the range was captured.
+    CW-1  Each block of a captured range is handed over once, or all of its rows, each once, as it
+          was when the range was captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from ps_core.keys import RangeId, TableId
-from ps_server.values.row_store import Store
+from ps_server.rows.row_partition import RowSnapshot
+from ps_server.values.row_store import RowStore, Store
 from ps_server.values.store_copy import SavedBlock
 
 Key = tuple[TableId, RangeId]
@@ -30,26 +33,40 @@ TakeBlock = Callable[[Key, SavedBlock], None]
 """Takes a block of a range: views that are valid during the call."""
 
 
+class _Captured(NamedTuple):
+    """What is left of a captured range: blocks in their order, and partitions by block."""
+
+    store: Store
+    blocks: dict[int, None]
+    rows: dict[int, RowSnapshot]
+
+
 class RangeSnapshots:
     """Blocks that a server has captured for one checkpoint; `take` gets those about to change."""
 
     def __init__(self, take: TakeBlock) -> None:
         self._take = take
-        self._captured: dict[Key, tuple[Store, dict[int, None]]] = {}
+        self._captured: dict[Key, _Captured] = {}
 
     def add(self, key: Key, store: Store, blocks: Iterable[int]) -> None:
         """Capture these blocks as they are."""
-        captured = dict.fromkeys(blocks)
-        if captured:
-            self._captured[key] = store, captured
+        if isinstance(store, RowStore):
+            rows = {block: store.capture(block) for block in blocks}
+            captured = _Captured(store, dict.fromkeys(rows), rows)
+        else:
+            captured = _Captured(store, dict.fromkeys(blocks), {})
+        if captured.blocks:
+            self._captured[key] = captured
 
     def before_change(self, key: Key, blocks: Iterable[int]) -> None:
-        """Hand over captured blocks among these, which are about to change."""
+        """Hand over captured blocks among these, which are about to change. A partition of rows
+        keeps them itself, row by row.
+        """
         if key not in self._captured:
             return
-        _, captured = self._captured[key]
+        captured = self._captured[key]
         for block in blocks:
-            if block in captured:
+            if block in captured.blocks and block not in captured.rows:
                 self._take(key, self._handed_over(key, block))
 
     @property
@@ -60,23 +77,34 @@ class RangeSnapshots:
         return key in self._captured
 
     def next(self, of: Iterable[Key]) -> tuple[Key, SavedBlock] | None:
-        """A block of the first of these ranges that has one: views, valid until any change."""
+        """A block of the first of these ranges that has one, or its next rows: views, valid until
+        any change.
+        """
         for key in of:
             if key in self._captured:
-                _, captured = self._captured[key]
-                return key, self._handed_over(key, next(iter(captured)))
+                return key, self._handed_over(key, next(iter(self._captured[key].blocks)))
         return None
 
     def end(self) -> None:
         """Forget all captured blocks."""
+        for captured in self._captured.values():
+            for snapshot in captured.rows.values():
+                snapshot.end()
         self._captured.clear()
 
     def _handed_over(self, key: Key, block: int) -> SavedBlock:
-        store, captured = self._captured[key]
-        del captured[block]
-        if not captured:
+        captured = self._captured[key]
+        store, snapshot = captured.store, captured.rows.get(block)
+        if snapshot is None or not isinstance(store, RowStore):
+            found = store.saved(block)
+        else:
+            found = store.saved_rows(block, snapshot)
+            if not snapshot.is_done:
+                return found
+        del captured.blocks[block]
+        if not captured.blocks:
             del self._captured[key]
-        return store.saved(block)
+        return found
 
 
 class CopyQuota:

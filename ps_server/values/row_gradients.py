@@ -172,7 +172,7 @@ class RowAccumulator(Accumulator):
         self.sums.clear()
 
     def sent(self) -> SentAccumulator:
-        """What came of each worker, unless it is merged: who receives it merges it as we do."""
+        """Rows as they came from each worker, unless they are merged: a backup merges them so."""
         found: list[Elements] = []
         for block in self.blocks:
             for part in self.sums[block].parts:

@@ -33,7 +33,7 @@ from ps_core.work import PIECE_COUNT, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
 from ps_server.rows.row_optimizers import RowOptimizer
-from ps_server.rows.row_partition import Numbers, RowPartition, Rows
+from ps_server.rows.row_partition import Numbers, RowPartition, Rows, RowSnapshot
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.row_gradients import (
     RowAccumulator,
@@ -44,20 +44,22 @@ from ps_server.values.row_gradients import (
     slices_of,
 )
 from ps_server.values.shard_store import NOBODY_LOOKS, ChangeHooks, ShardStore
-from ps_server.values.store_copy import VALUES, BlockCopy, SavedBlock, StoreCopy, SumCopy
+from ps_server.values.store_copy import (
+    IDS,
+    VALUES,
+    BlockCopy,
+    RowSpan,
+    SavedBlock,
+    StoreCopy,
+    SumCopy,
+)
 from ps_server.values.update_arithmetic import Accumulator
-
-IDS = "ids"
-"""The name of the ids beside the values and the optimizer state, in copies and checkpoints."""
 
 _PIECE_COUNT, _PIECE_BYTES = 8192, 1 << 20
 """Most rows of a partition, and bytes of them, that are updated in one turn of the loop."""
 
 _BRIEF_BYTES = 2 << 20
 """Most bytes of the gradients of an update that is made at once."""
-
-_COPIED_BYTES = 1 << 20
-"""Most bytes of one array in a piece of a copy."""
 
 
 class RowStore:
@@ -303,6 +305,8 @@ class RowStore:
             some = slice(begin, begin + count)
             numbers = yield from self._here(partition, ids[some])
             arrays = partition.arrays
+            if partition.snapshot is not None:
+                partition.snapshot.keep(numbers)
             places = arrays.places(numbers)
             state = {
                 name: arrays.get(name, places, len(numbers)) for name in self._optimizer.widths
@@ -412,8 +416,7 @@ class RowStore:
         """
         blocks = []
         for block, partition in self._partitions.items():
-            widest_bytes = max(self._widths.values()) * self._dtype.itemsize
-            count = max(1, _COPIED_BYTES // widest_bytes)
+            count = partition.arrays.piece_count
             for begin in range(0, max(1, partition.index.count), count):
                 ids = partition.index.ids[begin : begin + count]
                 places = partition.arrays.places(np.arange(begin, begin + len(ids)))
@@ -483,18 +486,29 @@ class RowStore:
         for kept in copy.sums:
             self._accumulators[kept.clock] = yield from self.receiving(kept.accumulator)
 
+    def capture(self, block: int) -> RowSnapshot:
+        """Capture a partition for a checkpoint; it may go on changing."""
+        return self._partition(block).capture()
+
+    def saved_rows(self, block: int, snapshot: RowSnapshot) -> SavedBlock:
+        """The next rows of a captured partition."""
+        piece = snapshot.next()
+        arrays = dict(piece.arrays)
+        ordered = {VALUES: arrays.pop(VALUES), IDS: piece.ids, **arrays}
+        tensors = tuple((n, memoryview(each.tobytes())) for n, each in ordered.items())
+        span = RowSpan(piece.begin, snapshot.count)
+        return SavedBlock(block, snapshot.version, (0,), tensors, span)
+
     def saved(self, block: int) -> SavedBlock:
-        """A partition for a checkpoint."""
-        partition = self._partition(block)
-        ids = memoryview(partition.index.ids.tobytes())
-        arrays = {
-            name: memoryview(
-                b"".join(map(bytes, partition.arrays.pieces(name, partition.index.count)))
-            )
-            for name in self._widths
-        }
-        tensors = ((VALUES, arrays.pop(VALUES)), (IDS, ids), *arrays.items())
-        return SavedBlock(block, partition.version, (0,), tensors)
+        """All rows of a partition, at once."""
+        snapshot, pieces = self.capture(block), []
+        while not snapshot.is_done:
+            pieces.append(self.saved_rows(block, snapshot))
+        tensors = tuple(
+            (name, memoryview(b"".join(dict(each.tensors)[name] for each in pieces)))
+            for name, _ in pieces[0].tensors
+        )
+        return pieces[0]._replace(tensors=tensors, rows=None)
 
     def load(
         self, block: int, version: int, steps: Sequence[int]
@@ -523,13 +537,15 @@ class RowStore:
         """
         arrays = self._loaded.pop(block)
         partition = self._partitions[block]
-        values = bytes(arrays.pop(VALUES, b""))
-        slots = tuple((name, bytes(array)) for name, array in arrays.items())
-        copy = BlockCopy(block, partition.version, (0,), values, slots)
-        ids, found = self._rows_of(copy)
-        if len(np.unique(ids)) != len(ids):
-            raise InvalidKeys(f"partition {block} of table '{self._name}' has an id twice")
-        at_once(partition.adding(ids, found))
+        values = memoryview(arrays.pop(VALUES, b""))
+        slots = tuple((name, memoryview(array)) for name, array in arrays.items())
+        ids, found = self._rows_of(BlockCopy(block, partition.version, (0,), values, slots))
+        for begin in range(0, len(ids), _PIECE_COUNT):  # short calls: the loop has its turns
+            some = slice(begin, begin + _PIECE_COUNT)
+            new = np.unique(ids[some])
+            if len(new) != len(ids[some]) or bool((partition.index.find(new) >= 0).any()):
+                raise InvalidKeys(f"partition {block} of table '{self._name}' has an id twice")
+            at_once(partition.adding(ids[some], {n: rows[some] for n, rows in found.items()}))
 
     def _partition(self, block: int) -> RowPartition:
         found = self._partitions.get(block)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ps_core import limits
 from ps_core.errors import InvalidTensor
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.optimizer_arrays import is_laid_beside
@@ -96,8 +97,19 @@ def _overwrite(target: Tensor, payload: bytes | memoryview) -> Tensor:
     return target
 
 
+IDS = "ids"
+"""The name of a partition's ids beside the values and the optimizer state."""
+
+
+class RowSpan(NamedTuple):
+    """The place of some rows, from `begin` on, among all `total` that a partition has."""
+
+    begin: int
+    total: int
+
+
 class SavedBlock(NamedTuple):
-    """A block as a checkpoint has it.
+    """A block as a checkpoint has it, or some rows of a partition.
 
     Shapes:
         steps: as in `BlockCopy`.
@@ -108,10 +120,21 @@ class SavedBlock(NamedTuple):
     version: int
     steps: tuple[int, ...]
     tensors: tuple[tuple[str, memoryview], ...]
+    rows: RowSpan | None = None
 
     @property
     def byte_count(self) -> int:
         return sum(payload.nbytes for _, payload in self.tensors)
+
+    def place_of(self, payload: memoryview) -> tuple[int, int] | None:
+        """Where a tensor's payload begins in the tensor of all rows, and the bytes of that one;
+        None if it is all of it.
+        """
+        count = len(dict(self.tensors)[IDS]) // limits.ROW_ID_BYTES if self.rows else 0
+        if self.rows is None or count == self.rows.total:
+            return None
+        row_bytes = payload.nbytes // count
+        return self.rows.begin * row_bytes, self.rows.total * row_bytes
 
     def copied_to(self, buffer: memoryview) -> SavedBlock:
         """A copy that shares nothing with the block, in `buffer`: `byte_count` writable bytes."""

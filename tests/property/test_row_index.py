@@ -70,5 +70,3 @@ def test_rows_keep_their_values_where_they_move_and_in_further_slabs(reserved_by
     found = np.empty((count, 256), np.float32)
     assert arrays.get("values", places, count, found) is found
     assert np.array_equal(found, np.repeat(numbers[:, None] + 1.0, 256, axis=1))
-    pieces = np.concatenate(list(arrays.pieces("step", count)))
-    assert np.array_equal(pieces[:, 0], np.arange(count))

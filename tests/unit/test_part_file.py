@@ -101,6 +101,66 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
             read_into(file, header, "model/0/17/values", memoryview(bytearray(11)))
 
 
+class _SlowFirst(Disk):
+    """Holds the first write of a tensor until another thread has tried to write behind it."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self._fails = fails
+
+    def write(self, descriptor: int, payload: Payload, offset: int) -> None:
+        if not self.has_begun.is_set():
+            self.has_begun.set()
+            assert self.may_end.wait(30)
+            if self._fails:
+                raise OSError("the disk is gone")
+        super().write(descriptor, payload, offset)
+
+
+@pytest.mark.parametrize("end", ["whole", "fails", "aborted"])
+def test_pieces_of_a_tensor_are_written_in_their_order(tmp_path: Path, end: str) -> None:
+    disk, path = _SlowFirst(fails=end == "fails"), tmp_path / "part"
+    writer = PartWriter(path, PLANNED, disk)
+    whole = np.arange(12, dtype=np.float32)
+    ended: list[str] = []
+
+    def append(begin: int) -> None:
+        piece = whole[begin : begin + 4].data
+        try:
+            writer.append("wide", 0, "values", piece, place=(4 * begin, 48))
+            ended.append(f"{begin} written")
+        except (InvalidCheckpoint, InvariantViolation) as error:
+            ended.append(f"{begin}: {error}")
+
+    threads = [threading.Thread(target=append, args=(begin,)) for begin in (0, 8, 4)]
+    threads[0].start()
+    assert disk.has_begun.wait(30)
+    for thread in threads[1:]:
+        thread.start()
+    if end == "aborted":
+        threads.append(threading.Thread(target=writer.abort))
+        threads[-1].start()
+        for thread in threads[1:3]:  # these wait for no piece that will not come
+            thread.join(30)
+        assert len(ended) == 2
+    disk.may_end.set()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    if end == "whole":
+        assert ended == ["0 written", "4 written", "8 written"]
+        writer.note_block("wide", 0, 1, [1])
+        written = writer.finish(1, "3fa9c1d27b60a5e4")
+        with path.open("rb", buffering=0) as file:
+            header = read_header(file, "here", written.byte_count, written.header_sha256)
+            assert bytes(read_tensor(file, header, "wide/0/values")) == whole.tobytes()
+    else:
+        assert len(ended) == 3
+        assert [each for each in ended if each.endswith(" written")] == (
+            ["0 written"] if end == "aborted" else []
+        )
+
+
 ELSEWHERE = StoredBlock(7, (7, 6), {"values": 5, "exp_avg": 6}, "00000011-3fa9c1d2/server-1-8812.x")
 
 

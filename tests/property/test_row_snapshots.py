@@ -1,0 +1,103 @@
+"""A captured partition of rows that goes on changing, against one that was copied whole (CW-1)."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ps_core.keys import RangeId, TableId
+from ps_core.tables import (
+    Codec,
+    DType,
+    Initializer,
+    InitializerKind,
+    OptimizerKind,
+    OptimizerSpec,
+    RowsSpec,
+    Table,
+    TableSpec,
+)
+from ps_core.work import at_once
+from ps_server.values.copy_on_write import RangeSnapshots
+from ps_server.values.row_gradients import payload_of
+from ps_server.values.row_store import RowStore
+from ps_server.values.store_copy import IDS, RowSpan, SavedBlock
+from tests.examples import examples
+
+LENGTH = 1 << 15
+"""Elements of a row: a piece of a copy has eight of them."""
+
+KEY = TableId(1), RangeId(0)
+IDS_OF_A_STEP = st.lists(st.integers(0, 20), min_size=1, max_size=12, unique=True)
+ACTIONS = st.lists(
+    st.one_of(IDS_OF_A_STEP, st.sampled_from(["next", "next", "end", "capture"])), max_size=10
+)
+
+
+def store_of() -> RowStore:
+    spec = TableSpec(
+        "rows",
+        DType.FLOAT32,
+        LENGTH,
+        OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD),
+        initializer=Initializer(InitializerKind.UNIFORM, scale=1.0),
+        rows=RowsSpec(1),
+    )
+    return RowStore(Table(TableId(1), 0, spec.validated()), (0,))
+
+
+def step(store: RowStore, clock: int, ids: list[int]) -> None:
+    values = np.full((len(ids), LENGTH), clock, np.float32)
+    payload = payload_of(np.array(ids, np.uint64), values)
+    store.accumulate(clock, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
+    at_once(store.applying(clock, store.take(clock), (), 1))
+
+
+def check(expected: SavedBlock, pieces: list[SavedBlock]) -> None:
+    """The pieces together are what was there, each row once, in order."""
+    total = len(dict(expected.tensors)[IDS]) // 8
+    begin = 0
+    for piece in pieces:
+        assert piece.rows == RowSpan(begin, total)
+        assert (piece.block, piece.version) == (0, expected.version)
+        count = len(dict(piece.tensors)[IDS]) // 8
+        assert count <= 8
+        begin += count
+    assert begin == total
+    for number, (name, whole) in enumerate(expected.tensors):
+        assert [each.tensors[number][0] for each in pieces] == [name] * len(pieces)
+        assert b"".join(each.tensors[number][1] for each in pieces) == whole
+
+
+@given(st.lists(IDS_OF_A_STEP, max_size=3), ACTIONS)
+@settings(max_examples=examples(240))
+def test_all_rows_are_given_as_they_were(
+    before: list[list[int]], actions: list[list[int] | str]
+) -> None:
+    store, clock = store_of(), 0
+    snapshots = RangeSnapshots(lambda _key, _block: None)  # rows are never handed over early
+    expected: SavedBlock | None = None
+    pieces: list[SavedBlock] = []
+    for action in [*before, "capture", *actions]:
+        if isinstance(action, list):
+            clock += 1
+            snapshots.before_change(KEY, (0,))
+            step(store, clock, action)
+        elif action == "capture" and expected is None:
+            expected = store.saved(0)
+            snapshots.add(KEY, store, [0])
+        elif action == "next" and (found := snapshots.next([KEY])) is not None:
+            pieces.append(found[1])
+        elif action == "end":
+            snapshots.end()
+            expected, pieces = None, []
+        if expected is not None and not snapshots.has_more:
+            check(expected, pieces)
+            expected, pieces = None, []
+    while expected is not None and (found := snapshots.next([KEY])) is not None:
+        pieces.append(found[1])
+    if expected is not None:
+        check(expected, pieces)
+    assert not snapshots.has_more
+    assert store.saved(0).version == clock  # nothing holds the partition any more
