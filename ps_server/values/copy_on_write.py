@@ -34,7 +34,7 @@ TakeBlock = Callable[[Key, SavedBlock], None]
 
 
 class _Captured(NamedTuple):
-    """What is left of a captured range: blocks in their order, and partitions by block."""
+    """Blocks of a captured range that are left, in their order, and partitions by block."""
 
     store: Store
     blocks: dict[int, None]

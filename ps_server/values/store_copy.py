@@ -127,7 +127,7 @@ class SavedBlock(NamedTuple):
         return sum(payload.nbytes for _, payload in self.tensors)
 
     def place_of(self, payload: memoryview) -> tuple[int, int] | None:
-        """Where a tensor's payload begins in the tensor of all rows, and the bytes of that one;
+        """The beginning of a tensor's payload in the tensor of all rows, and the bytes of that one;
         None if it is all of it.
         """
         count = len(dict(self.tensors)[IDS]) // limits.ROW_ID_BYTES if self.rows else 0
