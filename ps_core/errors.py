@@ -115,6 +115,10 @@ class ValuesLost(PushpullError, code="VALUES_LOST"):
     """No server that is there, or may come back, has the values any more: restore a checkpoint."""
 
 
+class TableFull(PushpullError, code="TABLE_FULL"):
+    """A step would make rows for which a server has no memory; nothing of it was applied."""
+
+
 class InvalidCheckpoint(PushpullError, code="INVALID_CHECKPOINT"):
     """A checkpoint, or a file of one, is torn, damaged, missing or of another table or version."""
 

@@ -48,6 +48,7 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.read_gate import WaitCause
+from ps_server.rows.row_memory import RowMemory
 from ps_server.service import replication_service
 from ps_server.service import servicer as parameter_service
 from ps_server.service.change_doubts import ChangeDoubts
@@ -67,6 +68,7 @@ from pushpull.v1 import scheduler_pb2, types_pb2
 
 _TICK_S = 0.1
 _LEAST_TICK_S = 0.001
+_MEMORY_LOOK_S = 1.0
 _LEAST_GRACE_S = 0.5
 
 _FAILED = 1
@@ -238,6 +240,7 @@ class _Membership:
             silent_s = clock.now_s() - link.last_scheduler_contact_s
             doubts.look(is_alone=silent_s > link.lease_s)
             restored.look()
+            node.shards.measure_rows()
             votes.send(node.prepared_changes)
             asked.request(node.replicas.backup_requests if node.replicas is not None else ())
 
@@ -273,7 +276,9 @@ class _Membership:
             custom_updates=installed.to_proto(),
             memory=await asyncio.to_thread(_memory, settings.memory_mb * 2**20),
         )
-        shards = Shards(SharedLanes(), installed.updates)
+        machine_bytes = await asyncio.to_thread(capacity.memory_bytes)
+        rows = RowMemory(request.memory.byte_count, machine_bytes)
+        shards = Shards(SharedLanes(), installed.updates, rows)
         stack.callback(shards.segments.close)
         stack.callback(shards.lanes.close)
         if settings.lane != "grpc":
@@ -328,6 +333,7 @@ class _Membership:
         metrics.resent_entries.set_function(lambda: node.machine.resent_count)
         metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
         metrics.state_bytes.set_function(lambda: shards.state_bytes)
+        metrics.rows.set_function(lambda: shards.row_count)
         for cause in WaitCause:
             parked = metrics.parked_pulls.labels(cause=cause.value)
             parked.set_function(partial(node.parked_count, cause))
@@ -391,6 +397,8 @@ class _Membership:
         collector, stores = Collector(), self._node.shards.stores
         collector.start()
         self._stack.callback(collector.stop)
+        looking = asyncio.create_task(_watch_memory(self._node.shards))
+        self._stack.callback(looking.cancel)
         held_count = len(stores)
 
         def look(_: ClusterView) -> None:
@@ -480,6 +488,15 @@ def _memory(given_bytes: int) -> scheduler_pb2.ServerMemory:
         return scheduler_pb2.ServerMemory(byte_count=given_bytes)
     byte_count = int(capacity.memory_bytes() * limits.TABLE_MEMORY_SHARE)
     return scheduler_pb2.ServerMemory(byte_count=byte_count, pool=capacity.memory_pool())
+
+
+async def _watch_memory(shards: Shards) -> None:
+    """Tell how much memory the machine has left, as long as rows may take of it."""
+    while True:
+        if shards.row_count:
+            left_bytes = await asyncio.to_thread(capacity.available_bytes)
+            shards.row_memory.measured_left(left_bytes)
+        await asyncio.sleep(_MEMORY_LOOK_S)
 
 
 def _open_lanes(lanes: SharedLanes, *, must: bool) -> None:

@@ -42,6 +42,7 @@ STATUS: dict[str, grpc.StatusCode] = {
     "UPDATE_FAILED": grpc.StatusCode.FAILED_PRECONDITION,
     "EDIT_REFUSED": grpc.StatusCode.FAILED_PRECONDITION,
     "VALUES_LOST": grpc.StatusCode.DATA_LOSS,
+    "TABLE_FULL": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "INVALID_CHECKPOINT": grpc.StatusCode.FAILED_PRECONDITION,
     "RECOVERING": grpc.StatusCode.UNAVAILABLE,
     "DRAINING": grpc.StatusCode.UNAVAILABLE,

@@ -260,6 +260,7 @@ class ServerMetrics:
         self.state_bytes = gauge(
             "pushpull_server_state_bytes", "Bytes of parameters and optimizer state."
         )
+        self.rows = gauge("pushpull_server_rows", "Rows of embedding tables.")
         self.parked_pulls = gauge(
             "pushpull_server_parked_pulls",
             "Range reads of pulls that wait, by cause (initial_values, own_step, ...).",

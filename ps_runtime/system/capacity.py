@@ -81,22 +81,53 @@ def memory_bytes(root: Path = _ROOT) -> int:
     return min([*_machine(root), *_groups(root)], default=0)
 
 
+def available_bytes(root: Path = _ROOT) -> int:
+    """The memory that is left to the process and others; below 0: the system does not say. Memory
+    that only caches files counts as left. Blocking: as above.
+    """
+    left = [*_machine(root, "MemAvailable"), *_left_in_groups(root)]
+    return max(0, min(left)) if left else -1
+
+
 def memory_pool(root: Path = _ROOT) -> str:
     """A name for the memory that the processes of one machine, or of one container, share."""
     boot = text_of(root / "proc/sys/kernel/random/boot_id")
     return f"{boot}/{socket.gethostname()}"[:128]
 
 
-def _machine(root: Path) -> Iterator[int]:
+def _machine(root: Path, wanted: str = "MemTotal") -> Iterator[int]:
     for line in text_of(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
-        if name == "MemTotal":
+        if name == wanted:
             yield int(rest.split()[0]) * 1024
 
 
 def _groups(root: Path) -> Iterator[int]:
-    """Limits of groups; "max", or more than any machine has, is none."""
+    for _, limit in _limited(root):
+        yield limit
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    for file, limit in _limited(root):
+        used = text_of(file.with_name("memory.current")) or text_of(
+            file.with_name("memory.usage_in_bytes")
+        )
+        if used.isdecimal():
+            yield limit - int(used) + _cached(text_of(file.with_name("memory.stat")))
+
+
+def _cached(statistics: str) -> int:
+    """Bytes of a group that cache files and are not in use; both versions name them so."""
+    for line in statistics.splitlines():
+        name, _, count = line.partition(" ")
+        if name == "inactive_file" and count.isdecimal():
+            return int(count)
+    return 0
+
+
+def _limited(root: Path) -> Iterator[tuple[Path, int]]:
+    """Limits of groups, with their files; "max", or more than any machine has, is none."""
     for file in limit_files(root, "memory", "memory.limit_in_bytes", "memory.max"):
         text = text_of(file)
         if text.isdecimal() and int(text) < 1 << 60:
-            yield int(text)
+            yield file, int(text)

@@ -62,6 +62,7 @@ from ps_server.ranges.events import (
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.rows import row_kernels
+from ps_server.rows.row_memory import RowMemory
 from ps_server.values import contributions
 from ps_server.values.block_values import ReadyBlock, arithmetic_dtype, ready_block
 from ps_server.values.buffer_pool import BufferPool
@@ -383,9 +384,16 @@ class Shards:
         sent_bytes: those of answers to pulls.
         snapshots: blocks to write for a checkpoint before they change, if any.
         pool: the working memory of all stores.
+        row_memory: of the rows of all tables.
     """
 
-    def __init__(self, lanes: SharedLanes, updates: Mapping[str, CheckedUpdate]) -> None:
+    def __init__(
+        self,
+        lanes: SharedLanes,
+        updates: Mapping[str, CheckedUpdate],
+        row_memory: RowMemory | None = None,
+    ) -> None:
+        self.row_memory = row_memory or RowMemory()
         self.stores: dict[_Key, Store] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -401,6 +409,15 @@ class Shards:
     def state_bytes(self) -> int:
         """Bytes of parameters and optimizer state."""
         return sum(store.state_bytes for store in self.stores.values())
+
+    @property
+    def row_count(self) -> int:
+        """The rows of all tables."""
+        return sum(each.row_count for each in self.stores.values() if isinstance(each, RowStore))
+
+    def measure_rows(self) -> None:
+        """Tell `row_memory` the bytes in use; to be called now and then."""
+        self.row_memory.measured(self.state_bytes)
 
     def add(self, parts: Sequence[ShardAdded]) -> None:
         """Add shards of one table, shared if this server shares any; existing ones stay (SH-3)."""
@@ -425,7 +442,7 @@ class Shards:
         ready: Mapping[int, ReadyBlock] | None = None,
     ) -> Store:
         if table.spec.rows is not None:
-            return RowStore(table, blocks)
+            return RowStore(table, blocks, self.row_memory)
         update = self._updates.get(table.spec.optimizer.custom_update)
         home = None if shared is None else shared.values
         return ShardStore(table, blocks, self.pool, home, update, ready)

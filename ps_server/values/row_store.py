@@ -32,6 +32,7 @@ from ps_core.tables import Codec, Hyperparameters, Reduction, RowsSpec, Table
 from ps_core.work import PIECE_COUNT, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
+from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.rows.row_optimizers import RowOptimizer
 from ps_server.rows.row_partition import Numbers, RowPartition, Rows, RowSnapshot
 from ps_server.values.mutations import SentAccumulator
@@ -63,7 +64,7 @@ _BRIEF_BYTES = 2 << 20
 
 
 class RowStore:
-    """The partitions `blocks` of `table`, empty at first.
+    """The partitions `blocks` of `table`, empty at first; new rows need space in `memory`.
 
     Attributes:
         lineage: as of `ShardStore`.
@@ -72,13 +73,16 @@ class RowStore:
         InvalidKeys: the table has no such partition.
     """
 
-    def __init__(self, table: Table, blocks: Iterable[int]) -> None:
+    def __init__(
+        self, table: Table, blocks: Iterable[int], memory: RowMemory | None = None
+    ) -> None:
         spec = table.spec
         rows = spec.rows
         if rows is None:
             raise InvalidConfig(f"table '{spec.name}' is not one of rows")
         self.table = table
         self.lineage = object()
+        self._memory = memory or RowMemory()
         self._name = spec.name
         self._rows: RowsSpec = rows
         self._length = spec.element_count
@@ -89,6 +93,7 @@ class RowStore:
         self._is_mean = spec.reduction is Reduction.MEAN
         self._optimizer = RowOptimizer(spec.optimizer, self._length)
         self._widths = {VALUES: self._length, **self._optimizer.widths}
+        self._made_bytes = sum(self._widths.values()) * self._dtype.itemsize + INDEX_BYTES
         self._partitions: dict[int, RowPartition] = {}
         for block in sorted(blocks):
             table.block_length(block)  # refuses one that the table does not have
@@ -126,6 +131,7 @@ class RowStore:
         presence: bytes,
         *,
         is_shared: bool = False,
+        is_pushed: bool = True,
     ) -> RowGradients:
         """The payload as gradients of rows, checked. Changes nothing; arguments as of `ShardStore`.
 
@@ -134,6 +140,7 @@ class RowStore:
                 bits.
             InvalidTensor: another codec than the table's, a length that is none of whole rows, or a
                 value that is not finite (unless the table allows it).
+            TableFull: it is pushed, and would make rows for which there is no memory.
         """
         self._partition(block)
         what = f"partition {block} of table '{self._name}'"
@@ -148,6 +155,9 @@ class RowStore:
         self._check_ids(block, found.ids)
         if not self.table.spec.allow_non_finite:
             self._check_finite(what, found)
+        if is_pushed and not self._memory.has_space(len(found.ids) * self._made_bytes):
+            numbers = self._partitions[block].index.find(found.ids)
+            self._memory.check(self._name, int((numbers < 0).sum()), self._made_bytes)
         return found
 
     def _check_ids(self, block: int, ids: Ids) -> None:
@@ -239,9 +249,13 @@ class RowStore:
             raise InvalidKeys(f"a sum of table '{self._name}' has running means; rows have none")
         found = RowAccumulator(is_reduced=sent.is_reduced)
         for block, presence, payload in sent.blocks:
-            found.add_rows(self.decode(block, self._codec, bytes(payload), presence))
+            found.add_rows(self._sent(block, bytes(payload), presence))
             yield
         return found
+
+    def _sent(self, block: int, payload: bytes, presence: bytes) -> RowGradients:
+        """A payload of a primary's sum, for which memory is found as it was there."""
+        return self.decode(block, self._codec, payload, presence, is_pushed=False)
 
     # --- updates
 
@@ -327,6 +341,7 @@ class RowStore:
                 **self._optimizer.first_state(len(new), self._dtype),
             }
             numbers[missing] = yield from partition.adding(new, arrays)
+            self._memory.made(len(new) * self._made_bytes)
         return numbers
 
     def _first_values(self, ids: Ids) -> Rows:

@@ -8,6 +8,8 @@ Rules:
     - Every holder of a range takes all of it, because a backup may become primary at any moment.
     - A table counts from its creation, whether the servers have reserved its memory or not, and for
       the present holders of its ranges.
+    - A table of rows counts for its partitions alone: servers refuse rows that they have no space
+      for (`TableFull`).
     - Servers that share the memory of a machine or container share one sum. A server that reports
       no memory refuses nothing. The memory that a process really uses is not looked at.
 """
@@ -60,6 +62,9 @@ def needed_by_range(table: Table, range_count: int) -> dict[RangeId, Needed]:
     for range_id, value_bytes in placement.bytes_by_range(table, range_count).items():
         gate_bytes = 2 * value_bytes
         block_count = -(-value_bytes // block_bytes)
+        if spec.rows is not None:
+            found[range_id] = Needed(blocks=block_count * limits.BLOCK_OVERHEAD_BYTES)
+            continue
         found[range_id] = Needed(
             value_bytes,
             value_bytes * state_tensor_count(spec.optimizer),

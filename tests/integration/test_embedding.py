@@ -198,6 +198,37 @@ def test_more_pulls_at_once_than_shared_memory_holds_have_their_rows(client: ps.
     )
 
 
+def test_rows_beyond_a_servers_memory_are_refused_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that is refused changes no row on any server."""
+    monkeypatch.setenv("PUSHPULL_MEMORY_MB", "4")
+    with (
+        ps.local_cluster(servers=2, workers=1) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        table = client.create_embedding("full", 256, optimizer=ps.SGD(lr=1.0))
+        ones, made = np.ones((500, 256), np.float32), 0
+
+        def pushed(first: int) -> ps.StepResult:
+            return client.wait(client.push_rows(table, np.arange(first, first + 500), ones))
+
+        def fill() -> None:
+            nonlocal made
+            for first in range(0, 40_000, 500):
+                pushed(first)
+                made = first + 500
+
+        with pytest.raises(ps.TableFull, match=r"'full' has no space .* \(memory_mb\)"):
+            fill()
+        assert 5_000 < made < 9_000
+        assert not client.pull_rows(table, np.arange(made, made + 500)).any()
+        assert pushed(0).applied
+        rows = client.pull_rows(table, np.arange(made))
+        assert (rows[:500] == -2.0).all()
+        assert (rows[500:] == -1.0).all()
+
+
 def test_a_script_that_never_steps_is_told(client: ps.Client) -> None:
     embedding = ps.Embedding(client, "never stepped", 2, optimizer=ps.SGD())
     with torch.no_grad():

@@ -80,6 +80,7 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_INVALID_CHECKPOINT: _ClassVar[ErrorCode]
     ERROR_CODE_EDIT_REFUSED: _ClassVar[ErrorCode]
     ERROR_CODE_VALUES_LOST: _ClassVar[ErrorCode]
+    ERROR_CODE_TABLE_FULL: _ClassVar[ErrorCode]
 
 class ChangeOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -147,6 +148,7 @@ ERROR_CODE_UPDATE_FAILED: ErrorCode
 ERROR_CODE_INVALID_CHECKPOINT: ErrorCode
 ERROR_CODE_EDIT_REFUSED: ErrorCode
 ERROR_CODE_VALUES_LOST: ErrorCode
+ERROR_CODE_TABLE_FULL: ErrorCode
 CHANGE_OUTCOME_UNSPECIFIED: ChangeOutcome
 CHANGE_OUTCOME_TAKEN: ChangeOutcome
 CHANGE_OUTCOME_GIVEN_UP: ChangeOutcome

@@ -1,0 +1,95 @@
+"""New rows are refused where a server has no memory for them, and nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ps_core.errors import TableFull
+from ps_core.keys import TableId
+from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, RowsSpec, Table, TableSpec
+from ps_core.work import at_once
+from ps_runtime.system.capacity import available_bytes, memory_bytes
+from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
+from ps_server.values.row_gradients import payload_of
+from ps_server.values.row_store import RowStore
+from tests.unit.test_machine_cores import a_system
+
+LENGTH = 16
+ROW_BYTES = 4 * (LENGTH + 1) + INDEX_BYTES
+
+
+def store_of(memory: RowMemory) -> RowStore:
+    optimizer = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD)
+    spec = TableSpec("rows", DType.FLOAT32, LENGTH, optimizer, rows=RowsSpec(1))
+    return RowStore(Table(TableId(1), 0, spec.validated()), (0,), memory)
+
+
+def push(store: RowStore, ids: range) -> None:
+    values = np.ones((len(ids), LENGTH), np.float32)
+    payload = payload_of(np.array(ids, np.uint64), values)
+    store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
+    at_once(store.applying(1, store.take(1), (), 1))
+
+
+def test_a_server_takes_as_many_rows_as_it_may() -> None:
+    memory = RowMemory(100 * ROW_BYTES)
+    store = store_of(memory)
+    push(store, range(60))
+    push(store, range(30, 100))  # 40 of them are new
+    with pytest.raises(TableFull, match=r"for 1 new rows .* tables take 0 MiB .*\(memory_mb\)"):
+        push(store, range(50, 101))
+    memory.measured(120 * ROW_BYTES)  # other tables have grown
+    push(store, range(100))  # none is new
+    assert store.row_count == 100
+    memory.measured(99 * ROW_BYTES)  # something has left
+    push(store, range(100, 101))
+    memory.measured(store.state_bytes)
+    assert store.state_bytes <= 101 * ROW_BYTES + 4096
+    assert store.read_rows(0, np.array([500], np.uint64).tobytes()).nbytes == 4 * LENGTH
+
+
+def test_a_backup_makes_what_its_primary_has_made() -> None:
+    primary, backup = store_of(RowMemory()), store_of(RowMemory(10 * ROW_BYTES))
+    values = np.ones((50, LENGTH), np.float32)
+    payload = payload_of(np.arange(50, dtype=np.uint64), values)
+    primary.accumulate(1, [(0, primary.decode(0, Codec.FP32, payload, b""))], 1.0)
+    sent = primary.kept_accumulator(1).sent().fixed()
+    at_once(backup.applying(1, at_once(backup.receiving(sent)), (), 1))
+    assert backup.row_count == 50
+    backup.restore(backup.snapshot())
+    assert backup.row_count == 50
+
+
+def test_the_machines_memory_is_a_bound_whoever_has_taken_it() -> None:
+    machine_bytes = 1000 * ROW_BYTES
+    memory = RowMemory(0, machine_bytes)
+    store = store_of(memory)
+    push(store, range(10))
+    memory.measured_left(70 * ROW_BYTES)  # of which 50 are for others
+    push(store, range(10, 30))
+    with pytest.raises(TableFull, match=r"machine has 0 MiB of memory left"):
+        push(store, range(29, 31))
+    memory.measured_left(-1)
+    push(store, range(29, 31))
+
+
+def test_what_is_left_is_read_from_the_system(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": "MemTotal:  1000 kB\nMemAvailable:   400 kB\n",
+        "sys/fs/cgroup/pod/memory.max": "600000\n",
+        "sys/fs/cgroup/pod/memory.current": "500000\n",
+        "sys/fs/cgroup/pod/memory.stat": "anon 7\ninactive_file 50000\n",
+    }
+    root = a_system(tmp_path, "0::/pod\n", files)
+    assert available_bytes(root) == 150_000
+    assert memory_bytes(root) == 600_000
+    (root / "sys/fs/cgroup/pod/memory.current").write_text("700000\n", encoding="ascii")
+    assert available_bytes(root) == 0
+    (root / "sys/fs/cgroup/pod/memory.max").write_text("max\n", encoding="ascii")
+    assert available_bytes(root) == 400 * 1024
+    assert available_bytes(tmp_path / "nothing") == -1
+    if Path("/proc/meminfo").exists():
+        assert 0 < available_bytes() <= memory_bytes()
