@@ -1,5 +1,5 @@
-"""`pushpull checkpoint export`: a checkpoint's model as a file that torch loads, and on demand its
-optimizers' state as another.
+"""`pushpull checkpoint export`: a checkpoint's model as a file that torch loads, rows of embedding
+tables included, and on demand its optimizers' state as another.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,17 @@ import numpy as np
 
 from ps_cli.checkpoint.commands import opened
 from ps_cli.console.output import Output
-from ps_cli.console.tensor_file import TensorEntry, replaced, wide_first, write_file, write_tables
+from ps_cli.console.tensor_file import (
+    TensorEntry,
+    Written,
+    replaced,
+    wide_first,
+    write_file,
+    write_tables,
+)
 from ps_core.errors import InvalidCheckpoint
 from ps_core.tables import DType, OptimizerKind, Table, TensorSegment
-from ps_runtime.checkpoint.part_file import VALUES
+from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, IDS, VALUES
 from ps_runtime.checkpoint.reader import CheckpointReader
 
 STATE_FORMAT = "pushpull-optimizer-state"
@@ -27,12 +35,46 @@ STATE_VERSION = 1
 def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Output) -> int:
     """Write the tables of a checkpoint as tensors, and their optimizers' state to `optimizer`."""
     with opened(url, output) as reader:
-        tables = _chosen(reader, prefix, output)
-        count = write_tables(out, tables, lambda table, block: reader.read(table.spec.name, block))
+        chosen = _chosen(reader, prefix, output)
+        dense = [table for table in chosen if table.spec.rows is None]
+        of_rows = [table for table in chosen if table.spec.rows is not None]
+        rows = [each for table in of_rows for each in _rows(reader, table)]
+        count = write_tables(out, dense, partial(_block, reader), rows)
         output.say(f"{out}: {count} tensors of {reader.directory.url}")
         if optimizer is not None:
-            _export_state(reader, tables, optimizer, output)
+            _export_state(reader, chosen, optimizer, output)
     return 0
+
+
+def _block(reader: CheckpointReader, table: Table, block: int) -> bytearray:
+    return reader.read(table.spec.name, block)
+
+
+def _rows(reader: CheckpointReader, table: Table) -> Iterator[Written]:
+    """The ids of a table of rows, as signed numbers of the same bits, and the rows in their order;
+    a partition of it is in memory at a time.
+    """
+    name, count = table.spec.name, _row_count(reader, table)
+    dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"
+    yield TensorEntry(f"{name}/ids", "I64", (count,)), _partitions(reader, table, IDS)
+    shape = count, table.spec.element_count
+    yield TensorEntry(f"{name}/rows", dtype, shape), _partitions(reader, table, VALUES)
+
+
+def _row_count(reader: CheckpointReader, table: Table) -> int:
+    return sum(_byte_counts(reader, table, IDS)) // ELEMENT_BYTES["I64"]
+
+
+def _byte_counts(reader: CheckpointReader, table: Table, tensor: str) -> Iterator[int]:
+    """The bytes of a tensor in each partition."""
+    for partition in range(table.block_count):
+        stored = reader.tensor(table.spec.name, partition, tensor)
+        yield 0 if stored is None else stored.byte_count
+
+
+def _partitions(reader: CheckpointReader, table: Table, tensor: str) -> Iterator[bytearray]:
+    for partition in range(table.block_count):
+        yield reader.read(table.spec.name, partition, tensor)
 
 
 def _chosen(reader: CheckpointReader, prefix: str, output: Output) -> list[Table]:
@@ -44,9 +86,6 @@ def _chosen(reader: CheckpointReader, prefix: str, output: Output) -> list[Table
             continue
         if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
             output.say(f"{name}: left out, it holds sums of gradients and no parameters")
-            continue
-        if table.spec.rows is not None:
-            output.say(f"{name}: left out, it is a table of rows")
             continue
         found.append(table)
     if not found:
@@ -67,8 +106,15 @@ def _export_state(
     """Write the state's tensors, and beside them a JSON file that describes them."""
     entries: list[TensorEntry] = []
     states: dict[str, Any] = {}
-    pieces: list[Iterator[bytes]] = []
+    pieces: list[Iterator[bytes | bytearray]] = []
     for table in sorted(tables, key=lambda table: table.spec.dtype is not DType.FLOAT64):
+        if table.spec.rows is not None:
+            for entry, own in _row_state(reader, table):
+                name, _, slot = entry.name.rpartition("/")
+                states.setdefault(name, {"slots": []})["slots"].append(slot)
+                entries.append(entry)
+                pieces.append(own)
+            continue
         blocks = (reader.block(table.spec.name, each) for each in range(table.block_count))
         for slot in sorted({slot for block in blocks for slot in block.tensors} - {VALUES}):
             source = _Slot(reader, table, slot)
@@ -100,6 +146,18 @@ def _export_state(
     output.say(f"{out} and {beside}: the optimizers' state of {len(states)} tensors")
 
 
+def _row_state(
+    reader: CheckpointReader, table: Table
+) -> Iterator[tuple[TensorEntry, Iterator[bytearray]]]:
+    """The state of rows, in their order; each row has its own step count under Adam."""
+    name, count = table.spec.name, _row_count(reader, table)
+    dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"
+    for slot in sorted(set(reader.block(name, 0).tensors) - {VALUES, IDS}):
+        width = sum(_byte_counts(reader, table, slot)) // max(1, count) // ELEMENT_BYTES[dtype]
+        entry = TensorEntry(f"{name}/rows/{slot}", dtype, (count, width))
+        yield entry, _partitions(reader, table, slot)
+
+
 def _group(reader: CheckpointReader, table: Table) -> dict[str, Any]:
     optimizer = table.spec.optimizer
     flags = ("nesterov", "amsgrad", "centered", "maximize")
@@ -109,7 +167,9 @@ def _group(reader: CheckpointReader, table: Table) -> dict[str, Any]:
         "clock": reader.manifest.table(table.spec.name).clock,
         "hyperparameters": dict(optimizer.hyperparameters),
         **{flag: True for flag in flags if getattr(optimizer, flag)},
-        "tensors": [tensor.name for tensor in table.spec.tensors],
+        "tensors": [f"{table.spec.name}/rows"]
+        if table.spec.rows is not None
+        else [tensor.name for tensor in table.spec.tensors],
     }
 
 

@@ -12,6 +12,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,15 +40,21 @@ class TensorEntry:
     shape: tuple[int, ...]
 
 
-def write_tables(out: Path, tables: Iterable[Table], read: ReadBlock) -> int:
-    """Write the tensors of tables, and return their number.
+Written = tuple[TensorEntry, Iterable[bytes | bytearray]]
+"""A tensor and its bytes, in pieces."""
+
+
+def write_tables(
+    out: Path, tables: Iterable[Table], read: ReadBlock, beside: Sequence[Written] = ()
+) -> int:
+    """Write the tensors of tables, and those `beside` them, and return their number.
 
     Raises:
         InvalidConfig: two tables have a tensor of the same name, or the file cannot be written.
     """
     ordered = wide_first(tables)
     entries: list[TensorEntry] = []
-    owners: dict[str, str] = {}
+    owners = {entry.name: f"{entry.name.rpartition('/')[0]} (rows)" for entry, _ in beside}
     for table in ordered:
         dtype, name = _STORED[table.spec.dtype], table.title
         for tensor in table.spec.tensors:
@@ -58,7 +65,17 @@ def write_tables(out: Path, tables: Iterable[Table], read: ReadBlock) -> int:
                     "choose the tables of one model"
                 )
             entries.append(TensorEntry(tensor.name, dtype, tensor.shape))
-    write_file(out, entries, (piece for table in ordered for piece in _values(table, read)))
+    pieces: dict[int, list[Iterable[bytes | bytearray]]] = {}  # by the bytes of an element
+    for table in ordered:
+        width = ELEMENT_BYTES[_STORED[table.spec.dtype]]
+        pieces.setdefault(width, []).append(_values(table, read))
+    for entry, own in beside:
+        entries.append(entry)
+        pieces.setdefault(ELEMENT_BYTES[entry.dtype], []).append(own)
+    entries.sort(key=lambda entry: -ELEMENT_BYTES[entry.dtype])
+    by_width = (pieces[width] for width in sorted(pieces, reverse=True))
+    chained = itertools.chain.from_iterable(itertools.chain.from_iterable(by_width))
+    write_file(out, entries, chained)
     return len(entries)
 
 

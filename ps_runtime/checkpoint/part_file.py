@@ -34,6 +34,9 @@ VERSION = 1
 VALUES = "values"
 """The name of a block's values beside its optimizer's state."""
 
+IDS = "ids"
+"""The name of a partition's ids beside the values of its rows."""
+
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own limit: about 450,000 tensors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import pickle
 import re
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ps_worker as ps
@@ -389,7 +391,26 @@ def test_a_checkpoint_restores_rows_and_state_on_another_number_of_servers(tmp_p
     assert compacted.returncode == 0, compacted.stderr
     different = run_here("checkpoint", "diff", made.url, later.url, cwd=tmp_path)
     assert re.search(r"kept: rows of \d+ of 16 partitions differ", different.stdout)
-    out = str(tmp_path / "model.safetensors")
-    refused = run_here("checkpoint", "export", made.url, out, cwd=tmp_path)
-    assert refused.returncode == 1
-    assert "kept: left out, it is a table of rows" in refused.stdout + refused.stderr
+    out, state = tmp_path / "model.safetensors", tmp_path / "state.safetensors"
+    command = ("checkpoint", "export", made.url, str(out), "--optimizer", str(state))
+    exported = run_here(*command, cwd=tmp_path)
+    assert exported.returncode == 0, exported.stderr
+    found, sums = load_file(out), load_file(state)["kept/rows/sum"]
+    trained = np.unique(np.concatenate([ids for ids, _ in steps[:4]]))
+    order = torch.argsort(found["kept/ids"])
+    assert found["kept/ids"][order].tolist() == trained.tolist()
+    with (
+        ps.local_cluster(1, 1, resume=made.url) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        rows = client.pull_rows(create(client), trained)
+    assert np.array_equal(found["kept/rows"][order].numpy(), rows)
+    expected = np.zeros((IDS, DIM), np.float32)
+    for ids, gradients in steps[:4]:
+        summed = np.zeros_like(expected)
+        np.add.at(summed, ids, gradients)
+        expected += np.square(summed)
+    assert np.allclose(sums[order].numpy(), expected[trained], rtol=1e-5)
+    described = json.loads(state.with_suffix(".json").read_text(encoding="utf-8"))
+    assert described["state"] == {"kept/rows": {"slots": ["sum"]}}
+    assert described["groups"][0]["tensors"] == ["kept/rows"]

@@ -48,8 +48,10 @@ def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
 
 def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
-    page.save("taste.py")
-    (train,) = page.commands()
+    page.save("taste.py", "look.py")
+    train, *to_take_out = page.commands()
     loss = re.search(r"loss (\d+\.\d+)", page.type(train))
     assert loss
     assert float(loss[1]) < 0.3
+    said = [page.type(command) for command in to_take_out]
+    assert re.search(r"40 users, the first with \d\.\d\d", said[-1])
