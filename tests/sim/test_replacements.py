@@ -331,12 +331,17 @@ class ReplacementSimulation(FailoverSimulation):
         return self.layout_of()
 
     def _has_initial_values(self, run: str) -> bool:
-        """Whether every range that holds blocks of its tables has a primary with their values."""
+        """Whether every range that holds blocks of its tables has a primary with their values, and
+        the backups as well: another primary would not have what this one alone has decided.
+        """
         owner = self.layout.owner
         for table in [table for table in self.layout.tables if table.run == run]:
             for range_id in table.blocks_by_range(self.layout.range_count):
-                part = self.servers[owner[range_id]].machine.shards.get((table.table_id, range_id))
-                if part is None or not part.state.initialized:
+                server = self.servers[owner[range_id]]
+                part = server.machine.shards.get((table.table_id, range_id))
+                primary = server.replication.primaries.get(range_id)
+                is_alone = primary is not None and primary.log.held_count
+                if part is None or not part.state.initialized or is_alone:
                     return False
         return True
 
