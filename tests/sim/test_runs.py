@@ -451,6 +451,15 @@ class RunSimulation(ReplacementSimulation):
         for name in self._sizes:
             self._check_over(name)
 
+    def _may_hold_steps(self, table_id: TableId) -> bool:
+        """An operator may end a run for which some of its workers never came: its first steps stay
+        until it is removed.
+        """
+        run = self.scheduler.view.tables_by_id[table_id].run
+        known = self.scheduler._state.runs.get(run)
+        ranks = self.scheduler._state.workers_by_rank(run)
+        return known is not None and known.has_ended and len(ranks) < known.worker_count
+
     def _check_removed(self) -> None:
         """Nothing is left anywhere of a run that was removed."""
         removed = {table.table_id for table in self.removed}
