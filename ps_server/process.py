@@ -240,7 +240,6 @@ class _Membership:
             silent_s = clock.now_s() - link.last_scheduler_contact_s
             doubts.look(is_alone=silent_s > link.lease_s)
             restored.look()
-            node.shards.measure_rows()
             votes.send(node.prepared_changes)
             asked.request(node.replicas.backup_requests if node.replicas is not None else ())
 
@@ -491,9 +490,10 @@ def _memory(given_bytes: int) -> scheduler_pb2.ServerMemory:
 
 
 async def _watch_memory(shards: Shards) -> None:
-    """Tell how much memory the machine has left, as long as rows may take of it."""
+    """Tell now and then how much memory tables take, and the machine has left, for new rows."""
     while True:
-        if shards.row_count:
+        if shards.has_rows:
+            shards.row_memory.measured(shards.state_bytes)
             left_bytes = await asyncio.to_thread(capacity.available_bytes)
             shards.row_memory.measured_left(left_bytes)
         await asyncio.sleep(_MEMORY_LOOK_S)

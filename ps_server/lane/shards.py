@@ -385,6 +385,7 @@ class Shards:
         snapshots: blocks to write for a checkpoint before they change, if any.
         pool: the working memory of all stores.
         row_memory: of the rows of all tables.
+        has_rows: a table of rows is here, or was.
     """
 
     def __init__(
@@ -394,6 +395,7 @@ class Shards:
         row_memory: RowMemory | None = None,
     ) -> None:
         self.row_memory = row_memory or RowMemory()
+        self.has_rows = False
         self.stores: dict[_Key, Store] = {}
         self.received_bytes = 0
         self.sent_bytes = 0
@@ -414,10 +416,6 @@ class Shards:
     def row_count(self) -> int:
         """The rows of all tables."""
         return sum(each.row_count for each in self.stores.values() if isinstance(each, RowStore))
-
-    def measure_rows(self) -> None:
-        """Tell `row_memory` the bytes in use; to be called now and then."""
-        self.row_memory.measured(self.state_bytes)
 
     def add(self, parts: Sequence[ShardAdded]) -> None:
         """Add shards of one table, shared if this server shares any; existing ones stay (SH-3)."""
@@ -442,6 +440,7 @@ class Shards:
         ready: Mapping[int, ReadyBlock] | None = None,
     ) -> Store:
         if table.spec.rows is not None:
+            self.has_rows = True
             return RowStore(table, blocks, self.row_memory)
         update = self._updates.get(table.spec.optimizer.custom_update)
         home = None if shared is None else shared.values
