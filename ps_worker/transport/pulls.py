@@ -275,13 +275,13 @@ class Puller:
 
             async with asyncio.timeout(None) as patience:
                 self._unanswered[patience] = server, ranges
-                if asked.lane is not None:
+                if asked.lane is not None and row_bytes:
                     asked.lane.row_bytes += row_bytes
                 try:
                     await link.pull(request, call_s, take, is_small=is_small)
                 finally:
                     self._unanswered.pop(patience, None)
-                    if asked.lane is not None:
+                    if asked.lane is not None and row_bytes:
                         asked.lane.row_bytes -= row_bytes
             progress.torn_count += bool(asked.torn)
         except TimeoutError:
