@@ -56,6 +56,7 @@ def test_what_is_remembered_of_a_bound_that_moves_outlives_the_scheduler(tmp_pat
                 await scheduler.beat(worker, progress=scheduler_pb2.NodeProgress(tables=[at]))
                 if cluster.courses:
                     break
+            await scheduler.join(Role.READER)  # answered when the journal has all before it
 
     async def second() -> None:
         again = resumed(tmp_path)
