@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy/image"
-HEAVY = frozenset({"torch", "numba", "numpy", "safetensors"})
+HEAVY = frozenset({"torch", "numpy", "safetensors"})
 """Dependencies of servers and workers alone."""
 
 PYTHONS = ("3.11", "3.12", "3.13")

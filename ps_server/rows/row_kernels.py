@@ -1,4 +1,5 @@
-"""Loops over the ids of rows that numpy would do in many passes: compiled, and without the GIL.
+"""Loops over the ids of rows: compiled by numba and without the GIL, where it is installed (the
+extra `rows`), else as passes of numpy.
 
 A row's slot is found by linear probing from its mixed id (`ps_core.rows`). Ids are looked up in
 groups: their slots are loaded first, then what the slots name, so that a group waits for memory
@@ -29,7 +30,10 @@ def load() -> None:
 
 @functools.cache
 def _loops() -> ModuleType:
-    return importlib.import_module("ps_server.rows.row_loops")
+    try:
+        return importlib.import_module("ps_server.rows.row_loops")
+    except ImportError:  # numba is missing, or of no use beside this numpy
+        return importlib.import_module("ps_server.rows.row_passes")
 
 
 def elsewhere(ids: Ids, salt: np.uint64, partition_count: int, partition: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from ps_core.rows import mixed_ids, partitions_of, salt_of
 from ps_core.work import at_once
-from ps_server.rows import row_kernels
+from ps_server.rows import row_kernels, row_loops, row_passes
 from ps_server.rows.row_partition import RowArrays, RowIndex
 
 SEED = 3
@@ -41,6 +43,25 @@ def test_the_first_id_of_another_partition_is_found(
     others = [at for at, place in enumerate(places) if place != partition]
     found = row_kernels.elsewhere(ids, salt_of(SEED), count, partition)
     assert found == (others[0] if others else -1)
+
+
+@given(st.lists(st.integers(0, 2**64 - 1), unique=True, max_size=150), IDS)
+def test_passes_and_loops_give_the_same(known: list[int], asked: list[int]) -> None:
+    """One server has numba, and its backup has not."""
+    ids, salt = np.array(known, np.uint64), salt_of(SEED)
+    wanted = np.array([*asked, *known], np.uint64)
+    found = []
+    for kernels in (row_loops, row_passes):
+        slots: Any = np.zeros(256, np.int32)
+        kernels.put(slots, 0, ids[:40], salt)
+        kernels.put(slots, len(ids[:40]), ids[40:], salt)
+        numbers = np.empty(len(wanted), np.int64)
+        kernels.find(slots, np.append(ids, np.uint64(0)), wanted, salt, numbers)
+        first = kernels.elsewhere(wanted, salt, np.uint64(3), 1)
+        found.append((numbers.tolist(), first))
+    assert found[0] == found[1]
+    places = {each: at for at, each in enumerate(known)}
+    assert found[0][0] == [places.get(each, -1) for each in [*asked, *known]]
 
 
 def test_memory_that_nobody_may_change_can_be_read() -> None:
