@@ -35,8 +35,8 @@ CAN_SHARE = platform.machine() in ("x86_64", "AMD64")
 """True if this processor orders loads and stores as the sequence locks need it."""
 
 
-class Piece(NamedTuple):
-    """A piece of the ring, and the number of its lock."""
+class SharedPlace(NamedTuple):
+    """The place of values in a segment, in bytes, and the number of their lock."""
 
     offset_bytes: int
     byte_count: int
@@ -66,11 +66,11 @@ class AnswerRing:
         self._locks = self.segment.array[: piece_count * sequence_locks.LOCK_BYTES].view(np.uint64)
         sequence_locks.begin(self._locks, range(piece_count))
         self._free = deque(range(piece_count))
-        self._pieces: deque[Piece] = deque()  # at rest, oldest first
+        self._pieces: deque[SharedPlace] = deque()  # at rest, oldest first
         self._at = self._begin
 
     @contextlib.contextmanager
-    def piece(self, byte_count: int) -> Iterator[tuple[Piece, Bytes]]:
+    def piece(self, byte_count: int) -> Iterator[tuple[SharedPlace, Bytes]]:
         """Memory to write within; afterwards it is at rest, and `lock` gives its lock. After an
         exception nobody finds it.
         """
@@ -84,14 +84,14 @@ class AnswerRing:
             self._drop_oldest()
         if not self._free:
             self._drop_oldest()
-        piece = Piece(self._at, byte_count, self._free[0])
+        piece = SharedPlace(self._at, byte_count, self._free[0])
         yield piece, self.segment.array[self._at : self._at + byte_count]
         self._free.popleft()
         self._at += size
         sequence_locks.end(self._locks, (piece.lock_number,))
         self._pieces.append(piece)
 
-    def lock(self, piece: Piece) -> int:
+    def lock(self, piece: SharedPlace) -> int:
         """The sequence lock of a piece at rest."""
         return sequence_locks.now(self._locks, piece.lock_number)
 

@@ -31,7 +31,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import ref
 
 import numpy as np
@@ -48,7 +48,7 @@ from ps_runtime.cluster import wire
 from ps_runtime.observe import logs
 from ps_runtime.system.shared_memory import SharedSegment
 from ps_runtime.system.turns import Turns
-from ps_server.lane.answer_ring import CAN_SHARE
+from ps_server.lane.answer_ring import CAN_SHARE, SharedPlace
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.ranges.events import (
     Accumulate,
@@ -98,18 +98,6 @@ again and again: a tenth of a second for those of a large table.
 """
 
 ALIGNMENT_BYTES = 64
-
-
-class SharedPlace(NamedTuple):
-    """A block's place in the segment, in bytes."""
-
-    offset_bytes: int
-    byte_count: int
-    lock_number: int
-
-    @property
-    def lock_offset_bytes(self) -> int:
-        return self.lock_number * sequence_locks.LOCK_BYTES
 
 
 class SharedValues:

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.errors import InvariantViolation
-from ps_server.lane.answer_ring import AnswerRing, Piece
+from ps_server.lane.answer_ring import AnswerRing, SharedPlace
 
 RING_BYTES, PIECE_COUNT = 512, 5
 SIZES = st.lists(st.integers(0, RING_BYTES // 2), max_size=60)
 
 
-def written(ring: AnswerRing, byte_count: int, content: int) -> Piece:
+def written(ring: AnswerRing, byte_count: int, content: int) -> SharedPlace:
     with ring.piece(byte_count) as (piece, memory):
         assert len(memory) == byte_count
         memory[:] = content
@@ -26,7 +26,7 @@ def test_a_piece_is_whole_as_long_as_its_lock_stands(sizes: list[int]) -> None:
     """AR-1; and the newest are there, as long as all of them fit."""
     ring = AnswerRing(1, RING_BYTES, PIECE_COUNT)
     words = ring.segment.array.view(np.uint64)
-    told: list[tuple[Piece, int, int]] = []  # a piece, its lock, its content
+    told: list[tuple[SharedPlace, int, int]] = []  # a piece, its lock, its content
     for number, byte_count in enumerate(sizes):
         piece = written(ring, byte_count, number % 251)
         told.append((piece, ring.lock(piece), number % 251))
