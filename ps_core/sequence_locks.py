@@ -25,6 +25,11 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 LOCK_BYTES = 8
 
 
+def offset_bytes(number: int) -> int:
+    """The offset of a lock from the first one."""
+    return number * LOCK_BYTES
+
+
 def now(locks: SequenceLocks, number: int) -> int:
     """The lock of a block at rest, for an answer."""
     lock = int(locks[number])

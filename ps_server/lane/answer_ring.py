@@ -42,10 +42,6 @@ class SharedPlace(NamedTuple):
     byte_count: int
     lock_number: int
 
-    @property
-    def lock_offset_bytes(self) -> int:
-        return self.lock_number * sequence_locks.LOCK_BYTES
-
 
 class AnswerRing:
     """A segment of `byte_count` bytes for the rows of at most `piece_count` pieces, and their

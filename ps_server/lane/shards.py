@@ -154,7 +154,7 @@ class SharedValues:
             segment_id=self.segment_id,
             offset_bytes=place.offset_bytes,
             byte_count=place.byte_count,
-            stamp_offset_bytes=place.lock_offset_bytes,
+            stamp_offset_bytes=sequence_locks.offset_bytes(place.lock_number),
             stamp=lock,
         )
 

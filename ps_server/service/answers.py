@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ps_core import limits
+from ps_core import limits, sequence_locks
 from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
@@ -495,7 +495,7 @@ class RangeRead:
             segment_id=ring.segment_id,
             offset_bytes=piece.offset_bytes,
             byte_count=piece.byte_count,
-            stamp_offset_bytes=piece.lock_offset_bytes,
+            stamp_offset_bytes=sequence_locks.offset_bytes(piece.lock_number),
             stamp=ring.lock(piece),
         )
 

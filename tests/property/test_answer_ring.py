@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ps_core import sequence_locks
 from ps_core.errors import InvariantViolation
 from ps_server.lane.answer_ring import AnswerRing, SharedPlace
 
@@ -32,11 +33,15 @@ def test_a_piece_is_whole_as_long_as_its_lock_stands(sizes: list[int]) -> None:
         told.append((piece, ring.lock(piece), number % 251))
         stand = []
         for old, lock, content in told:
-            if int(words[old.lock_offset_bytes // 8]) != lock:
+            if int(words[sequence_locks.offset_bytes(old.lock_number) // 8]) != lock:
                 continue
             found = ring.segment.array[old.offset_bytes : old.offset_bytes + old.byte_count]
             assert (found == content).all()
-            assert old.lock_offset_bytes + 8 <= PIECE_COUNT * 8 <= old.offset_bytes
+            assert (
+                sequence_locks.offset_bytes(old.lock_number) + 8
+                <= PIECE_COUNT * 8
+                <= old.offset_bytes
+            )
             stand.append(old)
         assert stand[-1] is piece
         assert len(stand) <= PIECE_COUNT

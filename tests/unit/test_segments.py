@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ps_core import sequence_locks
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
@@ -235,7 +236,7 @@ def test_a_session_lets_go_what_no_range_is_in_any_more() -> None:
             segment_id=first.segment_id,
             offset_bytes=place.offset_bytes,
             byte_count=place.byte_count,
-            stamp_offset_bytes=place.lock_offset_bytes,
+            stamp_offset_bytes=sequence_locks.offset_bytes(place.lock_number),
             stamp=stamp,
         )
         target = np.ones(place.byte_count, np.uint8)
