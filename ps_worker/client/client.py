@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ps_core.cluster_view import Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig, PushpullError
-from ps_core.tables import Hyperparameters, OptimizerSpec
+from ps_core.tables import OptimizerSpec
 from ps_runtime.observe import logs
 from ps_worker.checkpoint.save_points import HasState
 from ps_worker.client.checkpoints import CheckpointTicket, ClientCheckpoints
@@ -47,7 +47,14 @@ from ps_worker.spec.values import (
     shape_of,
 )
 from ps_worker.steps.counters import Progress
-from ps_worker.steps.steps import PullTicket, PushTicket, StepResult, TableHandle, check_handle
+from ps_worker.steps.steps import (
+    PullTicket,
+    PushTicket,
+    StepResult,
+    TableHandle,
+    check_handle,
+    checked_hyperparameters,
+)
 from ps_worker.transport.config import WorkerConfig, job_place, worker_config
 
 ResultT = TypeVar("ResultT")
@@ -410,7 +417,7 @@ class Client:
             InvalidConfig: hyperparameters that the optimizer lacks, or that come without `seal`.
             NotPermitted: this is not a worker.
         """
-        checked = _checked(table, hyperparameters)
+        checked = checked_hyperparameters(table, hyperparameters)
         if hyperparameters and not seal:
             raise InvalidConfig("hyperparameters belong to the seal; give them with it")
         blocks = _blocks(table, values, slice, copy=copy)
@@ -445,7 +452,7 @@ class Client:
             InvalidConfig: hyperparameters that the optimizer lacks.
             NotPermitted: this is not a worker.
         """
-        checked = _checked(table, hyperparameters)
+        checked = checked_hyperparameters(table, hyperparameters)
         step = self.tables.begin_step(table)
         return step.seal(
             checked, contribution_scale=contribution_scale, skip=skip, clip_scale=clip_scale
@@ -641,7 +648,7 @@ class Client:
                 of one partition than a message takes.
             NotPermitted: this is not a worker.
         """
-        checked = _checked(table, hyperparameters)
+        checked = checked_hyperparameters(table, hyperparameters)
         if hyperparameters and not seal:
             raise InvalidConfig("hyperparameters belong to the seal; give them with it")
         rows_of(table.table)
@@ -1036,16 +1043,6 @@ class Client:
             self.close()
         else:
             self.abandon(type(error).__name__)
-
-
-def _checked(table: TableHandle, given: Mapping[str, float] | None) -> Hyperparameters:
-    """The hyperparameters of a step, sorted; refused at once if the optimizer lacks one."""
-    check_handle(table)
-    if not given:
-        return ()
-    found = tuple(sorted((name, float(value)) for name, value in given.items()))
-    table.spec.optimizer.merged(found)
-    return found
 
 
 def _blocks(

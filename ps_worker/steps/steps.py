@@ -288,12 +288,20 @@ class TableStep:
         elif not is_last:
             gradients = gradients.copy()
         self._rows = None if is_last else (ids, gradients)
+        self.push_bodies(self.row_bodies(ids, gradients))
+
+    def row_bodies(self, ids: Ids, gradients: npt.NDArray[Any]) -> list[PushBody]:
+        """The pushes of rows, for `push_bodies`. Shapes, errors: as `push_rows`."""
         batch = cut_ids(ids, rows_of(self.table))
         seen = self._steps.peer_versions.get
-        bodies = [
+        return [
             PushBody(block, payload, b"", None, seen(block))
             for block, payload in payloads_of(self.table, batch, gradients)
         ]
+
+    def push_bodies(self, bodies: Sequence[PushBody]) -> None:
+        """Send pushes of this step, in this order."""
+        self._check_open()
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, 0)
 
@@ -548,3 +556,15 @@ def check_handle(table: object) -> None:
     raise InvalidConfig(
         f"table is {type(table).__name__}; expected the handle that create_table or table returned"
     )
+
+
+def checked_hyperparameters(
+    table: TableHandle, given: Mapping[str, float] | None
+) -> Hyperparameters:
+    """The hyperparameters of a step, sorted; InvalidConfig if the table's optimizer lacks one."""
+    check_handle(table)
+    if not given:
+        return ()
+    found = tuple(sorted((name, float(value)) for name, value in given.items()))
+    table.spec.optimizer.merged(found)
+    return found

@@ -37,18 +37,18 @@ _EPSILON = 1e-6
 
 
 def norm_and_factor(
-    parameters: Iterable[torch.Tensor], max_norm: float, scale: float
+    gradients: Iterable[torch.Tensor | None], max_norm: float, scale: float
 ) -> tuple[float, float]:
     """The norm of this worker's own gradients, each times `scale`, and the factor that clips them.
     Waits for the devices.
     """
-    gradients = [
-        parameter.grad.float() if parameter.grad.dtype in _HALF else parameter.grad
-        for parameter in parameters
+    counted = [
+        gradient.float() if gradient.dtype in _HALF else gradient
+        for gradient in gradients
         # Staging refuses gradients that are not dense, by name.
-        if parameter.grad is not None and parameter.grad.layout is torch.strided
+        if gradient is not None and gradient.layout is torch.strided
     ]
-    norm = torch.nn.utils.get_total_norm(gradients) * scale
+    norm = torch.nn.utils.get_total_norm(counted) * scale
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     found, clips = torch.stack([norm, factor]).tolist()  # one transfer from the device
     return found, clips

@@ -45,6 +45,7 @@ from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult, TableHandle
 from ps_worker.training import joining
+from ps_worker.training.embedding import owned_rows
 from ps_worker.training.local_optimizer import inner_optimizer
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
@@ -53,6 +54,7 @@ from ps_worker.training.served_state import pulled_arrays, torch_state
 from ps_worker.training.tables.step_scale import amp_scale_of, check_unscaled
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
+from ps_worker.training.trained_rows import TrainedRows
 
 _Base = torch.optim.Optimizer
 _P = ParamSpec("_P")
@@ -76,13 +78,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         client: a worker's client.
         parameters: a module, or the argument of any torch optimizer: parameters, (name, parameter)
-            pairs or groups of them. With a module, its buffers are shared as well.
+            pairs or groups of them. With a module, its buffers are shared as well, and each step
+            takes in the rows of every `Embedding` in it.
         optimizer: `SGD`, `Adam`, `AdamW`, `Adagrad`, `RMSprop`: runs on the servers. `Aggregate`:
             the servers reduce the gradients and each worker runs a torch optimizer of its own.
             `Add`: each worker runs one on its own gradients; the servers add up its updates.
             `Custom`: a custom update on the servers.
-        module: the module, if `parameters` is none: for the names of parameters, and for its
-            buffers.
+        module: the module, if `parameters` is none: for the names of parameters, for its buffers
+            and Embeddings.
 
     Options:
         name (str, 'model'): the beginning of its tables' names; two optimizers of one cluster need
@@ -121,6 +124,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             the step was skipped.
         gradient_norm: the norm that the last step was clipped by; None without `clip_norm`.
 
+    Rows of Embeddings keep the optimizer and the consistency of their own tables; `param_groups`
+    has neither, so learning-rate schedulers do not reach them (`Embedding.hyperparameters` does).
+    The loss scale and `clip_norm` reach them: the norm is of all gradients together, or of those
+    under BSP and those under SSP or ASP apart, if there are both.
+
     All workers start from the parameters of rank 0. They must register the same parameters in the
     same order, with the same `requires_grad`. Parameters in bfloat16 or float16 have float32
     masters on the servers, unlike in torch.optim, so small updates add up.
@@ -157,6 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         checked = TrainingOptions.of(options, client.consistency)
         self._model = TrainedModel(client, optimizer, checked)
         self._tables, self._buffers = self._model.tables, self._model.buffers
+        self._rows = self._model.rows
         self._module = parameters if isinstance(parameters, nn.Module) else module
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._loss: float | None = None
@@ -179,6 +188,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._taken_name():
             self._start()
         self._hook_trainable()
+        for rows in self._rows:
+            rows.on_gradient = partial(_row_gradient_came, weakref.ref(self))
         self._is_made = True
         client.checkpoints.save_points.add_model(self._trained)
         self._own_state = OptimizerState(self, self._model.aggregates)
@@ -186,9 +197,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _start(self) -> None:
         """Create the tables, and start from rank 0's values."""
+        options, imported = self._model.options, self._client.checkpoints.imported
+        if self._module is not None:
+            self._rows.extend(owned_rows(self._module, self._client, self))
+            self._check_rows_fit(options.consistency)
         for number in range(len(self.param_groups)):
             self._tables.extend(self._tables_of_group(number))
-        options, imported = self._model.options, self._client.checkpoints.imported
         if self._module is not None and options.buffers is not None:
             self._buffers.extend(
                 BufferTable(self._client, self._module, layout, options)
@@ -196,19 +210,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if self._module is not None and imported is not None:
             _check_known(imported, options.name, self._module)
-        self._start_from_rank_zero([*self._tables, *self._buffers])
+        self._start_from_rank_zero([*self._tables, *self._buffers], self._rows)
         self._model.begin()
 
     def _trained(self) -> list[tuple[TableHandle, bool]]:
         return [
             *((table.handle, not table.is_asleep) for table in self._tables),
             *((buffers.handle, True) for buffers in self._buffers),
+            *((rows.handle, True) for rows in self._rows),
         ]
 
     @property
     def results(self) -> tuple[StepResult, ...]:
         """The results of the last step, one a table."""
-        return tuple(self._model.results.values())
+        return (*self._model.results.values(), *self._model.row_results)
 
     @property
     def gradient_norm(self) -> float | None:
@@ -243,7 +258,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 round: earlier rounds count).
             InvalidConfig: another worker's hyperparameters or norm differ at this clock; or a
                 fixed switch of the table was changed; or the model is also in torch's
-                DistributedDataParallel, which reduces the gradients among the workers.
+                DistributedDataParallel, which reduces the gradients among the workers; or the
+                model has Embeddings, and `GradScaler.unscale_` was called.
             GradientChangedAfterPush: in eager mode.
             EditRefused: parameters were changed since the last step, and not alike by all workers,
                 or not under BSP, or by a joining worker. The step was not taken; the changes stay.
@@ -266,7 +282,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self._loss = closure()
         self._hook_trainable()
         try:
-            self._model.step(self.param_groups, amp_scale_of(self), closure)
+            scale = amp_scale_of(self, self._rows[0].name if self._rows else "")
+            self._model.step(self.param_groups, scale, closure)
             return self._loss
         finally:
             if not self._model.is_repeated:
@@ -287,6 +304,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._hook_trainable()
         for table in self._tables:
             table.discard()
+        for rows in self._rows:
+            rows.discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch; the group gets tables of its own, which start from rank 0's values.
@@ -434,7 +453,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 `buffers="mean"` and `Aggregate` need BSP.
             WaitExpired: a server did not prepare in time; call again to change the other tables.
         """
-        return self._model.set_consistency(consistency_of(consistency), after_clock, timeout_s)
+        wanted = consistency_of(consistency)
+        self._check_rows_fit(wanted)
+        return self._model.set_consistency(wanted, after_clock, timeout_s)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Pull the same parameters at every worker, with every step of all workers in them: a model
@@ -513,7 +534,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return 0
         return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
 
-    def _start_from_rank_zero(self, tables: Sequence[TrainedTable | BufferTable]) -> None:
+    def _check_rows_fit(self, consistency: Consistency) -> None:
+        """Refuse settings that Embeddings in the module do not have."""
+        name = self._model.options.name
+        if self._rows and consistency.backup_workers:
+            raise InvalidConfig(
+                f"'{name}' would be under {consistency}, and has rows of '{self._rows[0].name}': a "
+                "worker whose step came too late would skip clocks that the rows do not; expected "
+                "BSP without backup workers, SSP or ASP"
+            )
+        if self._rows and self._model.aggregates and self._model.options.clip_norm is not None:
+            raise InvalidConfig(
+                f"clip_norm with Aggregate does not reach rows of '{self._rows[0].name}': the "
+                "servers update them; expected an optimizer on the servers, or no clip_norm"
+            )
+
+    def _start_from_rank_zero(
+        self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()
+    ) -> None:
         joins = any(self._client.engine.joins(t.handle.table.table_id) for t in tables)
         if self._client.is_late_joiner and isinstance(self._optimizer, Aggregate):
             raise InvalidConfig(
@@ -527,7 +565,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         is_own = self._model.aggregates and self._client.checkpoints.imported is None
         own = [t for t in restored if is_own and isinstance(t, TrainedTable)]
         if joins:
-            joining.begin_where_the_others_are(self._client, tables)
+            joining.begin_where_the_others_are(self._client, tables, rows)
         else:
             for table in tables:
                 if table in given:
@@ -571,6 +609,12 @@ def _hooked(
         return
     arrives = model.options.applies_on_arrival
     table.hooked(index, model.hyperparameters(table, optimizer.param_groups) if arrives else ())
+
+
+def _row_gradient_came(reference: weakref.ref[DistributedOptimizer]) -> None:
+    optimizer = reference()
+    if optimizer is not None:
+        optimizer._model.gradient_came()
 
 
 def _check_known(imported: Imported, name: str, module: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -14,23 +13,27 @@ from ps_core.tables import OptimizerSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.rows import cut_ids, ids_of, rows_of
 from ps_worker.spec.settings import Normal, RowsOptions, SupportsSpec, consistency_of
-from ps_worker.steps.steps import PushTicket
-
-MAX_PASS_COUNT = 1024
-"""Forward passes between two steps: more are a script that never steps."""
+from ps_worker.steps.steps import StepResult
+from ps_worker.training.tables.step_scale import StepScale
+from ps_worker.training.trained_rows import TrainedRows
 
 
 class Embedding(torch.nn.Module):
     """Rows of an embedding table, looked up by ids of 64 bits.
 
-        embedding = ps.Embedding(client, "users", 64, optimizer=ps.RowwiseAdagrad(lr=0.1))
-        loss(embedding(ids)).backward()
-        embedding.step()
+        model.users = ps.Embedding(client, "users", 64, optimizer=ps.RowwiseAdagrad(lr=0.1))
+        optimizer = ps.DistributedOptimizer(client, model, ps.Adam())
+        loss(model.head(model.users(ids))).backward()
+        optimizer.step()
 
-    `forward` pulls the rows of a batch; `step` pushes their gradients, summed over all passes since
-    the last step, and the servers update the rows. It has no parameters of its own: a torch
-    optimizer, `state_dict` and `DistributedOptimizer` see none, and neither gradient clipping nor a
-    `GradScaler` reaches its rows.
+    `forward` pulls the rows of a batch. The optimizer of the module in which the Embedding lies
+    (`DistributedOptimizer`, `HybridOptimizer`) pushes their gradients with its steps, summed over
+    all backward passes since the last one, and the servers update the rows. One in no such module
+    is stepped by its own `step`. It has no parameters: a torch optimizer and `state_dict` see none.
+
+    Attributes:
+        hyperparameters: the optimizer's, of the steps from now on, such as `{"lr": 0.1}`; the
+            table's fill in.
 
     Args:
         client: a worker's, or a reader's, which opens the table and only looks rows up.
@@ -46,8 +49,8 @@ class Embedding(torch.nn.Module):
     Raises:
         InvalidConfig: a setting that `Client.create_embedding` refuses, or backup workers.
 
-    Blocking: `__init__` as `Client.create_embedding`; `forward` as `Client.pull_rows`; `step` as
-        `Client.push_rows`.
+    Blocking: `__init__` as `Client.create_embedding`; `forward` as `Client.pull_rows`; `step` until
+        the update is there: under BSP every worker has taken part.
     """
 
     def __init__(
@@ -78,7 +81,17 @@ class Embedding(torch.nn.Module):
                 client.tables.join([self.table])
         self._rows = rows_of(self.table.table)
         self._hashed_ids = hashed_ids
-        self._passes: list[tuple[np.ndarray[Any, np.dtype[np.uint64]], Tensor]] = []
+        self.trained = TrainedRows(client, self.table)
+
+    @property
+    def hyperparameters(self) -> dict[str, float]:
+        """The optimizer's, of the steps from now on."""
+        return self.trained.hyperparameters
+
+    @property
+    def client(self) -> Client:
+        """The client that made it."""
+        return self._client
 
     @property
     def embedding_dim(self) -> int:
@@ -96,33 +109,38 @@ class Embedding(torch.nn.Module):
         pulled = self._client.wait(self._client.pulls.start_rows(self.table, batch))
         rows = torch.from_numpy(pulled).to(ids.device)
         if torch.is_grad_enabled() and not self._client.is_reader:
-            if len(self._passes) >= MAX_PASS_COUNT:
-                raise InvalidConfig(
-                    f"{self} was called {MAX_PASS_COUNT} times since its last step: expected "
-                    "step() after each backward pass, and torch.no_grad() around passes without one"
-                )
-            rows.requires_grad_()
-            self._passes.append((batch.ids, rows))
+            self.trained.watch(batch.ids, rows)
         places = torch.from_numpy(batch.places).to(ids.device)
         return places.reshape(ids.shape), rows
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the passes since the last step, and their gradients."""
+        """Forget the gradients since the last step."""
         super().zero_grad(set_to_none)
-        self._passes.clear()
+        self.trained.discard()
 
-    def step(self, **hyperparameters: float) -> PushTicket:
-        """Push the gradients of the rows that were looked up since the last step, and end the step;
-        without any it still ends, so that no worker waits for this one.
+    def step(self) -> StepResult:
+        """Push the gradients of all backward passes since the last step, and end the step; without
+        any it still ends, so that no worker waits for this one.
 
-        Args:
-            hyperparameters: the optimizer's, for this step, such as `lr`.
+        Raises:
+            InvalidConfig: an optimizer steps it; or hyperparameters that the table's optimizer
+                lacks; or more rows of one partition than a message takes.
+            InvalidTensor: a gradient is not finite; the step was skipped.
+            TableFull: a server has no memory for the new rows of the step, which was refused whole.
+            WaitExpired: the message says who is missing. The next call waits for the step, and
+                takes another one.
         """
-        passes, self._passes = self._passes, []
-        given = [(ids, rows.grad) for ids, rows in passes if rows.grad is not None]
-        for ids, gradient in given:
-            self._client.push_rows(self.table, ids, gradient, seal=False)
-        return self._client.seal(self.table, hyperparameters=hyperparameters or None)
+        if self.trained.is_owned:
+            raise InvalidConfig(
+                f"{self} is stepped by the optimizer of its module: remove this call of step()"
+            )
+        self.trained.finish()
+        with self._client.connection.loop.together():
+            self.trained.begin_step()
+            self.trained.prepare()
+            ticket = self.trained.seal(StepScale(), skip=False)
+        self.trained.finish()
+        return ticket.future.result()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be copied or pickled."""
@@ -182,3 +200,28 @@ class EmbeddingBag(Embedding):
             per_sample_weights=per_sample_weights,
             include_last_offset=self.include_last_offset,
         )
+
+
+def owned_rows(module: torch.nn.Module, client: Client, optimizer: object) -> list[TrainedRows]:
+    """The rows of all Embeddings in a module, which `optimizer` steps from now on; without those of
+    readers, which only look rows up.
+
+    Raises:
+        InvalidConfig: an Embedding is another client's, or another optimizer steps it, or two are
+            of one table.
+    """
+    found: dict[str, TrainedRows] = {}
+    for each in module.modules():
+        if not isinstance(each, Embedding) or each.client.is_reader:
+            continue
+        if each.client is not client:
+            raise InvalidConfig(f"{each} is another client's; expected one of the optimizer's")
+        if each.table.name in found:
+            raise InvalidConfig(
+                f"the module has two Embeddings of table '{each.table.name}': expected one module, "
+                "in both places"
+            )
+        found[each.table.name] = each.trained
+    for rows in found.values():
+        rows.own(optimizer)
+    return list(found.values())

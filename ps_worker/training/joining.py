@@ -27,19 +27,23 @@ from ps_worker.spec.late_joiners import (
 from ps_worker.steps.steps import passed
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.tables.trained_table import TrainedTable
+from ps_worker.training.trained_rows import TrainedRows
 
 
 def begin_where_the_others_are(
-    client: Client, tables: Sequence[TrainedTable | BufferTable]
+    client: Client,
+    tables: Sequence[TrainedTable | BufferTable],
+    rows: Sequence[TrainedRows] = (),
 ) -> None:
-    """Join every table of a model, bring them to one step, and pull them."""
+    """Join every table of a model, bring them to one step, and pull all but `rows`."""
     joins = client.engine.joins
-    client.tables.join([t.handle for t in tables if joins(t.handle.table.table_id)])
-    firsts = [table.handle.table.restored_clock or 0 for table in tables]
-    counts = passed([table.handle.clock for table in tables], firsts)
-    for table, count in zip(tables, counts, strict=True):
+    handles = [part.handle for part in (*tables, *rows)]
+    client.tables.join([handle for handle in handles if joins(handle.table.table_id)])
+    firsts = [handle.table.restored_clock or 0 for handle in handles]
+    counts = passed([handle.clock for handle in handles], firsts)
+    for handle, count in zip(handles, counts, strict=True):
         for _ in range(count):
-            client.tables.begin_step(table.handle).seal(skip=True)
+            client.tables.begin_step(handle).seal(skip=True)
     for table in tables:
         table.begin_pull()
     for table in tables:

@@ -58,6 +58,7 @@ from ps_worker.training.tables.staging import (
 )
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
+from ps_worker.training.trained_rows import TrainedRows
 from ps_worker.transport.metrics import MEASURES
 
 if TYPE_CHECKING:
@@ -94,9 +95,10 @@ class TrainedModel:
     """The tables of one `DistributedOptimizer`, which take their steps together.
 
     Attributes:
-        tables, buffers: the owner adds them.
+        tables, buffers, rows: the owner adds them.
         inner: the local optimizer of `Aggregate` and `Add`; the owner sets it.
         results: the results of the last step, by table that is awake; empty if it was skipped.
+        row_results: likewise, of embedding tables.
         gradient_norm: the norm that the last step was clipped by; None without clipping.
         loaded: optimizer state that the servers do not have in full yet.
         adds: the worker pushes its local optimizer's updates.
@@ -109,8 +111,10 @@ class TrainedModel:
         self.options = options
         self.tables: list[TrainedTable] = []
         self.buffers: list[BufferTable] = []
+        self.rows: list[TrainedRows] = []
         self.inner: torch.optim.Optimizer | None = None
         self.results: dict[TrainedTable, StepResult] = {}
+        self.row_results: list[StepResult] = []
         self.gradient_norm: float | None = None
         self.loaded: LoadedState | None = None
         self.adds = isinstance(optimizer, Add)
@@ -191,6 +195,8 @@ class TrainedModel:
     def _wait_pending(self) -> None:
         for part in self._parts:
             part.wait_pending()
+        for rows in self.rows:
+            rows.finish()
 
     def pass_rounds(self, tables: Sequence[TrainedTable]) -> None:
         """Pass the clocks of earlier rounds on new tables, and wait until they are committed."""
@@ -313,6 +319,7 @@ class TrainedModel:
     ) -> dict[TrainedTable, StepResult]:
         """Take one step; returns its results by table that is awake, none if it was skipped."""
         self.end_step()
+        self.row_results = []
         self._times.computed(1 + self.clock)
         self._common.go_on()
         self._wait_pending()
@@ -447,6 +454,8 @@ class TrainedModel:
             name = PASSED.encode()
         if array != ASLEEP:
             self._seal_buffers()
+            for rows in self.rows:
+                rows.pass_clock()
         tickets = {}
         for table in self.tables:
             indexes = () if edits.problem else edits.edited.get(table, ())
@@ -488,6 +497,9 @@ class TrainedModel:
     def _seal(self, groups: Groups, scale: StepScale, before: StateBefore | None) -> _SealedStep:
         """Push the rest of the step, and seal it on every table."""
         awake = {t: self.hyperparameters(t, groups) for t in self.tables if not t.is_asleep}
+        is_round = any(table.is_restricted for table in self.tables)
+        for rows in self.rows:
+            rows.begin_step(has_gradients=not is_round)
         scale = self._scaled(scale, groups)
         if self.options.is_eager:
             for table, hyperparameters in awake.items():
@@ -498,25 +510,47 @@ class TrainedModel:
             elif self.inner is not None:
                 self.inner.step()
         # All checks come before the first seal, so that all tables end the step.
-        problem = scale.problem if scale.skip else _push_rest(awake)
-        self._seal_buffers()
+        problem = scale.problem if scale.skip else self._push_rest(awake)
         skip = scale.skip or bool(problem)
-        tickets = {
-            table: table.seal(hyperparameters, scale, skip=skip or not table.takes_part)
-            for table, hyperparameters in awake.items()
-        }
-        scaling = None if skip else self._scale_updates(scale, tickets)
-        if any(table.is_restricted for table in self.tables):  # a round
+        with self._client.connection.loop.together():
+            self._seal_buffers()
+            tickets = {
+                table: table.seal(hyperparameters, scale, skip=skip or not table.takes_part)
+                for table, hyperparameters in awake.items()
+            }
+            row_steps = []
+            if not is_round:
+                row_steps = [(rows, rows.seal(scale, skip=skip)) for rows in self.rows]
+        scaling = None if skip else self._scale_updates(scale, [*tickets.items(), *row_steps])
+        if is_round:
             self._round_count += 1
             for table in self.tables:
                 if table.is_asleep:
                     table.pass_clock()
+            for rows in self.rows:
+                rows.pass_clock()
         self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
         sealed = _SealedStep(tickets, scaling, skip, problem)
         if not self.aggregates and (self.are_replayed or not self._is_hooked):
             sealed.marks = self._marks()
         self._is_hooked = False
         return sealed
+
+    def _push_rest(self, awake: Mapping[TrainedTable, Hyperparameters]) -> str:
+        """Push the rest of the step, up to the first gradient that is not finite; returns its name,
+        in words, or nothing. Rows are pushed with their seal.
+        """
+        if not self.options.allow_non_finite and not self.options.applies_on_arrival:
+            for rows in self.rows:
+                if words := rows.non_finite():
+                    return words
+        for table, hyperparameters in awake.items():
+            name = table.push_rest(hyperparameters)
+            if name is not None:
+                return _not_finite(name, table)
+        for rows in self.rows:
+            rows.prepare()
+        return ""
 
     def _seal_buffers(self) -> None:
         for buffers in self.buffers:
@@ -536,6 +570,7 @@ class TrainedModel:
                 self._take_over(sealed)
             for buffers in self.buffers:
                 buffers.finish()
+            self._finish_rows(sealed)
         except BaseException as error:
             if isinstance(error, PushpullError) and not isinstance(error, WaitExpired):
                 self._sealed = None  # it has ended, with an error
@@ -562,6 +597,21 @@ class TrainedModel:
             )
         ended = {} if sealed.is_skipped or sealed.is_edit else sealed.tickets
         return {table: ticket.future.result() for table, ticket in ended.items()}
+
+    def _finish_rows(self, sealed: _SealedStep) -> None:
+        """Wait for the steps of all embedding tables; then raise the first error of one."""
+        results, failure = [], None
+        for rows in self.rows:
+            try:
+                results.append(rows.finish(is_skipped=sealed.is_skipped))
+            except WaitExpired:
+                raise
+            except PushpullError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        if not sealed.is_skipped and not sealed.is_edit:
+            self.row_results += [result for result in results if result is not None]
 
     def _leave_out(self, awake: Collection[TrainedTable]) -> None:
         """Backup workers: skip clocks whose updates were made without this worker on all tables.
@@ -608,7 +658,7 @@ class TrainedModel:
         if scale.skip:
             return replace(scale, clip_scale=1.0 if clips and not self.adds else None)
         if self.adds:
-            multiply_gradients(_parameters(groups), scale.contribution_scale)
+            self._multiply(groups, scale.contribution_scale)
             scale = StepScale()
         if max_norm is None or not clips:
             return scale
@@ -618,32 +668,39 @@ class TrainedModel:
         """Clip this worker's own gradients, by their scale if possible, else in place. Under BSP
         the servers clip the reduced gradient instead; they know the consistency of this clock.
         """
-        norm, factor = norm_and_factor(_parameters(groups), max_norm, scale.contribution_scale)
+        dense = (parameter.grad for parameter in _parameters(groups))
+        gradients = [*dense, *(rows.norm_part() for rows in self.rows)]
+        norm, factor = norm_and_factor(gradients, max_norm, scale.contribution_scale)
         self.gradient_norm = norm
         if not math.isfinite(norm) and not self.options.allow_non_finite:
             problem = self._not_finite_words(norm)
             return StepScale(1.0, True, problem, None if self.adds else 1.0)
         if self.adds:
-            multiply_gradients(_parameters(groups), factor)
+            self._multiply(groups, factor)
             return scale
         if scale.contribution_scale * factor > 0.0:
             return replace(scale, clip_scale=factor)
         # A seal cannot carry NaN or 0.
         if any(setting.mode is not Mode.BSP for setting in self._settings()):
-            multiply_gradients(_parameters(groups), factor)
+            self._multiply(groups, factor)
         return replace(scale, clip_scale=1.0)
 
+    def _multiply(self, groups: Groups, factor: float) -> None:
+        """Multiply this worker's own gradients in place."""
+        multiply_gradients(_parameters(groups), factor)
+        for rows in self.rows:
+            rows.multiply(factor)
+
     def _scale_updates(
-        self, scale: StepScale, tickets: Mapping[TrainedTable, PushTicket]
+        self, scale: StepScale, steps: Sequence[tuple[TrainedTable | TrainedRows, PushTicket]]
     ) -> UpdateScaling | None:
         """BSP: scale the updates, which wait for their norm, as soon as it is known."""
         max_norm = self.options.clip_norm
-        if scale.clip_scale is None or max_norm is None or not tickets:
+        if scale.clip_scale is None or max_norm is None or not steps:
             return None
-        steps = [(table.handle, ticket) for table, ticket in tickets.items()]
-        scaling = UpdateScaling(steps, max_norm)
-        for table, ticket in zip(tickets, scaling.tickets, strict=True):
-            table.pending.add(ticket)
+        scaling = UpdateScaling([(part.handle, ticket) for part, ticket in steps], max_norm)
+        for (part, _), ticket in zip(steps, scaling.tickets, strict=True):
+            part.pending.add(ticket)
         return scaling
 
     def _not_finite_words(self, norm: float) -> str:
@@ -653,6 +710,9 @@ class TrainedModel:
                 is_dense = gradient is not None and gradient.layout is torch.strided
                 if gradient is not None and is_dense and not is_finite(gradient.detach()):
                     return _not_finite(entry.name, table)
+        for rows in self.rows:
+            if words := rows.non_finite():
+                return words
         step = f"step {1 + self.clock} of '{self.options.name}'"
         return f"the norm of the gradients is {norm} at {step}"
 
@@ -686,17 +746,6 @@ def _mark_of(gradient: torch.Tensor | None) -> _Mark:
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:
     for group in groups:
         yield from group["params"]
-
-
-def _push_rest(awake: Mapping[TrainedTable, Hyperparameters]) -> str:
-    """Push the rest of the step, up to the first gradient that is not finite; returns its name, in
-    words, or nothing.
-    """
-    for table, hyperparameters in awake.items():
-        name = table.push_rest(hyperparameters)
-        if name is not None:
-            return _not_finite(name, table)
-    return ""
 
 
 def _not_finite(name: str, table: TrainedTable) -> str:

@@ -22,7 +22,7 @@ import ps_worker as ps
 from ps_core import limits
 from ps_core.rows import first_values, mixed_ids, salt_of
 from ps_worker.spec.rows import cut_ids, rows_of
-from ps_worker.training.embedding import MAX_PASS_COUNT
+from ps_worker.training.trained_rows import MAX_PASS_COUNT
 from tests.integration.command_line import run_here
 from tests.integration.replicated_cluster import replicated_cluster
 
@@ -236,11 +236,16 @@ def test_a_script_that_never_steps_is_told(client: ps.Client) -> None:
     with torch.no_grad():
         for _ in range(3):
             embedding(torch.arange(2))
-    embedding._passes = [(np.zeros(0, np.uint64), torch.zeros(0, 2))] * MAX_PASS_COUNT
-    with pytest.raises(ps.InvalidConfig, match=r"1024 times .* expected step\(\)"):
-        embedding(torch.arange(2))
+    rows = embedding(torch.arange(2))
+    passes = embedding.trained._passes
+    rows.sum().backward(retain_graph=True)
+    assert len(passes) == 1
+    passes *= MAX_PASS_COUNT
+    with pytest.raises(ps.InvalidConfig, match=r"1024 backward passes .* expected a step"):
+        embedding(torch.arange(2)).sum().backward()
     embedding.zero_grad()
-    assert embedding(torch.arange(2)).requires_grad
+    rows.sum().backward()
+    assert embedding.step().applied
 
 
 def test_backup_workers_are_refused(client: ps.Client) -> None:

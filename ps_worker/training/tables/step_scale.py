@@ -26,11 +26,23 @@ class StepScale:
     clip_scale: float | None = None
 
 
-def amp_scale_of(optimizer: torch.optim.Optimizer) -> StepScale:
-    """The scale that `torch.amp.GradScaler` left on the optimizer for this call of `step`."""
+def amp_scale_of(optimizer: torch.optim.Optimizer, rows: str = "") -> StepScale:
+    """The scale that `torch.amp.GradScaler` left on the optimizer for this call of `step`.
+
+    Args:
+        rows: the name of an embedding table that the optimizer steps, if any.
+
+    Raises:
+        InvalidConfig: `GradScaler.unscale_` was called, which leaves rows scaled.
+    """
     found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
     grad_scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
     skip = found_inf is not None and bool(found_inf.item())
+    if grad_scale is None and found_inf is not None and rows:
+        raise InvalidConfig(
+            f"GradScaler.unscale_ was called, which does not reach rows of '{rows}': remove the "
+            "call, and clip by the optimizer's clip_norm= in place of clip_grad_norm_"
+        )
     if grad_scale is None:
         return StepScale(skip=skip)
     # The inverse as GradScaler.unscale_ computes it, so that the products have the same bits.

@@ -1,0 +1,188 @@
+"""The rows of one embedding table in training: their gradients since the last step, and its steps.
+
+    rows pulled --backward--> a gradient of each pass --step--> one push, one seal --> committed
+
+Rules:
+    - A pass counts from the moment its gradient is there: what is looked up without a backward
+      pass leaves nothing.
+    - A gradient is of one step: a step takes it away, also from a graph that is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ps_core.errors import InvalidConfig, InvalidTensor
+from ps_core.rows import Ids, sums_by_key
+from ps_core.tables import Hyperparameters
+from ps_worker.client.pending import PendingTickets
+from ps_worker.steps.steps import checked_hyperparameters
+from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.step_scale import StepScale
+
+if TYPE_CHECKING:
+    from ps_worker.client.client import Client
+    from ps_worker.steps.steps import PushBody, PushTicket, StepResult, TableHandle
+
+MAX_PASS_COUNT = 1024
+"""Backward passes between two steps: more are a script that never steps."""
+
+
+class TrainedRows:
+    """The steps of this worker on one embedding table.
+
+    Attributes:
+        hyperparameters: the optimizer's, of the steps from now on, such as `lr`; the table's
+            fill in.
+        on_gradient: is called when a gradient has come.
+    """
+
+    def __init__(self, client: Client, handle: TableHandle) -> None:
+        self.handle = handle
+        self.hyperparameters: dict[str, float] = {}
+        self.on_gradient: Callable[[], None] = lambda: None
+        self.pending = PendingTickets(client)
+        self._client = client
+        self._owner: ref[object] | None = None
+        self._passes: list[tuple[Ids, torch.Tensor]] = []
+        self._bodies: list[PushBody] = []
+        self._terms: Hyperparameters = ()
+        self._ticket: PushTicket | None = None
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    @property
+    def is_owned(self) -> bool:
+        """True if an optimizer steps these rows."""
+        return self._owner is not None and self._owner() is not None
+
+    def own(self, optimizer: object) -> None:
+        """Note the optimizer that steps these rows from now on; InvalidConfig if another does."""
+        if self.is_owned:
+            raise InvalidConfig(
+                f"rows of '{self.name}' are another optimizer's: expected each Embedding in the "
+                "module of one optimizer"
+            )
+        self._owner = ref(optimizer)
+
+    # --- gradients
+
+    def watch(self, ids: Ids, rows: torch.Tensor) -> None:
+        """Note the gradient of these rows, a leaf of a graph, once it is there."""
+        rows.requires_grad_().register_post_accumulate_grad_hook(partial(_came, ref(self), ids))
+
+    def came(self, ids: Ids, rows: torch.Tensor) -> None:
+        """A backward pass has reached rows that are watched."""
+        if not any(each is rows for _, each in self._passes):
+            if len(self._passes) >= MAX_PASS_COUNT:
+                raise InvalidConfig(
+                    f"the rows of '{self.name}' have gradients of {MAX_PASS_COUNT} backward passes "
+                    "since the last step: expected a step after each; the optimizer of a module "
+                    "steps the Embeddings in it, others have a step() of their own"
+                )
+            self._passes.append((ids, rows))
+        self.on_gradient()
+
+    def discard(self) -> None:
+        """Forget the gradients."""
+        for _, rows in self._passes:
+            rows.grad = None
+        self._passes.clear()
+
+    def norm_part(self) -> torch.Tensor:
+        """The gradient whose norm is this worker's: rows that came in several passes are summed.
+        Shapes: (rows, length).
+        """
+        if len(self._passes) == 1:
+            gradient = self._passes[0][1].grad
+            return torch.empty(0) if gradient is None else gradient.detach()
+        ids, gradients = self._gradients()
+        return torch.from_numpy(sums_by_key(ids, gradients)[1])
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients in place."""
+        for _, rows in self._passes:
+            if rows.grad is not None:
+                rows.grad.mul_(factor)
+
+    def non_finite(self) -> str:
+        """Words for a gradient with an infinity or a NaN; empty without one."""
+        for _, rows in self._passes:
+            if rows.grad is not None and not is_finite(rows.grad):
+                return (
+                    f"the gradient of rows of '{self.name}' has an infinity or a NaN at step "
+                    f"{self.handle.clock + 1}"
+                )
+        return ""
+
+    def _gradients(self) -> tuple[Ids, npt.NDArray[Any]]:
+        """The ids of all passes, and the gradients of these rows, one behind the other."""
+        given = [(ids, rows.grad) for ids, rows in self._passes if rows.grad is not None]
+        arrays = [gradient.detach().cpu().numpy() for _, gradient in given]
+        if len(given) == 1:
+            return given[0][0], arrays[0]
+        if not given:
+            length, dtype = self.handle.element_count, self.handle.dtype.value
+            return np.empty(0, np.uint64), np.empty((0, length), dtype)
+        return np.concatenate([ids for ids, _ in given]), np.concatenate(arrays)
+
+    # --- steps
+
+    def begin_step(self, *, has_gradients: bool = True) -> None:
+        """Take the hyperparameters for the step that `seal` ends; InvalidConfig if the optimizer
+        lacks one. Without gradients forget those that came: they were pushed by an earlier round.
+        """
+        self._terms = checked_hyperparameters(self.handle, self.hyperparameters)
+        self._bodies = []
+        if not has_gradients:
+            self.discard()
+
+    def prepare(self) -> None:
+        """Make the pushes of the step; InvalidConfig if there are more rows of one partition than
+        a message takes.
+        """
+        step = self._client.tables.begin_step(self.handle)
+        self._bodies = step.row_bodies(*self._gradients())
+
+    def seal(self, scale: StepScale, *, skip: bool) -> PushTicket:
+        """Push what was prepared, unless `skip`, and end the step; `finish` waits."""
+        step = self._client.tables.begin_step(self.handle)
+        if not skip:
+            step.push_bodies(self._bodies)
+        self._bodies = []
+        self._ticket = step.seal(
+            self._terms,
+            contribution_scale=scale.contribution_scale,
+            skip=skip,
+            clip_scale=scale.clip_scale,
+        )
+        self.pending.add(self._ticket)
+        self.discard()
+        return self._ticket
+
+    def pass_clock(self) -> None:
+        """Seal a step in which the rows have no part; `finish` waits."""
+        step = self._client.tables.begin_step(self.handle)
+        self.pending.add(step.seal(self._terms, skip=True))
+
+    def finish(self, *, is_skipped: bool = False) -> StepResult | None:
+        """Wait for the steps that were sealed, as `Client.wait`. Returns the last one's result."""
+        self.pending.wait((InvalidTensor,) if is_skipped else ())
+        ticket, self._ticket = self._ticket, None
+        return None if ticket is None else ticket.future.result()
+
+
+def _came(trained: ref[TrainedRows], ids: Ids, rows: torch.Tensor) -> None:
+    """A hook, which does not keep the module alive."""
+    found = trained()
+    if found is not None:
+        found.came(ids, rows)
