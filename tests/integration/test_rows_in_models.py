@@ -366,3 +366,39 @@ def test_a_worker_that_joins_steps_both_with_the_others() -> None:
         ours, theirs = [run.result(60) for run in runs]
         assert np.array_equal(ours, theirs)
         late.close(leave=False)
+
+
+def test_a_block_that_is_computed_anew_pushes_its_rows_once() -> None:
+    """The rows take a clock for the round all the same."""
+    with ps.local_cluster(servers=2, workers=2) as cluster, ExitStack() as stack:
+        mine, other = (
+            stack.enter_context(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
+            for _ in range(2)
+        )
+        model = tastes(mine, "users", consistency="asp")
+        optimizer = ps.DistributedOptimizer(
+            mine, model, ps.SGD(lr=0.1), name="tastes", consistency="asp:reject=0"
+        )
+        (dense,) = (each for each in mine.tables.handles if each.name.startswith("tastes/"))
+        handle = other.table(dense.name)
+        twin = twin_of(model)
+        given: list[torch.Tensor] = []
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model, 3)
+            loss.backward()
+            if not given:  # an update beside it, which the pushed block does not know
+                step = np.ones(handle.element_count, np.float32)
+                other.wait(other.push(handle, step))
+            given.append(loss)
+            return loss.item()
+
+        optimizer.step(closure)
+        assert len(given) == 2
+        loss_of(twin, 3).backward()
+        torch.optim.SGD(twin.users.parameters(), lr=0.1).step()
+        with torch.no_grad():
+            torch.testing.assert_close(model.users(EVERYTHING), twin.users(EVERYTHING))
+        assert isinstance(model.users, ps.Embedding)
+        assert model.users.table.clock == optimizer.clock == 2
