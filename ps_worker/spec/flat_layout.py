@@ -84,19 +84,22 @@ class FlatLayout:
         return tuple(flat[one.offset : one.end].view(one.tensor.shape) for one in self.placed)
 
 
-def named_groups(parameters: Parameters, module: nn.Module | None = None) -> list[dict[str, Any]]:
+def named_groups(
+    parameters: Parameters, module: nn.Module | None = None, *, may_be_empty: bool = False
+) -> list[dict[str, Any]]:
     """Parameter groups with "params" and, in the same order, "param_names". A tensor that is there
     twice (tied weights) is in its group once, under its first name. Tensors without a name get the
     one that they have in `module`, else ``parameter.<position>``, counted over all groups.
     """
     if isinstance(parameters, nn.Module):
-        return named_groups(parameters.named_parameters(), module or parameters)
+        own = parameters.named_parameters()
+        return named_groups(own, module or parameters, may_be_empty=may_be_empty)
     if isinstance(parameters, torch.Tensor):
         raise InvalidConfig("expected an iterable of parameters; got one tensor")
     entries: list[Any] = list(parameters)
-    if not entries:
+    if not entries and not may_be_empty:
         raise InvalidConfig("expected parameters; got an empty list")
-    groups = entries if isinstance(entries[0], Mapping) else [{"params": entries}]
+    groups = entries if entries and isinstance(entries[0], Mapping) else [{"params": entries}]
     known, positions = _names_in(module), itertools.count()
     return [_named_group(group, known, positions) for group in groups]
 

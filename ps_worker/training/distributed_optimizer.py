@@ -45,7 +45,7 @@ from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.steps.steps import StepResult, TableHandle
 from ps_worker.training import joining
-from ps_worker.training.embedding import owned_rows
+from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.local_optimizer import inner_optimizer
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
@@ -173,7 +173,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._has_stepped = False
         if checked.buffers == "mean" and self._module is None:
             raise InvalidConfig("buffers is 'mean' without a module; give module=")
-        groups = named_groups(parameters, self._module)
+        has_rows = self._module is not None and has_embeddings(self._module)
+        groups = named_groups(parameters, self._module, may_be_empty=has_rows)
         _check_reduces_alone(groups, self._client.world_size)
         if self._model.adds and checked.is_eager:
             raise InvalidConfig(

@@ -202,6 +202,11 @@ class EmbeddingBag(Embedding):
         )
 
 
+def has_embeddings(module: torch.nn.Module) -> bool:
+    """True if the module has any."""
+    return any(isinstance(each, Embedding) for each in module.modules())
+
+
 def owned_rows(module: torch.nn.Module, client: Client, optimizer: object) -> list[TrainedRows]:
     """The rows of all Embeddings in a module, which `optimizer` steps from now on; without those of
     readers, which only look rows up.

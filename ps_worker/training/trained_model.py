@@ -139,7 +139,7 @@ class TrainedModel:
 
     @property
     def clock(self) -> int:
-        return max((table.handle.clock for table in self.tables), default=0)
+        return max((part.handle.clock for part in (*self.tables, *self.rows)), default=0)
 
     @property
     def _parts(self) -> list[TrainedTable | BufferTable]:
@@ -529,7 +529,8 @@ class TrainedModel:
                     table.pass_clock()
             for rows in self.rows:
                 rows.pass_clock()
-        self._times.sealed([ticket for table, ticket in tickets.items() if table.takes_part])
+        taking_part = [ticket for table, ticket in tickets.items() if table.takes_part]
+        self._times.sealed([*taking_part, *(ticket for _, ticket in row_steps)])
         sealed = _SealedStep(tickets, scaling, skip, problem)
         if not self.aggregates and (self.are_replayed or not self._is_hooked):
             sealed.marks = self._marks()

@@ -154,10 +154,9 @@ class TrainedRows:
         self._bodies = step.row_bodies(*self._gradients())
 
     def seal(self, scale: StepScale, *, skip: bool) -> PushTicket:
-        """Push what was prepared, unless `skip`, and end the step; `finish` waits."""
+        """Push what was prepared, and end the step; `finish` waits."""
         step = self._client.tables.begin_step(self.handle)
-        if not skip:
-            step.push_bodies(self._bodies)
+        step.push_bodies(self._bodies)
         self._bodies = []
         self._ticket = step.seal(
             self._terms,
