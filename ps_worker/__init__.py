@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from ps_worker.training.distributed_optimizer import DistributedOptimizer
     from ps_worker.training.distributed_sampler import DistributedSampler
     from ps_worker.training.embedding import Embedding, EmbeddingBag
+    from ps_worker.training.hybrid.hybrid_optimizer import HybridOptimizer
     from ps_worker.training.model_pull import pull_model
 
 __all__ = [
@@ -96,6 +97,7 @@ __all__ = [
     "Fenced",
     "FromRank0",
     "GradientChangedAfterPush",
+    "HybridOptimizer",
     "Inline",
     "Internal",
     "InvalidCheckpoint",
@@ -143,6 +145,7 @@ _IMPORTED_ON_USE = {
     "DistributedSampler": "ps_worker.training.distributed_sampler",
     "Embedding": "ps_worker.training.embedding",
     "EmbeddingBag": "ps_worker.training.embedding",
+    "HybridOptimizer": "ps_worker.training.hybrid.hybrid_optimizer",
     "RandomState": "ps_worker.checkpoint.random_state",
     "RayCluster": "ps_worker.client.on_ray",
     "RayRole": "ps_worker.client.on_ray",

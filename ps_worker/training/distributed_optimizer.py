@@ -51,7 +51,7 @@ from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
 from ps_worker.training.optimizer_state import OptimizerState, checked_groups, fill_groups, numbered
 from ps_worker.training.served_state import pulled_arrays, torch_state
-from ps_worker.training.tables.step_scale import amp_scale_of, check_unscaled
+from ps_worker.training.tables.step_scale import StepScale, amp_scale_of, check_unscaled
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_model import TrainedModel
 from ps_worker.training.trained_rows import TrainedRows
@@ -283,12 +283,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self._loss = closure()
         self._hook_trainable()
         try:
-            scale = amp_scale_of(self, self._rows[0].name if self._rows else "")
-            self._model.step(self.param_groups, scale, closure)
+            self._model.step(self.param_groups, amp_scale_of(self, self.rows_name), closure)
             return self._loss
         finally:
             if not self._model.is_repeated:
                 self._loss = None  # it may hold the whole graph of backward
+
+    # --- for `HybridOptimizer`, whose other half decides with it
+
+    @property
+    def is_repeated(self) -> bool:
+        """True if `step` would only end the last step, because no gradient has come since."""
+        return self._model.is_repeated
+
+    @property
+    def rows_name(self) -> str:
+        """The name of a table of rows that it trains; empty without one."""
+        return self._rows[0].name if self._rows else ""
+
+    def non_finite_rows(self) -> str:
+        """Words for a gradient of rows with an infinity or a NaN; empty without one."""
+        return next((words for rows in self._rows if (words := rows.non_finite())), "")
+
+    def step_scaled(self, scale: StepScale) -> None:
+        """As `step`, with the scale of the gradients given. The caller has reached a save point."""
+        self._hook_trainable()
+        self._model.step(self.param_groups, scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; blocks of the zeroed gradients that have left take no part in the step.

@@ -139,7 +139,8 @@ class TrainedModel:
 
     @property
     def clock(self) -> int:
-        return max((part.handle.clock for part in (*self.tables, *self.rows)), default=0)
+        handles = [*(table.handle for table in self.tables), *(rows.handle for rows in self.rows)]
+        return max((handle.clock for handle in handles), default=0)
 
     @property
     def _parts(self) -> list[TrainedTable | BufferTable]:

@@ -1,0 +1,132 @@
+"""Gradients that the workers reduce among themselves, by torch.distributed.
+
+    each worker: gradients, and words of control --one all-reduce a dtype--> their mean, everywhere
+
+Rules:
+    - All workers have the same mean, bit for bit, since one all-reduce gives all of them the same.
+    - A parameter that has no gradient at a worker counts as zero there; one without a gradient at
+      any worker has none after it.
+    - Parameters in DistributedDataParallel, and FSDP's, have been reduced by then, and are left
+      alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_Kind: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """True if each worker has a part of it, as under FSDP2."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # whose import takes a second
+    return tensors is not None and isinstance(parameter, tensors.DTensor)
+
+
+def own_part(value: Any) -> Any:
+    """This worker's part of a sharded tensor; other values as they are, without their graph."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    found: Any = value.detach()
+    return found.to_local() if is_sharded(value) else found
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """All of a sharded tensor, which every worker asks for; another one as it is."""
+    found: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return found
+
+
+def reduced_elsewhere(module: nn.Module) -> set[torch.Tensor]:
+    """The parameters whose gradients torch's own wrappers reduce."""
+    found: set[torch.Tensor] = {each for each in module.parameters() if is_sharded(each)}
+    for each in module.modules():
+        if isinstance(each, DistributedDataParallel):
+            left_out = each.parameters_to_ignore
+            found |= {p for name, p in each.module.named_parameters() if name not in left_out}
+    return found
+
+
+class _Bucket:
+    """The gradients of one dtype on one device, one behind the other."""
+
+    def __init__(self, kind: _Kind, parameters: Sequence[torch.Tensor]) -> None:
+        device, dtype = kind
+        self.parameters = parameters
+        count = sum(parameter.numel() for parameter in parameters)
+        self.values = torch.zeros(count, dtype=dtype, device=device)
+        self.views = []
+        at = 0
+        for parameter in parameters:
+            self.views.append(self.values[at : at + parameter.numel()].view(parameter.shape))
+            at += parameter.numel()
+
+
+class GradientReduction:
+    """Reduces the gradients of these parameters, in this order; all workers have the same.
+
+    Args:
+        control_count: numbers that travel with them.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], control_count: int, worker_count: int
+    ) -> None:
+        self._worker_count = worker_count
+        self._control_count = control_count
+        kinds: dict[_Kind, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+        self._parameters = [each for some in kinds.values() for each in some]
+        self._buckets = [_Bucket(kind, some) for kind, some in kinds.items()]
+        on = self._parameters[0].device if self._parameters else _default_device()
+        self._control = torch.zeros(control_count + len(self._parameters), device=on)
+
+    def reduce(self, control: Sequence[float], scale: float) -> list[float]:
+        """Give all gradients the mean of the workers' gradients times `scale`; returns the sums of
+        the workers' `control`.
+
+        Blocking: until every worker has called this.
+        """
+        present = [float(each.grad is not None) for each in self._parameters]
+        if self._worker_count == 1:
+            for parameter in self._parameters:
+                if parameter.grad is not None and scale != 1.0:
+                    parameter.grad.mul_(scale)
+            return list(control)
+        self._control.copy_(torch.tensor([*control, *present]))
+        works: list[Any] = [distributed.all_reduce(self._control, async_op=True)]
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    torch.mul(parameter.grad.detach(), scale, out=view)
+            works.append(distributed.all_reduce(bucket.values, async_op=True))
+        for work in works:
+            work.wait()
+        sums: list[float] = self._control.tolist()
+        counts = iter(sums[self._control_count :])
+        for bucket in self._buckets:
+            bucket.values.mul_(1.0 / self._worker_count)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                if not next(counts):
+                    parameter.grad = None
+                elif parameter.grad is None:
+                    parameter.grad = view.clone()
+                else:
+                    parameter.grad.copy_(view)
+        return sums[: self._control_count]
+
+
+def _default_device() -> torch.device:
+    """Where the process group reduces numbers of no parameter."""
+    if not distributed.is_initialized() or "gloo" in str(distributed.get_backend_config()):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,358 @@
+"""`HybridOptimizer`: the rows of Embeddings on the servers, the other parameters at the workers.
+
+    optimizer = ps.HybridOptimizer(client, model, torch.optim.Adam(model.parameters()))
+    for ids, numbers, wanted in loader:
+        optimizer.zero_grad()
+        loss(model(ids, numbers), wanted).backward()
+        optimizer.step()
+
+A step, at each worker:
+
+    gradients --all-reduce, with words about all of them--> clip --> torch's optimizer --> servers
+
+Rules:
+    - All workers take a step or skip it, both halves of it, whoever had a gradient that is not
+      finite.
+    - The workers' half comes first. What the servers refuse after that (a full table) is refused
+      at this worker alone, and the parameters stay equal everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, Unpack
+
+import torch
+from torch import distributed, nn
+
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, listed
+from ps_worker.client.client import Client
+from ps_worker.spec.flat_layout import plain_name
+from ps_worker.spec.optimizers import SGD, ServerOptimizer
+from ps_worker.spec.training_options import OptimizerOptions
+from ps_worker.steps.steps import StepResult
+from ps_worker.training.clipping import multiply_gradients
+from ps_worker.training.distributed_optimizer import DistributedOptimizer
+from ps_worker.training.hybrid.gradient_reduction import (
+    GradientReduction,
+    is_sharded,
+    own_part,
+    reduced_elsewhere,
+    whole,
+)
+from ps_worker.training.hybrid.process_group import join_process_group
+from ps_worker.training.module_buffers import persistent_buffers
+from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.step_scale import StepScale, amp_scale_of
+
+_SHOWN_COUNT = 5
+
+
+class HybridOptimizer(torch.optim.Optimizer):
+    """Trains a module in two halves: its Embeddings on the servers, its parameters at the workers,
+    which reduce their gradients among themselves with torch.distributed.
+
+    Args:
+        client: a worker's client.
+        module: the model, or what torch's `DistributedDataParallel` or `fully_shard` made of it.
+        optimizer: torch's, of the parameters that the workers keep. Each worker runs it on the mean
+            of all workers' gradients.
+        served: parameters that the servers train as well; `optimizer` has none of them.
+        server_optimizer: of `served`, as of `DistributedOptimizer`.
+
+    Options: as of `DistributedOptimizer`, for what the servers train; without `buffers` and `mode`.
+    `clip_norm` is the largest norm of each half.
+
+    Attributes:
+        servers: the `DistributedOptimizer` of what the servers train.
+        gradient_norm: the norm that the last step of the workers' half was clipped by.
+
+    Parameters in DistributedDataParallel, or FSDP2's, are reduced by these while backward runs;
+    others by `step`, in one all-reduce for each dtype. The workers begin with the parameters and
+    buffers of rank 0 (FSDP2's: with their own). Buffers are each worker's own after that.
+
+    torch's process group is made if there is none. It takes in no worker that comes later, and ends
+    when one is gone: then start all workers again, from the last checkpoint. A checkpoint of the
+    cluster has both halves, FSDP2's parameters by rank.
+
+    Blocking: until every worker has called this.
+
+    Raises:
+        InvalidConfig: there is nothing for the servers to train; or a parameter is in both halves;
+            or the process group is not the cluster's workers.
+        InvalidCheckpoint: the checkpoint that the cluster goes on from has other parameters.
+    """
+
+    _step_supports_amp_scaling = True
+    """As of `DistributedOptimizer`."""
+
+    def __init__(
+        self,
+        client: Client,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        served: Iterable[nn.Parameter] = (),
+        server_optimizer: ServerOptimizer | None = None,
+        **options: Unpack[OptimizerOptions],
+    ) -> None:
+        self._client = client
+        self._module = module
+        self._local = optimizer
+        self._clip_norm = options.get("clip_norm")
+        self.gradient_norm: float | None = None
+        served = list(served)
+        for name in ("buffers", "mode"):
+            if name in options:
+                raise InvalidConfig(f"HybridOptimizer has no {name}=")
+        options["buffers"] = None
+        self._check(served, server_optimizer)
+        join_process_group(client)
+        self.servers = DistributedOptimizer(
+            client,
+            served,
+            server_optimizer or SGD(lr=0.0),
+            module=module,
+            **options,
+        )
+        self._elsewhere = reduced_elsewhere(module)
+        own = [each for each in self._parameters() if each not in self._elsewhere]
+        self._reduction = GradientReduction(own, 1 + client.world_size, client.world_size)
+        self._is_made = False
+        super().__init__(optimizer.param_groups, dict(optimizer.defaults))
+        self._share()
+        self._is_made = True
+        self._begin_alike(own)
+        is_by_rank = any(map(is_sharded, module.parameters()))
+        name = options.get("name", "model")
+        state = _WorkersHalf(module, optimizer, served, self._share)
+        client.attach_state(f"hybrid/{name}", state, per_rank=is_by_rank)
+
+    def _check(self, served: list[nn.Parameter], server_optimizer: ServerOptimizer | None) -> None:
+        if not isinstance(self._local, torch.optim.Optimizer):
+            raise InvalidConfig(
+                f"optimizer is {type(self._local).__name__}; expected one of torch's, of the "
+                "parameters that the workers keep"
+            )
+        if isinstance(self._local, DistributedOptimizer | torch.optim.LBFGS):
+            raise InvalidConfig(
+                f"optimizer is {type(self._local).__name__}; expected one of torch's that uses one "
+                "gradient a step; what the servers train belongs in served="
+            )
+        if bool(served) != (server_optimizer is not None):
+            raise InvalidConfig("served and server_optimizer belong together; give both or neither")
+        names = {p: plain_name(name) for name, p in self._module.named_parameters()}
+        local = set(self._parameters())
+        both = [names.get(each, "?") for each in served if each in local]
+        if both:
+            raise InvalidConfig(
+                f"parameters of served are optimizer's, too: {listed(both, _SHOWN_COUNT)}; each "
+                "belongs in one of them"
+            )
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for group in self._local.param_groups:
+            yield from group["params"]
+
+    def _share(self) -> None:
+        """Have the groups of both halves, for schedules."""
+        served = [group for group in self.servers.param_groups if group["params"]]
+        self.param_groups = [*self._local.param_groups, *served]
+        self.state = self._local.state
+
+    def _begin_alike(self, own: list[torch.Tensor]) -> None:
+        if self._client.world_size == 1:
+            return
+        buffers = [buffer for _, buffer in persistent_buffers(self._module)]
+        for tensor in (*own, *(each for each in buffers if not is_sharded(each))):
+            distributed.broadcast(tensor.detach(), src=0)
+
+    @property
+    def clock(self) -> int:
+        """The steps of this worker, and those of a checkpoint that it goes on from."""
+        return self.servers.clock
+
+    @property
+    def results(self) -> tuple[StepResult, ...]:
+        """The results of the last step on the servers, one a table."""
+        return self.servers.results
+
+    # --- torch's own verbs
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """End the step: the workers' parameters and the servers' rows are updated.
+
+        Args:
+            closure: as in torch: clears the gradients, evaluates the model, calls `backward` and
+                returns the loss.
+
+        Blocking: until every worker has called this, and the servers have the update.
+
+        Raises:
+            InvalidTensor: a gradient is not finite at some worker; all have skipped the step.
+            InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows.
+            PushpullError: as `DistributedOptimizer.step`. The workers' half has been taken then;
+                after WaitExpired the next call ends the servers' half.
+        """
+        if self.servers.is_repeated:
+            self.servers.step()
+            return None
+        self._client.checkpoints.save_points.reach(is_explicit=False)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(amp_scale_of(self, self.servers.rows_name))
+        return loss
+
+    @torch.no_grad()
+    def _step(self, scale: StepScale) -> None:
+        own_scale = scale.contribution_scale
+        problem = "" if scale.skip else self._problem()
+        worker_count = self._client.world_size
+        control = [0.0] * (1 + worker_count)
+        control[0] = float(scale.skip)
+        control[1 + self._client.rank] = float(bool(problem))
+        skips, *problems = self._reduction.reduce(control, own_scale)
+        at = [rank for rank in range(worker_count) if problems[rank]]
+        if at and not problem:
+            problem = f"worker {at[0]} has a gradient with an infinity or a NaN"
+        if skips or problem:
+            self.servers.step_scaled(StepScale(skip=True, problem=problem if at else ""))
+            return
+        multiply_gradients((p for p in self._parameters() if p in self._elsewhere), own_scale)
+        if self._clip_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip_norm)
+            self.gradient_norm = float(whole(norm))
+        self._local.step()
+        self.servers.step_scaled(scale)
+
+    def _problem(self) -> str:
+        """Words for a gradient of this worker that is not finite; empty without one."""
+        for name, parameter in self._module.named_parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            own = own_part(gradient)
+            if own.layout is torch.strided and not is_finite(own):
+                return f"the gradient of '{plain_name(name)}' has an infinity or a NaN"
+        return self.servers.non_finite_rows()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch, for both halves. Blocking, Raises: as `DistributedOptimizer.zero_grad`."""
+        self.servers.zero_grad(set_to_none)
+        self._local.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse another group: the halves are fixed when it is made."""
+        if not self._is_made:
+            super().add_param_group(param_group)
+            return
+        raise InvalidConfig(
+            "a HybridOptimizer takes no further group; give its optimizer all groups before it is "
+            "made"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of both halves: of `optimizer`, and of what is `served`. Rows are in the
+        cluster's checkpoints. Blocking, Raises: as `DistributedOptimizer.state_dict`.
+        """
+        return {"workers": self._local.state_dict(), "servers": self.servers.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`, at every worker. Blocking, Raises: as
+        `DistributedOptimizer.load_state_dict`.
+        """
+        if {*state_dict} != {"workers", "servers"}:
+            raise InvalidConfig("expected the state_dict of a HybridOptimizer")
+        self.servers.load_state_dict(state_dict["servers"])
+        self._local.load_state_dict(state_dict["workers"])
+        self._share()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a HybridOptimizer cannot be copied or pickled: it belongs to a connection. Save "
+            "optimizer.state_dict(), make the optimizer anew, and load that"
+        )
+
+
+class _WorkersHalf:
+    """The parameters and buffers that a worker keeps, and its optimizer, for checkpoints."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        served: Iterable[nn.Parameter],
+        on_load: Callable[[], None],
+    ) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._served = set(served)
+        self._on_load = on_load
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """This worker's own, by name."""
+        own = [
+            (plain_name(name), parameter)
+            for name, parameter in self._module.named_parameters()
+            if parameter not in self._served
+        ]
+        return {name: own_part(each) for name, each in (*own, *persistent_buffers(self._module))}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._optimizer.state_dict()
+        state["state"] = {
+            number: {key: own_part(value) for key, value in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        return {"tensors": self._tensors(), "optimizer": state}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        own, saved = self._tensors(), state["tensors"]
+        differing = [
+            name
+            for name in sorted({*own, *saved})
+            if name not in own or name not in saved or own[name].shape != saved[name].shape
+        ]
+        if differing:
+            raise InvalidCheckpoint(
+                "the checkpoint has other parameters, or other shards of them: "
+                f"{listed(differing, _SHOWN_COUNT)}; expected the same model, and under FSDP2 the "
+                "same number of workers"
+            )
+        for name, tensor in own.items():
+            tensor.copy_(saved[name])
+        self._optimizer.load_state_dict(_placed(state["optimizer"], self._optimizer))
+        self._on_load()
+
+
+def _placed(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Saved optimizer state, with the parts of sharded parameters put in their places."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    by_number = dict(zip(numbers, parameters, strict=False))
+    placed: dict[Any, Any] = {}
+    for number, entry in state["state"].items():
+        parameter = by_number.get(number)
+        placed[number] = {
+            key: _shard_of(parameter, value) if parameter is not None else value
+            for key, value in entry.items()
+        }
+    return {**state, "state": placed}
+
+
+def _shard_of(parameter: Any, value: Any) -> Any:
+    """A part of a sharded tensor like `parameter`; other values as they are."""
+    if not is_sharded(parameter) or not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    return type(parameter.detach()).from_local(
+        value,
+        parameter.device_mesh,
+        parameter.placements,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

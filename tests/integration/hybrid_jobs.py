@@ -1,0 +1,218 @@
+"""What a worker of `test_hybrid.py` runs, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import ps_worker as ps
+
+DIM, IDS = 4, 20
+EVERYTHING = torch.arange(IDS)
+Tensors = dict[str, torch.Tensor]
+
+
+class Rated(nn.Module):
+    """Rows, a head over them, and parameters that few gradients reach."""
+
+    def __init__(self, users: nn.Module) -> None:
+        super().__init__()
+        self.users = users
+        torch.manual_seed(1)
+        self.middle = nn.Linear(DIM, 6)
+        self.head = nn.Linear(6, 1)
+        self.seldom = nn.Parameter(torch.ones(3))
+        self.never = nn.Parameter(torch.ones(2))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, ids: torch.Tensor, *, is_seldom: bool = False) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.middle(self.users(ids)).tanh()).squeeze(-1)
+        return found + self.seldom.sum() if is_seldom else found + 0.0
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    draws = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(IDS, (8,), generator=draws)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, kind: str = "plain") -> torch.Tensor:
+    """Worker 1 alone reaches `seldom`; FSDP2 itself needs it at all, or at none."""
+    found = model(batch(step, rank), is_seldom=kind == "fsdp" or rank == 1)
+    loss: torch.Tensor = (found - 1.0).square().mean()
+    return loss
+
+
+def local_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+def rated(client: ps.Client, name: str, **options: Any) -> Rated:
+    options = {"optimizer": ps.SGD(lr=0.5), "seed": 5, **options}
+    return Rated(ps.Embedding(client, name, DIM, **options))
+
+
+def wrapped(model: Rated, kind: str) -> nn.Module:
+    """The model as torch's wrappers have it."""
+    if kind == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    if kind == "fsdp":
+        fully_shard(model)
+    return model
+
+
+def values_of(client: ps.Client, model: Rated) -> Tensors:
+    """Whole parameters, and the rows."""
+    with torch.no_grad():
+        found = {"rows": model.users(EVERYTHING)}
+    for name, parameter in model.named_parameters():
+        whole: Any = parameter.detach()
+        found[name] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+    return found
+
+
+class Trainer:
+    """A model in training, in any of the forms."""
+
+    def __init__(self, client: ps.Client, kind: str, name: str, **options: Any) -> None:
+        self.client, self.kind = client, kind
+        self.model = rated(client, f"{name}/users", **options.pop("rows", {}))
+        if kind != "plain":  # which the first optimizer would do, before torch's wrappers need it
+            from ps_worker.training.hybrid.process_group import join_process_group
+
+            join_process_group(client)
+        if client.rank != 0 and kind == "plain":
+            nn.init.zeros_(self.model.head.weight)  # it begins with rank 0's
+        self.module = wrapped(self.model, kind)
+        self.optimizer = ps.HybridOptimizer(
+            client, self.module, local_optimizer(self.model.parameters()), name=name, **options
+        )
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            loss_of(self.module, step, self.client.rank, self.kind).backward()
+            self.optimizer.step()
+
+    @property
+    def values(self) -> Tensors:
+        return values_of(self.client, self.model)
+
+
+def train(client: ps.Client, kind: str, name: str, steps: int, **options: Any) -> list[Tensors]:
+    """The values at first, and after the steps."""
+    trainer = Trainer(client, kind, name, **options)
+    first = trainer.values
+    trainer.train(range(steps))
+    return [first, trainer.values]
+
+
+def overflow(client: ps.Client, kind: str) -> tuple[list[Tensors], str, Tensors]:
+    """Worker 1 has rows that are not finite, once."""
+    trainer = Trainer(client, kind, f"overflow {kind}")
+    trainer.train(range(1))
+    before, said = trainer.values, ""
+    trainer.optimizer.zero_grad()
+    factor = float("inf") if client.rank == 1 else 1.0
+    (trainer.model.users(batch(1, client.rank)) * factor).sum().backward()
+    try:
+        trainer.optimizer.step()
+    except ps.InvalidTensor as refused:
+        said = str(refused)
+    after = trainer.values
+    trainer.train(range(1, 3))
+    return [before, after], said, trainer.values
+
+
+def scaled(client: ps.Client) -> tuple[Tensors, float]:
+    """Gradients with a loss scale, of another size at each worker, and an overflow at one."""
+    trainer = Trainer(client, "plain", "scaled")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (8 + client.rank))
+    for step in range(3):
+        trainer.optimizer.zero_grad()
+        loss = loss_of(trainer.module, step, client.rank)
+        is_too_large = step == 1 and client.rank == 1
+        scaler.scale(loss * float("inf") if is_too_large else loss).backward()
+        scaler.step(trainer.optimizer)
+        scaler.update()
+    return trainer.values, scaler.get_scale()
+
+
+def serve_some(client: ps.Client) -> tuple[Tensors, list[str]]:
+    """The head goes through the servers, under ASP, as the rows do."""
+    model = rated(client, "served/users", consistency="asp")
+    head = {*model.head.parameters()}
+    kept = [p for p in model.parameters() if p not in head]
+    optimizer = ps.HybridOptimizer(
+        client,
+        model,
+        local_optimizer(kept),
+        name="served",
+        served=model.head.parameters(),
+        server_optimizer=ps.SGD(lr=0.1),
+        consistency="asp",
+        clip_norm=1.0,
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    before = values_of(client, model)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, step, client.rank).backward()
+        optimizer.step()
+        schedule.step()
+    client.barrier()
+    optimizer.servers.synchronize()
+    rates = [f"{group['lr']:g}" for group in optimizer.param_groups]
+    after = values_of(client, model)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    return after, [*rates, *sorted(changed)]
+
+
+def kept(client: ps.Client, kind: str, first: int, steps: int, url: str) -> Tensors:
+    """Train from where the cluster is; checkpoint after some steps if `url`."""
+    trainer = Trainer(client, kind, "kept")
+    assert trainer.optimizer.clock == first
+    trainer.train(range(first, first + steps))
+    trainer.optimizer.zero_grad()  # a save point
+    if url:
+        trainer.client.save_point()
+        if client.is_main:
+            ticket = client.checkpoint()
+        while not client.broadcast(client.is_main and ticket.done(), name="saved"):
+            trainer.client.save_point()
+    return trainer.values
+
+
+def refuse(client: ps.Client) -> list[str]:
+    """What is wrong with some calls."""
+    model = rated(client, "refused/users")
+    plain = nn.Linear(2, 2)
+
+    def make(module: nn.Module, optimizer: Any, **options: Any) -> object:
+        return ps.HybridOptimizer(client, module, optimizer, name="refused", **options)
+
+    calls: list[Callable[[], object]] = [
+        lambda: make(plain, local_optimizer(plain.parameters())),
+        lambda: make(
+            model,
+            local_optimizer(model.parameters()),
+            served=model.head.parameters(),
+            server_optimizer=ps.SGD(),
+        ),
+        lambda: make(model, local_optimizer(model.parameters()), served=[model.never]),
+        lambda: make(model, local_optimizer(model.parameters()), buffers="mean"),
+        lambda: make(model, ps.SGD(lr=0.1)),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except ps.InvalidConfig as refused:
+            said.append(str(refused))
+        else:
+            said.append("")
+    return said

@@ -1,0 +1,153 @@
+"""Hybrid training by three workers, each a process: rows on the servers, the rest all-reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ps_worker as ps
+from tests.integration import hybrid_jobs as jobs
+from tests.integration.hybrid_jobs import IDS, Rated, Tensors
+from tests.integration.worker_pool import Pool, Workers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+WORKERS, STEPS = 3, 4
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    pool = Pool(WORKERS)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="module")
+def workers(pool: Pool) -> Iterator[Workers]:
+    with (
+        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
+        pool.connected(cluster.address, WORKERS) as connected,
+    ):
+        yield connected
+
+
+def in_one_process(
+    first: Tensors,
+    steps: range,
+    *,
+    kind: str = "plain",
+    clip_norm: float | None = None,
+    skipped: int = -1,
+) -> Tensors:
+    """All workers' gradients, and their mean, as torch alone has it."""
+    users = nn.Embedding(IDS, jobs.DIM)
+    model = Rated(users)
+    with torch.no_grad():
+        users.weight.copy_(first["rows"])
+        for name, parameter in model.named_parameters():
+            if name != "users.weight":
+                parameter.copy_(first[name])
+    dense = [p for name, p in model.named_parameters() if name != "users.weight"]
+    local, rows = jobs.local_optimizer(dense), torch.optim.SGD(users.parameters(), lr=0.5)
+    for step in steps:
+        model.zero_grad()
+        for rank in range(WORKERS):
+            (jobs.loss_of(model, step, rank, kind) / WORKERS).backward()
+        if clip_norm is not None:
+            for half in (dense, list(users.parameters())):
+                torch.nn.utils.clip_grad_norm_(half, clip_norm)
+        if step != skipped:
+            local.step()
+            rows.step()
+    found = {name: p.detach() for name, p in model.named_parameters()}
+    found["rows"] = found.pop("users.weight")
+    return found
+
+
+def assert_same(found: Tensors, expected: Tensors) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def assert_alike(all_found: list[Tensors]) -> None:
+    """Bit for bit."""
+    for found in all_found[1:]:
+        assert found.keys() == all_found[0].keys()
+        assert [name for name in found if not torch.equal(found[name], all_found[0][name])] == []
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
+def test_it_trains_as_one_process(workers: Workers, kind: str, clip_norm: float | None) -> None:
+    name = f"{kind} {clip_norm}"
+    runs = workers.run(jobs.train, kind=kind, name=name, steps=STEPS, clip_norm=clip_norm)
+    assert_alike([after for _, after in runs])
+    first, after = runs[0]
+    assert_same(after, in_one_process(first, range(STEPS), kind=kind, clip_norm=clip_norm))
+
+
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+def test_what_is_not_finite_at_one_worker_skips_the_step_of_all(
+    workers: Workers, kind: str
+) -> None:
+    runs = workers.run(jobs.overflow, kind=kind)
+    for (before, after), _, _ in runs:
+        assert_alike([before, after])
+    said = [said for _, said, _ in runs]
+    assert "rows of" in said[1]
+    assert "has an infinity or a NaN" in said[1]
+    assert said[0] == said[2]
+    assert said[0].startswith("worker 1 has a gradient with an infinity")
+    assert_alike([values for _, _, values in runs])
+
+
+def test_a_loss_scale_reaches_both_halves(workers: Workers) -> None:
+    (first, unscaled), *_ = workers.run(jobs.train, kind="plain", name="unscaled", steps=0)
+    runs = workers.run(jobs.scaled)
+    assert_alike([values for values, _ in runs])
+    assert [scale for _, scale in runs] == [2.0**8, 2.0**8, 2.0**10]
+    assert_same(runs[0][0], in_one_process(first, range(3), skipped=1))
+    assert_alike([first, unscaled])
+
+
+def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
+    runs = workers.run(jobs.serve_some)
+    assert_alike([values for values, _ in runs])
+    rates, changed = runs[0][1][:2], runs[0][1][2:]
+    assert rates == ["0.003125", "0.00625"]
+    assert changed == sorted(
+        ["head.bias", "head.weight", "middle.bias", "middle.weight", "rows", "seldom"]
+    )
+
+
+def test_what_is_wrong_is_refused(workers: Workers) -> None:
+    for said in workers.run(jobs.refuse):
+        nothing, both, alone, buffers, wrong = said
+        assert "expected parameters; got an empty list" in nothing
+        assert "parameters of served are optimizer's, too: head.weight, head.bias" in both
+        assert "give both or neither" in alone
+        assert "no buffers=" in buffers
+        assert "optimizer is SGD; expected one of torch's" in wrong
+
+
+@pytest.mark.parametrize("kind", ["plain", "fsdp"])
+def test_a_checkpoint_has_both_halves(pool: Pool, tmp_path: Path, kind: str) -> None:
+    with (
+        ps.local_cluster(2, WORKERS, checkpoint_url=str(tmp_path)) as cluster,
+        pool.connected(cluster.address, WORKERS) as workers,
+    ):
+        workers.run(jobs.kept, kind=kind, first=0, steps=2, url=str(tmp_path))
+    with (
+        ps.local_cluster(3, WORKERS, resume=str(tmp_path)) as cluster,
+        pool.connected(cluster.address, WORKERS) as workers,
+    ):
+        went_on = workers.run(jobs.kept, kind=kind, first=2, steps=2, url="")
+    with (
+        ps.local_cluster(2, WORKERS) as cluster,
+        pool.connected(cluster.address, WORKERS) as workers,
+    ):
+        undisturbed = workers.run(jobs.kept, kind=kind, first=0, steps=4, url="")
+    assert_alike([*went_on, *undisturbed])
