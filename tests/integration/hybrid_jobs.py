@@ -177,13 +177,8 @@ def kept(client: ps.Client, kind: str, first: int, steps: int, url: str) -> Tens
     trainer = Trainer(client, kind, "kept")
     assert trainer.optimizer.clock == first
     trainer.train(range(first, first + steps))
-    trainer.optimizer.zero_grad()  # a save point
     if url:
-        trainer.client.save_point()
-        if client.is_main:
-            ticket = client.checkpoint()
-        while not client.broadcast(client.is_main and ticket.done(), name="saved"):
-            trainer.client.save_point()
+        client.checkpoint().wait()
     return trainer.values
 
 
