@@ -135,13 +135,13 @@ def cut_ids(ids: Ids, rows: RowsSpec) -> RowBatch:
 
 
 def payloads_of(
-    table: Table, batch: RowBatch, gradients: npt.NDArray[Any]
+    table: Table, batch: RowBatch, gradients: npt.NDArray[Any], *, are_summed: bool = False
 ) -> Iterator[tuple[int, memoryview]]:
     """(partition, payload) of each partition that has ids, in new memory; gradients of one id are
     summed. InvalidConfig if a payload is too large for a message.
 
     Shapes:
-        gradients: (given ids, length).
+        gradients: (given ids, length); if `are_summed`, (distinct ids, length), as `batch.ids`.
     """
     length, width = gradients.shape[1], gradients.itemsize
     most = limits.FOREIGN_MAX_MESSAGE_BYTES
@@ -158,5 +158,8 @@ def payloads_of(
         payload = np.empty(byte_count, np.uint8)
         payload[:split].view(np.uint64)[:] = batch.ids[begin:end]
         rows = payload[split:].view(gradients.dtype).reshape(end - begin, length)
-        batch.groups.some(slice(begin, end)).sums(gradients, rows)
+        if are_summed:
+            rows[:] = gradients[begin:end]
+        else:
+            batch.groups.some(slice(begin, end)).sums(gradients, rows)
         yield block, payload.data

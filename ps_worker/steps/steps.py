@@ -31,7 +31,7 @@ import numpy.typing as npt
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.rows import Ids
 from ps_core.tables import NATIVE_CODEC, DType, Hyperparameters, Table, TableSpec, check_length
-from ps_worker.spec.rows import cut_ids, payloads_of, rows_of
+from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
 from ps_worker.window.push_window import StepTerms
 
@@ -288,15 +288,17 @@ class TableStep:
         elif not is_last:
             gradients = gradients.copy()
         self._rows = None if is_last else (ids, gradients)
-        self.push_bodies(self.row_bodies(ids, gradients))
-
-    def row_bodies(self, ids: Ids, gradients: npt.NDArray[Any]) -> list[PushBody]:
-        """The pushes of rows, for `push_bodies`. Shapes, errors: as `push_rows`."""
         batch = cut_ids(ids, rows_of(self.table))
+        self.push_bodies(self.row_bodies(batch, gradients, are_summed=False))
+
+    def row_bodies(
+        self, batch: RowBatch, gradients: npt.NDArray[Any], *, are_summed: bool
+    ) -> list[PushBody]:
+        """The pushes of rows, for `push_bodies`. Shapes, errors: as `payloads_of`."""
         seen = self._steps.peer_versions.get
         return [
             PushBody(block, payload, b"", None, seen(block))
-            for block, payload in payloads_of(self.table, batch, gradients)
+            for block, payload in payloads_of(self.table, batch, gradients, are_summed=are_summed)
         ]
 
     def push_bodies(self, bodies: Sequence[PushBody]) -> None:

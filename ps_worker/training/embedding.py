@@ -109,7 +109,7 @@ class Embedding(torch.nn.Module):
         pulled = self._client.wait(self._client.pulls.start_rows(self.table, batch))
         rows = torch.from_numpy(pulled).to(ids.device)
         if torch.is_grad_enabled() and not self._client.is_reader:
-            self.trained.watch(batch.ids, rows)
+            self.trained.watch(batch, rows)
         places = torch.from_numpy(batch.places).to(ids.device)
         return places.reshape(ids.shape), rows
 

@@ -10,7 +10,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -23,6 +23,7 @@ from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.rows import Ids, sums_by_key
 from ps_core.tables import Hyperparameters
 from ps_worker.client.pending import PendingTickets
+from ps_worker.spec.rows import RowBatch, cut_ids, rows_of
 from ps_worker.steps.steps import checked_hyperparameters
 from ps_worker.training.tables.staging import is_finite
 from ps_worker.training.tables.step_scale import StepScale
@@ -51,7 +52,7 @@ class TrainedRows:
         self.pending = PendingTickets(client)
         self._client = client
         self._owner: ref[object] | None = None
-        self._passes: list[tuple[Ids, torch.Tensor]] = []
+        self._passes: list[tuple[RowBatch, torch.Tensor]] = []
         self._bodies: list[PushBody] = []
         self._terms: Hyperparameters = ()
         self._ticket: PushTicket | None = None
@@ -76,11 +77,11 @@ class TrainedRows:
 
     # --- gradients
 
-    def watch(self, ids: Ids, rows: torch.Tensor) -> None:
-        """Note the gradient of these rows, a leaf of a graph, once it is there."""
-        rows.requires_grad_().register_post_accumulate_grad_hook(partial(_came, ref(self), ids))
+    def watch(self, batch: RowBatch, rows: torch.Tensor) -> None:
+        """Note the gradient of the rows of a batch, a leaf of a graph, once it is there."""
+        rows.requires_grad_().register_post_accumulate_grad_hook(partial(_came, ref(self), batch))
 
-    def came(self, ids: Ids, rows: torch.Tensor) -> None:
+    def came(self, batch: RowBatch, rows: torch.Tensor) -> None:
         """A backward pass has reached rows that are watched."""
         if not any(each is rows for _, each in self._passes):
             if len(self._passes) >= MAX_PASS_COUNT:
@@ -89,7 +90,7 @@ class TrainedRows:
                     "since the last step: expected a step after each; the optimizer of a module "
                     "steps the Embeddings in it, others have a step() of their own"
                 )
-            self._passes.append((ids, rows))
+            self._passes.append((batch, rows))
         self.on_gradient()
 
     def discard(self) -> None:
@@ -102,10 +103,12 @@ class TrainedRows:
         """The gradient whose norm is this worker's: rows that came in several passes are summed.
         Shapes: (rows, length).
         """
-        if len(self._passes) == 1:
-            gradient = self._passes[0][1].grad
-            return torch.empty(0) if gradient is None else gradient.detach()
-        ids, gradients = self._gradients()
+        given = self._given()
+        if len(given) == 1:
+            return given[0][1].detach()
+        if not given:
+            return torch.empty(0)
+        ids, gradients = _joined(given)
         return torch.from_numpy(sums_by_key(ids, gradients)[1])
 
     def multiply(self, factor: float) -> None:
@@ -124,16 +127,8 @@ class TrainedRows:
                 )
         return ""
 
-    def _gradients(self) -> tuple[Ids, npt.NDArray[Any]]:
-        """The ids of all passes, and the gradients of these rows, one behind the other."""
-        given = [(ids, rows.grad) for ids, rows in self._passes if rows.grad is not None]
-        arrays = [gradient.detach().cpu().numpy() for _, gradient in given]
-        if len(given) == 1:
-            return given[0][0], arrays[0]
-        if not given:
-            length, dtype = self.handle.element_count, self.handle.dtype.value
-            return np.empty(0, np.uint64), np.empty((0, length), dtype)
-        return np.concatenate([ids for ids, _ in given]), np.concatenate(arrays)
+    def _given(self) -> list[tuple[RowBatch, torch.Tensor]]:
+        return [(batch, rows.grad) for batch, rows in self._passes if rows.grad is not None]
 
     # --- steps
 
@@ -150,8 +145,17 @@ class TrainedRows:
         """Make the pushes of the step; InvalidConfig if there are more rows of one partition than
         a message takes.
         """
+        given = self._given()
+        if not given:
+            return
         step = self._client.tables.begin_step(self.handle)
-        self._bodies = step.row_bodies(*self._gradients())
+        if len(given) == 1:  # distinct ids, cut by partition already
+            batch, gradient = given[0]
+            self._bodies = step.row_bodies(batch, _on_host(gradient), are_summed=True)
+            return
+        ids, gradients = _joined(given)
+        batch = cut_ids(ids, rows_of(self.handle.table))
+        self._bodies = step.row_bodies(batch, gradients, are_summed=False)
 
     def seal(self, scale: StepScale, *, skip: bool) -> PushTicket:
         """Push what was prepared, and end the step; `finish` waits."""
@@ -180,8 +184,19 @@ class TrainedRows:
         return None if ticket is None else ticket.future.result()
 
 
-def _came(trained: ref[TrainedRows], ids: Ids, rows: torch.Tensor) -> None:
+def _joined(given: Sequence[tuple[RowBatch, torch.Tensor]]) -> tuple[Ids, npt.NDArray[Any]]:
+    """The ids of all passes, and the gradients of their rows, one behind the other."""
+    ids = np.concatenate([batch.ids for batch, _ in given])
+    return ids, np.concatenate([_on_host(gradient) for _, gradient in given])
+
+
+def _on_host(gradient: torch.Tensor) -> npt.NDArray[Any]:
+    found: npt.NDArray[Any] = gradient.detach().cpu().numpy()
+    return found
+
+
+def _came(trained: ref[TrainedRows], batch: RowBatch, rows: torch.Tensor) -> None:
     """A hook, which does not keep the module alive."""
     found = trained()
     if found is not None:
-        found.came(ids, rows)
+        found.came(batch, rows)

@@ -1,6 +1,6 @@
 """Gradients that the workers reduce among themselves, by torch.distributed.
 
-    each worker: gradients, and words of control --one all-reduce a dtype--> their mean, everywhere
+    each worker: gradients, and some numbers --one all-reduce a dtype--> their mean, everywhere
 
 Rules:
     - All workers have the same mean, bit for bit, since one all-reduce gives all of them the same.
@@ -13,12 +13,14 @@ Rules:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from ps_worker.training.tables.staging import is_finite
 
 _Kind: TypeAlias = tuple[torch.device, torch.dtype]
 
@@ -54,25 +56,60 @@ def reduced_elsewhere(module: nn.Module) -> set[torch.Tensor]:
 
 
 class _Bucket:
-    """The gradients of one dtype on one device, one behind the other."""
+    """The gradients of one dtype on one device, one behind the other, after some numbers."""
 
-    def __init__(self, kind: _Kind, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, kind: _Kind, parameters: Sequence[torch.Tensor], head_count: int) -> None:
         device, dtype = kind
         self.parameters = parameters
-        count = sum(parameter.numel() for parameter in parameters)
+        count = head_count + sum(parameter.numel() for parameter in parameters)
         self.values = torch.zeros(count, dtype=dtype, device=device)
+        self.head, self.gradients = self.values[:head_count], self.values[head_count:]
         self.views = []
         at = 0
         for parameter in parameters:
-            self.views.append(self.values[at : at + parameter.numel()].view(parameter.shape))
+            self.views.append(self.gradients[at : at + parameter.numel()].view(parameter.shape))
             at += parameter.numel()
+
+    def fill(self, scale: float) -> None:
+        """Take in the gradients, times `scale`."""
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            elif scale == 1.0:
+                view.copy_(parameter.grad.detach())
+            else:
+                torch.mul(parameter.grad.detach(), scale, out=view)
+
+    def give_back(self, counts: Iterator[float], factor: float) -> None:
+        """Write the mean into the gradients; `counts` says how many workers had each."""
+        self.gradients.mul_(factor)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            if not next(counts):
+                parameter.grad = None
+            elif parameter.grad is None:
+                parameter.grad = view.clone()
+            else:
+                parameter.grad.copy_(view)
+
+
+class Reduced(NamedTuple):
+    """What came of a reduction.
+
+    Attributes:
+        control: the sums of the workers' numbers.
+        is_finite: no gradient has an infinity or a NaN, here and so everywhere.
+    """
+
+    control: list[float]
+    is_finite: bool
 
 
 class GradientReduction:
     """Reduces the gradients of these parameters, in this order; all workers have the same.
 
     Args:
-        control_count: numbers that travel with them.
+        control_count: numbers that travel with them, small enough for their sums to be exact in
+            float32.
     """
 
     def __init__(
@@ -84,45 +121,39 @@ class GradientReduction:
         for parameter in parameters:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         self._parameters = [each for some in kinds.values() for each in some]
-        self._buckets = [_Bucket(kind, some) for kind, some in kinds.items()]
-        on = self._parameters[0].device if self._parameters else _default_device()
-        self._control = torch.zeros(control_count + len(self._parameters), device=on)
+        device = self._parameters[0].device if self._parameters else _default_device()
+        head_kind = device, torch.float32
+        head_count = control_count + len(self._parameters)
+        self._head = _Bucket(head_kind, kinds.get(head_kind, ()), head_count)
+        self._buckets = [
+            self._head if kind == head_kind else _Bucket(kind, some, 0)
+            for kind, some in kinds.items()
+        ]
 
-    def reduce(self, control: Sequence[float], scale: float) -> list[float]:
-        """Give all gradients the mean of the workers' gradients times `scale`; returns the sums of
-        the workers' `control`.
+    def reduce(self, control: Sequence[float], scale: float) -> Reduced:
+        """Give all gradients the mean of the workers' gradients times `scale`.
 
         Blocking: until every worker has called this.
         """
         present = [float(each.grad is not None) for each in self._parameters]
-        if self._worker_count == 1:
-            for parameter in self._parameters:
-                if parameter.grad is not None and scale != 1.0:
-                    parameter.grad.mul_(scale)
-            return list(control)
-        self._control.copy_(torch.tensor([*control, *present]))
-        works: list[Any] = [distributed.all_reduce(self._control, async_op=True)]
+        head = [*control, *present]
         for bucket in self._buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is None:
-                    view.zero_()
-                else:
-                    torch.mul(parameter.grad.detach(), scale, out=view)
-            works.append(distributed.all_reduce(bucket.values, async_op=True))
-        for work in works:
-            work.wait()
-        sums: list[float] = self._control.tolist()
-        counts = iter(sums[self._control_count :])
+            bucket.fill(scale)
+        if self._worker_count > 1:
+            self._head.head.copy_(torch.tensor(head))
+            others = [bucket for bucket in self._buckets if bucket is not self._head]
+            works: list[Any] = [
+                distributed.all_reduce(bucket.values, async_op=True)
+                for bucket in (self._head, *others)
+            ]
+            for work in works:
+                work.wait()
+            head = self._head.head.tolist()
+        counts = iter(head[self._control_count :])
         for bucket in self._buckets:
-            bucket.values.mul_(1.0 / self._worker_count)
-            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if not next(counts):
-                    parameter.grad = None
-                elif parameter.grad is None:
-                    parameter.grad = view.clone()
-                else:
-                    parameter.grad.copy_(view)
-        return sums[: self._control_count]
+            bucket.give_back(counts, 1.0 / self._worker_count)
+        are_finite = all(is_finite(bucket.gradients) for bucket in self._buckets)
+        return Reduced(head[: self._control_count], are_finite)
 
 
 def _default_device() -> torch.device:

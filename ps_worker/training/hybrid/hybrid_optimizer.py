@@ -20,6 +20,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NoReturn, Unpack
 
 import torch
@@ -100,6 +101,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._module = module
         self._local = optimizer
         self._clip_norm = options.get("clip_norm")
+        self._may_be_infinite = bool(options.get("allow_non_finite"))
         self.gradient_norm: float | None = None
         served = list(served)
         for name in ("buffers", "mode"):
@@ -115,8 +117,10 @@ class HybridOptimizer(torch.optim.Optimizer):
             module=module,
             **options,
         )
-        self._elsewhere = reduced_elsewhere(module)
+        self._served = set(served)
+        self._elsewhere = reduced_elsewhere(module) - self._served
         own = [each for each in self._parameters() if each not in self._elsewhere]
+        self._reduced = set(own)
         self._reduction = GradientReduction(own, 1 + client.world_size, client.world_size)
         self._is_made = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
@@ -209,18 +213,20 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step(self, scale: StepScale) -> None:
-        own_scale = scale.contribution_scale
-        problem = "" if scale.skip else self._problem()
-        worker_count = self._client.world_size
+        own_scale, worker_count = scale.contribution_scale, self._client.world_size
+        problem = "" if scale.skip or self._may_be_infinite else self._problem()
         control = [0.0] * (1 + worker_count)
         control[0] = float(scale.skip)
         control[1 + self._client.rank] = float(bool(problem))
-        skips, *problems = self._reduction.reduce(control, own_scale)
-        at = [rank for rank in range(worker_count) if problems[rank]]
-        if at and not problem:
-            problem = f"worker {at[0]} has a gradient with an infinity or a NaN"
+        reduced = self._reduction.reduce(control, own_scale)
+        skips, *problems = reduced.control
+        if not problem and any(problems):
+            rank = next(rank for rank, is_one in enumerate(problems) if is_one)
+            problem = f"worker {rank} has a gradient with an infinity or a NaN"
+        if not problem and not skips and not reduced.is_finite and not self._may_be_infinite:
+            problem = f"the mean of the workers' gradients of {self._not_finite(self._reduced)}"
         if skips or problem:
-            self.servers.step_scaled(StepScale(skip=True, problem=problem if at else ""))
+            self.servers.step_scaled(StepScale(skip=True, problem=problem))
             return
         multiply_gradients((p for p in self._parameters() if p in self._elsewhere), own_scale)
         if self._clip_norm is not None:
@@ -230,15 +236,20 @@ class HybridOptimizer(torch.optim.Optimizer):
         self.servers.step_scaled(scale)
 
     def _problem(self) -> str:
-        """Words for a gradient of this worker that is not finite; empty without one."""
+        """Words for a gradient that is not finite, of those that only this worker has, or that
+        torch has reduced; empty without one.
+        """
+        found = self._not_finite(self._served | self._elsewhere)
+        return f"the gradient of {found}" if found else self.servers.non_finite_rows()
+
+    def _not_finite(self, parameters: AbstractSet[torch.Tensor]) -> str:
+        """The first of these whose gradient is not finite, in words; empty if all are."""
         for name, parameter in self._module.named_parameters():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            own = own_part(gradient)
-            if own.layout is torch.strided and not is_finite(own):
-                return f"the gradient of '{plain_name(name)}' has an infinity or a NaN"
-        return self.servers.non_finite_rows()
+            if parameter in parameters and parameter.grad is not None:
+                gradient = own_part(parameter.grad)
+                if gradient.layout is torch.strided and not is_finite(gradient):
+                    return f"'{plain_name(name)}' has an infinity or a NaN"
+        return ""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch, for both halves. Blocking, Raises: as `DistributedOptimizer.zero_grad`."""
