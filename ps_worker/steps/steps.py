@@ -307,6 +307,11 @@ class TableStep:
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, 0)
 
+    def withdraw(self) -> None:
+        """Withdraw all that this step has pushed."""
+        self._check_open()
+        self._sink.withdraw(self.table, self.clock, frozenset())
+
     def push_tensors(self, blocks: Iterable[BlockValues]) -> None:
         """Send tensors of blocks, beside those that this step has pushed of them before."""
         whole = []

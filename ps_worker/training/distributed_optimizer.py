@@ -305,10 +305,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Words for a gradient of rows with an infinity or a NaN; empty without one."""
         return next((words for rows in self._rows if (words := rows.non_finite())), "")
 
-    def step_scaled(self, scale: StepScale) -> None:
-        """As `step`, with the scale of the gradients given. The caller has reached a save point."""
+    def push_rows_ahead(self) -> None:
+        """Push the gradients of rows, where they will not change before the next `step_scaled`."""
+        self._model.push_rows_ahead()
+
+    def step_scaled(self, scale: StepScale, meanwhile: Callable[[], object] | None = None) -> None:
+        """As `step`, with the scale of the gradients given; `meanwhile` is called before the wait
+        for its end. The caller has reached a save point.
+        """
         self._hook_trainable()
-        self._model.step(self.param_groups, scale)
+        self._model.step(self.param_groups, scale, meanwhile=meanwhile)
+
+    def end_step(self) -> None:
+        """End a step whose end an earlier call has not seen. Blocks and raises as `step`."""
+        self._model.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; blocks of the zeroed gradients that have left take no part in the step.

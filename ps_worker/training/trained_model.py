@@ -256,17 +256,34 @@ class TrainedModel:
             self._sealed.problem = ""
             self.results = self._end(self._sealed)
 
+    def push_rows_ahead(self) -> None:
+        """Push the gradients of rows, while it is not known yet whether the next `step` skips. Only
+        where nothing changes them until then: no clipping in place, and no edit, which is a step.
+        """
+        if self.tables or self.options.clip_norm is not None:
+            return
+        for rows in self.rows:
+            rows.push_ahead()
+
     def step(
-        self, groups: Groups, scale: StepScale, closure: Callable[[], object] | None = None
+        self,
+        groups: Groups,
+        scale: StepScale,
+        closure: Callable[[], object] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> None:
         """Take a step of all tables, and rounds while blocks are too stale, for which `closure`
         computes the gradients anew. End the last step first; if no gradients have come since, do
-        only that. Blocks and raises as `DistributedOptimizer.step`.
+        only that. `meanwhile` is called when the step is sealed, before the wait for it. Blocks and
+        raises as `DistributedOptimizer.step`.
         """
         self.results = {}
         sealed = self._sealed if self.is_repeated else None
         before = None if closure is None or sealed is not None else self._state_before()
-        self.results = self._step(groups, scale) if sealed is None else self._end(sealed)
+        if sealed is None:
+            self.results = self._step(groups, scale, meanwhile=meanwhile)
+        else:
+            self.results = self._end(sealed)
         if closure is None:
             return
         for _ in range(self.options.recompute):
@@ -316,7 +333,11 @@ class TrainedModel:
 
     @torch.no_grad()
     def _step(
-        self, groups: Groups, scale: StepScale, before: StateBefore | None = None
+        self,
+        groups: Groups,
+        scale: StepScale,
+        before: StateBefore | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> dict[TrainedTable, StepResult]:
         """Take one step; returns its results by table that is awake, none if it was skipped."""
         self.end_step()
@@ -329,6 +350,8 @@ class TrainedModel:
         self._take_edits()
         with uninterrupted():
             self._sealed = sealed = self._seal(groups, scale, before)
+        if meanwhile is not None:
+            meanwhile()
         return self._end(sealed)
 
     # --- edits

@@ -54,6 +54,7 @@ class TrainedRows:
         self._owner: ref[object] | None = None
         self._passes: list[tuple[RowBatch, torch.Tensor]] = []
         self._bodies: list[PushBody] = []
+        self._is_ahead = False
         self._terms: Hyperparameters = ()
         self._ticket: PushTicket | None = None
 
@@ -137,6 +138,10 @@ class TrainedRows:
         lacks one. Without gradients forget those that came: they were pushed by an earlier round.
         """
         self._terms = checked_hyperparameters(self.handle, self.hyperparameters)
+        if self._is_ahead and has_gradients:
+            return
+        if self._is_ahead:
+            self._withdraw()
         self._bodies = []
         if not has_gradients:
             self.discard()
@@ -146,7 +151,7 @@ class TrainedRows:
         a message takes.
         """
         given = self._given()
-        if not given:
+        if not given or self._is_ahead:
             return
         step = self._client.tables.begin_step(self.handle)
         if len(given) == 1:  # distinct ids, cut by partition already
@@ -156,6 +161,22 @@ class TrainedRows:
         ids, gradients = _joined(given)
         batch = cut_ids(ids, rows_of(self.handle.table))
         self._bodies = step.row_bodies(batch, gradients, are_summed=False)
+
+    def push_ahead(self) -> None:
+        """Push the gradients before it is known whether the step is taken; `seal` says that. Raises
+        as `begin_step` and `prepare`.
+        """
+        if self._is_ahead:  # of a step that was never sealed
+            self._withdraw()
+        self.begin_step()
+        self.prepare()
+        bodies, self._bodies = self._bodies, []
+        self._client.tables.begin_step(self.handle).push_bodies(bodies)
+        self._is_ahead = True
+
+    def _withdraw(self) -> None:
+        self._client.tables.begin_step(self.handle).withdraw()
+        self._is_ahead = False
 
     def seal(self, scale: StepScale, *, skip: bool) -> PushTicket:
         """Push what was prepared, and end the step; `finish` waits."""
@@ -169,6 +190,7 @@ class TrainedRows:
             clip_scale=scale.clip_scale,
         )
         self.pending.add(self._ticket)
+        self._is_ahead = False
         self.discard()
         return self._ticket
 

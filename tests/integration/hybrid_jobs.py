@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ps_worker as ps
+from ps_worker.training.hybrid import gradient_reduction
 
 DIM, IDS = 4, 20
 EVERYTHING = torch.arange(IDS)
@@ -57,11 +58,13 @@ def rated(client: ps.Client, name: str, **options: Any) -> Rated:
 
 
 def wrapped(model: Rated, kind: str) -> nn.Module:
-    """The model as torch's wrappers have it."""
+    """The model as torch's wrappers have it; "mixed" has another dtype."""
     if kind == "ddp":
         return DistributedDataParallel(model, find_unused_parameters=True)
     if kind == "fsdp":
         fully_shard(model)
+    if kind == "mixed":
+        model.seldom = nn.Parameter(model.seldom.detach().double())
     return model
 
 
@@ -81,7 +84,10 @@ class Trainer:
     def __init__(self, client: ps.Client, kind: str, name: str, **options: Any) -> None:
         self.client, self.kind = client, kind
         self.model = rated(client, f"{name}/users", **options.pop("rows", {}))
-        if kind != "plain":  # which the first optimizer would do, before torch's wrappers need it
+        if kind in (
+            "ddp",
+            "fsdp",
+        ):  # which the first optimizer would do, before torch's wrappers need it
             from ps_worker.training.hybrid.process_group import join_process_group
 
             join_process_group(client)
@@ -103,8 +109,12 @@ class Trainer:
         return values_of(self.client, self.model)
 
 
-def train(client: ps.Client, kind: str, name: str, steps: int, **options: Any) -> list[Tensors]:
+def train(
+    client: ps.Client, kind: str, name: str, steps: int, *, is_direct: bool = True, **options: Any
+) -> list[Tensors]:
     """The values at first, and after the steps."""
+    if not is_direct:
+        gradient_reduction._DIRECT_BYTES = 0
     trainer = Trainer(client, kind, name, **options)
     first = trainer.values
     trainer.train(range(steps))

@@ -74,3 +74,18 @@ def test_an_evaluator_reads_consistent_parameters_beside_the_training() -> None:
     )
     assert reached is not None, found.stdout
     assert 1 < float(reached.group(1)) < 256
+
+
+@pytest.mark.parametrize("form", ["hybrid", "served", "rows under ASP"])
+def test_a_model_of_flights_learns_as_it_does_in_one_process(form: str) -> None:
+    options = {"hybrid": (), "served": ("--served",), "rows under ASP": ("--rows", "asp")}[form]
+    found = run_warm(
+        "train", "examples/flights_ctr.py", "-w", "2", "-s", "2",
+        "--", "--steps", "40", "--log-every", "20", *options,
+        cwd=ROOT, has_warm_roles=True,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "[worker 0] step 40 of 40: loss" in found.stdout
+    reached = re.search(r"\[worker 0\] held-out AUC (\S+), ", found.stdout)
+    assert reached is not None, found.stdout
+    assert 0.6 < float(reached.group(1)) < 0.65  # as in one process

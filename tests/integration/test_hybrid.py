@@ -89,6 +89,21 @@ def test_it_trains_as_one_process(workers: Workers, kind: str, clip_norm: float 
     assert_same(after, in_one_process(first, range(STEPS), kind=kind, clip_norm=clip_norm))
 
 
+def test_large_gradients_are_all_reduced() -> None:
+    """In two dtypes; in processes that do not go on with the others' tests."""
+    own = Pool(WORKERS)
+    with (
+        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
+        own.connected(cluster.address, WORKERS) as workers,
+    ):
+        runs = workers.run(jobs.train, kind="mixed", name="mixed", steps=STEPS, is_direct=False)
+    own.stop()
+    assert_alike([after for _, after in runs])
+    first, after = runs[0]
+    expected = in_one_process(first, range(STEPS))
+    assert_same({**after, "seldom": after["seldom"].float()}, expected)
+
+
 @pytest.mark.parametrize("kind", ["plain", "ddp"])
 def test_what_is_not_finite_at_one_worker_skips_the_step_of_all(
     workers: Workers, kind: str
@@ -126,7 +141,7 @@ def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
 def test_what_is_wrong_is_refused(workers: Workers) -> None:
     for said in workers.run(jobs.refuse):
         nothing, both, alone, buffers, wrong = said
-        assert "expected parameters; got an empty list" in nothing
+        assert "nothing for the servers" in nothing
         assert "parameters of served are optimizer's, too: head.weight, head.bias" in both
         assert "give both or neither" in alone
         assert "no buffers=" in buffers

@@ -421,3 +421,36 @@ def test_a_block_that_is_computed_anew_pushes_its_rows_once() -> None:
         optimizer.step()  # the gradients of the head are there still, those of the rows are not
         with torch.no_grad():
             torch.testing.assert_close(model.users(EVERYTHING), twin.users(EVERYTHING))
+
+
+def test_after_a_wait_that_expired_the_next_gradients_are_a_step_of_their_own() -> None:
+    """Of rows alone: no parameter has a gradient that could tell."""
+    with ps.local_cluster(servers=2, workers=2) as cluster, ExitStack() as stack:
+        clients = [
+            stack.enter_context(ps.connect(cluster.address, request_deadline_s=3.0))
+            for _ in range(2)
+        ]
+        pool = stack.enter_context(ThreadPoolExecutor(2))
+
+        def make(client: ps.Client) -> tuple[ps.Embedding, ps.DistributedOptimizer]:
+            rows = ps.Embedding(client, "alone", DIM, optimizer=ps.SGD(lr=1.0), init=ps.Zeros())
+            return rows, ps.DistributedOptimizer(client, rows, ps.SGD(lr=0.1))
+
+        def step(made: tuple[ps.Embedding, ps.DistributedOptimizer]) -> None:
+            rows, optimizer = made
+            optimizer.zero_grad()
+            rows(EVERYTHING).sum().backward()
+            optimizer.step()
+
+        first, second = pool.map(make, clients)
+        with pytest.raises(ps.WaitExpired):
+            step(first)
+        pool.submit(step, second).result(DEADLINE_S)
+        first[1].step()  # ends the step, and takes none
+        assert first[1].clock == 1
+        for done in [pool.submit(step, made) for made in (first, second)]:
+            done.result(DEADLINE_S)
+        for rows, optimizer in (first, second):
+            assert optimizer.clock == 2
+            with torch.no_grad():
+                assert rows(EVERYTHING).eq(-2.0).all()

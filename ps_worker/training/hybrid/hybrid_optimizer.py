@@ -8,13 +8,14 @@
 
 A step, at each worker:
 
-    gradients --all-reduce, with words about all of them--> clip --> torch's optimizer --> servers
+    rows' gradients --push-----------------------------------------> seal --> wait
+    others --all-reduce, with what each worker found--> clip ----------> torch's optimizer
 
 Rules:
     - All workers take a step or skip it, both halves of it, whoever had a gradient that is not
       finite.
-    - The workers' half comes first. What the servers refuse after that (a full table) is refused
-      at this worker alone, and the parameters stay equal everywhere.
+    - A step that all have agreed on is taken by torch's optimizer at each of them, whatever the
+      servers say to one of them (a full table): so the parameters stay equal everywhere.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from ps_worker.spec.training_options import OptimizerOptions
 from ps_worker.steps.steps import StepResult
 from ps_worker.training.clipping import multiply_gradients
 from ps_worker.training.distributed_optimizer import DistributedOptimizer
+from ps_worker.training.embedding import has_embeddings
 from ps_worker.training.hybrid.gradient_reduction import (
     GradientReduction,
     is_sharded,
@@ -143,6 +145,11 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"optimizer is {type(self._local).__name__}; expected one of torch's that uses one "
                 "gradient a step; what the servers train belongs in served="
             )
+        if not served and not has_embeddings(self._module):
+            raise InvalidConfig(
+                "the module has no Embedding, and no parameters are served: there is nothing for "
+                "the servers; expected one or the other, or torch's own DistributedDataParallel"
+            )
         if bool(served) != (server_optimizer is not None):
             raise InvalidConfig("served and server_optimizer belong together; give both or neither")
         names = {p: plain_name(name) for name, p in self._module.named_parameters()}
@@ -203,6 +210,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self.servers.is_repeated:
             self.servers.step()
             return None
+        self.servers.end_step()
         self._client.checkpoints.save_points.reach(is_explicit=False)
         loss = None
         if closure is not None:
@@ -218,7 +226,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         control = [0.0] * (1 + worker_count)
         control[0] = float(scale.skip)
         control[1 + self._client.rank] = float(bool(problem))
-        reduced = self._reduction.reduce(control, own_scale)
+        self._reduction.begin(control, own_scale)
+        if not scale.skip and not problem:
+            self.servers.push_rows_ahead()
+        reduced = self._reduction.finish()
         skips, *problems = reduced.control
         if not problem and any(problems):
             rank = next(rank for rank, is_one in enumerate(problems) if is_one)
@@ -232,8 +243,12 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self._clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip_norm)
             self.gradient_norm = float(whole(norm))
-        self._local.step()
-        self.servers.step_scaled(scale)
+        left = [self._local.step]
+        try:
+            self.servers.step_scaled(scale, lambda: left.pop()())
+        finally:
+            for step in left:  # whatever the servers say: the others take it
+                step()
 
     def _problem(self) -> str:
         """Words for a gradient that is not finite, of those that only this worker has, or that
