@@ -76,7 +76,7 @@ def load(path: Path) -> tuple[Flights, Flights]:
     columns = ["year", "month", "day", "hour", "distance", "arr_delay", *SINGLE]
     table = pandas.read_csv(path, usecols=[*dict.fromkeys(columns)])
     table = table[table["arr_delay"].notna()].reset_index(drop=True)
-    table["weekday"] = pandas.to_datetime(table[["year", "month", "day"]]).dt.weekday
+    table["weekday"] = pandas.to_datetime(table[["year", "month", "day"]]).dt.day_of_week
     angle = 2 * np.pi * table["hour"].to_numpy() / 24
     distance = table["distance"].to_numpy() / 1000.0
     numbers = np.stack([np.sin(angle), np.cos(angle), distance], 1).astype(np.float32)
@@ -84,7 +84,7 @@ def load(path: Path) -> tuple[Flights, Flights]:
     everything = Flights(
         ids_of(table, DEEP), ids_of(table, WIDE), torch.from_numpy(numbers), torch.from_numpy(late)
     )
-    is_held_out = torch.from_numpy((table["month"] >= HELD_OUT_MONTH).to_numpy())
+    is_held_out = torch.tensor((table["month"] >= HELD_OUT_MONTH).tolist())
     return everything.take(~is_held_out), everything.take(is_held_out)
 
 

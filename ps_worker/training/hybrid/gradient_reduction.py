@@ -122,7 +122,7 @@ class _Bucket:
 
 
 class Reduced(NamedTuple):
-    """What came of a reduction.
+    """The result of a reduction.
 
     Attributes:
         control: the sums of the workers' numbers.
@@ -188,7 +188,7 @@ class GradientReduction:
 
 
 def _default_device() -> torch.device:
-    """Where the process group reduces numbers of no parameter."""
+    """The device on which the process group reduces numbers of no parameter."""
     if not distributed.is_initialized() or "gloo" in str(distributed.get_backend_config()):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
