@@ -488,11 +488,13 @@ def test_a_block_that_is_computed_anew_pushes_its_rows_once() -> None:
             torch.testing.assert_close(model.users(EVERYTHING), twin.users(EVERYTHING))
 
 
-def test_after_a_wait_that_expired_the_next_gradients_are_a_step_of_their_own() -> None:
+def test_after_a_wait_that_expired_the_next_gradients_are_a_step_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of rows alone: no parameter has a gradient that could tell."""
     with ps.local_cluster(servers=2, workers=2) as cluster, ExitStack() as stack:
         clients = [
-            stack.enter_context(ps.connect(cluster.address, request_deadline_s=3.0))
+            stack.enter_context(ps.connect(cluster.address, request_deadline_s=DEADLINE_S))
             for _ in range(2)
         ]
         pool = stack.enter_context(ThreadPoolExecutor(2))
@@ -508,8 +510,11 @@ def test_after_a_wait_that_expired_the_next_gradients_are_a_step_of_their_own() 
             optimizer.step()
 
         first, second = pool.map(make, clients)
-        with pytest.raises(ps.WaitExpired):
-            step(first)
+        waits = clients[0].connection
+        with monkeypatch.context() as patch:
+            patch.setattr(waits, "config", replace(waits.config, request_deadline_s=1.0))
+            with pytest.raises(ps.WaitExpired):
+                step(first)
         pool.submit(step, second).result(DEADLINE_S)
         first[1].step()  # ends the step, and takes none
         assert first[1].clock == 1

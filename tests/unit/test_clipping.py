@@ -189,7 +189,7 @@ def test_the_norm_and_the_factor_are_torchs() -> None:
     rng = torch.Generator().manual_seed(7)
     own = [torch.randn(5, generator=rng), torch.randn(9, generator=rng)]
     given = parameters(*(each.clone() for each in own), None)
-    norm, factor = norm_and_factor(given, 1.5, 1.0)
+    norm, factor = norm_and_factor([each.grad for each in given], 1.5, 1.0)
     torchs = parameters(*own)
     assert norm == nn.utils.clip_grad_norm_(torchs, 1.5).item()
     multiply_gradients(given, factor)
@@ -198,13 +198,13 @@ def test_the_norm_and_the_factor_are_torchs() -> None:
 
 
 def test_a_norm_is_of_the_gradients_times_their_scale() -> None:
-    norm, factor = norm_and_factor(parameters(torch.tensor([3.0, 4.0])), 1.0, 0.5)
+    norm, factor = norm_and_factor([torch.tensor([3.0, 4.0])], 1.0, 0.5)
     assert norm == 2.5
     assert factor == pytest.approx(1.0 / (2.5 + EPSILON))
 
 
 def test_a_small_norm_gives_no_factor_above_1() -> None:
-    assert norm_and_factor(parameters(torch.tensor([3.0, 4.0])), 10.0, 1.0) == (5.0, 1.0)
+    assert norm_and_factor([torch.tensor([3.0, 4.0])], 10.0, 1.0) == (5.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_small_norm_gives_no_factor_above_1() -> None:
     ids=["beyond the largest", "between two numbers"],
 )
 def test_the_norm_of_halves_is_no_half(gradient: torch.Tensor, expected: float) -> None:
-    norm, _ = norm_and_factor(parameters(gradient), 1.0, 1.0)
+    norm, _ = norm_and_factor([gradient], 1.0, 1.0)
     assert norm == expected
 
 
