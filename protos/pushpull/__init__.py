@@ -48,7 +48,6 @@ if TYPE_CHECKING:
         connect,
         empty_shared,
         local_cluster,
-        prefetch,
         pull_model,
         ray_cluster,
     )
@@ -87,7 +86,6 @@ __all__ = [
     "connect",
     "empty_shared",
     "local_cluster",
-    "prefetch",
     "pull_model",
     "ray_cluster",
 ]
