@@ -28,7 +28,7 @@ GROUPS = {
         "pull_model",
         "RandomState",
     ),
-    "Embeddings": ("Embedding", "EmbeddingBag", "HybridOptimizer"),
+    "Embeddings": ("Embedding", "EmbeddingBag", "HybridOptimizer", "prefetch"),
     "Optimizers of the servers": (
         *("SGD", "Adam", "AdamW", "Adagrad", "RowwiseAdagrad", "RMSprop", "Aggregate", "Add"),
         *("Custom", "Assign"),

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from ps_worker.training.embedding import Embedding, EmbeddingBag
     from ps_worker.training.hybrid.hybrid_optimizer import HybridOptimizer
     from ps_worker.training.model_pull import pull_model
+    from ps_worker.training.prefetch import prefetch
 
 __all__ = [
     "ASP",
@@ -135,6 +136,7 @@ __all__ = [
     "connect",
     "empty_shared",
     "local_cluster",
+    "prefetch",
     "pull_model",
     "ray_cluster",
 ]
@@ -149,6 +151,7 @@ _IMPORTED_ON_USE = {
     "RandomState": "ps_worker.checkpoint.random_state",
     "RayCluster": "ps_worker.client.on_ray",
     "RayRole": "ps_worker.client.on_ray",
+    "prefetch": "ps_worker.training.prefetch",
     "pull_model": "ps_worker.training.model_pull",
     "ray_cluster": "ps_worker.client.on_ray",
 }

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         connect,
         empty_shared,
         local_cluster,
+        prefetch,
         pull_model,
         ray_cluster,
     )
@@ -86,6 +87,7 @@ __all__ = [
     "connect",
     "empty_shared",
     "local_cluster",
+    "prefetch",
     "pull_model",
     "ray_cluster",
 ]

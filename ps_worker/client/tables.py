@@ -383,10 +383,15 @@ class Pulls:
         return PullTicket(table.table, self._connection.loop.start(self._values(order, values)))
 
     def start_rows(
-        self, table: TableHandle, batch: RowBatch, timeout_s: float | None = None
+        self,
+        table: TableHandle,
+        batch: RowBatch,
+        timeout_s: float | None = None,
+        *,
+        clock: int | None = None,
     ) -> PullTicket[npt.NDArray[Any]]:
-        """Begin to pull the rows of a batch. Shapes: of the values: (n, length), in the order of
-        `batch.ids`.
+        """Begin to pull the rows of a batch, at this worker's clock unless another one is given.
+        Shapes: of the values: (n, length), in the order of `batch.ids`.
         """
         self._connection.check_usable()
         self._tables.check_own(table)
@@ -396,6 +401,8 @@ class Pulls:
         raw = values.view(np.uint8).reshape(-1)
         most = min(MAX_PULLED_COUNT, limits.MAX_PULLED_ROW_BYTES // row_bytes)
         whole = self._order(table, raw[:0], Region(0, 0, (0,)), timeout_s)
+        if clock is not None:
+            whole = replace(whole, clock=clock)
         orders = []
         for piece in batch.pieces(most):
             begin = piece.begin * row_bytes

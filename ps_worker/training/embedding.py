@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
+from dataclasses import dataclass
 from typing import Any, Unpack
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ps_core.errors import InvalidConfig
+from ps_core.consistency import Mode, StalePolicy
+from ps_core.errors import InvalidConfig, WaitExpired
+from ps_core.rows import Ids
 from ps_core.tables import OptimizerSpec
 from ps_worker.client.client import Client
-from ps_worker.spec.rows import cut_ids, ids_of, rows_of
+from ps_worker.spec.rows import RowBatch, cut_ids, ids_of, rows_of
 from ps_worker.spec.settings import Normal, RowsOptions, SupportsSpec, consistency_of
-from ps_worker.steps.steps import StepResult
+from ps_worker.steps.steps import PullTicket, StepResult
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.trained_rows import TrainedRows
+
+_AHEAD_COUNT = 2
+"""Pulls before their time, at most: of the present step's rows and the next one's."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """A pull before the step that looks its rows up."""
+
+    ids: Ids
+    batch: RowBatch
+    clock: int | None  # after which they are looked up; None: at any
+    ticket: PullTicket[npt.NDArray[Any]]
 
 
 class Embedding(torch.nn.Module):
@@ -82,6 +102,7 @@ class Embedding(torch.nn.Module):
         self._rows = rows_of(self.table.table)
         self._hashed_ids = hashed_ids
         self.trained = TrainedRows(client, self.table)
+        self._ahead: deque[_Ahead] = deque()
 
     @property
     def hyperparameters(self) -> dict[str, float]:
@@ -103,10 +124,48 @@ class Embedding(torch.nn.Module):
         places, rows = self._looked_up(ids)
         return functional.embedding(places, rows)
 
+    def prefetch(self, ids: Tensor) -> None:
+        """Begin to pull the rows that the next step looks up, by a forward pass with the same ids.
+
+        Under ASP they are pulled now, so they may lack this worker's present step; under BSP and
+        SSP as soon as that step is done, so nothing is staler than without. `ps.prefetch` calls
+        this for a loader. With a policy for stale steps (`ASP(reject=...)` and the like) it does
+        nothing, since the servers judge a step by when its rows were pulled.
+
+        Blocking: no.
+        """
+        setting = self._client.consistency_of(self.table)
+        if self._client.is_reader or setting.policy is not StalePolicy.ACCEPT:
+            return
+        given = ids_of(ids, hashed_ids=self._hashed_ids)
+        batch = cut_ids(given, self._rows)
+        is_asynchronous = setting.mode is Mode.ASP
+        clock = self.table.clock if is_asynchronous else self.table.clock + 1
+        ticket = self._client.pulls.start_rows(self.table, batch, clock=clock)
+        ahead = _Ahead(given.copy(), batch, None if is_asynchronous else clock, ticket)
+        while len(self._ahead) >= _AHEAD_COUNT:
+            self._ahead.popleft().ticket.future.cancel()
+        self._ahead.append(ahead)
+
+    def _prefetched(self, given: Ids) -> _Ahead | None:
+        """The pull that was begun for these ids, and for this clock."""
+        for ahead in self._ahead:
+            if ahead.clock in (None, self.table.clock) and np.array_equal(ahead.ids, given):
+                self._ahead.remove(ahead)
+                return ahead
+        return None
+
+    def _pulled(self, given: Ids) -> tuple[RowBatch, npt.NDArray[Any]]:
+        ahead = self._prefetched(given)
+        if ahead is not None:
+            with contextlib.suppress(WaitExpired):  # its time began before the last step
+                return ahead.batch, self._client.wait(ahead.ticket)
+        batch = cut_ids(given, self._rows)
+        return batch, self._client.wait(self._client.pulls.start_rows(self.table, batch))
+
     def _looked_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The place of each id, in its shape, among the rows that were pulled."""
-        batch = cut_ids(ids_of(ids, hashed_ids=self._hashed_ids), self._rows)
-        pulled = self._client.wait(self._client.pulls.start_rows(self.table, batch))
+        batch, pulled = self._pulled(ids_of(ids, hashed_ids=self._hashed_ids))
         rows = torch.from_numpy(pulled).to(ids.device)
         if torch.is_grad_enabled() and not self._client.is_reader:
             self.trained.watch(batch, rows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -308,9 +308,70 @@ def test_an_edit_takes_a_clock_of_the_rows_too(client: ps.Client) -> None:
         assert {result.clock for result in optimizer.results} == {2 * (step + 1)}
 
 
+PREFETCHED = {"bsp": [0, -1, -2, -3], "ssp:2": [0, -1, -2, -3], "asp": [0, 0, -1, -2]}
+"""The rows that each step computes with: under ASP they lack the step before it."""
+
+
+@pytest.mark.parametrize("consistency", PREFETCHED)
+def test_rows_are_prefetched_and_no_staler_than_they_may_be(
+    client: ps.Client, consistency: str
+) -> None:
+    rows = ps.Embedding(
+        client, f"ahead {consistency}", DIM, optimizer=ps.SGD(lr=1.0), init=ps.Zeros(),
+        consistency=consistency,
+    )  # fmt: skip
+    batches = [torch.arange(5 + number) for number in range(4)]
+    found = []
+    loader = ps.prefetch(batches, lambda ids: {rows: ids})
+    assert len(loader) == 4
+    for number, ids in enumerate(loader):
+        expected = [batch.tolist() for batch in batches[max(number, 1) : number + 2]]
+        assert [ahead.ids.tolist() for ahead in rows._ahead] == expected
+        values = rows(ids)
+        assert len(rows._ahead) == min(1, 3 - number)
+        found.append(values[0, 0].item())
+        values.sum().backward()
+        rows.step()
+    assert found == PREFETCHED[consistency]
+
+
+def test_rows_prefetched_for_another_clock_or_too_long_ago_are_pulled_again(
+    client: ps.Client,
+) -> None:
+    rows = ps.Embedding(
+        client, "not ahead", DIM, optimizer=ps.SGD(lr=1.0), init=ps.Zeros(), consistency="bsp"
+    )
+    ids = torch.arange(3)
+
+    def step() -> None:
+        rows(ids).sum().backward()
+        rows.step()
+
+    rows.prefetch(ids)
+    assert rows(ids).eq(0.0).all()  # in the same step still: it waits for nothing
+    rows.prefetch(ids + 1)
+    rows.prefetch(ids + 2)
+    assert len(rows._ahead) == 2
+    step()
+    assert rows(ids + 1)[0].eq(-1.0).all()
+    assert len(rows._ahead) == 1
+    rows.prefetch(ids)
+    rows.step()
+    ahead = rows._ahead.pop()
+    rows._ahead.clear()
+    expired: Future[Any] = Future()
+    expired.set_exception(ps.WaitExpired("too long ago"))
+    rows._ahead.append(replace(ahead, ticket=ps.PullTicket(rows.table.table, expired)))
+    assert rows(ids).eq(-1.0).all()
+    assert not rows._ahead
+    damped = ps.Embedding(client, "damped", DIM, optimizer=ps.SGD(), consistency="asp:divide")
+    damped.prefetch(ids)
+    assert not damped._ahead
+
+
 @pytest.mark.parametrize("lane", ["grpc", "shm"])
 def test_a_killed_server_loses_no_step_of_either(lane: str) -> None:
-    """Two workers of one process against torch's mean of both gradients."""
+    """Two workers of one process against torch's mean of both gradients; rows are prefetched."""
     with replicated_cluster(servers=3, workers=2) as cluster, ExitStack() as stack:
         clients = [
             stack.enter_context(
@@ -331,12 +392,16 @@ def test_a_killed_server_loses_no_step_of_either(lane: str) -> None:
         reference = torch.optim.SGD(twin.parameters(), lr=0.1)
 
         def step_of(rank: int, step: int) -> None:
+            users = models[rank].users
+            assert isinstance(users, ps.Embedding)
+            users.prefetch(batch(2 * (step + 1) + rank))
             optimizers[rank].zero_grad()
             loss_of(models[rank], 2 * step + rank).backward()
             optimizers[rank].step()
 
         for step in range(20):
             if step == 7:
+                cluster.healed()  # a slow machine takes a backup for dead now and then
                 cluster.kill(cluster.living[0])
             for done in [pool.submit(step_of, rank, step) for rank in range(2)]:
                 done.result(DEADLINE_S)
