@@ -53,6 +53,9 @@ so a cluster of more servers than this needs more.
 
 MAX_PARTITION_COUNT = 4096
 
+MAX_ROW_AGE_COUNT = 2**31
+"""The most updates after which a row may be evicted, or made; ages are counted in 32 bits."""
+
 MESSAGE_OVERHEAD_BYTES = 65_536
 """Bytes of a message beside its payload: presence bits, ranges of a seal."""
 

@@ -141,6 +141,15 @@ class InitializerKind(Enum):
     NORMAL = "normal"
 
 
+class Eviction(Enum):
+    """The rows that are evicted when a table has too many: of those with the oldest last update
+    (LRU), or those with the fewest updates, and of these as LRU (LFU).
+    """
+
+    LRU = "lru"
+    LFU = "lfu"
+
+
 @dataclass(frozen=True, slots=True)
 class Initializer:
     """First values of a table: `constant` for CONSTANT, `inline` bytes of its dtype for INLINE; of
@@ -365,10 +374,39 @@ class RowsSpec:
 
     A partition is a block: ids are spread over them (`ps_core.rows.partition_of`), and a row is in
     no table before its first update. `seed` is that of the values that it has until then.
+
+    Attributes:
+        max_row_count: rows of the whole table; each partition has its share. 0: any number.
+        evict_after: a row is evicted that so many updates of its partition had no gradient of.
+        admit_after: a row is made by the so manieth update of its partition with a gradient of it.
     """
 
     partition_count: int = limits.DEFAULT_PARTITION_COUNT
     seed: int = 0
+    max_row_count: int = 0
+    eviction: Eviction = Eviction.LRU
+    evict_after: int = 0
+    admit_after: int = 1
+
+    def check(self, table: str) -> None:
+        """InvalidConfig if a value is out of bounds, or does nothing."""
+        for name, low, high in (
+            ("partition_count", 1, limits.MAX_PARTITION_COUNT),
+            ("seed", 0, 2**64 - 1),
+            ("max_row_count", 0, 2**63 - 1),
+            ("evict_after", 0, limits.MAX_ROW_AGE_COUNT),
+            ("admit_after", 1, limits.MAX_ROW_AGE_COUNT),
+        ):
+            value = getattr(self, name)
+            _require(
+                low <= value <= high,
+                f"table '{table}': {name} is {value}; expected {low} to {high}",
+            )
+        _require(
+            self.eviction is Eviction.LRU or self.max_row_count > 0,
+            f"table '{table}': eviction is {self.eviction.value} without max_rows, so no row is "
+            "evicted by it; expected both, or neither",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,15 +511,7 @@ class TableSpec:
                 "start from rank 0's",
             )
             return
-        _require(
-            1 <= self.rows.partition_count <= limits.MAX_PARTITION_COUNT,
-            f"table '{name}': partition_count is {self.rows.partition_count}; expected 1 to "
-            f"{limits.MAX_PARTITION_COUNT}",
-        )
-        _require(
-            0 <= self.rows.seed < 2**64,
-            f"table '{name}': seed is {self.rows.seed}; expected 0 to 2**64 - 1",
-        )
+        self.rows.check(name)
         _require(
             self.element_count <= limits.MAX_ROW_ELEMENTS,
             f"table '{name}': a row has {self.element_count} elements; expected at most "

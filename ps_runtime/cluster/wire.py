@@ -32,6 +32,7 @@ from ps_core.runs import Run
 from ps_core.tables import (
     Codec,
     DType,
+    Eviction,
     Hyperparameters,
     Initializer,
     InitializerKind,
@@ -66,6 +67,7 @@ _CODECS: dict[Codec, types_pb2.Codec] = _numbers(Codec, types_pb2.Codec, "CODEC_
 _DTYPES = _numbers(DType, types_pb2.Dtype, "DTYPE_")
 _OPTIMIZERS = _numbers(OptimizerKind, types_pb2.OptimizerKind, "OPTIMIZER_KIND_")
 _KERNELS = _numbers(Kernels, types_pb2.KernelKind, "KERNEL_KIND_")
+_EVICTIONS = _numbers(Eviction, types_pb2.EvictionKind, "EVICTION_KIND_")
 _REDUCTIONS = _numbers(Reduction, types_pb2.Reduction, "REDUCTION_")
 _OUTCOMES = _numbers(ChangeOutcome, types_pb2.ChangeOutcome, "CHANGE_OUTCOME_")
 
@@ -76,13 +78,14 @@ _DTYPE_OF = _inverse(_DTYPES)
 _OPTIMIZER_OF = _inverse(_OPTIMIZERS)
 _KERNELS_OF = _inverse(_KERNELS) | {int(types_pb2.KERNEL_KIND_UNSPECIFIED): Kernels.FAST}
 _REDUCTION_OF = _inverse(_REDUCTIONS) | {int(types_pb2.REDUCTION_UNSPECIFIED): Reduction.MEAN}
+_EVICTION_OF = _inverse(_EVICTIONS) | {int(types_pb2.EVICTION_KIND_UNSPECIFIED): Eviction.LRU}
 _OUTCOME_OF = _inverse(_OUTCOMES)
 
 _SESSION = ("cluster_id", "timeline", "node_id", "incarnation", "rank", "run")
 _NODE = ("node_id", "incarnation", "rank", "address", "silence_ms", "run")
 _OPTIMIZER = ("nesterov", "amsgrad", "centered", "maximize", "custom_update")
 _SPEC = ("name", "element_count", "block_elements", "allow_non_finite", "gate_bytes")
-_ROWS = ("partition_count", "seed")
+_ROWS = ("seed", "max_row_count", "evict_after")
 _CHANGE = ("number", "after_clock", "checkpoint", "is_decided")
 _VIEW = (
     "view_number", "cluster_id", "worker_count", "server_count", "finished", "restored_from",
@@ -239,10 +242,19 @@ def spec_to_proto(spec: TableSpec) -> types_pb2.TableSpec:
         consistency=consistency_to_proto(spec.consistency),
         initializer=_initializer_to_proto(spec.initializer),
         reduction=_REDUCTIONS[spec.reduction],
-        rows=None if spec.rows is None else _copy(types_pb2.RowsSpec, spec.rows, _ROWS),
+        rows=None if spec.rows is None else _rows_to_proto(spec.rows),
     )
     message.MergeFrom(_layout_to_proto(spec.tensors))
     return message
+
+
+def _rows_to_proto(rows: RowsSpec) -> types_pb2.RowsSpec:
+    return _copy(
+        types_pb2.RowsSpec,
+        rows,
+        (*_ROWS, "partition_count", "admit_after"),
+        eviction=_EVICTIONS[rows.eviction],
+    )
 
 
 def _layout_to_proto(tensors: tuple[TensorSpec, ...]) -> types_pb2.TableSpec:
@@ -281,8 +293,15 @@ def spec_from_proto(message: types_pb2.TableSpec) -> TableSpec:
 def _rows_from_proto(message: types_pb2.TableSpec) -> RowsSpec | None:
     if not message.HasField("rows"):
         return None
-    count = message.rows.partition_count or limits.DEFAULT_PARTITION_COUNT
-    return RowsSpec(count, message.rows.seed)
+    rows = message.rows
+    return _copy(
+        RowsSpec,
+        rows,
+        _ROWS,
+        partition_count=rows.partition_count or limits.DEFAULT_PARTITION_COUNT,
+        eviction=_known(_EVICTION_OF, rows.eviction, "eviction"),
+        admit_after=rows.admit_after or 1,
+    )
 
 
 def table_to_proto(table: Table) -> types_pb2.Table:

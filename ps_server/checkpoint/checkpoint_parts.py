@@ -50,10 +50,10 @@ from ps_server.checkpoint.unchanged_blocks import (
     unchanged,
 )
 from ps_server.ranges.events import AnswerPull, RefusePull
-from ps_server.rows.row_optimizers import state_widths
 from ps_server.service.node import ParameterNode
 from ps_server.values.copy_on_write import CopyQuota, Key, RangeSnapshots
-from ps_server.values.store_copy import IDS, VALUES, SavedBlock, tensor_of
+from ps_server.values.row_store import row_tensor_dtypes
+from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 
 _THREAD_COUNT = 2
 _BUSY_S = 0.5
@@ -130,7 +130,7 @@ class CheckpointParts:
     def _state_names(self, table: Table) -> tuple[str, ...]:
         optimizer = table.spec.optimizer
         if table.spec.rows is not None:
-            return (IDS, *state_widths(optimizer.kind, 1))
+            return tuple(row_tensor_dtypes(table.spec, table.spec.rows))
         if optimizer.kind is OptimizerKind.CUSTOM:
             slots = self._node.shards.custom_state(optimizer.custom_update)
             return tuple(map(tensor_of, slots))
@@ -317,13 +317,13 @@ class _CheckpointPart:
     def _write(self, table_id: TableId, block: SavedBlock) -> None:
         _, _, writer = self._opening.result()
         spec = self._specs[table_id].spec
-        dtype = "F64" if spec.dtype is DType.FLOAT64 else "F32"
-        if block.rows is None or not block.rows.begin:
+        own = "F64" if spec.dtype is DType.FLOAT64 else "F32"
+        dtypes = {} if spec.rows is None else row_tensor_dtypes(spec, spec.rows)
+        if block.rows is None or (not block.rows.begin and block.tensors[0][0] == VALUES):
             writer.note_block(spec.name, block.block, block.version, block.steps)
         for name, payload in block.tensors:
-            is_ids = spec.rows is not None and name == IDS
             place = block.place_of(payload)
-            writer.append(spec.name, block.block, name, payload, "U64" if is_ids else dtype, place)
+            writer.append(spec.name, block.block, name, payload, dtypes.get(name, own), place)
 
     def _written(self, done: Future[Any], copied: tuple[int, MemorySpan | None]) -> None:
         byte_count, piece = copied

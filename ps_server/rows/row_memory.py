@@ -23,6 +23,9 @@ LEAST_LEFT_SHARE = 0.05
 class RowMemory:
     """The memory of one server's tables.
 
+    Attributes:
+        evicted_count: rows that were evicted here.
+
     Args:
         limit_bytes: bytes that all tables may take here; 0: no bound.
         machine_bytes: of the machine, or the container; 0: not known.
@@ -33,6 +36,7 @@ class RowMemory:
         self._least_left_bytes = int(machine_bytes * LEAST_LEFT_SHARE)
         self._left_bytes: int | None = None
         self._used_bytes = 0
+        self.evicted_count = 0
 
     def measured(self, used_bytes: int) -> None:
         """Take the bytes of all tables here."""
@@ -47,6 +51,11 @@ class RowMemory:
         self._used_bytes += byte_count
         if self._left_bytes is not None:
             self._left_bytes -= byte_count
+
+    def evicted(self, row_count: int, byte_count: int) -> None:
+        """Rows that took so many bytes were evicted; their pages are for others to come."""
+        self.evicted_count += row_count
+        self._used_bytes -= byte_count
 
     def has_space(self, byte_count: int) -> bool:
         """True if rows of so many bytes may be made."""

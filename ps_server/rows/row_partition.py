@@ -3,7 +3,8 @@
     slots[(mixed + probe) mod size] -> 1 + number of a row, or 0; ids[number] -> its id
 
 Rules:
-    - Numbers count the rows in the order in which they were added; a row keeps its number.
+    - Numbers count the rows in the order in which they were added. A row keeps its number until
+      others are removed: then the last rows take the places of these.
     - A captured partition goes on changing: a row is copied before its first change, unless the
       snapshot has given it. Rows that are added later are not in the snapshot.
     - At most 3 of 5 slots are taken, so most ids are found at the first or second probe. A row
@@ -20,7 +21,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,12 +94,23 @@ class RowIndex:
         size = len(self._slots)
         while 5 * total > 3 * size:
             size *= 2
+        yield from self._filling(size)
+
+    def _filling(self, size: int) -> Work[None]:
         slots: npt.NDArray[np.int32] = np.zeros(size, np.int32)  # pages that are touched later
         for begin in range(0, self.count, _PIECE_COUNT):
             ids = self.ids[begin : begin + _PIECE_COUNT]
             row_kernels.put(slots, begin, ids, self._salt)
             yield
         self._slots = slots
+
+    def removing(self, moves: Moves) -> Work[None]:
+        """Remove rows. Nothing is to be found until it is done."""
+        for of, to in moves.pieces(_PIECE_COUNT):
+            self._ids[to] = self._ids[of]
+            yield
+        self.count = moves.left_count
+        yield from self._filling(len(self._slots))
 
 
 def _longer(array: npt.NDArray[Any], count: int, least: int) -> npt.NDArray[Any]:
@@ -110,6 +122,34 @@ def _longer(array: npt.NDArray[Any], count: int, least: int) -> npt.NDArray[Any]
     return longer
 
 
+class Moves(NamedTuple):
+    """The rows that move when others are removed: from the end to where those were.
+
+    Shapes:
+        of, to: (moved rows,), ascending.
+    """
+
+    of: Numbers
+    to: Numbers
+    left_count: int
+
+    @classmethod
+    def where(cls, leaves: npt.NDArray[np.bool_]) -> Moves:
+        """The moves when rows leave, by number."""
+        left_count = len(leaves) - int(np.count_nonzero(leaves))
+        return cls(
+            np.flatnonzero(~leaves[left_count:]) + left_count,
+            np.flatnonzero(leaves[:left_count]),
+            left_count,
+        )
+
+    def pieces(self, count: int) -> Iterator[tuple[Numbers, Numbers]]:
+        """At most so many at once: (of, to)."""
+        for begin in range(0, len(self.of), count):
+            some = slice(begin, begin + count)
+            yield self.of[some], self.to[some]
+
+
 class Place(NamedTuple):
     """Rows in one slab: their numbers there, and their positions among those that are asked for."""
 
@@ -118,44 +158,48 @@ class Place(NamedTuple):
     positions: Numbers | slice
 
 
+class Column(NamedTuple):
+    """What a row has in one array."""
+
+    width: int
+    dtype: np.dtype[Any]
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
 class RowArrays:
-    """Arrays by name, each of `widths[name]` elements a row.
+    """Arrays by name, a column each.
 
     Args:
         reserved_bytes: addresses for the widest array; as many as there are, if these are fewer.
     """
 
     def __init__(
-        self,
-        widths: Mapping[str, int],
-        dtype: npt.DTypeLike,
-        reserved_bytes: int = _RESERVED_BYTES,
+        self, columns: Mapping[str, Column], reserved_bytes: int = _RESERVED_BYTES
     ) -> None:
-        self._widths = dict(widths)
+        self._columns = dict(columns)
         self._reserved_bytes = reserved_bytes
-        self._dtype = np.dtype(dtype)
-        self._widest_bytes = max(self._widths.values()) * self._dtype.itemsize
+        self._widest_bytes = max(column.row_bytes for column in self._columns.values())
         self._first_count = max(64, _FIRST_BYTES // self._widest_bytes)
         self._begins = np.zeros(0, np.int64)  # the first row of each slab
-        self._slabs: dict[str, list[Rows]] = {name: [] for name in self._widths}
+        self._slabs: dict[str, list[Rows]] = {name: [] for name in self._columns}
         self.capacity = 0  # the rows that have a place
+        self.row_bytes = sum(column.row_bytes for column in self._columns.values())
 
     @property
     def names(self) -> Iterable[str]:
-        return self._widths
+        return self._columns
 
     def empty(self) -> RowArrays:
-        """Arrays of the same names and widths, without rows."""
-        return RowArrays(self._widths, self._dtype, self._reserved_bytes)
+        """Arrays of the same columns, without rows."""
+        return RowArrays(self._columns, self._reserved_bytes)
 
     @property
     def piece_count(self) -> int:
         """Rows that are copied in one turn of the loop."""
         return max(1, _COPIED_BYTES // self._widest_bytes)
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(self._widths.values()) * self._dtype.itemsize
 
     def extend(self, count: int) -> None:
         """Have places for `count` rows in all, of unspecified content; MemoryError if there are no
@@ -177,7 +221,7 @@ class RowArrays:
                 self._slabs[name].append(array)
 
     def _new(self, count: int) -> dict[str, Rows]:
-        return {n: np.empty((count, width), self._dtype) for n, width in self._widths.items()}
+        return {n: np.empty((count, each.width), each.dtype) for n, each in self._columns.items()}
 
     def _reserved(self) -> tuple[int, dict[str, Rows]]:
         """Arrays in reserved addresses, and the number of their rows."""
@@ -204,7 +248,8 @@ class RowArrays:
 
     def get(self, name: str, places: Sequence[Place], count: int, out: Rows | None = None) -> Rows:
         """A copy of these `count` rows, in `out`. Shapes: (rows, width)."""
-        found = np.empty((count, self._widths[name]), self._dtype) if out is None else out
+        column = self._columns[name]
+        found = np.empty((count, column.width), column.dtype) if out is None else out
         for slab, numbers, positions in places:
             rows = self._slabs[name][slab]
             if isinstance(positions, slice):
@@ -233,9 +278,9 @@ class RowPartition:
         snapshot: keeps rows that are about to change, if the partition was captured.
     """
 
-    def __init__(self, salt: np.uint64, widths: Mapping[str, int], dtype: np.dtype[Any]) -> None:
+    def __init__(self, salt: np.uint64, columns: Mapping[str, Column]) -> None:
         self.index = RowIndex(salt)
-        self.arrays = RowArrays(widths, dtype)
+        self.arrays = RowArrays(columns)
         self.version = 0
         self.snapshot: RowSnapshot | None = None
 
@@ -258,6 +303,22 @@ class RowPartition:
             self.arrays.put(name, places, rows)
         return numbers
 
+    def removing(self, leaves: npt.NDArray[np.bool_]) -> Work[None]:
+        """Remove rows, by number. Others get new numbers."""
+        moves, arrays, snapshot = Moves.where(leaves), self.arrays, self.snapshot
+        if snapshot is not None:
+            snapshot.keep_ids()
+            changed = np.concatenate((moves.to, np.arange(moves.left_count, len(leaves))))
+            for begin in range(0, len(changed), arrays.piece_count):
+                snapshot.keep(changed[begin : begin + arrays.piece_count])
+                yield
+        for of, to in moves.pieces(arrays.piece_count):
+            places, own_places = arrays.places(of), arrays.places(to)
+            for name in arrays.names:
+                arrays.put(name, own_places, arrays.get(name, places, len(of)))
+            yield
+        yield from self.index.removing(moves)
+
 
 class SnapshotPiece(NamedTuple):
     """Some rows of a snapshot, in the order of their numbers: the first has the number `begin`."""
@@ -279,6 +340,7 @@ class RowSnapshot:
         self.version = partition.version
         self.count = partition.index.count
         self._partition = partition
+        self._ids: Ids | None = None  # if the partition's are no longer those of then
         self._given_count = 0
         self._is_begun = False
         # 1 + the place in `_kept` of a row that has changed since, or 0. Untouched pages are free.
@@ -305,6 +367,11 @@ class RowSnapshot:
             self._kept.put(name, own_places, arrays.get(name, places, len(rows)))
         self._kept_count = count
 
+    def keep_ids(self) -> None:
+        """Copy the ids: rows are about to be removed."""
+        if self._ids is None:
+            self._ids = self._partition.index.ids[: self.count].copy()
+
     def next(self) -> SnapshotPiece:
         """The next rows, copied; none if there were none. After the last the snapshot ends."""
         arrays, begin = self._partition.arrays, self._given_count
@@ -320,7 +387,8 @@ class RowSnapshot:
         self._given_count, self._is_begun = end, True
         if self.is_done:
             self.end()
-        return SnapshotPiece(begin, self._partition.index.ids[begin:end], found)
+        ids = self._partition.index.ids if self._ids is None else self._ids
+        return SnapshotPiece(begin, ids[begin:end], found)
 
     def end(self) -> None:
         """Keep rows no more. Idempotent."""

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ps_core.keys import RangeId, TableId
-from ps_server.rows.row_partition import RowSnapshot
-from ps_server.values.row_store import RowStore, Store
+from ps_server.values.row_store import PartitionSnapshot, RowStore, Store
 from ps_server.values.store_copy import SavedBlock
 
 Key = tuple[TableId, RangeId]
@@ -38,7 +37,7 @@ class _Captured(NamedTuple):
 
     store: Store
     blocks: dict[int, None]
-    rows: dict[int, RowSnapshot]
+    rows: dict[int, PartitionSnapshot]
 
 
 class RangeSnapshots:

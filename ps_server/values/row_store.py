@@ -4,8 +4,9 @@ A store as `ShardStore`, for tables of rows: a block is a partition, and an upda
 rows that have a gradient.
 
 Rules:
-    - A row is made by its first update; until then it reads as its first values
-      (`ps_core.rows.first_values`), and a pull makes none.
+    - A row is made by the update that admits it, the first one unless the table says otherwise;
+      until then it reads as its first values (`ps_core.rows.first_values`), and a pull makes none.
+    - After it has changed its rows, an update evicts those that `row_retention` names.
     - Every call checks before it changes anything.
 
 Invariants:
@@ -18,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +29,16 @@ from ps_core import limits
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
 from ps_core.keys import Incarnation
 from ps_core.rows import Ids, first_values, mixed_ids, partition_of, salt_of
-from ps_core.tables import Codec, Hyperparameters, Reduction, RowsSpec, Table
+from ps_core.tables import Codec, DType, Hyperparameters, Reduction, RowsSpec, Table, TableSpec
 from ps_core.work import PIECE_COUNT, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
+from ps_server.rows.row_candidates import COLUMNS as CANDIDATE_COLUMNS
+from ps_server.rows.row_candidates import Candidates
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
-from ps_server.rows.row_optimizers import RowOptimizer
-from ps_server.rows.row_partition import Numbers, RowPartition, Rows, RowSnapshot
+from ps_server.rows.row_optimizers import RowOptimizer, state_widths
+from ps_server.rows.row_partition import Column, Numbers, Place, RowPartition, Rows, RowSnapshot
+from ps_server.rows.row_retention import COUNT, MOST, TALLY, UPDATED, RowRetention
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.row_gradients import (
     RowAccumulator,
@@ -46,6 +50,7 @@ from ps_server.values.row_gradients import (
 )
 from ps_server.values.shard_store import NOBODY_LOOKS, ChangeHooks, ShardStore
 from ps_server.values.store_copy import (
+    CANDIDATES,
     IDS,
     VALUES,
     BlockCopy,
@@ -61,6 +66,54 @@ _PIECE_COUNT, _PIECE_BYTES = 8192, 1 << 20
 
 _BRIEF_BYTES = 2 << 20
 """Most bytes of the gradients of an update that is made at once."""
+
+
+def _prefixed(name: str) -> str:
+    """The name of an array of candidates in copies and checkpoints."""
+    return f"candidate_{name}"
+
+
+_CANDIDATE_COLUMNS = {_prefixed(name): column for name, column in CANDIDATE_COLUMNS.items()}
+
+_CANDIDATE_BYTES = sum(column.row_bytes for column in CANDIDATE_COLUMNS.values()) + INDEX_BYTES
+
+
+def row_tensor_dtypes(spec: TableSpec, rows: RowsSpec) -> dict[str, str]:
+    """The tensors of a partition in a checkpoint beside its values, and their element types as
+    safetensors names them.
+    """
+    retention = RowRetention(rows, np.uint64(0))
+    own = "F64" if spec.dtype is DType.FLOAT64 else "F32"
+    found = {IDS: "U64", **dict.fromkeys(state_widths(spec.optimizer.kind, 1), own)}
+    found |= dict.fromkeys(retention.names, "U32")
+    if rows.admit_after > 1:
+        found |= {CANDIDATES: "U64", **dict.fromkeys(_CANDIDATE_COLUMNS, "U32")}
+    return found
+
+
+class _Piece(NamedTuple):
+    """Some rows of a partition, or candidates, with all of their arrays."""
+
+    ids: Ids
+    arrays: dict[str, Rows]
+    are_rows: bool
+
+
+class PartitionSnapshot(NamedTuple):
+    """A captured partition: its rows, then its candidates, if there may be any."""
+
+    rows: RowSnapshot
+    candidates: RowSnapshot | None
+
+    @property
+    def is_done(self) -> bool:
+        return self.rows.is_done and (self.candidates is None or self.candidates.is_done)
+
+    def end(self) -> None:
+        """Keep rows no more. Idempotent."""
+        self.rows.end()
+        if self.candidates is not None:
+            self.candidates.end()
 
 
 class RowStore:
@@ -92,26 +145,42 @@ class RowStore:
         self._salt = salt_of(rows.seed)
         self._is_mean = spec.reduction is Reduction.MEAN
         self._optimizer = RowOptimizer(spec.optimizer, self._length)
-        self._widths = {VALUES: self._length, **self._optimizer.widths}
-        self._made_bytes = sum(self._widths.values()) * self._dtype.itemsize + INDEX_BYTES
+        self._retention = RowRetention(rows, self._salt)
+        widths = {VALUES: self._length, **self._optimizer.widths}
+        self._columns = {name: Column(width, self._dtype) for name, width in widths.items()}
+        self._columns |= {name: Column(1, TALLY) for name in self._retention.names}
+        self._made_bytes = sum(each.row_bytes for each in self._columns.values()) + INDEX_BYTES
         self._partitions: dict[int, RowPartition] = {}
+        self._candidates: dict[int, Candidates] = {}  # empty if each row is made at once
         for block in sorted(blocks):
             table.block_length(block)  # refuses one that the table does not have
-            self._partitions[block] = self._empty()
+            self._begin(block)
         self._accumulators: defaultdict[int, RowAccumulator] = defaultdict(RowAccumulator)
         self._loaded: dict[int, dict[str, bytearray]] = {}
 
-    def _empty(self) -> RowPartition:
-        return RowPartition(self._salt, self._widths, self._dtype)
+    def _begin(self, block: int) -> RowPartition:
+        """A partition without rows."""
+        if self._rows.admit_after > 1:
+            terms = self._salt, self._retention, self._rows.admit_after
+            self._candidates[block] = Candidates(*terms)
+        self._partitions[block] = RowPartition(self._salt, self._columns)
+        return self._partitions[block]
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of rows, optimizer state and their index; sums in the making do not count."""
-        return sum(partition.byte_count for partition in self._partitions.values())
+        """Bytes of rows, optimizer state, candidates and their index; sums in the making do not
+        count.
+        """
+        candidates = (each.known for each in self._candidates.values())
+        return sum(each.byte_count for each in (*self._partitions.values(), *candidates))
 
     @property
     def row_count(self) -> int:
         return sum(partition.index.count for partition in self._partitions.values())
+
+    @property
+    def candidate_count(self) -> int:
+        return sum(each.count for each in self._candidates.values())
 
     @property
     def blocks(self) -> Collection[int]:
@@ -156,9 +225,18 @@ class RowStore:
         if not self.table.spec.allow_non_finite:
             self._check_finite(what, found)
         if is_pushed and not self._memory.has_space(len(found.ids) * self._made_bytes):
-            numbers = self._partitions[block].index.find(found.ids)
-            self._memory.check(self._name, int((numbers < 0).sum()), self._made_bytes)
+            self._check_space(block, found.ids)
         return found
+
+    def _check_space(self, block: int, ids: Ids) -> None:
+        """TableFull if there is no memory for what a push of these ids makes."""
+        missing = ids[self._partitions[block].index.find(ids) < 0]
+        if block in self._candidates:
+            candidates = self._candidates[block]
+            new = missing[candidates.known.index.find(missing) < 0]
+            self._memory.check(self._name, len(new), _CANDIDATE_BYTES)
+            missing = missing[candidates.admits(missing)]
+        self._memory.check(self._name, len(missing), self._made_bytes)
 
     def _check_ids(self, block: int, ids: Ids) -> None:
         """Check that they live in this partition."""
@@ -266,7 +344,23 @@ class RowStore:
         return (
             block_count <= PIECE_COUNT
             and sum(counts.values()) <= min(_PIECE_COUNT, _BRIEF_BYTES // self._row_bytes)
-            and all(self._partitions[block].index.has_space(n) for block, n in counts.items())
+            and all(self._has_space(block, count) for block, count in counts.items())
+        )
+
+    def _has_space(self, block: int, count: int) -> bool:
+        """True if an update of so many rows enlarges no index, and evicts nothing."""
+        partition, candidates = self._partitions[block], self._candidates.get(block)
+        version = partition.version + 1
+        return (
+            partition.index.has_space(count)
+            and not self._retention.may_leave(partition.index.count + count, version)
+            and (
+                candidates is None
+                or (
+                    candidates.known.index.has_space(count)
+                    and not candidates.may_leave(count, version)
+                )
+            )
         )
 
     def apply_brief(
@@ -304,20 +398,25 @@ class RowStore:
             yield from total.scaling(update_scale)
             ids, gradients = yield from total.totalling()
             changes.begin((block,))
-            yield from self._updating(self._partitions[block], ids, gradients, merged)
             self._partitions[block].version += 1
+            yield from self._updating(block, ids, gradients, merged)
+            yield from self._evicting(block)
             changes.end((block,))
             yield
         accumulator.is_reduced = True
         return blocks
 
     def _updating(
-        self, partition: RowPartition, ids: Ids, gradients: Rows, merged: Mapping[str, float]
+        self, block: int, ids: Ids, gradients: Rows, merged: Mapping[str, float]
     ) -> Work[None]:
+        partition = self._partitions[block]
         count = max(1, min(_PIECE_COUNT, _PIECE_BYTES // self._row_bytes))
         for begin in range(0, len(ids), count):
             some = slice(begin, begin + count)
-            numbers = yield from self._here(partition, ids[some])
+            numbers = yield from self._here(block, ids[some])
+            steps = gradients[some]
+            if numbers.min() < 0:  # those that were not admitted
+                steps, numbers = steps[numbers >= 0], numbers[numbers >= 0]
             arrays = partition.arrays
             if partition.snapshot is not None:
                 partition.snapshot.keep(numbers)
@@ -325,24 +424,62 @@ class RowStore:
             state = {
                 name: arrays.get(name, places, len(numbers)) for name in self._optimizer.widths
             }
-            arrays.add(VALUES, places, self._optimizer.step(state, gradients[some], merged))
+            arrays.add(VALUES, places, self._optimizer.step(state, steps, merged))
             for name, rows in state.items():
                 arrays.put(name, places, rows)
+            self._tally(partition, places, len(numbers))
             yield
 
-    def _here(self, partition: RowPartition, ids: Ids) -> Work[Numbers]:
-        """The numbers of rows, which are made if they are missing."""
+    def _tally(self, partition: RowPartition, places: Sequence[Place], count: int) -> None:
+        """Note that the newest update had gradients of these rows."""
+        arrays = partition.arrays
+        if UPDATED in arrays.names:
+            arrays.put(UPDATED, places, np.full((count, 1), partition.version & MOST, TALLY))
+        if COUNT in arrays.names:
+            counts = arrays.get(COUNT, places, count)
+            counts += counts < MOST
+            arrays.put(COUNT, places, counts)
+
+    def _here(self, block: int, ids: Ids) -> Work[Numbers]:
+        """The numbers of rows, which are made if they are missing; -1 for one that is not admitted
+        yet.
+        """
+        partition, candidates = self._partitions[block], self._candidates.get(block)
         numbers = partition.index.find(ids)
         missing = np.flatnonzero(numbers < 0)
+        if len(missing) and candidates is not None:
+            known_count = candidates.known.index.count
+            is_admitted = yield from candidates.admitting(ids[missing], partition.version)
+            missing = missing[is_admitted]
+            self._memory.made((candidates.known.index.count - known_count) * _CANDIDATE_BYTES)
         if len(missing):
             new = ids[missing]
-            arrays = {
-                VALUES: self._first_values(new),
-                **self._optimizer.first_state(len(new), self._dtype),
-            }
-            numbers[missing] = yield from partition.adding(new, arrays)
+            numbers[missing] = yield from partition.adding(new, self._first_arrays(new))
             self._memory.made(len(new) * self._made_bytes)
         return numbers
+
+    def _first_arrays(self, ids: Ids) -> dict[str, Rows]:
+        """Everything of rows before their first update."""
+        return {
+            VALUES: self._first_values(ids),
+            **self._optimizer.first_state(len(ids), self._dtype),
+            **{name: np.zeros((len(ids), 1), TALLY) for name in self._retention.names},
+        }
+
+    def _evicting(self, block: int) -> Work[None]:
+        """Remove the rows, and the candidates, that leave after the newest update."""
+        partition, candidates = self._partitions[block], self._candidates.get(block)
+        count = partition.index.count
+        if self._retention.may_leave(count, partition.version):
+            leaves = yield from self._retention.leaving(
+                partition, partition.version, np.zeros(count, bool)
+            )
+            if leaves.any():
+                yield from partition.removing(leaves)
+                gone_count = count - partition.index.count
+                self._memory.evicted(gone_count, gone_count * self._made_bytes)
+        if candidates is not None:
+            yield from candidates.evicting(partition.version)
 
     def _first_values(self, ids: Ids) -> Rows:
         mixed = mixed_ids(ids, self._salt)
@@ -431,17 +568,17 @@ class RowStore:
         """
         blocks = []
         for block, partition in self._partitions.items():
-            count = partition.arrays.piece_count
-            for begin in range(0, max(1, partition.index.count), count):
-                ids = partition.index.ids[begin : begin + count]
-                places = partition.arrays.places(np.arange(begin, begin + len(ids)))
-                arrays = {
-                    name: partition.arrays.get(name, places, len(ids)).tobytes()
-                    for name in self._widths
-                }
-                slots = ((IDS, ids.tobytes()), *((n, arrays[n]) for n in self._optimizer.widths))
-                blocks.append(BlockCopy(block, partition.version, (0,), arrays[VALUES], slots))
+            for ids, arrays in _pieces(partition):
+                values = arrays.pop(VALUES)
+                slots = ((IDS, ids), *arrays.items())
+                blocks.append(BlockCopy(block, partition.version, (0,), values, slots))
                 yield
+            if block in self._candidates:
+                for ids, arrays in _pieces(self._candidates[block].known):
+                    named = ((_prefixed(name), array) for name, array in arrays.items())
+                    slots = ((CANDIDATES, ids), *named)
+                    blocks.append(BlockCopy(block, partition.version, (0,), b"", slots))
+                    yield
         sums = [
             SumCopy(clock, True, accumulator.sent())
             for clock, accumulator in self._accumulators.items()
@@ -458,28 +595,42 @@ class RowStore:
                 f"{blocks[:3]}; expected the {len(self._partitions)} of its range"
             )
         for each in copy.blocks:
-            self._rows_of(each)
+            self._piece_of(each)
             yield
         for kept in copy.sums:
             yield from self.receiving(kept.accumulator)
 
-    def _rows_of(self, copy: BlockCopy) -> tuple[Ids, dict[str, Rows]]:
-        """The ids of a piece of a copy, and its arrays."""
+    def _piece_of(self, copy: BlockCopy) -> _Piece:
+        """The rows, or candidates, of a piece of a copy, checked."""
         what = f"a copy of partition {copy.block} of table '{self._name}'"
-        slots = dict(copy.slots)
-        if set(slots) != {IDS, *self._optimizer.widths} or len(slots) != len(copy.slots):
+        given = dict(copy.slots)
+        are_rows = IDS in given
+        columns, ids_name = self._columns, IDS
+        if are_rows:
+            given[VALUES] = copy.values
+        elif self._candidates:
+            columns, ids_name = _CANDIDATE_COLUMNS, CANDIDATES
+        if set(given) != {ids_name, *columns} or len(given) != len(copy.slots) + are_rows:
             names = [name for name, _ in copy.slots]
             raise InvalidTensor(f"{what} has {', '.join(names) or 'no arrays'} beside its values")
-        ids: Ids = np.frombuffer(slots.pop(IDS), "<u8")
+        ids: Ids = np.frombuffer(given[ids_name], "<u8")
         arrays = {}
-        for name, payload in ((VALUES, copy.values), *slots.items()):
-            width = self._widths[name]
-            expected = len(ids) * width * self._dtype.itemsize
-            if len(payload) != expected:
-                raise InvalidTensor(f"{what}: {name} has {len(payload)} bytes; expected {expected}")
-            arrays[name] = np.frombuffer(payload, self._dtype).reshape(len(ids), width)
+        for name, column in columns.items():
+            expected = len(ids) * column.row_bytes
+            if len(given[name]) != expected:
+                raise InvalidTensor(
+                    f"{what}: {name} has {len(given[name])} bytes; expected {expected}"
+                )
+            arrays[name] = np.frombuffer(given[name], column.dtype).reshape(-1, column.width)
         self._check_ids(copy.block, ids)
-        return ids, arrays
+        return _Piece(ids, arrays, are_rows)
+
+    def _adding(self, block: int, piece: _Piece) -> Work[None]:
+        if piece.are_rows:
+            yield from self._partitions[block].adding(piece.ids, piece.arrays)
+        else:
+            own = {name: piece.arrays[_prefixed(name)] for name in CANDIDATE_COLUMNS}
+            yield from self._candidates[block].adding(piece.ids, own)
 
     def restore(self, copy: StoreCopy) -> None:
         """`restoring`, at once."""
@@ -491,39 +642,47 @@ class RowStore:
         self.abandon()
         self.lineage = object()
         changes.begin(tuple(self._partitions))
-        self._partitions = {block: self._empty() for block in self._partitions}
+        for block in self._partitions:
+            self._begin(block)
         for each in copy.blocks:
-            partition = self._partitions[each.block]
-            partition.version = each.version
-            yield from partition.adding(*self._rows_of(each))
+            self._partitions[each.block].version = each.version
+            yield from self._adding(each.block, self._piece_of(each))
             yield
         changes.end(tuple(self._partitions))
         for kept in copy.sums:
             self._accumulators[kept.clock] = yield from self.receiving(kept.accumulator)
 
-    def capture(self, block: int) -> RowSnapshot:
+    def capture(self, block: int) -> PartitionSnapshot:
         """Capture a partition for a checkpoint; it may go on changing."""
-        return self._partition(block).capture()
+        candidates = self._candidates.get(block)
+        return PartitionSnapshot(
+            self._partition(block).capture(),
+            None if candidates is None else candidates.known.capture(),
+        )
 
-    def saved_rows(self, block: int, snapshot: RowSnapshot) -> SavedBlock:
-        """The next rows of a captured partition."""
-        piece = snapshot.next()
-        arrays = dict(piece.arrays)
-        ordered = {VALUES: arrays.pop(VALUES), IDS: piece.ids, **arrays}
+    def saved_rows(self, block: int, snapshot: PartitionSnapshot) -> SavedBlock:
+        """The next rows of a captured partition, or its next candidates."""
+        rows = snapshot.rows
+        if not rows.is_done or snapshot.candidates is None:
+            piece, total = rows.next(), rows.count
+            arrays = dict(piece.arrays)
+            ordered = {VALUES: arrays.pop(VALUES), IDS: piece.ids, **arrays}
+        else:
+            piece, total = snapshot.candidates.next(), snapshot.candidates.count
+            own = {_prefixed(name): array for name, array in piece.arrays.items()}
+            ordered = {CANDIDATES: piece.ids, **own}
         tensors = tuple((n, memoryview(each.tobytes())) for n, each in ordered.items())
-        span = RowSpan(piece.begin, snapshot.count)
-        return SavedBlock(block, snapshot.version, (0,), tensors, span)
+        return SavedBlock(block, rows.version, (0,), tensors, RowSpan(piece.begin, total))
 
     def saved(self, block: int) -> SavedBlock:
-        """All rows of a partition, at once."""
-        snapshot, pieces = self.capture(block), []
+        """All rows and candidates of a partition, at once."""
+        snapshot = self.capture(block)
+        whole: defaultdict[str, bytes] = defaultdict(bytes)
         while not snapshot.is_done:
-            pieces.append(self.saved_rows(block, snapshot))
-        tensors = tuple(
-            (name, memoryview(b"".join(dict(each.tensors)[name] for each in pieces)))
-            for name, _ in pieces[0].tensors
-        )
-        return pieces[0]._replace(tensors=tensors, rows=None)
+            for name, payload in self.saved_rows(block, snapshot).tensors:
+                whole[name] += payload
+        tensors = tuple((name, memoryview(payload)) for name, payload in whole.items())
+        return SavedBlock(block, snapshot.rows.version, (0,), tensors)
 
     def load(
         self, block: int, version: int, steps: Sequence[int]
@@ -532,8 +691,7 @@ class RowStore:
         del steps
         self._partition(block)
         self.lineage = object()
-        partition = self._partitions[block] = self._empty()
-        partition.version = version
+        self._begin(block).version = version
         arrays: dict[str, bytearray] = {}
         self._loaded[block] = arrays
 
@@ -550,17 +708,27 @@ class RowStore:
             InvalidTensor: an array is missing, or has another length than the others.
             InvalidKeys: an id is of another partition, or comes twice.
         """
-        arrays = self._loaded.pop(block)
+        arrays = {name: memoryview(found) for name, found in self._loaded.pop(block).items()}
+        version = self._partition(block).version
+        candidates = {n: arrays.pop(n) for n in (CANDIDATES, *_CANDIDATE_COLUMNS) if n in arrays}
+        values = arrays.pop(VALUES, memoryview(b""))
+        found = [BlockCopy(block, version, (0,), values, tuple(arrays.items()))]
+        if self._candidates:
+            found.append(BlockCopy(block, version, (0,), b"", tuple(candidates.items())))
+        for each in found:
+            self._put_in_place(block, self._piece_of(each))
+
+    def _put_in_place(self, block: int, piece: _Piece) -> None:
         partition = self._partitions[block]
-        values = memoryview(arrays.pop(VALUES, b""))
-        slots = tuple((name, memoryview(array)) for name, array in arrays.items())
-        ids, found = self._rows_of(BlockCopy(block, partition.version, (0,), values, slots))
-        for begin in range(0, len(ids), _PIECE_COUNT):  # short calls: the loop has its turns
+        if not piece.are_rows:
+            partition = self._candidates[block].known
+        for begin in range(0, len(piece.ids), _PIECE_COUNT):  # short calls: the loop has its turns
             some = slice(begin, begin + _PIECE_COUNT)
-            new = np.unique(ids[some])
-            if len(new) != len(ids[some]) or bool((partition.index.find(new) >= 0).any()):
+            new = np.unique(piece.ids[some])
+            if len(new) != len(piece.ids[some]) or bool((partition.index.find(new) >= 0).any()):
                 raise InvalidKeys(f"partition {block} of table '{self._name}' has an id twice")
-            at_once(partition.adding(ids[some], {n: rows[some] for n, rows in found.items()}))
+            part = {name: rows[some] for name, rows in piece.arrays.items()}
+            at_once(self._adding(block, _Piece(piece.ids[some], part, piece.are_rows)))
 
     def _partition(self, block: int) -> RowPartition:
         found = self._partitions.get(block)
@@ -570,6 +738,18 @@ class RowStore:
                 f"{len(self._partitions)} of the table's {self.table.block_count}"
             )
         return found
+
+
+def _pieces(partition: RowPartition) -> Iterator[tuple[bytes, dict[str, bytes]]]:
+    """Copies of all rows, some at a time, at least once: their ids, and their arrays."""
+    arrays, count = partition.arrays, partition.arrays.piece_count
+    for begin in range(0, max(1, partition.index.count), count):
+        ids = partition.index.ids[begin : begin + count]
+        places = arrays.places(np.arange(begin, begin + len(ids)))
+        yield (
+            ids.tobytes(),
+            {name: arrays.get(name, places, len(ids)).tobytes() for name in arrays.names},
+        )
 
 
 Store = ShardStore | RowStore

@@ -101,8 +101,12 @@ IDS = "ids"
 """The name of a partition's ids beside the values and the optimizer state."""
 
 
+CANDIDATES = "candidate_ids"
+"""The name of the ids of its candidates."""
+
+
 class RowSpan(NamedTuple):
-    """The place of some rows, from `begin` on, among all `total` that a partition has."""
+    """The place of some rows, or candidates, from `begin` on, among all `total` of a partition."""
 
     begin: int
     total: int
@@ -130,8 +134,11 @@ class SavedBlock(NamedTuple):
         """The beginning of a tensor's payload in the tensor of all rows, and the bytes of that one;
         None if it is all of it.
         """
-        count = len(dict(self.tensors)[IDS]) // limits.ROW_ID_BYTES if self.rows else 0
-        if self.rows is None or count == self.rows.total:
+        if self.rows is None:
+            return None
+        named = dict(self.tensors)
+        count = len(named[IDS if IDS in named else CANDIDATES]) // limits.ROW_ID_BYTES
+        if count == self.rows.total:
             return None
         row_bytes = payload.nbytes // count
         return self.rows.begin * row_bytes, self.rows.total * row_bytes

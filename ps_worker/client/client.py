@@ -321,6 +321,14 @@ class Client:
             partitions (int, 16): the parts that the servers share out; more servers than these
                 have nothing to do. Fixed for the life of the table.
             seed (int, 0): of the initial values.
+            max_rows (int, 0): the most rows of the table, 0 for any number. Beyond them, rows are
+                evicted: they read as their initial values again, and their optimizer state is gone.
+            eviction (str, 'lru'): the rows that are evicted then: "lru", those whose last update
+                was the longest ago, or "lfu", those with the fewest updates.
+            evict_after (int, 0): evict a row that so many updates of its partition had no gradient
+                of, or up to an eighth more; a step is one update of each partition. 0: none is.
+            admit_after (int, 1): make a row by the update that is its so manieth with a gradient of
+                it; the gradients of those before are dropped.
             allow_non_finite (bool, False): as of `create_table`.
             gate_bytes (int, 0): as of `create_table`.
             timeout_s (float | None, None): seconds to wait for the cluster's servers.

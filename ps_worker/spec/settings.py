@@ -7,7 +7,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
@@ -16,6 +16,7 @@ from ps_core.consistency import Consistency, Mode, StalePolicy, moving, parsed
 from ps_core.errors import InvalidConfig
 from ps_core.tables import (
     DType,
+    Eviction,
     Initializer,
     InitializerKind,
     Kernels,
@@ -178,6 +179,10 @@ class RowsOptions(TypedDict, total=False):
     init: RowsInitial
     partitions: int
     seed: int
+    max_rows: int
+    eviction: str
+    evict_after: int
+    admit_after: int
     allow_non_finite: bool
     gate_bytes: int
     timeout_s: float | None
@@ -201,6 +206,10 @@ ROWS_DEFAULTS: dict[str, Any] = {
     },
     "partitions": limits.DEFAULT_PARTITION_COUNT,
     "seed": 0,
+    "max_rows": 0,
+    "eviction": "lru",
+    "evict_after": 0,
+    "admit_after": 1,
 }
 """As `TABLE_DEFAULTS`, of `RowsOptions`."""
 
@@ -240,8 +249,19 @@ def table_spec(
         reduction=_choice(Reduction, "reduction", given["reduction"]),
         allow_non_finite=given["allow_non_finite"],
         gate_bytes=given["gate_bytes"],
-        rows=RowsSpec(given["partitions"], given["seed"]) if has_rows else None,
+        rows=_rows_spec(given) if has_rows else None,
     ).validated()
+
+
+def _rows_spec(given: Mapping[str, Any]) -> RowsSpec:
+    return RowsSpec(
+        given["partitions"],
+        given["seed"],
+        given["max_rows"],
+        _choice(Eviction, "eviction", given["eviction"]),
+        given["evict_after"],
+        given["admit_after"],
+    )
 
 
 def tensors_of(name: str, layout: Layout) -> tuple[TensorSpec, ...]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ps_core.rows import mixed_ids, partitions_of, salt_of
 from ps_core.work import at_once
 from ps_server.rows import row_kernels, row_loops, row_passes
-from ps_server.rows.row_partition import RowArrays, RowIndex
+from ps_server.rows.row_partition import Column, RowArrays, RowIndex
 
 SEED = 3
 IDS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1)), max_size=40)
@@ -75,7 +75,9 @@ def test_memory_that_nobody_may_change_can_be_read() -> None:
 @pytest.mark.parametrize("reserved_bytes", [4 << 20, 1 << 40, 1 << 62])
 def test_rows_keep_their_values_where_they_move_and_in_further_slabs(reserved_bytes: int) -> None:
     """The last of these has no addresses in any process: fewer are reserved."""
-    arrays = RowArrays({"values": 256, "step": 1}, np.float32, reserved_bytes)
+    arrays = RowArrays(
+        {"values": Column(256, np.dtype("f4")), "step": Column(1, np.dtype("u4"))}, reserved_bytes
+    )
     count = 12_000  # the first MiB has 1,024 rows, a slab of 4 MiB 4,096
     for begin in range(0, count, 1_000):
         arrays.extend(begin + 1_000)

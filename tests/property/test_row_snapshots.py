@@ -10,6 +10,7 @@ from ps_core.keys import RangeId, TableId
 from ps_core.tables import (
     Codec,
     DType,
+    Eviction,
     Initializer,
     InitializerKind,
     OptimizerKind,
@@ -22,7 +23,7 @@ from ps_core.work import at_once
 from ps_server.values.copy_on_write import RangeSnapshots
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
-from ps_server.values.store_copy import IDS, RowSpan, SavedBlock
+from ps_server.values.store_copy import CANDIDATES, IDS, RowSpan, SavedBlock
 from tests.examples import examples
 
 LENGTH = 1 << 15
@@ -35,14 +36,24 @@ ACTIONS = st.lists(
 )
 
 
-def store_of() -> RowStore:
+POLICIES = st.sampled_from(
+    [
+        RowsSpec(1),
+        RowsSpec(1, max_row_count=9),
+        RowsSpec(1, max_row_count=4, eviction=Eviction.LFU, admit_after=2),
+        RowsSpec(1, evict_after=2, admit_after=3),
+    ]
+)
+
+
+def store_of(rows: RowsSpec) -> RowStore:
     spec = TableSpec(
         "rows",
         DType.FLOAT32,
         LENGTH,
         OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD),
         initializer=Initializer(InitializerKind.UNIFORM, scale=1.0),
-        rows=RowsSpec(1),
+        rows=rows,
     )
     return RowStore(Table(TableId(1), 0, spec.validated()), (0,))
 
@@ -55,27 +66,27 @@ def step(store: RowStore, clock: int, ids: list[int]) -> None:
 
 
 def check(expected: SavedBlock, pieces: list[SavedBlock]) -> None:
-    """The pieces together are what was there, each row once, in order."""
-    total = len(dict(expected.tensors)[IDS]) // 8
-    begin = 0
+    """The pieces together are what was there, each row and candidate once, in order."""
+    whole, found = dict(expected.tensors), dict[str, bytes]()
+    begins = {name: 0 for name in (IDS, CANDIDATES) if name in whole}
     for piece in pieces:
-        assert piece.rows == RowSpan(begin, total)
+        own = dict(piece.tensors)
+        (ids,) = begins.keys() & own
+        assert piece.rows == RowSpan(begins[ids], len(whole[ids]) // 8)
         assert (piece.block, piece.version) == (0, expected.version)
-        count = len(dict(piece.tensors)[IDS]) // 8
-        assert count <= 8
-        begin += count
-    assert begin == total
-    for number, (name, whole) in enumerate(expected.tensors):
-        assert [each.tensors[number][0] for each in pieces] == [name] * len(pieces)
-        assert b"".join(each.tensors[number][1] for each in pieces) == whole
+        begins[ids] += len(own[ids]) // 8
+        assert ids == CANDIDATES or len(own[ids]) // 8 <= 8
+        for name, payload in own.items():
+            found[name] = found.get(name, b"") + payload
+    assert found == whole
 
 
-@given(st.lists(IDS_OF_A_STEP, max_size=3), ACTIONS)
+@given(st.lists(IDS_OF_A_STEP, max_size=3), ACTIONS, POLICIES)
 @settings(max_examples=examples(240))
 def test_all_rows_are_given_as_they_were(
-    before: list[list[int]], actions: list[list[int] | str]
+    before: list[list[int]], actions: list[list[int] | str], rows: RowsSpec
 ) -> None:
-    store, clock = store_of(), 0
+    store, clock = store_of(rows), 0
     snapshots = RangeSnapshots(lambda _key, _block: None)  # rows are never handed over early
     expected: SavedBlock | None = None
     pieces: list[SavedBlock] = []

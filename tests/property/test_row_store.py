@@ -16,6 +16,7 @@ from ps_core.rows import first_values, mixed_ids, partition_of, salt_of
 from ps_core.tables import (
     Codec,
     DType,
+    Eviction,
     Initializer,
     InitializerKind,
     OptimizerKind,
@@ -40,6 +41,7 @@ def table_of(
     kind: OptimizerKind = OptimizerKind.SGD,
     reduction: Reduction = Reduction.MEAN,
     dtype: DType = DType.FLOAT32,
+    rows: RowsSpec = RowsSpec(PARTITIONS, SEED),  # noqa: B008 - frozen
 ) -> Table:
     spec = TableSpec(
         "rows",
@@ -48,7 +50,7 @@ def table_of(
         OptimizerSpec(kind, (("lr", 0.5),)),
         initializer=Initializer(InitializerKind.UNIFORM, scale=1.0),
         reduction=reduction,
-        rows=RowsSpec(PARTITIONS, SEED),
+        rows=rows,
     )
     return Table(TableId(1), 0, spec.validated())
 
@@ -62,6 +64,46 @@ def first_row(table: Table, row_id: int) -> Any:
     return first_values(mixed, table.spec.initializer, LENGTH, table.spec.dtype.value)[0]
 
 
+class Retained:
+    """Ids in a dictionary: for each, the last update of its partition that it was in, and how many
+    these were.
+    """
+
+    def __init__(self, rows: RowsSpec) -> None:
+        self.rows = rows
+        self.seen: dict[int, tuple[int, int]] = {}
+
+    def note(self, row_id: int, version: int) -> int:
+        _, count = self.seen.get(row_id, (0, 0))
+        self.seen[row_id] = version, count + 1
+        return count + 1
+
+    def leaving(self, partition: int, version: int) -> list[int]:
+        """The ids that leave a partition; they are forgotten."""
+        own = {i: seen for i, seen in self.seen.items() if partition_of(i, self.rows) == partition}
+        after, most = (
+            self.rows.evict_after,
+            -(-self.rows.max_row_count // self.rows.partition_count),
+        )
+        left: list[int] = []
+        if after and version % max(1, after // 8) == 0:
+            left = [i for i, (updated, _) in own.items() if version - updated >= after]
+        stays = [i for i in own if i not in left]
+        if most and len(stays) > most:
+            is_by_count = self.rows.eviction is Eviction.LFU
+
+            def wanted(row_id: int) -> tuple[int, int, int]:
+                updated, count = own[row_id]
+                mixed = mixed_ids(np.array([row_id], np.uint64), salt_of(self.rows.seed))
+                return count if is_by_count else 0, updated, int(mixed[0])
+
+            stays.sort(key=wanted)
+            left += stays[: len(stays) - (most - most // 8)]
+        for row_id in left:
+            del self.seen[row_id]
+        return left
+
+
 class Twin:
     """Rows in a dictionary, one by one."""
 
@@ -69,6 +111,10 @@ class Twin:
         self.table = table
         self.rows: dict[int, Any] = {}
         self.sums: dict[int, Any] = {}
+        assert table.spec.rows is not None
+        self.spec = table.spec.rows
+        self.versions = [0] * PARTITIONS
+        self.retained, self.candidates = Retained(self.spec), Retained(self.spec)
         self.type = np.dtype(table.spec.dtype.value).type
 
     def row(self, row_id: int) -> Any:
@@ -84,7 +130,16 @@ class Twin:
             for row_id, row in own.items():
                 totals[row_id] = totals[row_id] + row if row_id in totals else row
         kind = self.table.spec.optimizer.kind
+        touched = {partition_of(row_id, self.spec) for row_id in totals}
+        for partition in touched:
+            self.versions[partition] += 1
         for row_id, total in totals.items():
+            version = self.versions[partition_of(row_id, self.spec)]
+            if row_id not in self.rows:
+                if self.candidates.note(row_id, version) < self.spec.admit_after:
+                    continue
+                del self.candidates.seen[row_id]  # CD-1
+            self.retained.note(row_id, version)
             if self.table.spec.reduction is Reduction.MEAN and len(workers) > 1:
                 total = total * self.type(1.0 / len(workers))
             rate = self.type(-0.5)
@@ -97,11 +152,30 @@ class Twin:
             else:
                 step = total * rate
             self.rows[row_id] = self.row(row_id) + step
+        for partition in touched:
+            for row_id in self.retained.leaving(partition, self.versions[partition]):
+                del self.rows[row_id]
+                self.sums.pop(row_id, None)
+            self.candidates.leaving(partition, self.versions[partition])
+        assert not self.spec.max_row_count or len(self.retained.seen) <= self.most  # RR-1
+
+    @property
+    def most(self) -> int:
+        return PARTITIONS * -(-self.spec.max_row_count // PARTITIONS)
 
 
 IDS = st.sampled_from([0, 1, 2, 3, 2**40, 2**63, 2**64 - 1])
 ROWS = st.lists(st.tuples(IDS, st.lists(st.integers(-3, 3), min_size=LENGTH, max_size=LENGTH)))
 STEPS = st.lists(st.lists(ROWS, min_size=1, max_size=3), max_size=5)
+POLICIES = st.builds(
+    RowsSpec,
+    partition_count=st.just(PARTITIONS),
+    seed=st.just(SEED),
+    max_row_count=st.integers(1, 6),
+    eviction=st.sampled_from(Eviction),
+    evict_after=st.integers(0, 3),
+    admit_after=st.integers(1, 3),
+)
 
 
 def by_partition(
@@ -168,13 +242,33 @@ def test_a_store_has_what_a_dictionary_has(
         assert store.version(block) == sum(block in each for each in touched)
 
 
-@given(before=STEPS, after=STEPS, kind=st.sampled_from(COPIED_KINDS))
+@given(steps=st.lists(st.lists(ROWS, min_size=1, max_size=2), max_size=12), rows=POLICIES)
+def test_the_rows_that_leave_and_those_that_are_admitted_are_the_twins(
+    steps: list[list[list[tuple[int, list[int]]]]], rows: RowsSpec
+) -> None:
+    table = table_of(OptimizerKind.ADAGRAD, rows=rows)
+    store, twin = store_of(table), Twin(table)
+    for clock, workers in enumerate(steps, 1):
+        step(store, clock, workers)
+        twin.step(workers)
+        assert rows_of(store, ALL_IDS) == [twin.row(row_id).tobytes() for row_id in ALL_IDS]
+        assert store.row_count == len(twin.rows)
+        assert store.candidate_count == len(twin.candidates.seen)
+
+
+@given(
+    before=STEPS,
+    after=STEPS,
+    kind=st.sampled_from(COPIED_KINDS),
+    rows=st.one_of(st.just(RowsSpec(PARTITIONS, SEED)), POLICIES),
+)
 def test_a_copy_and_a_loaded_store_go_on_as_the_one_that_was_copied(
     before: list[list[list[tuple[int, list[int]]]]],
     after: list[list[list[tuple[int, list[int]]]]],
     kind: OptimizerKind,
+    rows: RowsSpec,
 ) -> None:
-    table = table_of(kind)
+    table = table_of(kind, rows=rows)
     store, copied, loaded = store_of(table), store_of(table), store_of(table)
     step(copied, 1, [[(5, [1, 1, 1])]])  # is forgotten
     for clock, workers in enumerate(before, 1):
@@ -195,6 +289,7 @@ def test_a_copy_and_a_loaded_store_go_on_as_the_one_that_was_copied(
             store.version(block) for block in range(PARTITIONS)
         ]
         assert other.row_count == store.row_count
+        assert other.candidate_count == store.candidate_count
 
 
 @given(workers=st.lists(ROWS, min_size=1, max_size=3), reduces=st.booleans())

@@ -36,6 +36,7 @@ from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.rows import mixed_ids, partitions_of, salt_of
 from ps_core.tables import (
     Codec,
+    Eviction,
     Hyperparameters,
     Initializer,
     InitializerKind,
@@ -108,7 +109,23 @@ def of_rows(spec: TableSpec, draw: random.Random) -> TableSpec:
         tensors=(),
         optimizer=OptimizerSpec(draw.choice(_WITH_RATE)),
         initializer=Initializer(InitializerKind.ZEROS),
-        rows=RowsSpec(-(-spec.element_count // spec.block_elements), draw.getrandbits(64)),
+        rows=retained(-(-spec.element_count // spec.block_elements), draw),
+    )
+
+
+def retained(partition_count: int, draw: random.Random) -> RowsSpec:
+    """Most of them evict rows, or admit them late: of the few that a partition has, some soon."""
+    seed = draw.getrandbits(64)
+    if draw.random() < 0.3:
+        return RowsSpec(partition_count, seed)
+    most = draw.choice((0, ROW_COUNT - 1, ROW_COUNT - 1)) * partition_count
+    return RowsSpec(
+        partition_count,
+        seed,
+        most,
+        draw.choice(list(Eviction)) if most else Eviction.LRU,
+        draw.choice((0, 1, 2)),
+        draw.choice((1, 2, 3)),
     )
 
 
@@ -333,6 +350,53 @@ class _Update:
 
 
 @dataclass(slots=True)
+class Retained:
+    """The rows of a partition that there are, and its candidates: by the place of their ids, the
+    last update with a gradient of each, and how many these were.
+    """
+
+    version: int = 0
+    rows: dict[int, tuple[int, int]] = field(default_factory=dict)
+    candidates: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def admitted(self, spec: RowsSpec, reduced: list[float | None]) -> list[float | None]:
+        """An update: what of it reaches a row."""
+        self.version += 1
+        found = list(reduced)
+        for at, value in enumerate(reduced):
+            if value is None:
+                continue
+            if at not in self.rows:
+                count = self.candidates.pop(at, (0, 0))[1] + 1
+                if count < spec.admit_after:
+                    self.candidates[at] = self.version, count
+                    found[at] = None
+                    continue
+            self.rows[at] = self.version, self.rows.get(at, (0, 0))[1] + 1
+        return found
+
+    def evicted(self, spec: RowsSpec, ids: tuple[int, ...]) -> list[int]:
+        """The places of the rows that leave after the newest update."""
+        self._leave(spec, ids, self.candidates)
+        return self._leave(spec, ids, self.rows)
+
+    def _leave(
+        self, spec: RowsSpec, ids: tuple[int, ...], among: dict[int, tuple[int, int]]
+    ) -> list[int]:
+        after, most = spec.evict_after, -(-spec.max_row_count // spec.partition_count)
+        left = [at for at, (seen, _) in among.items() if after and self.version - seen >= after]
+        stays = [at for at in among if at not in left]
+        mixed = mixed_ids(np.array(ids, np.uint64), salt_of(spec.seed)).tolist()
+        is_by_count = spec.eviction is Eviction.LFU
+        stays.sort(key=lambda at: (among[at][1] * is_by_count, among[at][0], mixed[at]))
+        if most:
+            left += stays[: max(0, len(stays) - most)]
+        for at in left:
+            del among[at]
+        return left
+
+
+@dataclass(slots=True)
 class BlockState:
     """One block, after some updates; a number for each of its tensors."""
 
@@ -349,6 +413,8 @@ class BlockState:
     past: dict[int, list[float]] = field(default_factory=dict)
     """The values, by how many gradients were in them."""
     updates: list[Contributors] = field(default_factory=list)
+    rows: Retained = field(default_factory=Retained)
+    """Of a table of rows: those that are there, and the candidates."""
 
     @classmethod
     def fresh(cls, count: int) -> BlockState:
@@ -370,6 +436,10 @@ class Twin:
         self._restored: dict[tuple[TableId, int], BlockState] = {}
         self.count = 0
         """Of blocks that it has looked at."""
+        self.evicted_count = 0
+        """Of rows."""
+        self.candidate_count = 0
+        """Of gradients of rows that were not admitted yet."""
 
     def check(self, table: Table, block: int, found: Sequence[Grad], read: Reading) -> None:
         """The block was read."""
@@ -462,7 +532,17 @@ class Twin:
         reduced = [None if value is None else value * scale for value in sums]
         key = table.table_id, update.grads[0].incarnation, clock
         numbers = settings.rates.get(key, numbers_of(table, clock))  # eager: not sealed yet
+        rows = table.spec.rows
+        if rows is not None:
+            admitted = state.rows.admitted(rows, reduced)
+            self.candidate_count += admitted.count(None) - reduced.count(None)
+            reduced = admitted
         _step(table, dict(table.step_hyperparameters.merged(numbers)), reduced, state)
+        if rows is not None:
+            for at in state.rows.evicted(rows, ids_of(rows, update.grads[0].block)):
+                state.values[at] = state.first[at] = state.second[at] = 0.0
+                state.steps[at] = 0
+                self.evicted_count += 1
 
     def _check_part(self, table: Table, update: _Update, took_part: Contributors) -> None:
         """PART."""

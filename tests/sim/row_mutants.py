@@ -5,6 +5,8 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _STORE = "ps_server/values/row_store.py"
+_PARTITION = "ps_server/rows/row_partition.py"
+_CANDIDATES = "ps_server/rows/row_candidates.py"
 _GRADIENTS = "ps_server/values/row_gradients.py"
 _STEPS = ("steps",)
 _FAILOVER = ("failover",)
@@ -62,7 +64,7 @@ ROW_MUTANTS = (
         "a row that is missing stays so",
         "S11",
         _STORE,
-        "            numbers[missing] = yield from partition.adding(new, arrays)",
+        "            numbers[missing] = yield from partition.adding(new, self._first_arrays(new))",
         "            numbers[missing] = 0\n            yield from partition.adding(ids[:0], {})",
         _STEPS,
     ),
@@ -70,10 +72,12 @@ ROW_MUTANTS = (
         "a backup that joins begins with the rows' first state",
         "S11",
         _STORE,
-        "            yield from partition.adding(*self._rows_of(each))",
-        "            ids, arrays = self._rows_of(each)\n"
-        "            arrays |= self._optimizer.first_state(len(ids), self._dtype)\n"
-        "            yield from partition.adding(ids, arrays)",
+        "            yield from self._adding(each.block, self._piece_of(each))",
+        "            piece = self._piece_of(each)\n"
+        "            if piece.are_rows:\n"
+        "                first = self._optimizer.first_state(len(piece.ids), self._dtype)\n"
+        "                piece.arrays.update(first)\n"
+        "            yield from self._adding(each.block, piece)",
         _FAILOVER,
     ),
     Mutant(
@@ -83,5 +87,72 @@ ROW_MUTANTS = (
         "            if accumulator.is_reduced\n",
         "            if not accumulator.is_reduced\n",
         _FAILOVER,
+    ),
+    Mutant(
+        "nothing is evicted",
+        "S11",
+        _STORE,
+        "            if leaves.any():",
+        "            if False:",
+        _STEPS,
+    ),
+    Mutant(
+        "a row that moves leaves its optimizer state behind",
+        "S11",
+        _PARTITION,
+        "                arrays.put(name, own_places, arrays.get(name, places, len(of)))",
+        "                if name == 'values':\n"
+        "                    arrays.put(name, own_places, arrays.get(name, places, len(of)))",
+        _STEPS,
+    ),
+    Mutant(
+        "a row that moves is found where it was",
+        "S11",
+        _PARTITION,
+        "            self._ids[to] = self._ids[of]",
+        "            pass",
+        _STEPS,
+    ),
+    Mutant(
+        "a row is as old as when it was made",
+        "S11",
+        _STORE,
+        "            self._tally(partition, places, len(numbers))\n",
+        "",
+        _STEPS,
+    ),
+    Mutant(
+        "a backup that joins takes all rows for old",
+        "S11",
+        _STORE,
+        "            yield from self._partitions[block].adding(piece.ids, piece.arrays)",
+        "            own = {n: a * 0 if n == UPDATED else a for n, a in piece.arrays.items()}\n"
+        "            yield from self._partitions[block].adding(piece.ids, own)",
+        _FAILOVER,
+    ),
+    Mutant(
+        "a backup that joins knows no candidate",
+        "S11",
+        _STORE,
+        "            if block in self._candidates:\n"
+        "                for ids, arrays in _pieces(self._candidates[block].known):",
+        "            if block in self._candidates:\n                for ids, arrays in ():",
+        _FAILOVER,
+    ),
+    Mutant(
+        "a candidate's gradients are kept from its first one on",
+        "S11",
+        _CANDIDATES,
+        "        is_admitted: Leaves = counts[:, 0] >= self._admit_after",
+        "        is_admitted: Leaves = counts[:, 0] >= 1",
+        _STEPS,
+    ),
+    Mutant(
+        "a row that was evicted is admitted again at once",
+        "S11",
+        _CANDIDATES,
+        "        counts[is_admitted] = 0\n",
+        "",
+        _STEPS,
     ),
 )

@@ -130,6 +130,7 @@ class Simulation:
         "cuts", "cuts of ssp",
         "rejected", "discarded", "scaled", "early reads", "scaled updates", "scales", "numbers",
         "edits", "edits refused", "edits disputed", "edits of state", "tables of rows",
+        "rows evicted", "gradients of candidates",
     })  # fmt: skip
     seldom: ClassVar[frozenset[str]] = frozenset({"corrected"})
     many: ClassVar[int] = 200
@@ -269,7 +270,10 @@ class Simulation:
                 if may_be_read_last(table):
                     read = server.newest((table.table_id, range_id), block)
                     self.truth.twin.check(table, block, found, read)
-        self.world.counts["numbers"] += self.truth.twin.count
+        twin = self.truth.twin
+        self.world.counts["numbers"] += twin.count
+        self.world.counts["rows evicted"] += twin.evicted_count
+        self.world.counts["gradients of candidates"] += twin.candidate_count
         for server in self.cluster.values():
             staging = server.machine._staging.items()
             held = {table_id for table_id, each in staging if each.held_bytes}

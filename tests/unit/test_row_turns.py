@@ -13,6 +13,7 @@ from ps_core.keys import TableId
 from ps_core.tables import (
     Codec,
     DType,
+    Eviction,
     Initializer,
     InitializerKind,
     OptimizerKind,
@@ -32,14 +33,18 @@ LENGTHS = [1, 64, limits.MAX_ROW_ELEMENTS]
 MANY = 600_000
 
 
-def store_of(length: int, kind: OptimizerKind = OptimizerKind.ADAM) -> RowStore:
+def store_of(
+    length: int,
+    kind: OptimizerKind = OptimizerKind.ADAM,
+    rows: RowsSpec = RowsSpec(1),  # noqa: B008 - frozen
+) -> RowStore:
     spec = TableSpec(
         "rows",
         DType.FLOAT32,
         length,
         OptimizerSpec(kind),
         initializer=Initializer(InitializerKind.NORMAL, scale=1.0),
-        rows=RowsSpec(1),
+        rows=rows,
     )
     return RowStore(Table(TableId(1), 0, spec.validated()), (0,))
 
@@ -114,6 +119,20 @@ def test_a_table_grows_and_is_copied_in_short_turns() -> None:
         longest_s.append(longest_piece_s(store.applying(1, store.take(1), (), 1)))
     assert sorted(longest_s)[-2] < most_turn_s(), longest_s  # one may be the machine's
     assert longest_piece_s(store.copying()) < most_turn_s()
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_many_rows_are_admitted_and_evicted_in_short_turns(eviction: Eviction) -> None:
+    rows = RowsSpec(1, max_row_count=MANY // 2, eviction=eviction, evict_after=80, admit_after=2)
+    store, longest_s = store_of(8, OptimizerKind.ROWWISE_ADAGRAD, rows), []
+    for first in range(0, MANY, limits.MAX_ROW_COUNT):
+        ids = np.arange(first, first + limits.MAX_ROW_COUNT, dtype=np.uint64)
+        payload = payload_of(ids, np.ones((len(ids), 8), np.float32))
+        for _ in range(2):
+            store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
+            longest_s.append(longest_piece_s(store.applying(1, store.take(1), (), 1)))
+    assert store.row_count <= MANY // 2
+    assert sorted(longest_s)[-2] < most_turn_s(), longest_s  # one may be the machine's
 
 
 def test_a_captured_partition_is_copied_and_changes_in_short_turns() -> None:

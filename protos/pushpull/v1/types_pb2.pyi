@@ -82,6 +82,12 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_VALUES_LOST: _ClassVar[ErrorCode]
     ERROR_CODE_TABLE_FULL: _ClassVar[ErrorCode]
 
+class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
+    EVICTION_KIND_LRU: _ClassVar[EvictionKind]
+    EVICTION_KIND_LFU: _ClassVar[EvictionKind]
+
 class ChangeOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CHANGE_OUTCOME_UNSPECIFIED: _ClassVar[ChangeOutcome]
@@ -149,6 +155,9 @@ ERROR_CODE_INVALID_CHECKPOINT: ErrorCode
 ERROR_CODE_EDIT_REFUSED: ErrorCode
 ERROR_CODE_VALUES_LOST: ErrorCode
 ERROR_CODE_TABLE_FULL: ErrorCode
+EVICTION_KIND_UNSPECIFIED: EvictionKind
+EVICTION_KIND_LRU: EvictionKind
+EVICTION_KIND_LFU: EvictionKind
 CHANGE_OUTCOME_UNSPECIFIED: ChangeOutcome
 CHANGE_OUTCOME_TAKEN: ChangeOutcome
 CHANGE_OUTCOME_GIVEN_UP: ChangeOutcome
@@ -333,12 +342,20 @@ class NormalInitializer(_message.Message):
     def __init__(self, scale: _Optional[float] = ...) -> None: ...
 
 class RowsSpec(_message.Message):
-    __slots__ = ("partition_count", "seed")
+    __slots__ = ("partition_count", "seed", "max_row_count", "eviction", "evict_after", "admit_after")
     PARTITION_COUNT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    EVICTION_FIELD_NUMBER: _ClassVar[int]
+    EVICT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    ADMIT_AFTER_FIELD_NUMBER: _ClassVar[int]
     partition_count: int
     seed: int
-    def __init__(self, partition_count: _Optional[int] = ..., seed: _Optional[int] = ...) -> None: ...
+    max_row_count: int
+    eviction: EvictionKind
+    evict_after: int
+    admit_after: int
+    def __init__(self, partition_count: _Optional[int] = ..., seed: _Optional[int] = ..., max_row_count: _Optional[int] = ..., eviction: _Optional[_Union[EvictionKind, str]] = ..., evict_after: _Optional[int] = ..., admit_after: _Optional[int] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "offset")
