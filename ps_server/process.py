@@ -333,6 +333,8 @@ class _Membership:
         metrics.gate_bytes.set_function(lambda: node.machine.gate_bytes)
         metrics.state_bytes.set_function(lambda: shards.state_bytes)
         metrics.rows.set_function(lambda: shards.row_count)
+        metrics.candidate_rows.set_function(lambda: shards.candidate_count)
+        metrics.evicted_rows.set_function(lambda: shards.row_memory.evicted_count)
         for cause in WaitCause:
             parked = metrics.parked_pulls.labels(cause=cause.value)
             parked.set_function(partial(node.parked_count, cause))

@@ -149,10 +149,14 @@ def _export_state(
 def _row_state(
     reader: CheckpointReader, table: Table
 ) -> Iterator[tuple[TensorEntry, Iterator[bytearray]]]:
-    """The state of rows, in their order; each row has its own step count under Adam."""
+    """The state of rows, in their order; each row has its own step count under Adam. What decides
+    about eviction is no optimizer's.
+    """
     name, count = table.spec.name, _row_count(reader, table)
     dtype = "F64" if table.spec.dtype is DType.FLOAT64 else "F32"
     for slot in sorted(set(reader.block(name, 0).tensors) - {VALUES, IDS}):
+        if (stored := reader.tensor(name, 0, slot)) is None or stored.dtype != dtype:
+            continue
         width = sum(_byte_counts(reader, table, slot)) // max(1, count) // ELEMENT_BYTES[dtype]
         entry = TensorEntry(f"{name}/rows/{slot}", dtype, (count, width))
         yield entry, _partitions(reader, table, slot)

@@ -243,6 +243,9 @@ class ServerMetrics:
             "pushpull_server_resent_entries_total",
             "Entries that had been received before and were answered from the ledger.",
         )
+        self.evicted_rows = loop_counter(
+            "pushpull_server_evicted_rows_total", "Rows of embedding tables that were evicted."
+        )
         self.quota_refusals = counter(
             "pushpull_server_quota_refusals_total",
             "Entries refused or given back because staging memory is over quota.",
@@ -261,6 +264,10 @@ class ServerMetrics:
             "pushpull_server_state_bytes", "Bytes of parameters and optimizer state."
         )
         self.rows = gauge("pushpull_server_rows", "Rows of embedding tables.")
+        self.candidate_rows = gauge(
+            "pushpull_server_candidate_rows",
+            "Ids of embedding tables that have had too few gradients to be rows.",
+        )
         self.parked_pulls = gauge(
             "pushpull_server_parked_pulls",
             "Range reads of pulls that wait, by cause (initial_values, own_step, ...).",

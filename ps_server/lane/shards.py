@@ -405,6 +405,12 @@ class Shards:
         """The rows of all tables."""
         return sum(each.row_count for each in self.stores.values() if isinstance(each, RowStore))
 
+    @property
+    def candidate_count(self) -> int:
+        """The candidates of all tables of rows."""
+        stores = (each for each in self.stores.values() if isinstance(each, RowStore))
+        return sum(each.candidate_count for each in stores)
+
     def add(self, parts: Sequence[ShardAdded]) -> None:
         """Add shards of one table, shared if this server shares any; existing ones stay (SH-3)."""
         table = parts[0].table

@@ -159,7 +159,7 @@ class Place(NamedTuple):
 
 
 class Column(NamedTuple):
-    """What a row has in one array."""
+    """The elements of a row in one array."""
 
     width: int
     dtype: np.dtype[Any]

@@ -12,7 +12,7 @@ Rules:
       in that, those with the lowest mixed ids leave.
 
 Invariants:
-    RR-1  After an update a partition has no more rows than its bound.
+    RT-1  After an update a partition has no more rows than its bound.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class RowRetention:
         return leaves
 
     def _wanted(self, partition: RowPartition, numbers: Numbers, version: int) -> Ids:
-        """How much rows are wanted: the lowest leave."""
+        """The rank of rows: the lowest leave."""
         wanted: Ids = (MOST - _ages(partition, numbers, version)).astype(np.uint64)
         if self._is_by_count:
             wanted |= _column(partition, COUNT, numbers).astype(np.uint64) << np.uint64(32)

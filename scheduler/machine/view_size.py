@@ -38,7 +38,7 @@ _LAYOUT_BYTES = TupleCache[int]()
 def table_bytes(spec: TableSpec) -> int:
     """Most bytes of a table in a view; `spec` is validated."""
     fixed = 24 * _FIELD_BYTES + CUT_BYTES + len(spec.name.encode()) + len(spec.initializer.inline)
-    fixed += 0 if spec.rows is None else 4 * _FIELD_BYTES
+    fixed += 0 if spec.rows is None else 8 * _FIELD_BYTES
     optimizer = spec.optimizer
     optimizer_bytes = _LENGTH_BYTES + len(optimizer.custom_update.encode())
     optimizer_bytes += sum(

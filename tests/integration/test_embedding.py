@@ -20,8 +20,13 @@ from torch import nn
 
 import ps_worker as ps
 from ps_core import limits
-from ps_core.rows import first_values, mixed_ids, salt_of
-from ps_worker.spec.rows import cut_ids, rows_of
+from ps_core.keys import TableId
+from ps_core.rows import first_values, mixed_ids, partition_of, salt_of
+from ps_core.tables import Codec, Table
+from ps_core.work import at_once
+from ps_runtime.launch.cluster_shape import CheckpointPlan
+from ps_server.values.row_store import RowStore
+from ps_worker.spec.rows import cut_ids, payloads_of, rows_of
 from ps_worker.training.trained_rows import MAX_PASS_COUNT
 from tests.integration.command_line import run_here
 from tests.integration.replicated_cluster import replicated_cluster
@@ -349,6 +354,80 @@ def test_two_workers_are_averaged_and_a_killed_server_loses_nothing(lane: str) -
                 cluster.kill(cluster.living[0])
         for client, table in zip(clients, tables, strict=True):
             assert np.array_equal(client.pull_rows(table, np.arange(IDS))[:, 0], expected)
+
+
+class Alone:
+    """What a table's rows are with one worker and one server, that never fails."""
+
+    def __init__(self, table: ps.TableHandle) -> None:
+        spec, self.clock = table.table, 0
+        self.rows = rows_of(spec)
+        self.store = RowStore(Table(TableId(0), 0, spec.spec), range(self.rows.partition_count))
+
+    def push(self, ids: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any]) -> None:
+        self.clock += 1
+        batch = cut_ids(ids.astype(np.uint64), self.rows)
+        for block, payload in payloads_of(self.store.table, batch, gradients):
+            part = self.store.decode(block, Codec.FP32, payload, b"")
+            self.store.accumulate(self.clock, [(block, part)], 1.0)
+        at_once(self.store.applying(self.clock, self.store.take(self.clock), (), 1))
+
+    def pull(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        found = np.empty((len(ids), DIM), np.float32)
+        for at, row_id in enumerate(ids.astype(np.uint64)):
+            found[at] = self.store.rows(
+                partition_of(int(row_id), self.rows), ids[at : at + 1].astype(np.uint64)
+            )
+        return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lane", "options"),
+    [
+        ("grpc", {"max_rows": 60, "partitions": 4}),
+        ("shm", {"max_rows": 90, "eviction": "lfu", "evict_after": 8, "admit_after": 2}),
+    ],
+    ids=["lru", "lfu, by age, admitted"],
+)
+def test_rows_leave_and_are_admitted_alike_on_every_server(
+    lane: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Through a server's death, a backup that joins, and a restore on one server more."""
+    draws, everything = np.random.default_rng(7), np.arange(IDS)
+
+    def create(client: ps.Client) -> ps.TableHandle:
+        return client.create_embedding(
+            "kept", DIM, optimizer=ps.Adagrad(lr=0.1), init=ps.Uniform(1.0), **options
+        )
+
+    def train(client: ps.Client, table: ps.TableHandle, alone: Alone, count: int) -> None:
+        for _ in range(count):
+            ids = (draws.zipf(1.3, 30) - 1) % IDS
+            gradients = draws.standard_normal((30, DIM)).astype(np.float32)
+            client.wait(client.push_rows(table, ids, gradients))
+            alone.push(ids, gradients)
+        assert np.array_equal(client.pull_rows(table, everything), alone.pull(everything))
+
+    plan = CheckpointPlan(str(tmp_path))
+    with (
+        replicated_cluster(servers=3, workers=1, checkpoints=plan) as cluster,
+        ps.connect(cluster.address, lane=lane, request_deadline_s=DEADLINE_S) as client,
+    ):
+        table = create(client)
+        alone = Alone(table)
+        train(client, table, alone, 6)
+        for _ in range(2):  # a backup that joined serves in the end
+            cluster.healed()
+            cluster.kill(cluster.living[0])
+            train(client, table, alone, 6)
+        made = client.checkpoint().wait()
+    assert 0 < alone.store.row_count < IDS
+    with (
+        ps.local_cluster(3, 1, resume=made.url) as again,
+        ps.connect(again.address, lane=lane, request_deadline_s=DEADLINE_S) as client,
+    ):
+        train(client, create(client), alone, 8)
 
 
 def test_a_checkpoint_restores_rows_and_state_on_another_number_of_servers(tmp_path: Path) -> None:

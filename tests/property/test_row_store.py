@@ -157,7 +157,7 @@ class Twin:
                 del self.rows[row_id]
                 self.sums.pop(row_id, None)
             self.candidates.leaving(partition, self.versions[partition])
-        assert not self.spec.max_row_count or len(self.retained.seen) <= self.most  # RR-1
+        assert not self.spec.max_row_count or len(self.retained.seen) <= self.most  # RT-1
 
     @property
     def most(self) -> int:

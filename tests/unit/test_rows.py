@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from ps_core.rows import (
 )
 from ps_core.tables import (
     DType,
+    Eviction,
     Initializer,
     InitializerKind,
     Kernels,
@@ -30,7 +32,9 @@ from ps_core.tables import (
     Table,
     TableSpec,
 )
+from ps_runtime.cluster import wire
 from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, payloads_of, rows_of
+from scheduler.machine import view_size
 
 ROWS = RowsSpec(8, 5)
 
@@ -202,6 +206,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rows": RowsSpec(4097)}, "expected 1 to 4096"),
     ({"rows": RowsSpec(1, 2**64)}, "seed is"),
     ({"rows": RowsSpec(1, -1)}, "seed is -1"),
+    ({"rows": RowsSpec(max_row_count=-1)}, "max_row_count is -1"),
+    ({"rows": RowsSpec(evict_after=2**31 + 1)}, "evict_after is 2147483649; expected 0 to"),
+    ({"rows": RowsSpec(admit_after=0)}, "admit_after is 0; expected 1 to 2147483648"),
+    ({"rows": RowsSpec(eviction=Eviction.LFU)}, "eviction is lfu without max_rows"),
     ({"element_count": 65_537}, "at most 65536"),
     ({"dtype": DType.FLOAT16}, "float16"),
     ({"optimizer": OptimizerSpec(OptimizerKind.ADAMW)}, "optimizer is adamw"),
@@ -229,6 +237,14 @@ def test_a_setting_that_rows_cannot_have_is_refused(changed: dict[str, Any], wor
     }
     with pytest.raises(InvalidConfig, match=words):
         TableSpec(**fields).validated()
+
+
+@pytest.mark.parametrize("eviction", Eviction)
+def test_a_spec_of_rows_comes_over_the_wire_as_it_was(eviction: Eviction) -> None:
+    spec = replace(table_of().spec, rows=RowsSpec(8, 2**64 - 1, 2**40, eviction, 2**31, 2**31))
+    message = wire.spec_to_proto(spec)
+    assert wire.spec_from_proto(message) == spec
+    assert message.ByteSize() + 40 <= view_size.table_bytes(spec)
 
 
 def test_what_is_for_rows_is_refused_in_other_tables() -> None:
