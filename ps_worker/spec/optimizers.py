@@ -32,6 +32,9 @@ _SWITCHES = ("nesterov", "amsgrad", "centered", "maximize")
 _WITHOUT_BOUNDS = (*_SWITCHES, "dampening", "betas", "clamp", "factory")
 """The fields that are no numbers of 0 or more."""
 
+_BETAS = ("beta1", "beta2")
+"""The hyperparameters that torch has as a pair, `betas`."""
+
 Clamp: TypeAlias = tuple[float | None, float | None]
 """The least and the greatest value of a parameter after an update, as for `torch.clamp_`; None for
 a side without a bound. The servers clamp all that an update has touched, so a clamp by the script
@@ -232,6 +235,49 @@ class RowwiseAdagrad(ServerOptimizer):
 
 
 @dataclass(frozen=True, slots=True)
+class FTRL(ServerOptimizer):
+    """FTRL-Proximal for each element of an embedding table's rows: Adagrad with a penalty that
+    keeps elements at exactly 0 until their gradients outweigh it.
+
+        rate = (beta + sqrt(sum of g * g)) / lr
+        z += g - (growth of the rate since the row's last update) * w
+        w = 0 if |z| <= l1 else (sign(z) * l1 - z) / (rate + l2)
+
+    A row's first update takes the whole rate for its growth. So the first updates start from the
+    row's initial value, where the paper starts from 0: `beta` holds the element there, and `l1` and
+    `l2` pull it to 0. With `l1 = l2 = 0` an element without a gradient keeps its initial value, up
+    to rounding; with `beta = 0` it does under any penalty. Each hyperparameter may be another at
+    each step: without a penalty a step is `w -= g / rate`, whatever the rates were before.
+
+    Args:
+        lr: above 0, since the update divides by it; `alpha` in the paper.
+        l1: elements with `|z| <= l1` are exactly 0.
+        l2: penalty of the squares: `l2 / 2 * w**2`.
+        beta: added to the root of the sum of squares, so that the first steps are smaller.
+        maximize: go up the gradient.
+
+    Raises:
+        InvalidConfig: a number out of bounds.
+
+    Reference: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1,
+        from which it deviates where a row does not start at 0 or a rate is not the last one.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.FTRL
+
+    lr: float = 0.1
+    l1: float = 0.0
+    l2: float = 0.0
+    beta: float = 1.0
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        ServerOptimizer.__post_init__(self)
+        if float(self.lr) <= 0:
+            raise InvalidConfig(f"FTRL: lr is {self.lr}; expected above 0, since it divides")
+
+
+@dataclass(frozen=True, slots=True)
 class RMSprop(ServerOptimizer):
     """`torch.optim.RMSprop`, on the servers; with `clamp`, see `Clamp`.
 
@@ -356,7 +402,7 @@ def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparam
     """
     found = []
     for name in HYPERPARAMETER_DEFAULTS[kind]:
-        key, index = ("betas", int(name[-1]) - 1) if name.startswith("beta") else (name, None)
+        key, index = ("betas", int(name[-1]) - 1) if name in _BETAS else (name, None)
         if key not in group:
             raise InvalidConfig(f"the parameter group has no '{key}', which {kind.value} needs")
         value = group[key] if index is None else group[key][index]
