@@ -4,16 +4,16 @@
     adam             as torch.optim.Adam steps a parameter: each row counts its own steps
     adagrad          s += g * g;            w -= lr * (g / (sqrt(s) + eps))
     rowwise_adagrad  s += mean of g * g;    w -= (lr / (sqrt(s) + eps)) * g, s a number for each row
-    ftrl             n += g * g;            r = (beta + sqrt(n)) / lr;    z += g - (r - last r) * w
-                                            w = 0 if |z| <= l1 else (sign(z) * l1 - z) / (r + l2)
+    ftrl             s += g * g;            r = (beta + sqrt(s)) / lr;    z = h + g - r * w
+                     w = 0 if |z| <= l1 else (sign(z) * l1 - z) / (r + l2);    h = z + r * w
 
 The result for a row depends on its own history only.
 
-`last r` is the rate at the row's last update, and 0 before the first. With the same `lr` and `beta`
-in all updates and w = 0 before the first, ftrl is algorithm 1 of the paper, whose sigma is the
-growth of r. Otherwise r - last r is what keeps w when a rate changes, and the initial value in the
-first update: without penalties a step is w -= g / r. While r is 0 (no gradient yet, and beta is 0),
-w stays.
+ftrl has h = z + r * w for its state where the paper has z, so it need not know the last update's r:
+the paper's z + g - sigma * w, where sigma is the growth of r, is h + g - r * w. What h has is what
+the penalties hold back, 0 without them; a step is w -= g / r then. A row begins with h = 0, so with
+z = -beta / lr * w: its initial value is where its first step starts. The paper has rows begin with
+w = 0, where that is the same. While r is 0 (beta is 0, and no gradient came) w stays.
 
 Reference: `torch.optim.SGD` and `torch.optim.Adagrad` on sparse gradients; row-wise Adagrad as in
 Gupta et al., "Training Recommender Models with Distributed Sparse Adagrad" (FBGEMM's
@@ -32,9 +32,7 @@ import numpy.typing as npt
 from ps_core.tables import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, OptimizerSpec
 from ps_server.rows.row_partition import Rows
 
-SUM, FIRST, SECOND = "sum", "exp_avg", "exp_avg_sq"
-Z, N, RATE = "z", "n", "rate"
-"""The arrays of ftrl: `RATE` has beta / lr and 1 / lr of the row's last update, or zeros."""
+SUM, FIRST, SECOND, HELD = "sum", "exp_avg", "exp_avg_sq", "held"
 
 
 def state_widths(kind: OptimizerKind, length: int) -> dict[str, int]:
@@ -47,7 +45,7 @@ def state_widths(kind: OptimizerKind, length: int) -> dict[str, int]:
         case OptimizerKind.ROWWISE_ADAGRAD:
             return {SUM: 1}
         case OptimizerKind.FTRL:
-            return {Z: length, N: length, RATE: 2}
+            return {SUM: length, HELD: length}
     return {}
 
 
@@ -134,23 +132,20 @@ def _ftrl(
     hyperparameters: Mapping[str, float],
 ) -> None:
     number = gradients.dtype.type
-    values, z, n, rate = (arrays[name] for name in (VALUES_ARRAY, Z, N, RATE))
-    last = np.sqrt(n)
-    last *= rate[:, 1:]
-    last += rate[:, :1]
-    n += np.square(gradients)
-    rate[:] = hyperparameters["beta"] / hyperparameters["lr"], 1.0 / hyperparameters["lr"]
-    present = np.sqrt(n)
-    present *= rate[:, 1:]
-    present += rate[:, :1]
-    np.subtract(present, last, out=last)
-    last *= values
-    z += gradients * number(sign)
-    z -= last
-    l1 = number(hyperparameters["l1"])
-    found = np.copysign(l1, z)
-    found -= z
-    found[np.abs(z) <= l1] = 0.0
-    has_rate = present > 0.0
-    present += number(hyperparameters["l2"])
-    np.divide(found, present, out=values, where=has_rate)
+    values, sums, held = arrays[VALUES_ARRAY], arrays[SUM], arrays[HELD]
+    l1, l2 = number(hyperparameters["l1"]), number(hyperparameters["l2"])
+    sums += np.square(gradients)
+    rates = np.sqrt(sums)
+    rates += number(hyperparameters["beta"])
+    rates *= number(1.0 / hyperparameters["lr"])
+    held += gradients * number(sign)
+    z = held - rates * values
+    ends = np.clip(z, -l1, l1)  # what the penalty of l1 holds back of z
+    is_zero = z == ends
+    # (sign(z) * l1 - z) / (r + l2), as a change of w: without a rounding of the whole of w.
+    change = held + l2 * values
+    change -= ends
+    has_rate = rates > 0.0
+    values -= np.divide(change, rates + l2, out=np.zeros_like(change), where=has_rate)
+    values[is_zero & has_rate] = 0.0
+    np.subtract(ends, l2 * values, out=held, where=has_rate)

@@ -239,28 +239,28 @@ class FTRL(ServerOptimizer):
     """FTRL-Proximal for each element of an embedding table's rows: Adagrad with a penalty that
     keeps elements at exactly 0 until their gradients outweigh it.
 
-        rate = (beta + sqrt(sum of g * g)) / lr
-        z += g - (growth of the rate since the row's last update) * w
-        w = 0 if |z| <= l1 else (sign(z) * l1 - z) / (rate + l2)
+        r = (beta + sqrt(sum of g * g)) / lr
+        z += g - (growth of r) * w
+        w = 0 if |z| <= l1 else (sign(z) * l1 - z) / (r + l2)
 
-    A row's first update takes the whole rate for its growth. So the first updates start from the
-    row's initial value, where the paper starts from 0: `beta` holds the element there, and `l1` and
-    `l2` pull it to 0. With `l1 = l2 = 0` an element without a gradient keeps its initial value, up
-    to rounding; with `beta = 0` it does under any penalty. Each hyperparameter may be another at
-    each step: without a penalty a step is `w -= g / rate`, whatever the rates were before.
+    A row's first step starts from its initial value, where the paper starts from 0: its z begins as
+    `-beta / lr * w`. Without penalties a step is `w -= g / r`, so an element without a gradient
+    keeps its initial value. `l1` and `l2` pull it to 0 from the row's first step on, unless `beta`
+    is 0: then an element's first gradient begins that. Every hyperparameter may be another at each
+    step, and what was learned stays: half the learning rate halves the steps, not the rows.
 
     Args:
         lr: above 0, since the update divides by it; `alpha` in the paper.
-        l1: elements with `|z| <= l1` are exactly 0.
-        l2: penalty of the squares: `l2 / 2 * w**2`.
-        beta: added to the root of the sum of squares, so that the first steps are smaller.
+        l1: the penalty `l1 * |w|`.
+        l2: the penalty `l2 / 2 * w**2`.
+        beta: makes the first steps smaller.
         maximize: go up the gradient.
 
     Raises:
         InvalidConfig: a number out of bounds.
 
     Reference: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1,
-        from which it deviates where a row does not start at 0 or a rate is not the last one.
+        with other initial values than 0, and other hyperparameters from step to step.
     """
 
     kind: ClassVar[OptimizerKind] = OptimizerKind.FTRL
