@@ -134,10 +134,12 @@ def _ftrl(
     number = gradients.dtype.type
     values, sums, held = arrays[VALUES_ARRAY], arrays[SUM], arrays[HELD]
     l1, l2 = number(hyperparameters["l1"]), number(hyperparameters["l2"])
+    beta = number(hyperparameters["beta"])
     sums += np.square(gradients)
     rates = np.sqrt(sums)
-    rates += number(hyperparameters["beta"])
+    rates += beta
     rates *= number(1.0 / hyperparameters["lr"])
+    has_rate = np.True_ if beta > 0.0 else rates > 0.0
     held += gradients * number(sign)
     z = held - rates * values
     ends = np.clip(z, -l1, l1)  # what the penalty of l1 holds back of z
@@ -145,7 +147,6 @@ def _ftrl(
     # (sign(z) * l1 - z) / (r + l2), as a change of w: without a rounding of the whole of w.
     change = held + l2 * values
     change -= ends
-    has_rate = rates > 0.0
     values -= np.divide(change, rates + l2, out=np.zeros_like(change), where=has_rate)
-    values[is_zero & has_rate] = 0.0
+    np.copyto(values, 0.0, where=is_zero & has_rate)
     np.subtract(ends, l2 * values, out=held, where=has_rate)

@@ -207,25 +207,25 @@ class Click:
 
 @given(
     steps=STEPS,
-    l1=st.sampled_from([0.0, 0.5, 2.0]),
-    l2=st.sampled_from([0.0, 0.25]),
-    beta=st.sampled_from([0.0, 1.0, 3.0]),
+    more=st.tuples(
+        st.sampled_from([0.0, 0.5, 2.0]),
+        st.sampled_from([0.0, 0.25]),
+        st.sampled_from([0.0, 1.0, 3.0]),
+    ).map(lambda drawn: dict(zip(("l1", "l2", "beta"), drawn, strict=True))),
     start=st.sampled_from([DRAWN, Initializer(InitializerKind.ZEROS)]),
     dtype=st.sampled_from([DType.FLOAT32, DType.FLOAT64]),
     maximize=st.booleans(),
 )
 def test_ftrl_is_the_papers(
     steps: list[list[list[tuple[int, list[int]]]]],
-    l1: float,
-    l2: float,
-    beta: float,
+    more: dict[str, float],
     start: Initializer,
     dtype: DType,
     maximize: bool,
 ) -> None:
-    more = (("l1", l1), ("l2", l2), ("beta", beta))
+    terms = tuple(more.items())
     table = table_of(
-        OptimizerKind.FTRL, Reduction.SUM, dtype, start=start, more=more, maximize=maximize
+        OptimizerKind.FTRL, Reduction.SUM, dtype, start=start, more=terms, maximize=maximize
     )
     store, sign = store_of(table), -1 if maximize else 1
     rows: dict[int, list[Click]] = {}
@@ -238,7 +238,7 @@ def test_ftrl_is_the_papers(
         for row_id, total in totals.items():
             if row_id not in rows:
                 first = first_row(table, row_id).tolist()
-                rows[row_id] = [Click(w, 0.5, l1, l2, beta) for w in first]
+                rows[row_id] = [Click(w, 0.5, **more) for w in first]
             for element, g in zip(rows[row_id], total, strict=True):
                 element.step(sign * g)
     near = 1e-4 if dtype is DType.FLOAT32 else 1e-9
