@@ -30,8 +30,8 @@ GROUPS = {
     ),
     "Embeddings": ("Embedding", "EmbeddingBag", "HybridOptimizer", "prefetch"),
     "Optimizers of the servers": (
-        *("SGD", "Adam", "AdamW", "Adagrad", "RowwiseAdagrad", "RMSprop", "Aggregate", "Add"),
-        *("Custom", "Assign"),
+        *("SGD", "Adam", "AdamW", "Adagrad", "RowwiseAdagrad", "FTRL", "RMSprop", "Aggregate"),
+        *("Add", "Custom", "Assign"),
     ),
     "Consistency": ("BSP", "SSP", "ASP"),
     "Initial values of a table": ("Zeros", "Constant", "Inline", "FromRank0", "Uniform", "Normal"),

@@ -114,6 +114,7 @@ class OptimizerKind(Enum):
     ASSIGN = "assign"
     CUSTOM = "custom"
     ROWWISE_ADAGRAD = "rowwise_adagrad"
+    FTRL = "ftrl"
 
 
 class Kernels(Enum):
@@ -142,9 +143,7 @@ class InitializerKind(Enum):
 
 
 class Eviction(Enum):
-    """The rows that are evicted when a table has too many: of those with the oldest last update
-    (LRU), or those with the fewest updates, and of these as LRU (LFU).
-    """
+    """The rows that leave if there are too many: the oldest; the least updated, and of these so."""
 
     LRU = "lru"
     LFU = "lfu"
@@ -181,17 +180,24 @@ HYPERPARAMETER_DEFAULTS: dict[OptimizerKind, dict[str, float]] = {
     OptimizerKind.ADD: {},
     OptimizerKind.ASSIGN: {},
     OptimizerKind.ROWWISE_ADAGRAD: {"lr": 1e-2, "eps": 1e-10, "initial_accumulator_value": 0.0},
+    OptimizerKind.FTRL: {"lr": 0.1, "l1": 0.0, "l2": 0.0, "beta": 1.0},
 }  # fmt: skip
 """Hyperparameters of each optimizer, with torch.optim's defaults; CUSTOM's are the update's."""
 
 _HYPERPARAMETER_BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("beta1", "beta2"), (0.0, 1.0)),
     **dict.fromkeys(("momentum", "alpha", "eps", "weight_decay", "lr_decay"), (0.0, math.inf)),
-    "initial_accumulator_value": (0.0, math.inf),
+    **dict.fromkeys(("initial_accumulator_value", "l1", "l2", "beta"), (0.0, math.inf)),
 }
 """Bounds of torch.optim's constructors, [low, high): outside, its arithmetic divides by zero or
 takes roots of negative numbers. A learning rate may have any sign and size within
 MAX_HYPERPARAMETER_MAGNITUDE, because learning rate schedules set it so."""
+
+_FTRL_BOUNDS = {
+    **_HYPERPARAMETER_BOUNDS,
+    "lr": (1.0 / limits.MAX_HYPERPARAMETER_MAGNITUDE, math.inf),
+}
+"""FTRL divides by its learning rate."""
 
 CLAMP_NAMES = ("clamp_min", "clamp_max")
 
@@ -201,11 +207,17 @@ ROW_OPTIMIZERS = frozenset(
         OptimizerKind.ADAM,
         OptimizerKind.ADAGRAD,
         OptimizerKind.ROWWISE_ADAGRAD,
+        OptimizerKind.FTRL,
     )
 )
 """Optimizers of tables of rows."""
 
-_ROW_HYPERPARAMETERS = frozenset(("lr", "beta1", "beta2", "eps", "initial_accumulator_value"))
+ONLY_ROW_OPTIMIZERS = frozenset((OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.FTRL))
+"""Those that dense tables do not have."""
+
+_ROW_HYPERPARAMETERS = frozenset(
+    ("lr", "beta1", "beta2", "eps", "initial_accumulator_value", "l1", "l2", "beta")
+)
 """Hyperparameters that an update of rows uses; the others must be 0, as torch's optimizers want
 them to be with sparse gradients."""
 
@@ -284,7 +296,8 @@ class OptimizerSpec:
         """
         is_custom = self.kind is OptimizerKind.CUSTOM
         merged = dict(self.hyperparameters if is_custom else HYPERPARAMETER_DEFAULTS[self.kind])
-        bounds = {} if is_custom else _HYPERPARAMETER_BOUNDS
+        is_ftrl = self.kind is OptimizerKind.FTRL
+        bounds = {} if is_custom else _FTRL_BOUNDS if is_ftrl else _HYPERPARAMETER_BOUNDS
         others = CLAMP_NAMES if self.kind in CLAMPED else ()
         for name, value in (*self.hyperparameters, *given):
             if name not in merged and name not in others:
@@ -398,10 +411,8 @@ class RowsSpec:
             ("admit_after", 1, limits.MAX_ROW_AGE_COUNT),
         ):
             value = getattr(self, name)
-            _require(
-                low <= value <= high,
-                f"table '{table}': {name} is {value}; expected {low} to {high}",
-            )
+            words = f"table '{table}': {name} is {value}; expected {low} to {high}"
+            _require(low <= value <= high, words)
         _require(
             self.eviction is Eviction.LRU or self.max_row_count > 0,
             f"table '{table}': eviction is {self.eviction.value} without max_rows, so no row is "
@@ -502,7 +513,7 @@ class TableSpec:
         name, kind, start = self.name, self.optimizer.kind, self.initializer
         if self.rows is None:
             _require(
-                kind is not OptimizerKind.ROWWISE_ADAGRAD,
+                kind not in ONLY_ROW_OPTIMIZERS,
                 f"table '{name}': {kind.value} is for tables of rows",
             )
             _require(
@@ -527,7 +538,7 @@ class TableSpec:
             and self.optimizer.kernels is Kernels.FAST
             and not (kind is OptimizerKind.ADAM and self.optimizer.amsgrad),
             f"table '{name}': the optimizer is {self.optimizer.label}; a table of rows has sgd, "
-            "adam, adagrad or rowwise_adagrad, with fast kernels and without amsgrad",
+            "adam, adagrad, rowwise_adagrad or ftrl, with fast kernels and without amsgrad",
         )
         check_row_hyperparameters(self.optimizer.label, self.optimizer.merged(()))
         _require(

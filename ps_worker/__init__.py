@@ -35,6 +35,7 @@ from ps_core.errors import (
 from ps_worker.client.client import Client, connect
 from ps_worker.client.local_cluster import LocalCluster, local_cluster
 from ps_worker.spec.optimizers import (
+    FTRL,
     SGD,
     Adagrad,
     Adam,
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASP",
     "BSP",
+    "FTRL",
     "SGD",
     "SSP",
     "Adagrad",

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ps_worker import (
         ASP,
         BSP,
+        FTRL,
         SGD,
         SSP,
         Adagrad,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ASP",
     "BSP",
+    "FTRL",
     "SGD",
     "SSP",
     "Adagrad",

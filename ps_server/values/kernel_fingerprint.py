@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ps_core.tables import ROW_OPTIMIZERS, Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables import ROW_OPTIMIZERS, VALUES_ARRAY, Kernels, OptimizerKind, OptimizerSpec
 from ps_server.rows.row_optimizers import RowOptimizer
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.optimizers import BlockState, Optimizer
@@ -67,11 +67,14 @@ def _run_rows(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) ->
     shape = _ELEMENT_COUNT // _ROW_ELEMENTS, _ROW_ELEMENTS
     optimizer = RowOptimizer(spec, _ROW_ELEMENTS)
     values = fixed_input(0, _ELEMENT_COUNT, dtype).numpy().reshape(shape)
-    state = optimizer.first_state(shape[0], values.dtype)
+    arrays = {VALUES_ARRAY: values, **optimizer.first_state(shape[0], values.dtype)}
     for step in range(1, _STEP_COUNT + 1):
         gradients = fixed_input(step, _ELEMENT_COUNT, dtype).numpy().reshape(shape)
-        values += optimizer.step(state, gradients, dict(spec.merged(())))
-    for rows in (values, *state.values()):
+        taken = {name: arrays[name] for name in optimizer.arrays}
+        change = optimizer.step(taken, gradients, dict(spec.merged(())))
+        if change is not None:
+            values += change
+    for rows in arrays.values():
         digest.update(rows.tobytes())
 
 

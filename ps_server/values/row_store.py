@@ -421,11 +421,13 @@ class RowStore:
             if partition.snapshot is not None:
                 partition.snapshot.keep(numbers)
             places = arrays.places(numbers)
-            state = {
-                name: arrays.get(name, places, len(numbers)) for name in self._optimizer.widths
+            taken = {
+                name: arrays.get(name, places, len(numbers)) for name in self._optimizer.arrays
             }
-            arrays.add(VALUES, places, self._optimizer.step(state, steps, merged))
-            for name, rows in state.items():
+            change = self._optimizer.step(taken, steps, merged)
+            if change is not None:
+                arrays.add(VALUES, places, change)
+            for name, rows in taken.items():
                 arrays.put(name, places, rows)
             self._tally(partition, places, len(numbers))
             yield

@@ -308,8 +308,8 @@ class Client:
         Args:
             name: unique in the cluster; 1 to 200 bytes.
             dim: elements of a row.
-            optimizer: `SGD`, `Adam`, `Adagrad` or `RowwiseAdagrad`; only rows with a gradient
-                change, and under Adam each row counts its own steps.
+            optimizer: `SGD`, `Adam`, `Adagrad`, `RowwiseAdagrad` or `FTRL`; only rows with a
+                gradient change, and under Adam each row counts its own steps.
 
         Options:
             dtype (str, 'float32'): the element type: "float32" or "float64".

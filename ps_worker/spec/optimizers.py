@@ -32,6 +32,9 @@ _SWITCHES = ("nesterov", "amsgrad", "centered", "maximize")
 _WITHOUT_BOUNDS = (*_SWITCHES, "dampening", "betas", "clamp", "factory")
 """The fields that are no numbers of 0 or more."""
 
+_BETAS = ("beta1", "beta2")
+"""The hyperparameters that torch has as a pair, `betas`."""
+
 Clamp: TypeAlias = tuple[float | None, float | None]
 """The least and the greatest value of a parameter after an update, as for `torch.clamp_`; None for
 a side without a bound. The servers clamp all that an update has touched, so a clamp by the script
@@ -232,6 +235,49 @@ class RowwiseAdagrad(ServerOptimizer):
 
 
 @dataclass(frozen=True, slots=True)
+class FTRL(ServerOptimizer):
+    """FTRL-Proximal for each element of an embedding table's rows: Adagrad with a penalty that
+    keeps elements at exactly 0 until their gradients outweigh it.
+
+        r = (beta + sqrt(sum of g * g)) / lr
+        z += g - (growth of r) * w
+        w = 0 if |z| <= l1 else (sign(z) * l1 - z) / (r + l2)
+
+    A row's first step starts from its initial value, where the paper starts from 0: its z begins as
+    `-beta / lr * w`. Without penalties a step is `w -= g / r`, so an element without a gradient
+    keeps its initial value. `l1` and `l2` pull it to 0 from the row's first step on, unless `beta`
+    is 0: then an element's first gradient begins that. Every hyperparameter may be another at each
+    step, and what was learned stays: half the learning rate halves the steps, not the rows.
+
+    Args:
+        lr: above 0, since the update divides by it; `alpha` in the paper.
+        l1: the penalty `l1 * |w|`.
+        l2: the penalty `l2 / 2 * w**2`.
+        beta: makes the first steps smaller.
+        maximize: go up the gradient.
+
+    Raises:
+        InvalidConfig: a number out of bounds.
+
+    Reference: McMahan et al., "Ad Click Prediction: a View from the Trenches" (2013), algorithm 1,
+        with other initial values than 0, and other hyperparameters from step to step.
+    """
+
+    kind: ClassVar[OptimizerKind] = OptimizerKind.FTRL
+
+    lr: float = 0.1
+    l1: float = 0.0
+    l2: float = 0.0
+    beta: float = 1.0
+    maximize: bool = False
+
+    def __post_init__(self) -> None:
+        ServerOptimizer.__post_init__(self)
+        if float(self.lr) <= 0:
+            raise InvalidConfig(f"FTRL: lr is {self.lr}; expected above 0, since it divides")
+
+
+@dataclass(frozen=True, slots=True)
 class RMSprop(ServerOptimizer):
     """`torch.optim.RMSprop`, on the servers; with `clamp`, see `Clamp`.
 
@@ -356,7 +402,7 @@ def hyperparameters(kind: OptimizerKind, group: Mapping[str, Any]) -> Hyperparam
     """
     found = []
     for name in HYPERPARAMETER_DEFAULTS[kind]:
-        key, index = ("betas", int(name[-1]) - 1) if name.startswith("beta") else (name, None)
+        key, index = ("betas", int(name[-1]) - 1) if name in _BETAS else (name, None)
         if key not in group:
             raise InvalidConfig(f"the parameter group has no '{key}', which {kind.value} needs")
         value = group[key] if index is None else group[key][index]

@@ -157,6 +157,25 @@ def test_row_wise_adagrad_has_one_number_for_each_row(client: ps.Client) -> None
     np.testing.assert_allclose(client.pull_rows(table, 7), expected, rtol=1e-5)
 
 
+def test_ftrl_trains_what_has_a_signal_and_leaves_exact_zeros_elsewhere(client: ps.Client) -> None:
+    embedding = ps.Embedding(
+        client, "sparse", DIM, optimizer=ps.FTRL(lr=0.5, l1=1.0), init=ps.Normal(0.1)
+    )
+    draws = torch.Generator().manual_seed(8)
+    target = torch.tensor([2.0, -1.0, 0.5])
+    for _ in range(60):
+        ids = torch.randint(20, (40,), generator=draws)  # most come several times
+        rows = embedding(ids)
+        noise = 1e-3 * torch.randn(40, DIM - 3, generator=draws)
+        (((rows[:, :3] - target) ** 2).sum() + (rows[:, 3:] * noise).sum()).backward()
+        embedding.step()
+    with torch.no_grad():
+        trained, others = embedding(torch.arange(20)), embedding(torch.arange(20, 40))
+    torch.testing.assert_close(trained[:, :3], target.expand(20, 3), rtol=0, atol=0.05)
+    assert not trained[:, 3:].any()
+    assert others.all(), "a row without a step has its initial value"
+
+
 def test_a_row_that_nobody_touched_is_a_function_of_seed_and_id(client: ps.Client) -> None:
     ids = np.array([0, 5, 2**63, 2**64 - 1, 5], np.uint64)
     first = client.create_embedding("a", DIM, optimizer=ps.SGD(), init=ps.Normal(0.5), seed=1)
@@ -298,6 +317,7 @@ def test_a_hash_may_be_negative(client: ps.Client) -> None:
 SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": ps.AdamW()}, "optimizer is adamw"),
     ({"optimizer": ps.SGD(momentum=0.9)}, "momentum"),
+    ({"optimizer": ps.FTRL(lr=1e-19)}, "'lr' is 1e-19; expected at least 1e-18"),
     ({"optimizer": ps.SGD(), "partitions": 0}, "partition_count is 0"),
     ({"optimizer": ps.SGD(), "dtype": "bfloat16"}, "bfloat16"),
     ({"optimizer": ps.SGD(), "init": ps.FromRank0()}, "from_rank_zero"),
@@ -428,6 +448,42 @@ def test_rows_leave_and_are_admitted_alike_on_every_server(
         ps.connect(again.address, lane=lane, request_deadline_s=DEADLINE_S) as client,
     ):
         train(client, create(client), alone, 8)
+
+
+def test_the_state_of_ftrl_is_in_a_checkpoint(tmp_path: Path) -> None:
+    draws = np.random.default_rng(6)
+    steps = [(draws.integers(20, size=30), draws.standard_normal((30, 3))) for _ in range(6)]
+
+    def trained(client: ps.Client, some: slice) -> ps.TableHandle:
+        ftrl = ps.FTRL(lr=0.2, l1=1.5, l2=0.1)
+        table = client.create_embedding("kept", 3, optimizer=ftrl, init=ps.Uniform(1.0))
+        client.pull_rows(table, np.arange(20))  # after a restore: takes up its clock
+        for step, (ids, rows) in list(enumerate(steps))[some]:
+            terms = {"lr": 0.2 / (1 + step)}
+            pushed = client.push_rows(table, ids, rows.astype(np.float32), hyperparameters=terms)
+            client.wait(pushed)
+        return table
+
+    with (
+        ps.local_cluster(2, 1, checkpoint_url=str(tmp_path)) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        trained(client, slice(0, 3))
+        made = client.checkpoint().wait()
+        undisturbed = client.pull_rows(trained(client, slice(3, 6)), np.arange(20))
+    assert 0 < np.count_nonzero(undisturbed) < undisturbed.size
+    with (
+        ps.local_cluster(1, 1, resume=made.url) as cluster,
+        ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+    ):
+        resumed = client.pull_rows(trained(client, slice(3, 6)), np.arange(20))
+    assert np.array_equal(resumed, undisturbed)
+    out, state = tmp_path / "model.safetensors", tmp_path / "state.safetensors"
+    command = ("checkpoint", "export", made.url, str(out), "--optimizer", str(state))
+    assert run_here(*command, cwd=tmp_path).returncode == 0
+    arrays = load_file(state)
+    assert set(arrays) == {"kept/rows/held", "kept/rows/sum"}
+    assert all(array.abs().max() > 0 for array in arrays.values())
 
 
 def test_a_checkpoint_restores_rows_and_state_on_another_number_of_servers(tmp_path: Path) -> None:

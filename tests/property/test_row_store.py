@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from ps_core.tables import (
     Codec,
     DType,
     Eviction,
+    Hyperparameters,
     Initializer,
     InitializerKind,
     OptimizerKind,
@@ -34,25 +38,33 @@ from ps_server.values.row_store import RowStore
 
 LENGTH, PARTITIONS, SEED = 3, 2, 11
 KINDS = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
-COPIED_KINDS = (*KINDS, OptimizerKind.ADAM)
+COPIED_KINDS = (*KINDS, OptimizerKind.ADAM, OptimizerKind.FTRL)
+DRAWN = Initializer(InitializerKind.UNIFORM, scale=1.0)
 
 
 def table_of(
     kind: OptimizerKind = OptimizerKind.SGD,
     reduction: Reduction = Reduction.MEAN,
     dtype: DType = DType.FLOAT32,
-    rows: RowsSpec = RowsSpec(PARTITIONS, SEED),  # noqa: B008 - frozen
+    start: Initializer = DRAWN,
+    more: Hyperparameters = (),
+    *,
+    maximize: bool = False,
 ) -> Table:
     spec = TableSpec(
         "rows",
         dtype,
         LENGTH,
-        OptimizerSpec(kind, (("lr", 0.5),)),
-        initializer=Initializer(InitializerKind.UNIFORM, scale=1.0),
+        OptimizerSpec(kind, (("lr", 0.5), *more), maximize=maximize),
+        initializer=start,
         reduction=reduction,
-        rows=rows,
+        rows=RowsSpec(PARTITIONS, SEED),
     )
     return Table(TableId(1), 0, spec.validated())
+
+
+def with_rows(table: Table, rows: RowsSpec) -> Table:
+    return replace(table, spec=replace(table.spec, rows=rows).validated())
 
 
 def store_of(table: Table) -> RowStore:
@@ -195,7 +207,12 @@ def payload(table: Table, given_rows: list[tuple[int, list[int]]]) -> bytes:
     return payload_of(ids, values.reshape(len(ids), LENGTH))
 
 
-def step(store: RowStore, clock: int, workers: list[list[tuple[int, list[int]]]]) -> None:
+def step(
+    store: RowStore,
+    clock: int,
+    workers: list[list[tuple[int, list[int]]]],
+    hyperparameters: Hyperparameters = (),
+) -> None:
     table, codec = store.table, store.table.spec.arithmetic_codec
     for given_rows in workers:
         parts = [
@@ -203,7 +220,7 @@ def step(store: RowStore, clock: int, workers: list[list[tuple[int, list[int]]]]
             for block, some in by_partition(table, given_rows).items()
         ]
         store.accumulate(clock, parts, 1.0)
-    at_once(store.applying(clock, store.take(clock), (), len(workers)))
+    at_once(store.applying(clock, store.take(clock), hyperparameters, len(workers)))
 
 
 def rows_of(store: RowStore, ids: list[int]) -> list[bytes]:
@@ -246,7 +263,7 @@ def test_a_store_has_what_a_dictionary_has(
 def test_the_rows_that_leave_and_those_that_are_admitted_are_the_twins(
     steps: list[list[list[tuple[int, list[int]]]]], rows: RowsSpec
 ) -> None:
-    table = table_of(OptimizerKind.ADAGRAD, rows=rows)
+    table = with_rows(table_of(OptimizerKind.ADAGRAD), rows)
     store, twin = store_of(table), Twin(table)
     for clock, workers in enumerate(steps, 1):
         step(store, clock, workers)
@@ -254,6 +271,110 @@ def test_the_rows_that_leave_and_those_that_are_admitted_are_the_twins(
         assert rows_of(store, ALL_IDS) == [twin.row(row_id).tobytes() for row_id in ALL_IDS]
         assert store.row_count == len(twin.rows)
         assert store.candidate_count == len(twin.candidates.seen)
+
+
+class Click:
+    """One element of a row by the equations of algorithm 1 in "Ad Click Prediction: a View from the
+    Trenches", whose z starts where the closed form of w, without penalties, has the initial value.
+    """
+
+    def __init__(self, w: float, alpha: float, l1: float, l2: float, beta: float) -> None:
+        self.alpha, self.l1, self.l2, self.beta = alpha, l1, l2, beta
+        self.w, self.z, self.n = w, -w * beta / alpha, 0.0
+
+    def step(self, g: float) -> None:
+        sigma = (math.sqrt(self.n + g * g) - math.sqrt(self.n)) / self.alpha
+        self.z += g - sigma * self.w
+        self.n += g * g
+        rate = (self.beta + math.sqrt(self.n)) / self.alpha
+        if rate > 0.0:
+            rest = self.z - math.copysign(self.l1, self.z)
+            self.w = 0.0 if abs(self.z) <= self.l1 else -rest / (rate + self.l2)
+
+    @property
+    def is_surely_zero(self) -> bool:
+        """True if another order of the terms gives no other result."""
+        return self.beta + self.n > 0.0 and abs(self.z) < self.l1 - 1e-4
+
+
+@given(
+    steps=STEPS,
+    more=st.tuples(
+        st.sampled_from([0.0, 0.5, 2.0]),
+        st.sampled_from([0.0, 0.25]),
+        st.sampled_from([0.0, 1.0, 3.0]),
+    ).map(lambda drawn: dict(zip(("l1", "l2", "beta"), drawn, strict=True))),
+    start=st.sampled_from([DRAWN, Initializer(InitializerKind.ZEROS)]),
+    dtype=st.sampled_from([DType.FLOAT32, DType.FLOAT64]),
+    maximize=st.booleans(),
+)
+def test_ftrl_is_the_papers(
+    steps: list[list[list[tuple[int, list[int]]]]],
+    more: dict[str, float],
+    start: Initializer,
+    dtype: DType,
+    maximize: bool,
+) -> None:
+    terms = tuple(more.items())
+    table = table_of(
+        OptimizerKind.FTRL, Reduction.SUM, dtype, start=start, more=terms, maximize=maximize
+    )
+    store, sign = store_of(table), -1 if maximize else 1
+    rows: dict[int, list[Click]] = {}
+    for clock, workers in enumerate(steps, 1):
+        step(store, clock, workers)
+        totals: dict[int, list[int]] = {}
+        for row_id, values in itertools.chain.from_iterable(workers):
+            so_far = totals.get(row_id, [0] * LENGTH)
+            totals[row_id] = [a + b for a, b in zip(so_far, values, strict=True)]
+        for row_id, total in totals.items():
+            if row_id not in rows:
+                first = first_row(table, row_id).tolist()
+                rows[row_id] = [Click(w, 0.5, **more) for w in first]
+            for element, g in zip(rows[row_id], total, strict=True):
+                element.step(sign * g)
+    near = 1e-4 if dtype is DType.FLOAT32 else 1e-9
+    for row_id, raw in zip(ALL_IDS, rows_of(store, ALL_IDS), strict=True):
+        found = np.frombuffer(raw, dtype.value)
+        if row_id not in rows:
+            assert found.tobytes() == first_row(table, row_id).tobytes()
+            continue
+        expected = [element.w for element in rows[row_id]]
+        assert found.tolist() == pytest.approx(expected, rel=near, abs=near)
+        for value, element in zip(found.tolist(), rows[row_id], strict=True):
+            assert value == 0.0 or not element.is_surely_zero
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64])
+def test_ftrl_without_penalties_is_adagrad_whatever_the_rates_are(dtype: DType) -> None:
+    """A schedule does not scale what was learned before, and the initial value stays."""
+    store = store_of(table_of(OptimizerKind.FTRL, dtype=dtype))
+    draws = np.random.default_rng(3)
+    expected = {row_id: first_row(store.table, row_id).astype("f8") for row_id in range(6)}
+    squares = {row_id: np.zeros(LENGTH) for row_id in expected}
+    for clock in range(1, 25):
+        ids = draws.permutation(6)[:3].tolist()
+        rows = [(each, draws.integers(-3, 4, LENGTH).tolist()) for each in ids]
+        lr, beta = (1.0, 0.25, 0.01)[clock % 3], (1.0, 2.0)[clock % 2]
+        step(store, clock, [rows], (("beta", beta), ("lr", lr)))
+        for row_id, values in rows:
+            gradient = np.array(values, float)
+            squares[row_id] += gradient**2
+            expected[row_id] -= lr * gradient / (beta + np.sqrt(squares[row_id]))
+    near = 1e-5 if dtype is DType.FLOAT32 else 1e-12
+    for row_id, raw in zip(expected, rows_of(store, list(expected)), strict=True):
+        np.testing.assert_allclose(
+            np.frombuffer(raw, dtype.value), expected[row_id], rtol=near, atol=near
+        )
+
+
+def test_a_penalty_of_a_step_holds_for_all_that_was_learned() -> None:
+    store = store_of(table_of(OptimizerKind.FTRL))
+    for clock in range(1, 4):
+        step(store, clock, [[(1, [1, -2, 3])]])
+    assert all(np.frombuffer(rows_of(store, [1])[0], np.float32))
+    step(store, 4, [[(1, [0, 0, 0])]], (("l1", 100.0),))
+    assert rows_of(store, [1]) == [np.zeros(LENGTH, np.float32).tobytes()]
 
 
 @given(
@@ -268,7 +389,8 @@ def test_a_copy_and_a_loaded_store_go_on_as_the_one_that_was_copied(
     kind: OptimizerKind,
     rows: RowsSpec,
 ) -> None:
-    table = table_of(kind, rows=rows)
+    more = (("l1", 1.0),) if kind is OptimizerKind.FTRL else ()
+    table = with_rows(table_of(kind, more=more), rows)
     store, copied, loaded = store_of(table), store_of(table), store_of(table)
     step(copied, 1, [[(5, [1, 1, 1])]])  # is forgotten
     for clock, workers in enumerate(before, 1):

@@ -16,6 +16,7 @@ from docs import payload_codec as raw
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, InvariantViolation
 from ps_core.tables import (
     NATIVE_CODEC,
+    ONLY_ROW_OPTIMIZERS,
     Codec,
     DType,
     Initializer,
@@ -299,7 +300,7 @@ def test_what_is_checked_of_shared_memory_is_the_copy() -> None:
     assert bool((part.values == 2.0).all())
 
 
-WITHOUT_KERNELS = (OptimizerKind.ASSIGN, OptimizerKind.CUSTOM, OptimizerKind.ROWWISE_ADAGRAD)
+WITHOUT_KERNELS = (OptimizerKind.ASSIGN, OptimizerKind.CUSTOM, *ONLY_ROW_OPTIMIZERS)
 
 
 @pytest.mark.parametrize("kernels", list(Kernels))

@@ -56,7 +56,7 @@ ROW_MUTANTS = (
         "an update that makes a row forgets its state",
         "S11",
         _STORE,
-        "            for name, rows in state.items():",
+        "            for name, rows in taken.items():",
         "            for name, rows in ():",
         _STEPS,
     ),

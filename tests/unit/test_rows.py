@@ -21,6 +21,7 @@ from ps_core.rows import (
     sums_by_key,
 )
 from ps_core.tables import (
+    ONLY_ROW_OPTIMIZERS,
     DType,
     Eviction,
     Initializer,
@@ -29,6 +30,7 @@ from ps_core.tables import (
     OptimizerKind,
     OptimizerSpec,
     RowsSpec,
+    StepHyperparameters,
     Table,
     TableSpec,
 )
@@ -248,9 +250,9 @@ def test_a_spec_of_rows_comes_over_the_wire_as_it_was(eviction: Eviction) -> Non
 
 
 def test_what_is_for_rows_is_refused_in_other_tables() -> None:
-    row_wise = OptimizerSpec(OptimizerKind.ROWWISE_ADAGRAD)
-    with pytest.raises(InvalidConfig, match="for tables of rows"):
-        TableSpec("t", DType.FLOAT32, 4, row_wise).validated()
+    for kind in ONLY_ROW_OPTIMIZERS:
+        with pytest.raises(InvalidConfig, match=f"'t': {kind.value} is for tables of rows"):
+            TableSpec("t", DType.FLOAT32, 4, OptimizerSpec(kind)).validated()
     sgd, drawn = OptimizerSpec(OptimizerKind.SGD), Initializer(InitializerKind.UNIFORM, scale=1.0)
     with pytest.raises(InvalidConfig, match="for tables of rows"):
         TableSpec("t", DType.FLOAT32, 4, sgd, initializer=drawn).validated()
@@ -261,6 +263,11 @@ def test_a_steps_hyperparameters_are_checked_too() -> None:
     assert dict(step.merged((("lr", 0.5),)))["lr"] == 0.5
     with pytest.raises(InvalidConfig, match="'weight_decay' of sgd is"):
         step.merged((("weight_decay", 0.1),))
+    of_ftrl = StepHyperparameters(OptimizerSpec(OptimizerKind.FTRL), has_rows=True)
+    changed = {"lr": 0.5, "l1": 1.0, "l2": 2.0, "beta": 3.0}
+    assert dict(of_ftrl.merged(tuple(sorted(changed.items())))) == changed
+    with pytest.raises(InvalidConfig, match=r"'lr' is 0\.0; expected at least 1e-18"):
+        of_ftrl.merged((("lr", 0.0),))
 
 
 def test_the_layout_is_that_of_a_row_and_the_partitions_are_blocks() -> None:

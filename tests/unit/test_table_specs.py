@@ -19,6 +19,7 @@ from ps_core.keys import TableId
 from ps_core.tables import (
     HYPERPARAMETER_DEFAULTS,
     MAX_LOADED_STEP_COUNT,
+    ONLY_ROW_OPTIMIZERS,
     STEP_ARRAY,
     VALUES_ARRAY,
     Codec,
@@ -223,6 +224,14 @@ def test_a_rate_has_any_sign_up_to_a_magnitude(sign: int) -> None:
         SGD.merged((("lr", most * 1.001),))
 
 
+def test_ftrl_has_no_rate_that_it_cannot_divide_by() -> None:
+    ftrl = OptimizerSpec(OptimizerKind.FTRL)
+    assert dict(ftrl.merged((("lr", 1e-18),)))["lr"] == 1e-18
+    for wrong in (0.0, -0.1, 9e-19):
+        with pytest.raises(InvalidConfig, match=f"'lr' is {wrong}; expected at least 1e-18"):
+            ftrl.merged((("lr", wrong),))
+
+
 def test_what_is_0_is_the_same_bits_whatever_its_sign() -> None:
     assert str(SGD.merged((("lr", -0.0),))) == str(SGD.merged((("lr", 0.0),)))
 
@@ -233,6 +242,8 @@ BOUNDED = [
     (OptimizerKind.ADAM, "eps", False), (OptimizerKind.SGD, "weight_decay", False),
     (OptimizerKind.ADAGRAD, "lr_decay", False),
     (OptimizerKind.ADAGRAD, "initial_accumulator_value", False),
+    (OptimizerKind.FTRL, "l1", False), (OptimizerKind.FTRL, "l2", False),
+    (OptimizerKind.FTRL, "beta", False),
 ]  # fmt: skip
 
 
@@ -279,7 +290,7 @@ def test_a_variant_belongs_to_the_optimizers_that_have_it(flag: str, kind: Optim
         fields["custom_update"] = "lion"
     if flag == "nesterov" and kind is OptimizerKind.SGD:
         fields["hyperparameters"] = (("momentum", 0.9),)
-    rows = RowsSpec() if kind is OptimizerKind.ROWWISE_ADAGRAD else None
+    rows = RowsSpec() if kind in ONLY_ROW_OPTIMIZERS else None
     spec = spec_of(optimizer=optimizer(kind, **fields), rows=rows)
     if kind in HAVE[flag]:
         assert getattr(spec.validated().optimizer, flag) is True

@@ -13,6 +13,7 @@ from ps_core.errors import InvalidConfig
 from ps_core.tables import HYPERPARAMETER_DEFAULTS, Kernels, OptimizerKind
 from ps_worker.spec import optimizers
 from ps_worker.spec.optimizers import (
+    FTRL,
     SGD,
     Adagrad,
     Adam,
@@ -59,6 +60,13 @@ BAD: list[tuple[type[ServerOptimizer], dict[str, Any], str]] = [
     (Adagrad, {"lr_decay": -1.0}, "lr_decay"),
     (RMSprop, {"alpha": -1.0}, "alpha"),
     (RMSprop, {"momentum": -1.0}, "momentum"),
+    (FTRL, {"lr": 0.0}, "FTRL: lr is 0.0; expected above 0"),
+    (FTRL, {"lr": -1.0}, "lr is -1.0"),
+    (FTRL, {"lr": float("nan")}, "lr is nan"),
+    (FTRL, {"l1": -0.1}, "l1 is -0.1"),
+    (FTRL, {"l2": -0.1}, "l2 is -0.1"),
+    (FTRL, {"beta": -1.0}, "beta is -1.0"),
+    (FTRL, {"beta": "small"}, "expected a number"),
     (SGD, {"clamp": 0.5}, r"clamp is 0.5; expected \(least, greatest\)"),
     (Adam, {"clamp": (1.0, 0.5)}, "expected the least first"),
     (AdamW, {"clamp": (None, float("inf"))}, "clamp_max is inf; expected a finite number"),
@@ -71,6 +79,13 @@ def test_bounds_are_those_of_torch(
 ) -> None:
     with pytest.raises(InvalidConfig, match=message):
         ours(**arguments)
+
+
+def test_the_beta_of_ftrl_is_no_part_of_a_pair() -> None:
+    spec = FTRL(lr=0.5, l1=2.0, l2=3.0, beta=4.0, maximize=True).spec()
+    assert dict(spec.hyperparameters) == {"lr": 0.5, "l1": 2.0, "l2": 3.0, "beta": 4.0}
+    assert (spec.kind, spec.maximize) == (OptimizerKind.FTRL, True)
+    assert dict(FTRL().spec().hyperparameters) == HYPERPARAMETER_DEFAULTS[OptimizerKind.FTRL]
 
 
 def test_numbers_come_from_a_torch_group_by_torchs_names() -> None:

@@ -44,6 +44,7 @@ class OptimizerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OPTIMIZER_KIND_ADD: _ClassVar[OptimizerKind]
     OPTIMIZER_KIND_CUSTOM: _ClassVar[OptimizerKind]
     OPTIMIZER_KIND_ROWWISE_ADAGRAD: _ClassVar[OptimizerKind]
+    OPTIMIZER_KIND_FTRL: _ClassVar[OptimizerKind]
 
 class KernelKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -127,6 +128,7 @@ OPTIMIZER_KIND_ASSIGN: OptimizerKind
 OPTIMIZER_KIND_ADD: OptimizerKind
 OPTIMIZER_KIND_CUSTOM: OptimizerKind
 OPTIMIZER_KIND_ROWWISE_ADAGRAD: OptimizerKind
+OPTIMIZER_KIND_FTRL: OptimizerKind
 KERNEL_KIND_UNSPECIFIED: KernelKind
 KERNEL_KIND_FAST: KernelKind
 KERNEL_KIND_EXACT: KernelKind
