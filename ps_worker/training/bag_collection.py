@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         is_weighted: batches have weights, by which rows are multiplied; only with SUM.
         optimizer, hashed_ids, options: of all tables, as of `Embedding`.
         per_table: those that a table has for itself, by its name, as in
-            `{"users": {"partitions": 64}}`.
+            `{"users": {"partitions": 64}}`. A `seed` for all is added to a checksum of each name.
 
     Raises:
         InvalidConfig: two tables of one name, a feature twice in one table, or a setting that
@@ -91,7 +92,11 @@ class EmbeddingBagCollection(torch.nn.Module):
         self._keys = _keys_of(tables, self._features)
         modes = [_mode_of(each, is_weighted=is_weighted) for each in tables]
         common = {"optimizer": optimizer, "hashed_ids": hashed_ids, **options}
-        given = [{**common, **own.get(each.name, {})} for each in tables]
+        seed = options.get("seed", 0)
+        given = [
+            {**common, "seed": _seed_of(each.name, seed), **own.get(each.name, {})}
+            for each in tables
+        ]
         for config, settings in zip(tables, given, strict=True):
             _check_dtype(config, settings)
             if "init" not in settings:
@@ -241,6 +246,11 @@ def _keys_of(tables: Sequence[SupportsConfig], features: Sequence[Sequence[str]]
         for table, names in zip(tables, features, strict=True)
         for name in names
     ]
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """A seed for each table: of one seed, rows of equal ids would be equal in all of them."""
+    return seed + zlib.crc32(name.encode())
 
 
 def _check_dtype(config: SupportsConfig, settings: Mapping[str, object]) -> None:
