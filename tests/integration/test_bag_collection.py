@@ -216,7 +216,7 @@ def test_settings_are_for_all_tables_or_for_one(client: ps.Client) -> None:
 
 
 def test_tables_of_one_seed_begin_with_other_rows_each(client: ps.Client) -> None:
-    def rows(seed: int, **own: int) -> list[torch.Tensor]:
+    def rows(seed: int, own: dict[str, int]) -> list[torch.Tensor]:
         names = [f"seed {seed} {len(own)} {letter}" for letter in "ab"]
         given = [TorchRecConfig(IDS, 3, name) for name in names]
         model = ps.EmbeddingBagCollection(
@@ -224,10 +224,10 @@ def test_tables_of_one_seed_begin_with_other_rows_each(client: ps.Client) -> Non
         )
         return [all_rows(bag) for bag in model.embedding_bags.values()]
 
-    first, second = rows(0)
+    first, second = rows(0, {})
     assert not torch.equal(first, second)
-    assert not torch.equal(first, rows(1)[0])
-    assert torch.equal(rows(0, seed=5)[1], rows(1, seed=5)[1])
+    assert not torch.equal(first, rows(1, {})[0])
+    assert torch.equal(rows(0, {"seed": 5})[1], rows(1, {"seed": 5})[1])
 
 
 def test_the_pulls_of_all_tables_are_under_way_before_one_is_waited_for(client: ps.Client) -> None:
