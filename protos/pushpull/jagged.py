@@ -10,7 +10,7 @@ is `KeyedJaggedTensor.from_lengths_sync(["clicks", "buys"], values, lengths)` wi
 5, 3, 9] and `lengths` [2, 0, 1, 1, 1, 0]: bag by bag, feature by feature.
 """
 
-from ps_worker.training.jagged import (
+from ps_worker.training.bags.jagged import (
     EmbeddingBagConfig,
     JaggedTensor,
     KeyedJaggedTensor,

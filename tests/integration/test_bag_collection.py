@@ -17,7 +17,7 @@ from torch import nn
 
 import ps_worker as ps
 from ps_worker.spec.rows import rows_of
-from ps_worker.training.bag_collection import SupportsConfig
+from ps_worker.training.bags.collection import SupportsConfig
 from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 
 pytestmark = pytest.mark.timeout(120)

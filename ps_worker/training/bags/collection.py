@@ -16,8 +16,8 @@ from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.tables import OptimizerSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.settings import RowsInitial, RowsOptions, SupportsSpec, Uniform
+from ps_worker.training.bags.jagged import KeyedTensor, SupportsBags, bounds_of, counts_per_key
 from ps_worker.training.embedding import EmbeddingBag
-from ps_worker.training.jagged import KeyedTensor, SupportsBags, bounds_of, counts_per_key
 
 MODES = {"SUM": "sum", "MEAN": "mean"}
 

@@ -315,9 +315,9 @@ def counts_per_key(features: SupportsBags) -> list[int]:
         InvalidTensor: the lengths are not those of the values and keys.
     """
     keys, lengths, stride = list(features.keys()), features.lengths(), features.stride()
-    twice = {key for key in keys if keys.count(key) > 1}
-    if twice:
-        raise InvalidKeys(f"feature '{min(twice)}' comes twice in the batch; expected it once")
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise InvalidKeys(f"feature '{twice}' comes twice in the batch; expected it once")
     if lengths.numel() != len(keys) * stride:
         raise InvalidTensor(
             f"there are {lengths.numel()} lengths for {len(keys)} features; expected {stride} of "
