@@ -16,7 +16,7 @@ from typing import Any
 
 import pushpull
 from docs.reference import table
-from pushpull import errors, types
+from pushpull import errors, jagged, types
 
 PAGE = Path(__file__).resolve().parent / "reference/API.md"
 
@@ -28,7 +28,13 @@ GROUPS = {
         "pull_model",
         "RandomState",
     ),
-    "Embeddings": ("Embedding", "EmbeddingBag", "HybridOptimizer", "prefetch"),
+    "Embeddings": (
+        "Embedding",
+        "EmbeddingBag",
+        "EmbeddingBagCollection",
+        "HybridOptimizer",
+        "prefetch",
+    ),
     "Optimizers of the servers": (
         *("SGD", "Adam", "AdamW", "Adagrad", "RowwiseAdagrad", "FTRL", "RMSprop", "Aggregate"),
         *("Add", "Custom", "Assign"),
@@ -41,7 +47,8 @@ GROUPS = {
 
 BELOW = {
     *("check_sealed", "defaults", "kind", "of", "spec", "with_group"),
-    *("session", "wait_all"),
+    *("parsed", "session", "wait_all"),
+    *("begin_lookup", "end_lookup", "pooled"),
 }
 """Methods that the package itself calls. Scripts need none of them."""
 
@@ -53,8 +60,9 @@ Made from the code by `make reference`; do not edit it. `help(ps.connect)` shows
 import pushpull as ps
 ```
 
-`pushpull` has the names below, [`pushpull.types`](#pushpulltypes) the classes of what calls return,
-and [`pushpull.errors`](#pushpullerrors) the errors. Settings from the environment and the commands
+`pushpull` has the names below, [`pushpull.jagged`](#pushpulljagged) the batches of an
+`EmbeddingBagCollection`, [`pushpull.types`](#pushpulltypes) the classes of what calls return, and
+[`pushpull.errors`](#pushpullerrors) the errors. Settings from the environment and the commands
 are on the [reference page](REFERENCE.md).
 """
 
@@ -75,12 +83,12 @@ def page() -> str:
         f"## {title}\n\n" + "\n".join(_described(pushpull, name) for name in names)
         for title, names in GROUPS.items()
     ]
-    return "\n".join((HEAD, *sections, _types(), _errors()))
+    return "\n".join((HEAD, *sections, _classes(jagged), _classes(types), _errors()))
 
 
-def _types() -> str:
-    head = "## `pushpull.types`\n\n" + markdown(types.__doc__) + "\n"
-    return head + "\n".join(_described(types, name) for name in types.__all__)
+def _classes(module: ModuleType) -> str:
+    head = f"## `{module.__name__}`\n\n" + markdown(module.__doc__) + "\n"
+    return head + "\n".join(_described(module, name) for name in module.__all__)
 
 
 def _errors() -> str:
@@ -94,12 +102,12 @@ def _errors() -> str:
 def _described(module: ModuleType, name: str) -> str:
     """A function, or a class with its methods."""
     thing = getattr(module, name)
-    is_made_by_users = module is pushpull and name != "Client"
+    is_made_by_users = module is not types and name != "Client"
     shown = f"{module.__name__.replace('pushpull', 'ps', 1)}.{name}"
     code = f"{_code(name, thing)}\n" if is_made_by_users else ""
     text = f"### `{shown}`\n\n{code}{markdown(thing.__doc__)}"
     if isinstance(thing, type):
-        text += _fields(thing) if module is types else ""
+        text += _fields(thing) if module is not pushpull else ""
         text += "".join(_members(thing))
     return text
 
@@ -119,7 +127,9 @@ def _members(cls: type) -> Iterator[str]:
             continue
         if isinstance(value, property):
             yield f"\n#### `.{name}`\n\n{markdown(value.fget.__doc__)}"
-        elif callable(value) and value.__doc__:
+        if isinstance(value, classmethod):
+            value = getattr(cls, name)
+        if callable(value) and value.__doc__:
             yield f"\n#### `.{name}`\n\n{_code(name, value)}\n{markdown(value.__doc__)}"
 
 

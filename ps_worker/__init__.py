@@ -66,6 +66,7 @@ from ps_worker.transport.lane import empty_shared
 if TYPE_CHECKING:
     from ps_worker.checkpoint.random_state import RandomState
     from ps_worker.client.on_ray import RayCluster, RayRole, ray_cluster
+    from ps_worker.training.bags.collection import EmbeddingBagCollection
     from ps_worker.training.distributed_optimizer import DistributedOptimizer
     from ps_worker.training.distributed_sampler import DistributedSampler
     from ps_worker.training.embedding import Embedding, EmbeddingBag
@@ -97,6 +98,7 @@ __all__ = [
     "EditRefused",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
     "Fenced",
     "FromRank0",
     "GradientChangedAfterPush",
@@ -149,6 +151,7 @@ _IMPORTED_ON_USE = {
     "DistributedSampler": "ps_worker.training.distributed_sampler",
     "Embedding": "ps_worker.training.embedding",
     "EmbeddingBag": "ps_worker.training.embedding",
+    "EmbeddingBagCollection": "ps_worker.training.bags.collection",
     "HybridOptimizer": "ps_worker.training.hybrid.hybrid_optimizer",
     "RandomState": "ps_worker.checkpoint.random_state",
     "RayCluster": "ps_worker.client.on_ray",

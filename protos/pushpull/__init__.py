@@ -8,8 +8,8 @@
 `connect` joins a cluster as a worker; `DistributedOptimizer` trains a torch module on it. `Client`
 has the verbs below that: `create_table`, `push`, `pull`, `wait`. `local_cluster` starts a cluster
 of child processes. `pushpull.errors` has the errors, `pushpull.types` the classes of what calls
-return, `pushpull.v1` the stubs of the gRPC contract. The command `pushpull` is also `python -m
-pushpull`.
+return, `pushpull.jagged` the batches of an `EmbeddingBagCollection`, `pushpull.v1` the stubs of the
+gRPC contract. The command `pushpull` is also `python -m pushpull`.
 
 A name is imported when it is used: the stubs alone, which every role needs, cost nothing more.
 """
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         DistributedSampler,
         Embedding,
         EmbeddingBag,
+        EmbeddingBagCollection,
         FromRank0,
         HybridOptimizer,
         Inline,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         ray_cluster,
     )
     from pushpull import errors as errors
+    from pushpull import jagged as jagged
     from pushpull import types as types
 
     __version__: str
@@ -77,6 +79,7 @@ __all__ = [
     "DistributedSampler",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
     "FromRank0",
     "HybridOptimizer",
     "Inline",
@@ -94,7 +97,7 @@ __all__ = [
     "ray_cluster",
 ]
 
-_SUBMODULES = ("errors", "types")
+_SUBMODULES = ("errors", "jagged", "types")
 
 
 if not TYPE_CHECKING:  # to type checkers a name that there is not is an error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -36,6 +35,16 @@ class _Ahead:
     batch: RowBatch
     clock: int | None  # after which they are looked up; None: at any
     ticket: PullTicket[npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lookup:
+    """The rows of a forward pass, on their way."""
+
+    ids: Tensor
+    batch: RowBatch
+    ticket: PullTicket[npt.NDArray[Any]]
+    is_prefetched: bool
 
 
 class Embedding(torch.nn.Module):
@@ -121,7 +130,7 @@ class Embedding(torch.nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of these ids."""
-        places, rows = self._looked_up(ids)
+        places, rows = self.end_lookup(self.begin_lookup(ids))
         return functional.embedding(places, rows)
 
     def prefetch(self, ids: Tensor) -> None:
@@ -155,22 +164,31 @@ class Embedding(torch.nn.Module):
                 return ahead
         return None
 
-    def _pulled(self, given: Ids) -> tuple[RowBatch, npt.NDArray[Any]]:
+    def begin_lookup(self, ids: Tensor) -> Lookup:
+        """Begin to pull the rows of these ids, unless `prefetch` has; `end_lookup` has them."""
+        given = ids_of(ids, hashed_ids=self._hashed_ids)
         ahead = self._prefetched(given)
         if ahead is not None:
-            with contextlib.suppress(WaitExpired):  # its time began before the last step
-                return ahead.batch, self._client.wait(ahead.ticket)
+            return Lookup(ids, ahead.batch, ahead.ticket, is_prefetched=True)
         batch = cut_ids(given, self._rows)
-        return batch, self._client.wait(self._client.pulls.start_rows(self.table, batch))
+        ticket = self._client.pulls.start_rows(self.table, batch)
+        return Lookup(ids, batch, ticket, is_prefetched=False)
 
-    def _looked_up(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The place of each id, in its shape, among the rows that were pulled."""
-        batch, pulled = self._pulled(ids_of(ids, hashed_ids=self._hashed_ids))
-        rows = torch.from_numpy(pulled).to(ids.device)
+    def end_lookup(self, lookup: Lookup) -> tuple[Tensor, Tensor]:
+        """The place of each id, in its shape, among the rows that were pulled, and these."""
+        batch, device = lookup.batch, lookup.ids.device
+        try:
+            pulled = self._client.wait(lookup.ticket)
+        except WaitExpired:
+            if not lookup.is_prefetched:
+                raise
+            # The time of a prefetch began before the last step.
+            pulled = self._client.wait(self._client.pulls.start_rows(self.table, batch))
+        rows = torch.from_numpy(pulled).to(device)
         if torch.is_grad_enabled() and not self._client.is_reader:
             self.trained.watch(batch, rows)
-        places = torch.from_numpy(batch.places).to(ids.device)
-        return places.reshape(ids.shape), rows
+        places = torch.from_numpy(batch.places).to(device)
+        return places.reshape(lookup.ids.shape), rows
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step."""
@@ -250,13 +268,17 @@ class EmbeddingBag(Embedding):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """One row for each bag."""
-        places, rows = self._looked_up(ids)
+        return self.pooled(self.begin_lookup(ids), offsets, per_sample_weights)
+
+    def pooled(self, lookup: Lookup, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+        """One row for each bag of a lookup that was begun."""
+        places, rows = self.end_lookup(lookup)
         return functional.embedding_bag(
             places,
             rows,
             offsets,
             mode=self.mode,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=weights,
             include_last_offset=self.include_last_offset,
         )
 

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Generic, TypeVar
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from ps_worker.training.embedding import Embedding
+from typing import Any, Generic, TypeVar
 
 BatchT = TypeVar("BatchT")
 
@@ -17,7 +12,7 @@ class Prefetched(Generic[BatchT]):
     """The batches of `prefetch`."""
 
     def __init__(
-        self, loader: Iterable[BatchT], ids: Callable[[BatchT], Mapping[Embedding, Tensor]]
+        self, loader: Iterable[BatchT], ids: Callable[[BatchT], Mapping[Any, Any]]
     ) -> None:
         self._loader = loader
         self._ids = ids
@@ -37,7 +32,7 @@ class Prefetched(Generic[BatchT]):
 
 
 def prefetch(
-    loader: Iterable[BatchT], ids: Callable[[BatchT], Mapping[Embedding, Tensor]]
+    loader: Iterable[BatchT], ids: Callable[[BatchT], Mapping[Any, Any]]
 ) -> Prefetched[BatchT]:
     """The batches of a loader, with the rows of the next one on their way.
 
@@ -48,5 +43,6 @@ def prefetch(
         loader: is asked for one batch more than the script has had.
         ids: the ids that a forward pass with a batch looks up, by Embedding: the same values in the
             same order, or the rows are pulled again. `Embedding.prefetch` says how stale they are.
+            Of an `EmbeddingBagCollection` the `KeyedJaggedTensor`.
     """
     return Prefetched(loader, ids)

@@ -89,3 +89,17 @@ def test_a_model_of_flights_learns_as_it_does_in_one_process(form: str) -> None:
     reached = re.search(r"\[worker 0\] held-out AUC (\S+), ", found.stdout)
     assert reached is not None, found.stdout
     assert 0.6 < float(reached.group(1)) < 0.65  # as in one process
+
+
+def test_a_model_of_ratings_learns_more_than_means_say() -> None:
+    found = run_warm(
+        "train", "examples/movielens.py", "-w", "2", "-s", "2",
+        "--", "--steps", "160", "--log-every", "40",
+        cwd=ROOT, has_warm_roles=True,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "[worker 0] step 160 of 160: loss" in found.stdout
+    assert "RMSE of means: 1.0689 of all, 0.9029 of movies and users" in found.stdout
+    reached = re.search(r"\[worker 0\] held-out RMSE (\d\.\d+), ", found.stdout)
+    assert reached is not None, found.stdout
+    assert 0.86 < float(reached.group(1)) < 0.9  # as in one process

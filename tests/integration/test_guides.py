@@ -48,7 +48,7 @@ def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
 
 def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
-    page.save("taste.py", "line.py", "look.py")
+    page.save("taste.py", "line.py", "clicks.py", "look.py")
     train, *to_take_out = page.commands()
     loss = re.search(r"loss (\d+\.\d+)", page.type(train))
     assert loss
@@ -59,11 +59,20 @@ def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
 
 def test_the_rest_of_that_model_may_stay_at_the_workers(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
-    page.save("taste.py", "line.py", "look.py")
+    page.save("taste.py", "line.py", "clicks.py", "look.py")
     line, taste = (tmp_path / "line.py").read_text(), tmp_path / "taste.py"
     changed, count = re.subn(r"optimizer = ps\.Distributed.*\n", line, taste.read_text())
     assert count == 1
     taste.write_text(changed)
     loss = re.search(r"loss (\d+\.\d+)", page.type(page.commands()[0]))
+    assert loss
+    assert float(loss[1]) < 0.3
+
+
+def test_a_model_that_was_written_for_torchrec_learns(tmp_path: Path) -> None:
+    page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
+    page.save("taste.py", "line.py", "clicks.py", "look.py")
+    train = page.commands()[0].replace("taste.py", "clicks.py")
+    loss = re.search(r"loss (\d+\.\d+)", page.type(train))
     assert loss
     assert float(loss[1]) < 0.3

@@ -78,7 +78,7 @@ def test_the_api_page_is_what_the_code_says() -> None:
 
 
 def test_pages_and_examples_use_the_public_api() -> None:
-    public = {*pushpull.__all__, "errors", "types", "__version__"}
+    public = {*pushpull.__all__, "errors", "jagged", "types", "__version__"}
     shown = {path: text for path, text in texts().items() if SHOWN.match(path)}
     assert {"README.md", "examples/digits_cnn.py", "docs/guides/CUSTOM_UPDATES.md"} <= shown.keys()
     behind = [path for path, text in shown.items() if "import ps_worker" in text]

@@ -18,35 +18,36 @@ from ps_worker.client.client import ConnectOptions
 from ps_worker.spec.settings import TABLE_DEFAULTS, TableOptions
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.transport.config import WorkerConfig
-from pushpull import errors, types
+from pushpull import errors, jagged, types
 
 NAMES = {
     *("connect", "Client", "local_cluster", "ray_cluster"),
     *("DistributedOptimizer", "DistributedSampler", "pull_model", "RandomState"),
     *("Embedding", "EmbeddingBag", "RowwiseAdagrad", "FTRL", "Uniform", "Normal"),
-    *("HybridOptimizer", "prefetch"),
+    *("EmbeddingBagCollection", "HybridOptimizer", "prefetch"),
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Aggregate", "Add", "Custom", "Assign"),
     *("BSP", "SSP", "ASP"),
     *("Zeros", "Constant", "Inline", "FromRank0"),
     "empty_shared",
 }
 
-MOST_NAMES = 33
+MOST_NAMES = 34
 
 
 def test_the_public_names_are_these_and_few() -> None:
     assert set(ps.__all__) == NAMES
     assert len(ps.__all__) == len(NAMES) <= MOST_NAMES
-    assert set(dir(ps)) == NAMES | {"errors", "types", "__version__"}
+    assert set(dir(ps)) == NAMES | {"errors", "jagged", "types", "__version__"}
 
 
 def test_each_name_is_the_workers_and_has_a_docstring() -> None:
     for name in ps.__all__:
         assert getattr(ps, name) is getattr(ps_worker, name)
         assert inspect.getdoc(getattr(ps, name))
-    for name in types.__all__:
-        assert inspect.isclass(getattr(types, name))
-        assert inspect.getdoc(getattr(types, name))
+    for module in (jagged, types):
+        for name in module.__all__:
+            assert inspect.isclass(getattr(module, name))
+            assert inspect.getdoc(getattr(module, name))
 
 
 def test_each_member_of_a_public_class_has_a_docstring() -> None:
@@ -82,6 +83,8 @@ def test_every_error_is_in_errors() -> None:
 def test_a_name_that_is_elsewhere_is_told_where() -> None:
     with pytest.raises(AttributeError, match=r"it is pushpull\.errors\.WaitExpired"):
         ps.WaitExpired  # type: ignore[attr-defined] # noqa: B018
+    with pytest.raises(AttributeError, match=r"it is pushpull\.jagged\.KeyedJaggedTensor"):
+        ps.KeyedJaggedTensor  # type: ignore[attr-defined] # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'Nonsense'$"):
         ps.Nonsense  # type: ignore[attr-defined] # noqa: B018
 
