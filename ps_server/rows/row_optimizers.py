@@ -136,6 +136,7 @@ def _ftrl(
     l1, l2 = number(hyperparameters["l1"]), number(hyperparameters["l2"])
     beta = number(hyperparameters["beta"])
     sums += np.square(gradients)
+    np.minimum(sums, np.finfo(sums.dtype).max, out=sums)  # an infinite rate times 0 is no number
     rates = np.sqrt(sums)
     rates += beta
     rates *= number(1.0 / hyperparameters["lr"])

@@ -368,6 +368,17 @@ def test_ftrl_without_penalties_is_adagrad_whatever_the_rates_are(dtype: DType) 
         )
 
 
+def test_a_gradient_whose_square_is_too_large_leaves_numbers() -> None:
+    store = store_of(table_of(OptimizerKind.FTRL, start=Initializer()))
+    for clock in range(1, 4):
+        huge = np.full((1, LENGTH), 1e30, np.float32)
+        payload = payload_of(np.array([one_of(0)], np.uint64), huge)
+        store.accumulate(clock, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
+        with np.errstate(over="ignore"):
+            at_once(store.applying(clock, store.take(clock), (), 1))
+    assert np.isfinite(np.frombuffer(rows_of(store, [one_of(0)])[0], np.float32)).all()
+
+
 def test_a_penalty_of_a_step_holds_for_all_that_was_learned() -> None:
     store = store_of(table_of(OptimizerKind.FTRL))
     for clock in range(1, 4):
