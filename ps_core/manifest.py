@@ -26,10 +26,10 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.keys import TableId
@@ -208,6 +208,21 @@ def imported_name(prefix: str, dtype: DType) -> str:
     return f"{prefix}/{dtype.value}" if prefix else dtype.value
 
 
+class ImportedRows(NamedTuple):
+    """The names of the tensors with the rows of a table, and with their ids; None: the id of a row
+    is its place.
+    """
+
+    rows: str
+    ids: str | None = None
+
+
+def has_ids(name: str, names: Container[str]) -> bool:
+    """True if an imported tensor has ids of rows: their 64 bits lie in what is float64 by name."""
+    stem, _, last = name.rpartition("/")
+    return last == "ids" and f"{stem}/rows" in names
+
+
 @dataclass(frozen=True, slots=True)
 class Imported:
     """The tensors of an import in the checkpoint at `url`, by name, with the table of each: for the
@@ -255,6 +270,49 @@ class Imported:
         if came != expected:
             raise InvalidCheckpoint(f"{what} is {came} in {self.url}; expected {expected}")
         return source.name, found.offset
+
+    def check(self, spec: TableSpec) -> None:
+        """InvalidCheckpoint if the table's values are not here."""
+        if spec.rows is None:
+            self.places(spec)
+        else:
+            self.rows_of(spec)
+
+    def rows_of(self, spec: TableSpec) -> ImportedRows:
+        """The tensors here that have the rows of `spec`; InvalidCheckpoint if there are none, or of
+        another shape.
+        """
+        what, names = f"table '{spec.name}'", self._row_names(spec.name)
+        for found in names:
+            if found.rows not in self.tensors or found.ids not in (None, *self.tensors):
+                continue
+            source, tensor = self.tensors[found.rows]
+            if tensor.shape[1:] != (spec.element_count,) or source.dtype is not spec.dtype:
+                raise InvalidCheckpoint(
+                    f"tensor '{found.rows}', with the rows of {what}, is {tensor.shape} of "
+                    f"{source.dtype.value} in {self.url}; expected (rows, {spec.element_count}) of "
+                    f"{spec.dtype.value}"
+                )
+            if found.ids is not None:
+                ids = self.tensors[found.ids][1].shape
+                if ids != tensor.shape[:1]:
+                    raise InvalidCheckpoint(
+                        f"tensor '{found.ids}' is {ids} in {self.url}; expected "
+                        f"{tensor.shape[:1]}, as many as '{found.rows}' has rows"
+                    )
+            return found
+        shown = " or ".join(f"'{each.rows}'" for each in dict.fromkeys(names))
+        raise InvalidCheckpoint(
+            f"the rows of {what} are not in {self.url}, which was imported for {self._covers}; "
+            f"expected {shown}, or an import with --prefix, the name of one model"
+        )
+
+    def _row_names(self, table: str) -> list[ImportedRows]:
+        """The names that rows of a table may have here: those of `export`, and torch's."""
+        short = table.removeprefix(f"{self.prefix}/") if self.prefix else table
+        names = dict.fromkeys((table, short))
+        pairs = [ImportedRows(f"{name}/rows", f"{name}/ids") for name in names]
+        return [*pairs, *(ImportedRows(f"{n}.weight") for n in names), *map(ImportedRows, names)]
 
     @property
     def _covers(self) -> str:

@@ -5,6 +5,7 @@ Rules:
     - There is one table for each element type, with its tensors in the order of the file; integers
       and booleans are float64, as the buffers of a model are. At most one tensor is in memory.
     - Everything is read again before the manifest is written; a failed import removes its files.
+    - Ids of rows (NAME/ids beside NAME/rows) keep their 64 bits, in what is float64 by name.
     - A run takes its initial values by tensor name when a script makes its tables
       (`ps_core.manifest`): an imported table has no model.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from ps_cli.console.output import Output
 from ps_cli.status.view import size
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError
-from ps_core.manifest import Manifest, SavedPart, SavedTable, imported_name, number_of
+from ps_core.manifest import Manifest, SavedPart, SavedTable, has_ids, imported_name, number_of
 from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import VALUES
@@ -98,8 +99,9 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 tensor_of = opened.get_tensor
                 # Each is read, and freed: only then is its type known.
+                names = set(opened.keys())
                 sources = [
-                    _source(file, name, tensor_of(name), partial(tensor_of, name))
+                    _source(file, name, tensor_of(name), partial(tensor_of, name), names)
                     for name in opened.keys()  # noqa: SIM118 - it is no mapping
                 ]
             else:
@@ -108,7 +110,7 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
                     said = type(found).__name__
                     raise InvalidConfig(f"{file} is a {said}; expected a state dict")
                 sources = [
-                    _source(file, name, each, partial(found.__getitem__, name))
+                    _source(file, name, each, partial(found.__getitem__, name), found)
                     for name, each in found.items()
                 ]
         except (OSError, SafetensorError) as error:
@@ -124,7 +126,13 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
         yield sources
 
 
-def _source(file: Path, name: object, value: object, read: Callable[[], torch.Tensor]) -> _Source:
+def _source(
+    file: Path,
+    name: object,
+    value: object,
+    read: Callable[[], torch.Tensor],
+    names: Container[str],
+) -> _Source:
     import torch
 
     if not isinstance(name, str) or not isinstance(value, torch.Tensor):
@@ -132,6 +140,14 @@ def _source(file: Path, name: object, value: object, read: Callable[[], torch.Te
             f"{file}: {name!r} is a {type(value).__name__}; expected names and tensors alone, as "
             "module.state_dict() has them"
         )
+    if has_ids(name, names):
+        if value.dtype not in (torch.int64, torch.uint64) or value.dim() != 1:
+            raise InvalidConfig(
+                f"{file}: tensor '{name}' is {value.dtype} of shape {tuple(value.shape)}; expected "
+                "int64 ids of rows, one for each"
+            )
+        shape = tuple(value.shape)
+        return _Source(name, DType.FLOAT64, shape, lambda: read().contiguous().view(torch.float64))
     dtype = _dtype_of(value)
     if dtype is None or value.layout is not torch.strided or value.is_quantized:
         raise InvalidConfig(

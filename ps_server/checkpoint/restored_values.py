@@ -10,7 +10,7 @@ Rules:
       cannot be read fails its table, with file and reason: nobody trains on half a checkpoint.
     - A cluster's checkpoint has the table's own blocks, with their state, version and steps.
     - An imported checkpoint has tensors in blocks of its own, of which the table's blocks are put
-      together. They have taken no step, and their optimizer has no state.
+      together, and its partitions too. They have taken no step, and their optimizer has no state.
 
 Invariants:
     RB-1  Nothing but values is read of an imported checkpoint.
@@ -24,17 +24,25 @@ import os
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
+
+from ps_core import limits
 from ps_core.cluster_view import ClusterView
 from ps_core.errors import PushpullError, UpdateFailed, check
 from ps_core.manifest import Imported
-from ps_core.tables import Table
+from ps_core.rows import Ids, mixed_ids, partitions_of, salt_of
+from ps_core.tables import RowsSpec, Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint.part_file import VALUES, StoredBlock
+from ps_runtime.checkpoint.part_file import IDS, VALUES, StoredBlock
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
 from ps_server.checkpoint.restored_ranges import Key, RestoredRanges
 from ps_server.service.node import ParameterNode
+
+_READ_BYTES = 4 << 20
+"""Bytes of imported rows that are read at once."""
 
 _THREAD_COUNT = min(4, os.cpu_count() or 1)
 """A thread reads, checks and finds new memory for about half a GB a second; a disk is faster."""
@@ -110,7 +118,10 @@ class RestoredValues:
         shard = self._ranges.begin(key)
         if shard is None:
             return 0
-        store, found = self._node.shards.stores[key], restored.blocks_of(shard.state.table)
+        found = await asyncio.to_thread(restored.blocks_of, shard.state.table)
+        if self._node.machine.shards.get(key) is not shard:
+            return 0  # gone meanwhile
+        store = self._node.shards.stores[key]
         versions: dict[int, int] = {}
         targets: dict[int, Callable[[str, int], memoryview]] = {}  # the memory of each tensor
         for block in shard.state.blocks:
@@ -165,18 +176,22 @@ class RestoredTables:
 
     def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
-        self._found: dict[str, _Saved | _Imported] = {}
+        self._found: dict[str, _Saved | _Imported | _ImportedPartitions] = {}
 
-    def blocks_of(self, table: Table) -> _Saved | _Imported:
-        """The blocks of a table that is restored.
+    def blocks_of(self, table: Table) -> _Saved | _Imported | _ImportedPartitions:
+        """The blocks of a table that is restored. Blocking: reads ids of imported rows.
 
         Raises:
             InvalidCheckpoint: the checkpoint has no such tensors.
         """
         name, reader = table.spec.name, self._reader
         if name not in self._found:
-            kind = _Imported if reader.manifest.is_imported else _Saved
-            self._found[name] = kind(reader, table)
+            if not reader.manifest.is_imported:
+                self._found[name] = _Saved(reader, table)
+            elif table.spec.rows is None:
+                self._found[name] = _Imported(reader, table)
+            else:
+                self._found[name] = _ImportedPartitions(reader, table, table.spec.rows)
         return self._found[name]
 
 
@@ -207,10 +222,8 @@ class _Imported:
     """Blocks that are put together from a state dict's; as `_Saved`."""
 
     def __init__(self, reader: CheckpointReader, table: Table) -> None:
-        self._reader, self._table = reader, table
-        specs = [each.spec for each in reader.tables.values()]
-        self._places = Imported.of(reader.directory.url, specs).places(table.spec)
-        self._last: tuple[str, int, bytearray] = ("", -1, bytearray())
+        self._elements, self._table = _Elements(reader), table
+        self._places = self._elements.imported.places(table.spec)
 
     def stored(self, block: int) -> StoredBlock:
         self._table.block_length(block)  # refuses a block that the table does not have
@@ -228,9 +241,73 @@ class _Imported:
             placed = spec.tensors[segment.tensor]
             name, begin = self._places[placed.name]
             begin += block * spec.block_elements + segment.begin - placed.offset
-            self._copy(name, begin * width, target[segment.begin * width : segment.end * width])
+            own = target[segment.begin * width : segment.end * width]
+            self._elements.copy(name, begin * width, own)
 
-    def _copy(self, name: str, begin: int, target: memoryview) -> None:
+
+class _ImportedPartitions:
+    """Partitions of rows that are put together from a state dict's tensors; as `_Saved`. Each one
+    takes a pass over all rows: they lie in the order of the file.
+    """
+
+    def __init__(self, reader: CheckpointReader, table: Table, rows: RowsSpec) -> None:
+        self._elements, self._table = _Elements(reader), table
+        imported = self._elements.imported
+        found = imported.rows_of(table.spec)
+        source, self._rows = imported.tensors[found.rows]
+        self._source = source.name
+        self._row_bytes = table.spec.element_count * source.accumulator_element_bytes
+        self._ids: Ids = np.arange(self._rows.shape[0], dtype=np.uint64)
+        if found.ids is not None:
+            of_ids, ids = imported.tensors[found.ids]
+            begin = ids.offset * limits.ROW_ID_BYTES
+            self._elements.copy(of_ids.name, begin, self._ids.view(np.uint8).data)
+        partitions = partitions_of(mixed_ids(self._ids, salt_of(rows.seed)), rows.partition_count)
+        self._order = np.argsort(partitions, kind="stable")  # of a partition: as in the file
+        counts = np.bincount(partitions, minlength=rows.partition_count)
+        self._ends = np.concatenate(([0], np.cumsum(counts)))
+
+    def _places(self, block: int) -> npt.NDArray[np.int64]:
+        """The places in the file of a partition's rows, ascending."""
+        return self._order[self._ends[block] : self._ends[block + 1]]
+
+    def stored(self, block: int) -> StoredBlock:
+        self._table.block_length(block)  # refuses a partition that the table does not have
+        return StoredBlock(version=0, steps=(0,), crc32s={VALUES: 0, IDS: 0})
+
+    def byte_count(self, block: int, tensor: str) -> int:
+        width = limits.ROW_ID_BYTES if tensor == IDS else self._row_bytes
+        return len(self._places(block)) * width
+
+    def read_into(self, block: int, tensor: str, target: memoryview) -> None:
+        check(tensor in (VALUES, IDS), "RB-1", f"'{tensor}' of a partition")
+        places = self._places(block)
+        if tensor == IDS:
+            np.copyto(np.frombuffer(target, np.uint64), self._ids[places])
+            return
+        rows = np.frombuffer(target, np.uint8).reshape(len(places), self._row_bytes)
+        begin_bytes = self._rows.offset * self._row_bytes // self._table.spec.element_count
+        count = max(1, _READ_BYTES // self._row_bytes)
+        for begin in range(0, len(self._ids), count):
+            low, high = np.searchsorted(places, (begin, begin + count))
+            if low < high:
+                first, last = int(places[low]), int(places[high - 1])
+                piece = np.empty((last - first + 1, self._row_bytes), np.uint8)
+                at = begin_bytes + first * self._row_bytes
+                self._elements.copy(self._source, at, piece.reshape(-1).data)
+                rows[low:high] = piece[places[low:high] - first]
+
+
+class _Elements:
+    """The elements of an imported checkpoint's tables."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+        specs = [each.spec for each in reader.tables.values()]
+        self.imported = Imported.of(reader.directory.url, specs)
+        self._last: tuple[str, int, bytearray] = ("", -1, bytearray())
+
+    def copy(self, name: str, begin: int, target: memoryview) -> None:
         """Fill `target` with bytes of a table of the checkpoint, from `begin` on."""
         table = self._reader.tables[name]
         block_bytes = table.spec.block_elements * table.spec.accumulator_element_bytes

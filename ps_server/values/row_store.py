@@ -714,6 +714,10 @@ class RowStore:
         version = self._partition(block).version
         candidates = {n: arrays.pop(n) for n in (CANDIDATES, *_CANDIDATE_COLUMNS) if n in arrays}
         values = arrays.pop(VALUES, memoryview(b""))
+        if not version and arrays.keys() == {IDS}:  # imported rows: everything else begins anew
+            first = self._first_arrays(np.frombuffer(arrays[IDS], "<u8"))
+            arrays |= {n: memoryview(first[n].tobytes()) for n in self._columns if n != VALUES}
+            candidates = dict.fromkeys((CANDIDATES, *_CANDIDATE_COLUMNS), memoryview(b""))
         found = [BlockCopy(block, version, (0,), values, tuple(arrays.items()))]
         if self._candidates:
             found.append(BlockCopy(block, version, (0,), b"", tuple(candidates.items())))

@@ -31,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Imported
+from ps_core.tables import TableSpec
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
 from ps_worker.spec.flat_layout import (
@@ -210,7 +211,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for layout in buffer_layouts(options.name, self._module)
             )
         if self._module is not None and imported is not None:
-            _check_known(imported, options.name, self._module)
+            of_rows = [rows.handle.table.spec for rows in self._rows]
+            _check_known(imported, options.name, self._module, of_rows)
         self._start_from_rank_zero([*self._tables, *self._buffers], self._rows)
         self._model.begin()
 
@@ -648,14 +650,20 @@ def _row_gradient_came(reference: weakref.ref[DistributedOptimizer]) -> None:
         optimizer._model.gradient_came()
 
 
-def _check_known(imported: Imported, name: str, module: nn.Module) -> None:
+def _check_known(
+    imported: Imported, name: str, module: nn.Module, of_rows: Iterable[TableSpec]
+) -> None:
     """Refuse an import with tensors that the model does not have; `name` is the optimizer's. Tied
     parameters count under each of their names, as in `module.state_dict()`; parameters of the
     module that another optimizer trains count as well.
     """
     if not imported.is_for(f"{name}/"):
         return
-    unknown = list(imported.unknown([plain_name(key) for key in module.state_dict()]))
+    known = [plain_name(key) for key in module.state_dict()]
+    for spec in of_rows:
+        if imported.is_for(spec.name):
+            known += filter(None, imported.rows_of(spec))
+    unknown = list(imported.unknown(known))
     if unknown:
         shown = ", ".join(f"'{tensor}'" for tensor in unknown[:_SHOWN_TENSOR_COUNT])
         other_count = len(unknown) - _SHOWN_TENSOR_COUNT

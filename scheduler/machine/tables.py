@@ -221,7 +221,7 @@ class TableCatalogue:
         if imported is not None:
             if not imported.is_for(spec.name):
                 return None
-            imported.places(spec)  # raises InvalidCheckpoint if a tensor is missing, or differs
+            imported.check(spec)
             return RestoredTable(spec, spec.consistency, clock=0)
         found = checkpoint.tables.get(spec.name)
         if found is None:

@@ -200,3 +200,56 @@ def test_what_was_imported_is_shown_and_verified(tmp_path: Path) -> None:
     assert ": imported from model.pt; " in shown.stdout
     assert "table float32: 1,049 elements of float32 in 1 blocks, any optimizer" in shown.stdout
     assert run_here("checkpoint", "verify", url, cwd=tmp_path).returncode == 0
+
+
+class Tastes(nn.Module):
+    """Rows of users, and a head over them."""
+
+    def __init__(self, users: nn.Module) -> None:
+        super().__init__()
+        self.users = users
+        torch.manual_seed(3)
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.users(ids))
+        return found
+
+
+@pytest.mark.parametrize("optimizer", [ps.Adagrad(lr=0.1), ps.SGD(lr=0.1)])
+def test_rows_of_a_state_dict_train_on_and_are_exported_and_imported_again(
+    tmp_path: Path, optimizer: ps.Adagrad | ps.SGD
+) -> None:
+    """torch's `nn.Embedding` on one process is what the servers' rows are compared with."""
+    twin, everything = Tastes(nn.Embedding(40, 6)), torch.arange(40)
+    file = tmp_path / "model.pt"
+    torch.save(twin.state_dict(), file)
+    made = torch.optim.Adagrad if isinstance(optimizer, ps.Adagrad) else torch.optim.SGD
+    reference = made(twin.parameters(), lr=0.1)
+
+    def run(url: str, root: str, steps: range) -> tuple[torch.Tensor, str]:
+        with (
+            ps.local_cluster(2, 1, resume=url, checkpoint_url=root) as cluster,
+            ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,
+        ):
+            users = ps.Embedding(
+                client, "users", 6, optimizer=optimizer, init=ps.Normal(1.0), max_rows=1_000
+            )
+            model = Tastes(users)
+            trained = ps.DistributedOptimizer(client, model, optimizer, name="tastes")
+            for step in steps:
+                for each, stepper in ((model, trained), (twin, reference)):
+                    stepper.zero_grad()
+                    each(everything[step :: 3 + step]).square().mean().backward()
+                    stepper.step()
+            return users(everything).detach(), client.checkpoint().wait().url
+
+    rows, checkpoint = run(imported(tmp_path, file), str(tmp_path / "one"), range(4))
+    torch.testing.assert_close(rows, twin.get_parameter("users.weight").data)
+    out = tmp_path / "trained.safetensors"
+    ended = run_here("checkpoint", "export", checkpoint, str(out), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    reference = made(twin.parameters(), lr=0.1)  # an import has no optimizer state
+    (tmp_path / "imported").rename(tmp_path / "first")
+    again, _ = run(imported(tmp_path, out), str(tmp_path / "two"), range(4))
+    torch.testing.assert_close(again, twin.get_parameter("users.weight").data)

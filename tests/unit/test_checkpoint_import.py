@@ -13,9 +13,20 @@ import torch
 
 from ps_cli.checkpoint.import_weights import _empty_store, _opened, _Source, _write, import_model
 from ps_cli.console.output import Output
-from ps_core.errors import InvalidConfig, InvariantViolation
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvariantViolation
 from ps_core.keys import TableId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec, TensorSpec
+from ps_core.manifest import Imported
+from ps_core.rows import partition_of
+from ps_core.tables import (
+    DType,
+    Initializer,
+    OptimizerKind,
+    OptimizerSpec,
+    RowsSpec,
+    Table,
+    TableSpec,
+    TensorSpec,
+)
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.checkpoint.store import resolve
 from ps_server.checkpoint.restored_values import RestoredTables
@@ -145,6 +156,11 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda p: torch.save({"n": torch.tensor(2**53 + 1)}, p),
         "'n' has integers that float64",
     ),
+    "ids of rows that are no ids": (
+        "model.pt",
+        lambda p: torch.save({"u/ids": torch.zeros(3), "u/rows": torch.zeros(3, 2)}, p),
+        r"'u/ids' is torch.float32 of shape \(3,\); expected int64 ids of rows",
+    ),
     "nothing": ("model.pt", lambda p: torch.save({}, p), "has no tensor with elements"),
 }
 
@@ -157,6 +173,58 @@ def test_a_file_that_is_no_state_dict_is_refused(tmp_path: Path, what: str) -> N
         import_model(tmp_path / name, str(tmp_path / "root"), "", Output())
     assert re.search(words, refused.value.message), refused.value.message
     assert not (tmp_path / "root").exists()
+
+
+def row_table(name: str, length: int = 3, dtype: DType = DType.FLOAT32) -> Table:
+    sgd, rows = OptimizerSpec(OptimizerKind.SGD), RowsSpec(5, seed=3)
+    spec = TableSpec(name, dtype, length, sgd, initializer=Initializer(), rows=rows)
+    return Table(TableId(1), 0, spec.validated())
+
+
+@pytest.mark.parametrize("prefix", ["", "model"])
+@pytest.mark.parametrize("form", ["rows with ids", "weights"])
+def test_partitions_are_put_together_of_rows(tmp_path: Path, form: str, prefix: str) -> None:
+    """Of many blocks of a file, beside other tensors; ids keep all their bits."""
+    count, table = 50_000, row_table("model/users" if prefix else "users")
+    rows = torch.randn(count, 3)
+    ids = torch.arange(count)
+    found = {"before": torch.randn(77), "users.weight": rows, "n": torch.tensor(7)}
+    if form == "rows with ids":
+        ids = torch.randint(-(2**63), 2**63 - 1, (count,))
+        del found["users.weight"]
+        found |= {"users/ids": ids, "users/rows": rows}
+    with resolve(imported(tmp_path, found, prefix=prefix)).reader as reader:
+        blocks = RestoredTables(reader).blocks_of(table)
+        seen: dict[int, torch.Tensor] = {}
+        assert table.spec.rows is not None
+        for block in range(5):
+            assert set(blocks.stored(block).tensors) == {"values", "ids"}
+            memory = {n: bytearray(blocks.byte_count(block, n)) for n in ("ids", "values")}
+            for name, target in memory.items():
+                blocks.read_into(block, name, memoryview(target))
+            own = torch.frombuffer(memory["ids"], dtype=torch.int64)
+            assert all(
+                partition_of(each % 2**64, table.spec.rows) == block for each in own[:9].tolist()
+            )
+            values = torch.frombuffer(memory["values"], dtype=torch.float32).reshape(-1, 3)
+            seen |= dict(zip(own.tolist(), values, strict=True))
+    assert len(seen) == count
+    assert torch.equal(torch.stack([seen[each] for each in ids.tolist()]), rows)
+
+
+def test_rows_that_do_not_fit_their_table_are_refused(tmp_path: Path) -> None:
+    found = {"a.weight": torch.zeros(4, 2), "b/ids": torch.arange(5), "b/rows": torch.zeros(4, 3)}
+    with resolve(imported(tmp_path, found)).reader as reader:
+        specs = [table.spec for table in reader.tables.values()]
+    cases = {
+        row_table("a"): r"'a.weight', .* is \(4, 2\) of float32 .*; expected \(rows, 3\)",
+        row_table("a", 2, DType.FLOAT64): "of float32 .* of float64",
+        row_table("b"): r"'b/ids' is \(5,\) .*; expected \(4,\), as many as 'b/rows' has rows",
+        row_table("c"): "rows of table 'c' are not in .*; expected 'c/rows' or 'c.weight' or 'c'",
+    }
+    for table, words in cases.items():
+        with pytest.raises(InvalidCheckpoint, match=words):
+            Imported.of("runs/8", specs).check(table.spec)
 
 
 def test_a_place_that_has_checkpoints_is_refused(tmp_path: Path) -> None:
