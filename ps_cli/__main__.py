@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from ps_cli.bench.lanes import chosen_lanes
 from ps_cli.bench.settings import BenchOptions, BenchSettings
@@ -23,6 +23,7 @@ from ps_cli.console.reported import guarded, reported
 from ps_cli.console.scheduler_query import first_status, server_answers
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.status.document import status_document
+from ps_cli.status.hot_rows import hot_rows_document, hot_rows_view
 from ps_cli.status.runs import runs_app
 from ps_cli.status.tables import SchedulerAddress, list_tables, matching_tables
 from ps_cli.status.view import status_view
@@ -153,14 +154,19 @@ async def _show_status(scheduler: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps(document, indent=2))
     else:
-        is_file = not sys.stdout.isatty()
-        width = FILE_WIDTH if is_file else None
-        Console(soft_wrap=is_file, highlight=False, width=width).print(status_view(document))
+        _print(status_view(document))
     return 0
 
 
+def _print(view: RenderableType) -> None:
+    is_file = not sys.stdout.isatty()
+    width = FILE_WIDTH if is_file else None
+    Console(soft_wrap=is_file, highlight=False, width=width).print(view)
+
+
 tables_app = typer.Typer(
-    help="List a cluster's tables, and change their consistency.", no_args_is_help=True
+    help="List a cluster's tables, show their hottest rows, and change their consistency.",
+    no_args_is_help=True,
 )
 app.add_typer(tables_app, name="tables")
 app.add_typer(checkpoint_app, name="checkpoint")
@@ -171,6 +177,43 @@ app.add_typer(runs_app, name="runs")
 def tables_list(scheduler: SchedulerAddress = "") -> None:
     """List a cluster's tables, each with its optimizer and its consistency."""
     guarded(lambda output: list_tables(scheduler, output))
+
+
+@tables_app.command(name="top")
+def tables_top(
+    table: Annotated[
+        str, typer.Argument(help="The table's name, or a pattern such as 'user*'.")
+    ] = "*",
+    scheduler: SchedulerAddress = "",
+    run: Annotated[
+        str,
+        typer.Option(envvar="PUSHPULL_RUN", help="The table's run; empty: the run without a name."),
+    ] = "",
+    rows: Annotated[
+        int, typer.Option(min=1, max=16, help="The most rows and ranges to show of each table.")
+    ] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for a program.")] = False,
+) -> None:
+    """Show the hottest rows of embedding tables, and what each range has.
+
+    Counts are since a server serves a range. Shares of rows are estimates from one id of 32, and
+    lately counts most.
+
+    Example: `pushpull tables top users --scheduler 127.0.0.1:7000`
+    """
+    guarded(lambda _: _show_hot_rows(scheduler, table, run, rows, as_json=as_json))
+
+
+async def _show_hot_rows(scheduler: str, table: str, run: str, count: int, *, as_json: bool) -> int:
+    names = await matching_tables(scheduler, table, run)
+    answer = await first_status(scheduler)
+    answers = await server_answers(answer)
+    document = hot_rows_document(answer.response, answers, names, count)
+    if as_json:
+        print(json.dumps(document, indent=2))
+    else:
+        _print(hot_rows_view(document))
+    return 0
 
 
 @tables_app.command(name="set")

@@ -53,6 +53,9 @@ so a cluster of more servers than this needs more.
 
 MAX_PARTITION_COUNT = 4096
 
+MAX_HOT_ROW_COUNT = 16
+"""The hottest rows of a range that its server names."""
+
 MAX_ROW_AGE_COUNT = 2**31
 """The most updates after which a row may be evicted, or made; ages are counted in 32 bits."""
 

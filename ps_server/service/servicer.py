@@ -18,9 +18,11 @@ from ps_runtime.cluster.wire import change_outcome_to_proto
 from ps_runtime.grpc.errors import translated
 from ps_runtime.grpc.requests import RequestReader
 from ps_server.ranges.events import EntryEvent, PushEvent, Sender
+from ps_server.rows.row_heat import RowHeat
 from ps_server.service.answers import PushStream
 from ps_server.service.node import ParameterNode
 from ps_server.service.pull import Pull, StreamPulls
+from ps_server.values.row_store import RowStore
 from ps_server.wire.parameter_wire import (
     BlockFrame,
     Entry,
@@ -284,6 +286,9 @@ async def _range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.Get
             initialized=part.state.initialized,
             failure=part.state.failure.message if part.state.failure is not None else "",
         )
+        store = node.shards.stores[place]
+        if isinstance(store, RowStore):
+            stats.rows.CopyFrom(_row_stats(store))
         for worker in part.state.by_rank.values():
             stats.workers.add(
                 rank=worker.rank,
@@ -294,6 +299,22 @@ async def _range_stats(node: ParameterNode, table_id: int) -> parameters_pb2.Get
                 left=worker.left_clock is not None,
             )
     return response
+
+
+def _row_stats(store: RowStore) -> parameters_pb2.RowStats:
+    def hottest(heat: RowHeat) -> list[parameters_pb2.HotRow]:
+        found = heat.hottest(limits.MAX_HOT_ROW_COUNT)
+        return [parameters_pb2.HotRow(id=each.row_id, share=each.share) for each in found]
+
+    return parameters_pb2.RowStats(
+        row_count=store.row_count,
+        candidate_count=store.candidate_count,
+        pulled_count=store.pulled.count,
+        found_count=store.found_count,
+        pushed_count=store.pushed.count,
+        pulled=hottest(store.pulled),
+        pushed=hottest(store.pushed),
+    )
 
 
 def handlers_of(

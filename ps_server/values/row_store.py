@@ -35,6 +35,7 @@ from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
 from ps_server.rows.row_candidates import COLUMNS as CANDIDATE_COLUMNS
 from ps_server.rows.row_candidates import Candidates
+from ps_server.rows.row_heat import RowHeat
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.rows.row_optimizers import RowOptimizer, state_widths
 from ps_server.rows.row_partition import Column, Numbers, Place, RowPartition, Rows, RowSnapshot
@@ -121,6 +122,8 @@ class RowStore:
 
     Attributes:
         lineage: as of `ShardStore`.
+        pulled, pushed: ids that came.
+        found_count: of those that were pulled, how many had a row.
 
     Raises:
         InvalidKeys: the table has no such partition.
@@ -157,6 +160,7 @@ class RowStore:
             self._begin(block)
         self._accumulators: defaultdict[int, RowAccumulator] = defaultdict(RowAccumulator)
         self._loaded: dict[int, dict[str, bytearray]] = {}
+        self.pulled, self.pushed, self.found_count = RowHeat(), RowHeat(), 0
 
     def _begin(self, block: int) -> RowPartition:
         """A partition without rows."""
@@ -226,6 +230,8 @@ class RowStore:
             self._check_finite(what, found)
         if is_pushed and not self._memory.has_space(len(found.ids) * self._made_bytes):
             self._check_space(block, found.ids)
+        if is_pushed:
+            self.pushed.note(found.ids)
         return found
 
     def _check_space(self, block: int, ids: Ids) -> None:
@@ -534,6 +540,8 @@ class RowStore:
         numbers = partition.index.find(ids)
         arrays = partition.arrays
         missing = np.flatnonzero(numbers < 0)
+        self.pulled.note(ids)
+        self.found_count += len(ids) - len(missing)
         if not len(missing):
             return arrays.get(VALUES, arrays.places(numbers), len(ids), rows)
         here = np.flatnonzero(numbers >= 0)

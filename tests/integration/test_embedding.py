@@ -376,6 +376,33 @@ def test_two_workers_are_averaged_and_a_killed_server_loses_nothing(lane: str) -
             assert np.array_equal(client.pull_rows(table, np.arange(IDS))[:, 0], expected)
 
 
+@pytest.mark.parametrize("lane", ["grpc", "shm"])
+def test_the_hottest_rows_are_shown(lane: str, tmp_path: Path) -> None:
+    draws, everything = np.random.default_rng(8), np.arange(IDS)
+    with (
+        ps.local_cluster(2, 1) as cluster,
+        ps.connect(cluster.address, lane=lane, request_deadline_s=DEADLINE_S) as client,
+    ):
+        table = client.create_embedding("hot", DIM, optimizer=ps.SGD(), partitions=4)
+        client.create_table("dense", 4, optimizer=ps.SGD())
+        client.wait(client.push_rows(table, everything[:100], np.ones((100, DIM), np.float32)))
+        for _ in range(300):
+            ids = np.append(draws.integers(IDS, size=20), [7, 3])
+            client.pull_rows(table, ids)
+        command = ("tables", "top", "h*", "--scheduler", cluster.address)
+        shown, found = run_here(*command, cwd=tmp_path), run_here(*command, "--json", cwd=tmp_path)
+        nothing = run_here("tables", "top", "none", "--scheduler", cluster.address, cwd=tmp_path)
+    assert shown.returncode == found.returncode == 0, shown.stderr
+    assert "hot: 100 rows" in shown.stdout
+    (entry,) = json.loads(found.stdout)["tables"]
+    assert {each["id"] for each in entry["pulled"][:2]} == {3, 7}
+    assert entry["pushed_count"] == 100
+    assert 0.4 < entry["found_share"] < 0.7
+    assert sum(each["row_count"] for each in entry["ranges"]) == 100
+    assert nothing.returncode != 0
+    assert "no table is 'none'" in nothing.stderr
+
+
 class Alone:
     """What a table's rows are with one worker and one server, that never fails."""
 

@@ -534,7 +534,7 @@ class WorkerStats(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., low_water_sequence: _Optional[int] = ..., last_heard_ms: _Optional[int] = ..., left: _Optional[bool] = ...) -> None: ...
 
 class RangeStats(_message.Message):
-    __slots__ = ("range_id", "table_id", "assignment_epoch", "clock", "block_count", "state_bytes", "update_count", "waits", "workers", "initialized", "failure")
+    __slots__ = ("range_id", "table_id", "assignment_epoch", "clock", "block_count", "state_bytes", "update_count", "waits", "workers", "initialized", "failure", "rows")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     TABLE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -546,6 +546,7 @@ class RangeStats(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     INITIALIZED_FIELD_NUMBER: _ClassVar[int]
     FAILURE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     table_id: int
     assignment_epoch: int
@@ -557,7 +558,34 @@ class RangeStats(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStats]
     initialized: bool
     failure: str
-    def __init__(self, range_id: _Optional[int] = ..., table_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., clock: _Optional[int] = ..., block_count: _Optional[int] = ..., state_bytes: _Optional[int] = ..., update_count: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., initialized: _Optional[bool] = ..., failure: _Optional[str] = ...) -> None: ...
+    rows: RowStats
+    def __init__(self, range_id: _Optional[int] = ..., table_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., clock: _Optional[int] = ..., block_count: _Optional[int] = ..., state_bytes: _Optional[int] = ..., update_count: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., initialized: _Optional[bool] = ..., failure: _Optional[str] = ..., rows: _Optional[_Union[RowStats, _Mapping]] = ...) -> None: ...
+
+class RowStats(_message.Message):
+    __slots__ = ("row_count", "candidate_count", "pulled_count", "found_count", "pushed_count", "pulled", "pushed")
+    ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CANDIDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PULLED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    FOUND_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PULLED_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_FIELD_NUMBER: _ClassVar[int]
+    row_count: int
+    candidate_count: int
+    pulled_count: int
+    found_count: int
+    pushed_count: int
+    pulled: _containers.RepeatedCompositeFieldContainer[HotRow]
+    pushed: _containers.RepeatedCompositeFieldContainer[HotRow]
+    def __init__(self, row_count: _Optional[int] = ..., candidate_count: _Optional[int] = ..., pulled_count: _Optional[int] = ..., found_count: _Optional[int] = ..., pushed_count: _Optional[int] = ..., pulled: _Optional[_Iterable[_Union[HotRow, _Mapping]]] = ..., pushed: _Optional[_Iterable[_Union[HotRow, _Mapping]]] = ...) -> None: ...
+
+class HotRow(_message.Message):
+    __slots__ = ("id", "share")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    share: float
+    def __init__(self, id: _Optional[int] = ..., share: _Optional[float] = ...) -> None: ...
 
 class GetRangeStatsResponse(_message.Message):
     __slots__ = ("ranges", "gate_bytes")
