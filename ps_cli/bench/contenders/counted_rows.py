@@ -31,7 +31,7 @@ _WEIGHTS = np.arange(LENGTH) % _LARGEST + 1
 """Each element of a row takes its step's number so many times: one in the wrong place is seen."""
 
 _IN_FLIGHT_COUNTS = (1, 4)
-"""Of rank 0, and of the others: the first commit of rank 0 tells when a step is possible again."""
+"""Rank 0 has one, the others four: its first commit tells when a step is possible again."""
 
 _PULL_COUNT = 8192
 
