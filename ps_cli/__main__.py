@@ -302,6 +302,7 @@ def bench(options: BenchOptions) -> None:
             lanes=chosen_lanes(options.lane),
             device=options.device,
             replica_count=options.replicas,
+            server_count=options.servers,
             has_update_log=options.update_log,
         )
         run_bench(options.name, settings, options.json_path)

@@ -14,6 +14,7 @@ from ps_cli.bench.devices import CPU, DEVICES
 from ps_cli.bench.instruments.environment import environment
 from ps_cli.bench.measurements.checkpoint import checkpoint, checkpoint_view
 from ps_cli.bench.measurements.dense import dense, dense_view
+from ps_cli.bench.measurements.failover import failover, failover_fault, failover_view
 from ps_cli.bench.measurements.latency import latency, latency_view
 from ps_cli.bench.measurements.memory import memory, memory_view
 from ps_cli.bench.measurements.optimizers import optimizers, optimizers_view
@@ -22,23 +23,28 @@ from ps_cli.bench.measurements.sessions import sessions, sessions_view
 from ps_cli.bench.measurements.sparse import sparse, sparse_view
 from ps_cli.bench.measurements.train import train, train_view
 from ps_cli.bench.settings import BenchSettings
-from ps_core.errors import InvalidConfig
+from ps_core.errors import Internal, InvalidConfig
 
 Document = dict[str, Any]
 
 STANDARD_OUTPUT = "-"
 
 
+def _no_fault(_: Document) -> str:
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """One benchmark: `measure` makes its document, whose environment has the settings alone; `view`
-    shows it to a person; `devices` may run its workers.
+    shows it to a person; `devices` may run its workers; `fault` finds the reason why it failed.
     """
 
     summary: str
     measure: Callable[[BenchSettings], Document]
     view: Callable[[Document], RenderableType]
     devices: tuple[str, ...] = (CPU,)
+    fault: Callable[[Document], str] = _no_fault
 
 
 BENCHMARKS = {
@@ -59,10 +65,18 @@ BENCHMARKS = {
 }
 
 
-REPLICATED = Benchmark(
-    "dense with replicas or an update log and without, GB/s", replicated, replicated_view
-)
-"""Replaces `dense` if replicas or an update log are asked for."""
+REPLICATED = {
+    "dense": Benchmark(
+        "dense with replicas or an update log and without, GB/s", replicated, replicated_view
+    ),
+    "sparse": Benchmark(
+        "rows with replicas, through the death of a server, seconds",
+        failover,
+        failover_view,
+        fault=failover_fault,
+    ),
+}
+"""Replace those of the name if replicas are asked for; an update log replaces `dense`, too."""
 
 
 def find(name: str) -> Benchmark:
@@ -73,21 +87,38 @@ def find(name: str) -> Benchmark:
     return found
 
 
+def _chosen(name: str, settings: BenchSettings) -> Benchmark:
+    """The benchmark of that name with these settings.
+
+    Raises:
+        InvalidConfig: there is none.
+    """
+    chosen = find(name)
+    has_replicas = settings.replica_count > 1
+    if settings.server_count and not (name == "sparse" and has_replicas):
+        raise InvalidConfig(
+            f"servers is {settings.server_count}; {name} chooses its own, and only sparse with "
+            "--replicas 2 or more leaves that to you"
+        )
+    if settings.has_update_log and name != "dense":
+        raise InvalidConfig(f"{name} runs without an update log; leave --update-log to dense")
+    if has_replicas and name not in REPLICATED:
+        raise InvalidConfig(
+            f"replicas is {settings.replica_count}; {name} runs with 1, and only "
+            f"{' and '.join(REPLICATED)} otherwise"
+        )
+    if has_replicas or settings.has_update_log:
+        chosen = REPLICATED[name]
+    if settings.device not in chosen.devices:
+        raise InvalidConfig(
+            f"device is '{settings.device}'; {name} runs on {' or '.join(chosen.devices)}"
+        )
+    return chosen
+
+
 def run(name: str, settings: BenchSettings, console: Console) -> Document:
     """Run one benchmark and print its table."""
-    benchmark = find(name)
-    if settings.replica_count > 1 or settings.has_update_log:
-        if name != "dense":
-            raise InvalidConfig(
-                f"replicas is {settings.replica_count} and there is "
-                f"{'an' if settings.has_update_log else 'no'} update log; {name} runs with 1 and "
-                "without one, and only dense otherwise"
-            )
-        benchmark = REPLICATED
-    if settings.device not in benchmark.devices:
-        raise InvalidConfig(
-            f"device is '{settings.device}'; {name} runs on {' or '.join(benchmark.devices)}"
-        )
+    benchmark = _chosen(name, settings)
     found = environment()  # the load is that before the measurement
     with console.status(f"{name}: starting") as status:
         document = benchmark.measure(
@@ -106,13 +137,18 @@ def bench(name: str, settings: BenchSettings, json_path: str) -> None:
 
     Raises:
         InvalidConfig: there is no such benchmark, or no folder for the file.
+        Internal: the benchmark has found a fault; its table and its document are written.
     """
     find(name)
     if json_path not in ("", STANDARD_OUTPUT) and not Path(json_path).absolute().parent.is_dir():
         raise InvalidConfig(f"--json is '{json_path}'; expected a file in a folder that exists")
     console = Console(stderr=json_path == STANDARD_OUTPUT, highlight=False)
-    text = json.dumps(run(name, settings, console), indent=2)
+    document = run(name, settings, console)
+    text = json.dumps(document, indent=2)
     if json_path == STANDARD_OUTPUT:
         print(text)
     elif json_path:
         Path(json_path).write_text(text + "\n", encoding="utf-8")
+    fault = _chosen(name, settings).fault(document)
+    if fault:
+        raise Internal(fault)

@@ -29,6 +29,7 @@ class BenchSettings:
     lanes: tuple[str, ...] = LANES
     device: str = CPU
     replica_count: int = 1
+    server_count: int = 0
     has_update_log: bool = False
     on_progress: Callable[[str], None] = _ignore
 
@@ -72,8 +73,19 @@ class BenchOptions:
     ] = ""
     device: Annotated[str, typer.Option(help="train: the device of its steps, cpu or cuda.")] = CPU
     replicas: Annotated[
-        int, typer.Option(min=1, help="dense: servers that hold each range, compared with 1.")
+        int,
+        typer.Option(
+            min=1,
+            help="dense: servers that hold each range, compared with 1. sparse: the same, and one "
+            "is killed.",
+        ),
     ] = 1
+    servers: Annotated[
+        int,
+        typer.Option(
+            min=0, help="sparse with --replicas: the cluster's servers; 0: one more than replicas."
+        ),
+    ] = 0
     update_log: Annotated[
         bool, typer.Option("--update-log", help="dense: with an update log, compared with none.")
     ] = False

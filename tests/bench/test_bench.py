@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,26 @@ def test_sparse_stands_beside_one_core_and_torch_rpc(tmp_path: Path) -> None:
         assert row["m_rows_s"] / ceiling == pytest.approx(row["of_core"], rel=0.5)  # of two legs
         peer = document["ceilings"][f"torch_rpc_tcp_{row['call']}_{row['in_flight']}_m_rows_s"]
         assert row["m_rows_s"] / peer == pytest.approx(row["over_torch_rpc_tcp"], rel=0.5)
+
+
+def test_rows_are_exact_after_the_death_of_a_server(tmp_path: Path) -> None:
+    document = bench("sparse", "--replicas", "2", "--lane", "grpc", cwd=tmp_path)
+    assert document["environment"]["row_count"] == 20_000
+    assert document["environment"]["lease_s"] == 1.0
+    (row,) = document["rows"]
+    place = ("lane", "workers", "servers", "replicas", "kill_count")
+    assert tuple(row[key] for key in place) == ("grpc", 2, 3, 2, 2)
+    assert (row["wrong_row_count"], row["wrong_ids"]) == (0, [])
+    assert row["range_count"] > 0, "the killed server was primary of something"
+    assert row["step_count"] > 0
+    assert 0 < row["before_steps_s"] < math.inf
+    assert 0 < row["after_steps_s"] < math.inf
+    # A dead server's ranges go on after its lease; each kill has a sample.
+    samples_s = document["samples_s"]["grpc"]
+    assert len(samples_s) == row["kill_count"]
+    assert 0 < min(samples_s) <= row["recovery_s"] <= row["recovery_max_s"] == max(samples_s)
+    assert row["recovery_max_s"] < math.inf
+    assert 0 < row["healed_s"] < math.inf
 
 
 def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
