@@ -254,6 +254,9 @@ def table_spec(
 
 
 def _rows_spec(given: Mapping[str, Any]) -> RowsSpec:
+    for name in ("partitions", "seed", "max_rows", "evict_after", "admit_after"):
+        if not isinstance(given[name], int):
+            raise InvalidConfig(f"{name} is {given[name]!r}; expected a whole number, an int")
     return RowsSpec(
         given["partitions"],
         given["seed"],

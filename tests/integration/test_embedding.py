@@ -319,6 +319,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": ps.SGD(momentum=0.9)}, "momentum"),
     ({"optimizer": ps.FTRL(lr=1e-19)}, "'lr' is 1e-19; expected at least 1e-18"),
     ({"optimizer": ps.SGD(), "partitions": 0}, "partition_count is 0"),
+    ({"optimizer": ps.SGD(), "max_rows": 1e6}, "max_rows is 1000000.0; expected a whole number"),
+    ({"optimizer": ps.SGD(), "max_rows": 9, "eviction": "fifo"}, "expected one of 'lru', 'lfu'"),
     ({"optimizer": ps.SGD(), "dtype": "bfloat16"}, "bfloat16"),
     ({"optimizer": ps.SGD(), "init": ps.FromRank0()}, "from_rank_zero"),
     ({"optimizer": ps.SGD(), "consistency": ps.ASP(compensate=0.1)}, "compensation"),
