@@ -425,6 +425,19 @@ def test_a_copy_and_a_loaded_store_go_on_as_the_one_that_was_copied(
         assert other.candidate_count == store.candidate_count
 
 
+def test_ids_that_were_admitted_are_no_candidates_of_a_copy() -> None:
+    """Of a few among many: they keep their places for a time."""
+    table = with_rows(table_of(), RowsSpec(PARTITIONS, SEED, admit_after=2))
+    store, copied = store_of(table), store_of(table)
+    step(store, 1, [[(each, [1, 1, 1]) for each in range(200)]])
+    step(store, 2, [[(each, [1, 1, 1]) for each in range(10)]])
+    copied.restore(store.snapshot())
+    assert (copied.row_count, copied.candidate_count) == (10, 190)
+    for each in (store, copied):
+        step(each, 3, [[(row_id, [1, 1, 1]) for row_id in range(100)]])
+        assert (each.row_count, each.candidate_count) == (100, 100)
+
+
 @given(workers=st.lists(ROWS, min_size=1, max_size=3), reduces=st.booleans())
 def test_a_backup_makes_of_a_sum_what_its_primary_makes(
     workers: list[list[tuple[int, list[int]]]], reduces: bool
