@@ -20,7 +20,7 @@ from ps_core.tables import Table
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, IDS, VALUES
 from ps_runtime.checkpoint.reader import CheckpointReader
 
-_PIECE_BYTES = 16 * 1024 * 1024
+_PIECE_BYTES = 1024 * 1024
 """Rows that are compared or copied at once, about."""
 
 
