@@ -91,8 +91,8 @@ class Made:
         part = writer.finish(self.number, CLUSTER_ID)
         directory.commit("server-1.safetensors", path)
         manifest = saved(self.specs, "server-1.safetensors", part, counts)
-        named = {"number": self.number, "timeline": self.timeline, "lineage": self.lineage}
-        directory.write_manifest(replace(manifest, **named))
+        named = replace(manifest, number=self.number, timeline=self.timeline)
+        directory.write_manifest(replace(named, lineage=self.lineage))
         return root / directory.name
 
     def _append(self, writer: PartWriter, spec: TableSpec) -> int:
@@ -196,7 +196,7 @@ class Exports:
 
 
 def exported(first: Path, second: Path, *options: str) -> Exports:
-    files = []
+    files, said = list[File](), ""
     for url, more in ((first, ()), (second, ()), (second, ("--since", str(first)))):
         out = first.parent.with_name(f"{len(files)}.safetensors")
         ended = run_here(
@@ -204,7 +204,9 @@ def exported(first: Path, second: Path, *options: str) -> Exports:
         )
         assert ended.returncode == 0, ended.stderr
         files.append(File.read(out))
-    return Exports(*files, said=ended.stdout)
+        said = ended.stdout
+    earlier, later, since = files
+    return Exports(earlier, later, since, said)
 
 
 @pytest.fixture
@@ -434,7 +436,7 @@ def test_rows_of_a_cluster_that_evicts(tmp_path: Path) -> None:
     draws = np.random.default_rng(7)
 
     def create(client: ps.Client) -> tuple[ps.TableHandle, ps.TableHandle]:
-        options = {"optimizer": ps.Adagrad(lr=0.1), "init": ps.Uniform(1.0)}
+        options: dict[str, Any] = {"optimizer": ps.Adagrad(lr=0.1), "init": ps.Uniform(1.0)}
         return (
             client.create_embedding("kept", 4, max_rows=60, partitions=4, **options),
             client.create_embedding("still", 4, partitions=4, **options),
