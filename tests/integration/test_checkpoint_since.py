@@ -66,7 +66,10 @@ MODEL = dense_spec(
 HALF = dense_spec(
     "half", DType.BFLOAT16, TensorSpec("low", (60,), 0), TensorSpec("high", (60,), 60)
 )
-SPECS = (USERS, WIDE, MODEL, HALF)
+BUFFERS = dense_spec(
+    "buffers", DType.FLOAT64, TensorSpec("seen", (70,), 0), TensorSpec("left", (30,), 70)
+)
+SPECS = (USERS, WIDE, MODEL, HALF, BUFFERS)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,12 @@ class Made:
         return block_count(spec)
 
 
+def place_of(row_id: int) -> int:
+    """The partition of a user."""
+    assert USERS.rows is not None
+    return partition_of(row_id, USERS.rows)
+
+
 def drawn(draws: np.random.Generator) -> Content:
     """Content of all tables. Some rows differ only in their bits, and not as numbers do."""
     found: Content = {}
@@ -119,13 +128,14 @@ def drawn(draws: np.random.Generator) -> Content:
         ids = [*map(int, draws.choice(10**6, 40, replace=False)), 2**63 + 5, 2**64 - 1]
         values = np.array([0.0, -0.0, np.nan, 1.5], element)
         found[spec.name] = {each: draws.choice(values, DIM) for each in ids}
-    for spec in (MODEL, HALF):
-        found[spec.name] = draws.standard_normal(spec.element_count).astype(np.float32)
+    for spec in (MODEL, HALF, BUFFERS):
+        vector = draws.standard_normal(spec.element_count)
+        found[spec.name] = vector.astype(ELEMENTS.get(spec.dtype, ("<f4", ""))[0])
     return found
 
 
 def later_than(before: Content, draws: np.random.Generator) -> Content:
-    """The content after training: rows changed, came, went and moved; two tensors of five
+    """The content after training: rows changed, came, went and moved; four tensors of eight
     changed in an element.
     """
     found: Content = {}
@@ -137,9 +147,9 @@ def later_than(before: Content, draws: np.random.Generator) -> Content:
             rows[each][1] = -rows[each][1]
         new = {2**40 + each: np.ones(DIM, rows[ids[6]].dtype) for each in range(5)}
         found[name] = new | rows
-    for spec, place in ((MODEL, 99), (HALF, 3)):
+    for spec, places in ((MODEL, [99, 110]), (HALF, [3]), (BUFFERS, [99])):
         found[spec.name] = before[spec.name].copy()
-        found[spec.name][place] += 1
+        found[spec.name][places] += 1
     return found
 
 
@@ -233,11 +243,11 @@ def test_the_earlier_export_becomes_the_later_one(seed: int, tmp_path: Path) -> 
         assert sorted(found.since.gone[name]) == sorted(was.keys() - now.keys())
         words = "11 of 41 rows changed (5 of them new), 6 of 42 are gone"
         assert f"{name}: {words}\n" in found.said
-    assert set(found.since.dense) == {"first", "low"}
-    assert "model: 1 of 4 tensors differ\n" in found.said
+    assert set(found.since.dense) == {"first", "last", "low", "left"}
+    assert "model: 2 of 4 tensors differ\n" in found.said
     assert found.since.notes == {"format": "pt", "since": FIRST, "checkpoint": SECOND}
     assert found.said.endswith(
-        f"2.safetensors: 8 tensors that turn the export of {first} into that of {second}\n"
+        f"2.safetensors: 10 tensors that turn the export of {first} into that of {second}\n"
     )
 
 
@@ -251,6 +261,18 @@ def test_rows_in_another_order_are_no_difference(tmp_path: Path) -> None:
     assert found.since.gone == {"users": [], "wide": []}
     assert not found.since.dense
     assert "users: 0 of 42 rows changed (0 of them new), 0 of 42 are gone\n" in found.said
+
+
+def test_an_id_in_the_place_of_another_with_the_same_values_is_a_difference(tmp_path: Path) -> None:
+    before = drawn(np.random.default_rng(0))
+    old = next(iter(before["users"]))
+    new = next(each for each in range(2**41, 2**42) if place_of(each) == place_of(old))
+    rows = {new if each == old else each: row for each, row in before["users"].items()}
+    after = before | {"users": rows}
+    first, second = (Made(n, c).write(tmp_path / "root") for n, c in ((1, before), (2, after)))
+    found = exported(first, second)
+    assert found.since.applied_to(found.earlier) == found.later
+    assert (list(found.since.rows["users"]), found.since.gone["users"]) == ([new], [old])
 
 
 def test_every_row_of_a_table_may_go_and_come_again(tmp_path: Path) -> None:
@@ -269,7 +291,7 @@ def test_every_row_of_a_table_may_go_and_come_again(tmp_path: Path) -> None:
 
 def test_a_table_that_is_new_is_there_whole(tmp_path: Path) -> None:
     content = drawn(np.random.default_rng(0))
-    first = Made(1, content, (USERS, HALF)).write(tmp_path / "root")
+    first = Made(1, content, (USERS, HALF, BUFFERS)).write(tmp_path / "root")
     found = exported(first, Made(2, content).write(tmp_path / "root"))
     assert found.since.applied_to(found.earlier) == found.later
     assert set(found.since.dense) == {"first", "empty", "scalar", "last"}
@@ -299,8 +321,7 @@ def spoil(checkpoint: Path, tensor: str) -> None:
 
 def test_what_is_the_same_in_both_is_not_read(tmp_path: Path) -> None:
     before = drawn(np.random.default_rng(0))
-    in_partition = {each: partition_of(each, USERS.rows or RowsSpec()) for each in before["users"]}
-    changed = next(each for each, partition in in_partition.items() if partition == 2)
+    changed = next(each for each in before["users"] if place_of(each) == 2)
     after = before | {"users": before["users"] | {changed: np.zeros(DIM, np.float32)}}
     after["model"] = before["model"].copy()
     after["model"][200] += 1  # in block 3
@@ -326,6 +347,20 @@ def test_what_is_the_same_in_both_is_not_read(tmp_path: Path) -> None:
     assert ended.returncode == 1
     assert f"{SECOND}/server-1.safetensors: tensor 'users/2/values' is damaged" in ended.stderr
     assert "--since" not in ended.stderr
+
+
+def test_ids_and_rows_that_do_not_fit_are_refused(root: Path) -> None:
+    content = {"users": {each: np.zeros(DIM + 1, np.float32) for each in range(40)}}
+    second = Made(3, content).write(root)
+    command = ("checkpoint", "export", str(second), "out.safetensors")
+    ended = run_here(*command, "--since", str(root / FIRST), cwd=root.parent)
+    assert ended.returncode == 1
+    words = (
+        r"partition 0 of table 'users' has (\d+) ids and (\d+) bytes of rows; expected rows of 3"
+    )
+    found = re.search(words, ended.stderr)
+    assert found
+    assert int(found[2]) == int(found[1]) * 4 * (DIM + 1)
 
 
 OTHERS = {
@@ -365,6 +400,7 @@ OTHERS = {
             1,
             specs=(
                 *SPECS[:3],
+                BUFFERS,
                 dense_spec(
                     "half", DType.BFLOAT16, TensorSpec("low", (60,), 0),
                     TensorSpec("high", (6, 10), 60),
