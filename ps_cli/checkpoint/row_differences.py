@@ -46,15 +46,17 @@ class PartitionRows:
     def read(cls, reader: CheckpointReader, table: Table, partition: int) -> PartitionRows:
         """Read and check a partition; InvalidCheckpoint if it is damaged."""
         name = table.spec.name
-        ids = np.frombuffer(reader.read(name, partition, IDS), "<u8")
-        flat = np.frombuffer(reader.read(name, partition), _bits_type(table))
-        if len(flat) != len(ids) * table.spec.element_count:
+        ids, values = (reader.read(name, partition, tensor) for tensor in (IDS, VALUES))
+        count, rest = divmod(len(ids), ELEMENT_BYTES["U64"])
+        length = table.spec.element_count
+        if rest or len(values) != count * length * table.spec.accumulator_element_bytes:
             raise InvalidCheckpoint(
                 f"{reader.directory.url}: partition {partition} of table '{name}' has "
-                f"{len(ids)} ids and {flat.nbytes} bytes of rows; expected rows of "
-                f"{table.spec.size_words}"
+                f"{len(ids)} bytes of ids and {len(values)} of values; expected "
+                f"{table.spec.size_words}, and ids of 8 bytes"
             )
-        return cls(ids, flat.reshape(len(ids), table.spec.element_count))
+        bits = np.frombuffer(values, _bits_type(table)).reshape(count, length)
+        return cls(np.frombuffer(ids, "<u8"), bits)
 
     def pieces(self, count: int) -> Iterator[slice]:
         """`count` of the rows, in slices that take little memory."""
