@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ps_cli.console.output import Output
-from ps_cli.console.reported import reported
+from ps_cli.console.reported import refuse, reported
 from ps_cli.status.tables import SchedulerAddress
 
 Url = Annotated[
@@ -164,11 +164,30 @@ def export(
             "to a .json file beside it.",
         ),
     ] = None,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EARLIER",
+            help="Write only the differences from the checkpoint in this directory, an earlier one "
+            "of the same run: rows that are new or changed, ids of rows that are gone, and tensors "
+            "that changed.",
+        ),
+    ] = None,
 ) -> None:
     """Write a checkpoint's model as one safetensors file, for `load_state_dict`.
 
     Example: `pushpull checkpoint export runs/7 model.safetensors --prefix model`
     """
+    if since is not None and optimizer is not None:
+        refuse(
+            "--optimizer and --since: expected one of them; what has changed is for those who "
+            "serve the model, and to train on takes a checkpoint"
+        )
+    if since is not None:
+        from ps_cli.checkpoint.export_since import export_since
+
+        reported(lambda output: export_since(url, since, out, prefix, output))
+        return
     from ps_cli.checkpoint.export import export as export_model
 
     reported(lambda output: export_model(url, out, prefix, optimizer, output))

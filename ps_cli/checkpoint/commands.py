@@ -207,8 +207,39 @@ def _table_differences(left: CheckpointReader, right: CheckpointReader, name: st
     specs = (left.tables[name].spec, right.tables[name].spec)
     if len({(spec.element_count, spec.block_elements, spec.dtype) for spec in specs}) > 1:
         yield "its blocks differ in size or type, and are not compared"
+    elif len({spec.rows and (spec.rows.partition_count, spec.rows.seed) for spec in specs}) > 1:
+        yield "its rows are spread over other partitions, and are not compared"
+    elif specs[0].rows is not None:
+        yield from _row_differences(left, right, name)
     else:
         yield from _block_differences(left, right, name)
+
+
+def _row_differences(left: CheckpointReader, right: CheckpointReader, name: str) -> Iterator[str]:
+    # Imported here, because list and verify run in images without numpy.
+    from ps_cli.checkpoint.row_differences import (
+        PartitionRows,
+        RowCounts,
+        compared,
+        has_same_rows,
+        row_count,
+    )
+
+    table, partitions = left.tables[name], []
+    rows = RowCounts(row_count(left, table), row_count(right, table))
+    for partition in range(table.block_count):
+        ours, theirs = (reader.block(name, partition).crc32s for reader in (left, right))
+        if ours != theirs:
+            partitions.append(partition)
+        if not has_same_rows(left, right, name, partition):
+            read = (PartitionRows.read(reader, table, partition) for reader in (left, right))
+            rows.add(compared(*read))
+    if partitions:
+        yield (
+            f"{len(partitions)} of {table.block_count} partitions differ in rows or their state "
+            f"({listed(spans(partitions), _SHOWN_SPAN_COUNT)}): of {rows.before:,} rows "
+            f"{rows.other:,} have other values and {rows.gone:,} are gone; {rows.new:,} are new"
+        )
 
 
 def _block_differences(left: CheckpointReader, right: CheckpointReader, name: str) -> Iterator[str]:
@@ -227,9 +258,7 @@ def _block_differences(left: CheckpointReader, right: CheckpointReader, name: st
     if steps:
         yield f"other step numbers in blocks {listed(spans(steps), _SHOWN_SPAN_COUNT)}"
     count, which = left.tables[name].block_count, listed(spans(blocks), _SHOWN_SPAN_COUNT)
-    if blocks and left.tables[name].spec.rows is not None:  # rows have no fixed place
-        yield f"rows of {len(blocks)} of {count} partitions differ ({which})"
-    elif blocks:
+    if blocks:
         by = ", ".join(f"{tensor} by up to {value:.6g}" for tensor, value in largest.items())
         yield f"{len(blocks)} of {count} blocks differ ({which}): {by}"
 
@@ -239,15 +268,14 @@ def _distance(
 ) -> float | None:
     """The largest difference of two tensors' elements; None if their bytes are the same.
 
-    It is infinite if one tensor is missing, or they have other shapes or hold ids of rows, and NaN
-    if an element is.
+    It is infinite if one tensor is missing, or they have other shapes, and NaN if an element is.
     """
     one, other = left.tensor(*place), right.tensor(*place)
     if one is None or other is None:
         return float("inf")
-    if (one.crc32, one.byte_count) == (other.crc32, other.byte_count):
+    if left.fingerprint(*place) == right.fingerprint(*place):
         return None
-    if one.shape != other.shape or one.dtype == "U64":
+    if one.shape != other.shape:
         return float("inf")
     import numpy as np  # imported here, because list and verify run in images without numpy
 

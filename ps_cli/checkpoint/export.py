@@ -35,7 +35,7 @@ STATE_VERSION = 1
 def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Output) -> int:
     """Write the tables of a checkpoint as tensors, and their optimizers' state to `optimizer`."""
     with opened(url, output) as reader:
-        chosen = _chosen(reader, prefix, output)
+        chosen = chosen_tables(reader, prefix, output)
         dense = [table for table in chosen if table.spec.rows is None]
         of_rows = [table for table in chosen if table.spec.rows is not None]
         rows = [each for table in of_rows for each in _rows(reader, table)]
@@ -77,24 +77,36 @@ def _partitions(reader: CheckpointReader, table: Table, tensor: str) -> Iterator
         yield reader.read(table.spec.name, partition, tensor)
 
 
-def _chosen(reader: CheckpointReader, prefix: str, output: Output) -> list[Table]:
-    """The tables that have parameters or buffers, wide elements first."""
-    inside = f"{prefix.rstrip('/')}/"
-    found = []
-    for name, table in reader.tables.items():
-        if prefix and name != prefix and not name.startswith(inside):
-            continue
-        if table.spec.optimizer.kind is OptimizerKind.AGGREGATE:
+def chosen_tables(reader: CheckpointReader, prefix: str, output: Output) -> list[Table]:
+    """The tables to export, wide elements first; prints which are left out."""
+    found = tables_with(reader, prefix)
+    for table in found:
+        if not has_parameters(table):
+            name = table.spec.name
             output.say(f"{name}: left out, it holds sums of gradients and no parameters")
-            continue
-        found.append(table)
-    if not found:
+    chosen = wide_first(filter(has_parameters, found))
+    if not chosen:
         names = ", ".join(reader.tables) or "none"
         raise InvalidCheckpoint(
             f"{reader.directory.url} has no table to export whose name begins with '{prefix}'; its "
             f"tables: {names}"
         )
-    return wide_first(found)
+    return chosen
+
+
+def tables_with(reader: CheckpointReader, prefix: str) -> list[Table]:
+    """The tables of one model, or all without a prefix."""
+    inside = f"{prefix.rstrip('/')}/"
+    return [
+        table
+        for name, table in reader.tables.items()
+        if not prefix or name == prefix or name.startswith(inside)
+    ]
+
+
+def has_parameters(table: Table) -> bool:
+    """True if a table has parameters or buffers."""
+    return table.spec.optimizer.kind is not OptimizerKind.AGGREGATE
 
 
 # --- the optimizers' state

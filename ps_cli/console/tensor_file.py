@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -25,6 +26,7 @@ from ps_core.errors import InvalidConfig
 from ps_core.tables import DType, Table
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, LENGTH_BYTES
 
+_NO_NOTES: Mapping[str, str] = MappingProxyType({})
 _STORED = {DType.FLOAT32: "F32", DType.FLOAT16: "F16", DType.BFLOAT16: "BF16", DType.FLOAT64: "F64"}
 
 ReadBlock = Callable[[Table, int], bytes | bytearray]
@@ -45,9 +47,17 @@ Written = tuple[TensorEntry, Iterable[bytes | bytearray]]
 
 
 def write_tables(
-    out: Path, tables: Iterable[Table], read: ReadBlock, beside: Sequence[Written] = ()
+    out: Path,
+    tables: Iterable[Table],
+    read: ReadBlock,
+    beside: Sequence[Written] = (),
+    left_out: Collection[str] = (),
+    notes: Mapping[str, str] = _NO_NOTES,
 ) -> int:
     """Write the tensors of tables, and those `beside` them, and return their number.
+
+    Tensors of the tables whose names are in `left_out` are not written, and blocks of which nothing
+    is written are not read. `notes` are as those of `write_file`.
 
     Raises:
         InvalidConfig: two tables have a tensor of the same name, or the file cannot be written.
@@ -64,18 +74,19 @@ def write_tables(
                     f"tensor '{tensor.name}' is in table '{other}' and in '{name}'; expected one: "
                     "choose the tables of one model"
                 )
-            entries.append(TensorEntry(tensor.name, dtype, tensor.shape))
+            if tensor.name not in left_out:
+                entries.append(TensorEntry(tensor.name, dtype, tensor.shape))
     pieces: dict[int, list[Iterable[bytes | bytearray]]] = {}  # by the bytes of an element
     for table in ordered:
         width = ELEMENT_BYTES[_STORED[table.spec.dtype]]
-        pieces.setdefault(width, []).append(_values(table, read))
+        pieces.setdefault(width, []).append(_values(table, read, left_out))
     for entry, own in beside:
         entries.append(entry)
         pieces.setdefault(ELEMENT_BYTES[entry.dtype], []).append(own)
     entries.sort(key=lambda entry: -ELEMENT_BYTES[entry.dtype])
     by_width = (pieces[width] for width in sorted(pieces, reverse=True))
     chained = itertools.chain.from_iterable(itertools.chain.from_iterable(by_width))
-    write_file(out, entries, chained)
+    write_file(out, entries, chained, notes)
     return len(entries)
 
 
@@ -83,26 +94,46 @@ def wide_first(tables: Iterable[Table]) -> list[Table]:
     return sorted(tables, key=lambda table: -ELEMENT_BYTES[_STORED[table.spec.dtype]])
 
 
-def _values(table: Table, read: ReadBlock) -> Iterator[bytes | bytearray]:
-    """The bytes of a table in its own type, a block at a time."""
+def _values(
+    table: Table, read: ReadBlock, left_out: Collection[str]
+) -> Iterator[bytes | bytearray]:
+    """The bytes of a table in its own type, a block at a time, without those of some tensors."""
+    width, tensors = ELEMENT_BYTES[_STORED[table.spec.dtype]], table.spec.tensors
     for block in range(table.block_count):
-        taken = read(table, block)
-        if table.spec.dtype in (DType.FLOAT32, DType.FLOAT64):
+        segments = table.segments(block)
+        chosen = [each for each in segments if tensors[each.tensor].name not in left_out]
+        if not chosen:
+            continue
+        taken = _in_own_type(table, read(table, block))
+        if len(chosen) == len(segments):
             yield taken
             continue
-        # Imported here, because other commands start without torch; numpy has no bfloat16.
-        import torch
+        for each in chosen:
+            yield taken[each.begin * width : each.end * width]
 
-        half = torch.float16 if table.spec.dtype is DType.FLOAT16 else torch.bfloat16
-        rounded = torch.frombuffer(bytearray(taken), dtype=torch.float32).to(half)
-        yield rounded.view(torch.int16).numpy().tobytes()
+
+def _in_own_type(table: Table, taken: bytes | bytearray) -> bytes | bytearray:
+    """A block's values, rounded to the table's type."""
+    if table.spec.dtype in (DType.FLOAT32, DType.FLOAT64):
+        return taken
+    # Imported here, because other commands start without torch; numpy has no bfloat16.
+    import torch
+
+    half = torch.float16 if table.spec.dtype is DType.FLOAT16 else torch.bfloat16
+    rounded = torch.frombuffer(bytearray(taken), dtype=torch.float32).to(half)
+    return rounded.view(torch.int16).numpy().tobytes()
 
 
 def write_file(
-    out: Path, entries: Sequence[TensorEntry], pieces: Iterable[bytes | bytearray]
+    out: Path,
+    entries: Sequence[TensorEntry],
+    pieces: Iterable[bytes | bytearray],
+    notes: Mapping[str, str] = _NO_NOTES,
 ) -> None:
-    """Write a safetensors file of `entries`, whose bytes are `pieces` in the same order."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    """Write a safetensors file of `entries`, whose bytes are `pieces` in the same order; `notes`
+    are its metadata.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
     for entry in entries:
         begin = end
@@ -126,11 +157,19 @@ def replaced(out: Path) -> Iterator[BinaryIO]:
     """
     unfinished = out.with_name(f".{out.name}.tmp")
     try:
-        with unfinished.open("wb") as file:
-            yield file
-        unfinished.replace(out)
-    except OSError as error:
-        raise InvalidConfig(f"{out} cannot be written: {error.strerror or error}") from error
+        with writing(out):
+            with unfinished.open("wb") as file:
+                yield file
+            unfinished.replace(out)
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Turn an OSError into InvalidConfig, with the file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidConfig(f"{out} cannot be written: {error.strerror or error}") from error

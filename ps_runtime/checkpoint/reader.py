@@ -123,6 +123,13 @@ class CheckpointReader:
             return None
         return self._source(table, block).header.tensors[tensor_name(table, block, tensor)]
 
+    def fingerprint(self, table: str, block: int, tensor: str) -> tuple[int, int] | None:
+        """The CRC-32 and the length of a block's tensor, the same for the same bytes; None if the
+        block has no such tensor. Nothing is read.
+        """
+        stored = self.tensor(table, block, tensor)
+        return None if stored is None else (stored.crc32, stored.byte_count)
+
     def _source(self, table: str, block: int) -> Source:
         self.file_of(table, block)  # refuses a missing one
         return self._sources[table, block]

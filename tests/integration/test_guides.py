@@ -9,6 +9,9 @@ import pytest
 
 from tests.integration.page_folder import ENDED_WITHIN_S, PageFolder, differences
 
+EMBEDDINGS = ("taste.py", "line.py", "clicks.py", "look.py", "update.py")
+"""The scripts of its page, in their order."""
+
 ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
@@ -48,12 +51,17 @@ def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
 
 def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
-    page.save("taste.py", "line.py", "clicks.py", "look.py")
-    train, checkpointed, *to_take_out, bring_in, go_on = page.commands()
-    said = [page.type(command) for command in (train, checkpointed, *to_take_out)]
-    assert re.search(r"40 users, the first with \d\.\d\d", said[-1])
+    page.save(*EMBEDDINGS)
+    train, train_again, *to_take_out, bring_in, go_on = page.commands()
+    trained = page.type(train)
+    page.type(train_again)
+    (first,) = (tmp_path / "runs" / "taste").glob("00000001-*")
+    said = [page.type(re.sub(r"00000001-\w+", first.name, command)) for command in to_take_out]
+    assert re.search(r"40 users, the first with \d\.\d\d", said[1])
+    assert re.search(r"users: \d+ of 40 rows changed", said[3])
+    assert said[4] == "40 users, as in model.safetensors\n"
     page.type(bring_in)
-    for each in (said[0], page.type(go_on)):
+    for each in (trained, page.type(go_on)):
         loss = re.search(r"loss (\d+\.\d+)", each)
         assert loss
         assert float(loss[1]) < 0.3
@@ -61,7 +69,7 @@ def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
 
 def test_the_rest_of_that_model_may_stay_at_the_workers(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
-    page.save("taste.py", "line.py", "clicks.py", "look.py")
+    page.save(*EMBEDDINGS)
     line, taste = (tmp_path / "line.py").read_text(), tmp_path / "taste.py"
     changed, count = re.subn(r"optimizer = ps\.Distributed.*\n", line, taste.read_text())
     assert count == 1
@@ -73,7 +81,7 @@ def test_the_rest_of_that_model_may_stay_at_the_workers(tmp_path: Path) -> None:
 
 def test_a_model_that_was_written_for_torchrec_learns(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
-    page.save("taste.py", "line.py", "clicks.py", "look.py")
+    page.save(*EMBEDDINGS)
     train = page.commands()[0].replace("taste.py", "clicks.py")
     loss = re.search(r"loss (\d+\.\d+)", page.type(train))
     assert loss

@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf import json_format
 
+from ps_core.keys import TableId
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, place_in
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
+from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory
 from ps_runtime.checkpoint.part_file import StoredBlock, StoredWorker
 from ps_runtime.checkpoint.part_writer import (
@@ -73,7 +74,7 @@ def tensors_of(spec: TableSpec, number: int) -> dict[str, Array]:
 
 
 def block_count(spec: TableSpec) -> int:
-    return -(-spec.element_count // spec.block_elements)
+    return Table(TableId(0), 0, spec).block_count
 
 
 @dataclass(frozen=True)
