@@ -20,16 +20,13 @@ from torch import nn
 
 import ps_worker as ps
 from ps_core import limits
-from ps_core.keys import TableId
-from ps_core.rows import first_values, mixed_ids, partition_of, salt_of
-from ps_core.tables import Codec, Table
-from ps_core.work import at_once
+from ps_core.rows import first_values, mixed_ids, salt_of
 from ps_runtime.launch.cluster_shape import CheckpointPlan
-from ps_server.values.row_store import RowStore
-from ps_worker.spec.rows import cut_ids, payloads_of, rows_of
+from ps_worker.spec.rows import cut_ids, rows_of
 from ps_worker.training.trained_rows import MAX_PASS_COUNT
 from tests.integration.command_line import run_here
 from tests.integration.replicated_cluster import replicated_cluster
+from tests.integration.rows_alone import RowsAlone
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -405,31 +402,6 @@ def test_the_hottest_rows_are_shown(lane: str, tmp_path: Path) -> None:
     assert "no table is 'none'" in nothing.stderr
 
 
-class Alone:
-    """What a table's rows are with one worker and one server, that never fails."""
-
-    def __init__(self, table: ps.TableHandle) -> None:
-        spec, self.clock = table.table, 0
-        self.rows = rows_of(spec)
-        self.store = RowStore(Table(TableId(0), 0, spec.spec), range(self.rows.partition_count))
-
-    def push(self, ids: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any]) -> None:
-        self.clock += 1
-        batch = cut_ids(ids.astype(np.uint64), self.rows)
-        for block, payload in payloads_of(self.store.table, batch, gradients):
-            part = self.store.decode(block, Codec.FP32, payload, b"")
-            self.store.accumulate(self.clock, [(block, part)], 1.0)
-        at_once(self.store.applying(self.clock, self.store.take(self.clock), (), 1))
-
-    def pull(self, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        found = np.empty((len(ids), DIM), np.float32)
-        for at, row_id in enumerate(ids.astype(np.uint64)):
-            found[at] = self.store.rows(
-                partition_of(int(row_id), self.rows), ids[at : at + 1].astype(np.uint64)
-            )
-        return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lane", "options"),
@@ -450,12 +422,12 @@ def test_rows_leave_and_are_admitted_alike_on_every_server(
             "kept", DIM, optimizer=ps.Adagrad(lr=0.1), init=ps.Uniform(1.0), **options
         )
 
-    def train(client: ps.Client, table: ps.TableHandle, alone: Alone, count: int) -> None:
+    def train(client: ps.Client, table: ps.TableHandle, alone: RowsAlone, count: int) -> None:
         for _ in range(count):
             ids = (draws.zipf(1.3, 30) - 1) % IDS
             gradients = draws.standard_normal((30, DIM)).astype(np.float32)
             client.wait(client.push_rows(table, ids, gradients))
-            alone.push(ids, gradients)
+            alone.step([(ids, gradients)])
         assert np.array_equal(client.pull_rows(table, everything), alone.pull(everything))
 
     plan = CheckpointPlan(str(tmp_path))
@@ -464,7 +436,7 @@ def test_rows_leave_and_are_admitted_alike_on_every_server(
         ps.connect(cluster.address, lane=lane, request_deadline_s=DEADLINE_S) as client,
     ):
         table = create(client)
-        alone = Alone(table)
+        alone = RowsAlone(table)
         train(client, table, alone, 6)
         for _ in range(2):  # a backup that joined serves in the end
             cluster.healed()
