@@ -17,15 +17,28 @@ ADDRESS = re.compile(r"127\.0\.0\.1:\d+")
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
 
+STEP = "        optimizer.zero_grad()\n"
+AWAIT_A_READER = """\
+        while step == 100 and not __import__("os").path.exists({!r}):
+            __import__("time").sleep(0.01)
+"""
+
+
 def test_the_reader_the_worker_and_the_checkpoint_agree_in_the_end(tmp_path: Path) -> None:
     page = PageFolder("guides/EVALUATION.md", tmp_path)
     page.save("task.py", "train.py", "evaluate.py", "judge.py")
+    script, read = tmp_path / "train.py", tmp_path / "read"
+    script.write_text(script.read_text().replace(STEP, AWAIT_A_READER.format(str(read)) + STEP))
     train, evaluate, *later = page.commands()
     with page.start(train) as tool:
         address = tool.wait_for(r"scheduler at (127\.0\.0\.1:\d+);")[1]
         told, count = ADDRESS.subn(address, evaluate)
         assert count == 1
-        seen = page.type(told)
+        with page.start(told) as reader:
+            reader.wait_for(r"reader: after step \d+")
+            read.touch()  # before that training has no end
+            assert reader.end(ENDED_WITHIN_S) == 0, reader.text
+        seen = reader.text
         assert tool.end(ENDED_WITHIN_S) == 0, tool.text
     assert not differences(page.blocks("text")[0], seen), seen
     (between,) = re.findall(r"worker: after step 200 (\d+\.\d%) right", tool.text)
