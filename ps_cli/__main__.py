@@ -196,8 +196,8 @@ def tables_top(
 ) -> None:
     """Show the hottest rows of embedding tables, and what each range has.
 
-    Counts are since a server serves a range. Shares of rows are estimates from one id of 32, and
-    lately counts most.
+    Counts begin when a server begins to serve a range. Shares of rows are estimated from one id of
+    32; recent ones weigh most.
 
     Example: `pushpull tables top users --scheduler 127.0.0.1:7000`
     """
