@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.tables import Codec
+from ps_core.tables.elements import Codec
 
 _NUMPY_DTYPE: dict[Codec, np.dtype[Any]] = {
     Codec.FP32: np.dtype("<f4"),

@@ -28,18 +28,10 @@ from docs.worked_messages import (
 )
 from ps_core import rows
 from ps_core.keys import Slot, TableId, key_ranges, range_of_slot, slot_of_ordinal
-from ps_core.tables import (
-    Codec,
-    DType,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-    TensorSpec,
-    pack_presence,
-)
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind, pack_presence
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution, added, averaged, padded
 from ps_server.values.optimizers import BlockState, Optimizer, padded_length

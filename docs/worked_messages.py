@@ -12,7 +12,7 @@ from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId, range_of_slot, slot_of_ordinal
 from ps_core.limits import RANGE_COUNT
 from ps_core.rights import Joiner
-from ps_core.tables import Codec
+from ps_core.tables.elements import Codec
 from pushpull.v1 import parameters_pb2 as parameters
 from pushpull.v1 import scheduler_pb2 as scheduler
 from pushpull.v1 import types_pb2 as types

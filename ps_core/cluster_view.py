@@ -17,7 +17,7 @@ from ps_core.change import Checkpoint
 from ps_core.errors import TableNotFound, listed
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, TableId
 from ps_core.runs import Run
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 
 _NEVER = AssignmentEpoch(0)
 

@@ -161,3 +161,9 @@ def check(holds: bool, invariant: str, detail: str) -> None:
     """Raise `InvariantViolation` unless `holds`."""
     if not holds:
         raise InvariantViolation(invariant, detail)
+
+
+def check_config(holds: bool, message: str) -> None:
+    """Raise `InvalidConfig` unless `holds`."""
+    if not holds:
+        raise InvalidConfig(message)

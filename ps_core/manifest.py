@@ -33,7 +33,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.keys import TableId
-from ps_core.tables import DType, TableSpec, TensorSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 
 MANIFEST_FILE = "manifest.json"
 """File name in the checkpoint's directory."""

@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.tables import Initializer, InitializerKind, RowsSpec
+from ps_core.tables.elements import Initializer, InitializerKind
+from ps_core.tables.table_spec import RowsSpec
 
 Ids = npt.NDArray[np.uint64]
 

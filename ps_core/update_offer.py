@@ -17,7 +17,7 @@ from keyword import iskeyword
 
 from ps_core import limits
 from ps_core.errors import InvalidConfig
-from ps_core.tables import Hyperparameters
+from ps_core.tables.optimizers import Hyperparameters
 
 GROUP_KEYS = frozenset({
     "params", "param_names", "maximize", "foreach", "capturable", "differentiable", "fused",

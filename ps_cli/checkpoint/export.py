@@ -24,7 +24,9 @@ from ps_cli.console.tensor_file import (
     write_tables,
 )
 from ps_core.errors import InvalidCheckpoint
-from ps_core.tables import DType, OptimizerKind, Table, TensorSegment
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table import Table, TensorSegment
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, IDS, VALUES
 from ps_runtime.checkpoint.reader import CheckpointReader
 

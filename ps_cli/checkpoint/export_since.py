@@ -36,7 +36,8 @@ from ps_cli.checkpoint.row_differences import (
 from ps_cli.console.output import Output
 from ps_cli.console.tensor_file import TensorEntry, Written, write_tables, writing
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
-from ps_core.tables import DType, Table
+from ps_core.tables.elements import DType
+from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import locate
 from ps_runtime.checkpoint.part_file import VALUES
 from ps_runtime.checkpoint.reader import CheckpointReader

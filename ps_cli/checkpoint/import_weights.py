@@ -27,7 +27,9 @@ from ps_cli.status.view import size
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, PushpullError
 from ps_core.manifest import Manifest, SavedPart, SavedTable, has_ids, imported_name, number_of
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import VALUES
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable

@@ -12,7 +12,9 @@ from ps_cli.console.output import Output
 from ps_cli.console.tensor_file import write_tables
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.errors import NotOwner, PushpullError
-from ps_core.tables import DType, OptimizerKind, Table
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table import Table
 from ps_runtime.cluster import kept_values
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import error_from_proto, from_rpc_error

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.rows import Ids
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, IDS, VALUES
 from ps_runtime.checkpoint.reader import CheckpointReader
 

@@ -23,7 +23,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import DType, Table
+from ps_core.tables.elements import DType
+from ps_core.tables.table import Table
 from ps_runtime.checkpoint.part_file import ELEMENT_BYTES, LENGTH_BYTES
 
 _NO_NOTES: Mapping[str, str] = MappingProxyType({})

@@ -9,7 +9,7 @@ from ps_cli.console.output import Output
 from ps_cli.status.document import spans
 from ps_core.errors import InvalidUpdateLog
 from ps_core.manifest import SavedTable
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_server.replay.replayer import Replay, RunLog
 

@@ -24,7 +24,7 @@ from ps_cli.replay.plot import plot_of
 from ps_cli.replay.view import VersionRow, document_of, view_of
 from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
 from ps_core.runs import words
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_server.replay.replayer import (
     History,
     Replay,

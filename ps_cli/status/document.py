@@ -15,7 +15,7 @@ from ps_cli.console.scheduler_query import ServerAnswer
 from ps_cli.status.runs import RunEntry, run_entries
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import PushpullError
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.cluster.wire import node_from_proto, view_from_proto
 from pushpull.v1 import parameters_pb2, scheduler_pb2
 

@@ -19,7 +19,8 @@ from google.protobuf import json_format
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.keys import TableId
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
-from ps_core.tables import DType, Initializer, Table
+from ps_core.tables.elements import DType, Initializer
+from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, reported
 from ps_runtime.checkpoint.part_file import (
     VALUES,

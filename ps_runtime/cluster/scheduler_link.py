@@ -25,7 +25,8 @@ from ps_core.cluster_view import BackupRequest, ClusterView, Session
 from ps_core.consistency import Consistency
 from ps_core.errors import Fenced, Internal, InvalidConfig, PushpullError, WaitExpired
 from ps_core.keys import RangeId, TableId
-from ps_core.tables import Table, TableSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import wire
 from ps_runtime.cluster.registration import (
     LEAST_ATTEMPT_S,

@@ -29,19 +29,13 @@ from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.keys import AssignmentEpoch, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.runs import Run
-from ps_core.tables import (
-    Codec,
-    DType,
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import Hyperparameters, Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import (
     Eviction,
-    Hyperparameters,
-    Initializer,
-    InitializerKind,
-    Kernels,
-    OptimizerKind,
-    OptimizerSpec,
     Reduction,
     RowsSpec,
-    Table,
     TableSpec,
     TensorSpec,
     TupleCache,

@@ -32,7 +32,8 @@ from ps_core.cluster_view import ClusterView
 from ps_core.errors import PushpullError, UpdateFailed, check
 from ps_core.manifest import Imported
 from ps_core.rows import Ids, mixed_ids, partitions_of, salt_of
-from ps_core.tables import RowsSpec, Table
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import RowsSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import IDS, VALUES, StoredBlock
 from ps_runtime.checkpoint.reader import CheckpointReader

@@ -42,7 +42,9 @@ from ps_core import limits, sequence_locks
 from ps_core.cluster_view import ClusterView, Session
 from ps_core.errors import InvalidKeys, InvariantViolation, Recovering, UpdateFailed
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.tables import NATIVE_CODEC, Codec, OptimizerKind, Table
+from ps_core.tables.elements import NATIVE_CODEC, Codec
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table import Table
 from ps_core.work import Work, at_once, pieces_of
 from ps_runtime.cluster import wire
 from ps_runtime.observe import logs

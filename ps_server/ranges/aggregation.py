@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from ps_core.consistency import StalePolicy
 from ps_core.errors import AlreadyPast, EditRefused, check
 from ps_core.ledger import Ending, Outcome
-from ps_core.tables import Hyperparameters, OptimizerKind
+from ps_core.tables.optimizers import Hyperparameters, OptimizerKind
 from ps_server.ranges.events import (
     Accumulate,
     Apply,

@@ -27,7 +27,8 @@ from ps_core.errors import (
 )
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_core.tables import OptimizerKind, Table, array_words
+from ps_core.tables.optimizers import OptimizerKind, array_words
+from ps_core.tables.table import Table
 from ps_server.ranges.events import (
     Effect,
     PullEvent,

@@ -16,7 +16,9 @@ from ps_core.consistency import Mode, StalePolicy
 from ps_core.errors import EditRefused, InvariantViolation, PushpullError, UpdateFailed
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, ReplyKind
-from ps_core.tables import Hyperparameters, InitializerKind, Table
+from ps_core.tables.elements import InitializerKind
+from ps_core.tables.optimizers import Hyperparameters
+from ps_core.tables.table import Table
 from ps_server.ranges.events import Compensation, Effect, Record, ReplyTo, SealEvent, Sender, StepId
 from ps_server.ranges.schedule import Schedule
 

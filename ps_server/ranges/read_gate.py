@@ -13,7 +13,7 @@ from ps_core import limits
 from ps_core.cluster_view import Node
 from ps_core.consistency import Mode, StalePolicy
 from ps_core.errors import AlreadyPast, Fenced, InvalidConfig, PushpullError, WaitExpired
-from ps_core.tables import OptimizerKind
+from ps_core.tables.optimizers import OptimizerKind
 from ps_server.ranges.events import AnswerPull, Effect, PullEvent, RefusePull
 from ps_server.ranges.range_state import RangeState
 

@@ -33,7 +33,7 @@ from ps_core.change import ChangeOutcome, ChangeResult, TableChange, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import Overloaded, check
 from ps_core.keys import Incarnation
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 
 _BEFORE_ALL = -1
 

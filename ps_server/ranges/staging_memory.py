@@ -23,7 +23,7 @@ from ps_core.cluster_view import Node
 from ps_core.errors import InvariantViolation
 from ps_core.keys import RangeId
 from ps_core.ledger import ReplyKind
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_server.ranges.events import Effect, ReplyTo, Sender, StepId
 from ps_server.ranges.range_machine import RangeMachine
 

@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidUpdateLog, PushpullError
 from ps_core.keys import Incarnation, RangeId, TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from ps_server.ranges.events import Record
 from ps_server.ranges.range_copy import RangeFacts

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.tables import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, OptimizerSpec
+from ps_core.tables.optimizers import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, OptimizerSpec
 from ps_server.rows.row_partition import Rows
 
 SUM, FIRST, SECOND, HELD = "sum", "exp_avg", "exp_avg_sq", "held"

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.rows import Ids, mixed_ids
-from ps_core.tables import Eviction, RowsSpec
+from ps_core.tables.table_spec import Eviction, RowsSpec
 from ps_core.work import Work
 from ps_server.rows.row_partition import Numbers, RowPartition, Rows
 

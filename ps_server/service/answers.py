@@ -32,7 +32,7 @@ from ps_core.cluster_view import ClusterView, Role, Session
 from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
-from ps_core.tables import NATIVE_CODEC, Codec
+from ps_core.tables.elements import NATIVE_CODEC, Codec
 from ps_runtime.cluster import wire
 from ps_server.lane.answer_ring import AnswerRing
 from ps_server.lane.shards import Shards, SharedValues

@@ -24,7 +24,7 @@ from ps_core import limits
 from ps_core.cluster_view import Session
 from ps_core.errors import InvalidKeys, Overloaded, PushpullError
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_core.tables import Codec
+from ps_core.tables.elements import Codec
 from ps_runtime.cluster import wire
 from ps_server.ranges.events import Place
 from ps_server.service.answers import AnswerPart, PullTerms, PushStream, RangeRead

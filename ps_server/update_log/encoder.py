@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from ps_core.keys import RangeId, TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_core.work import Work
 from ps_runtime.cluster import wire
 from ps_server.lane.shards import Shards

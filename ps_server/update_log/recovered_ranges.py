@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 from ps_core import limits
 from ps_core.errors import InvalidUpdateLog, PushpullError
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from ps_server.lane.shards import Shards
 from ps_server.ranges.range_copy import fresh_copy

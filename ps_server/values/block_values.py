@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import check
-from ps_core.tables import NATIVE_CODEC, Codec, InitializerKind, Table, check_length
+from ps_core.tables.elements import NATIVE_CODEC, Codec, InitializerKind, check_length
+from ps_core.tables.table import Table
 from ps_server.values import contributions
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import TORCH_DTYPE, Contribution

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidKeys, InvariantViolation
-from ps_core.tables import Codec, presence_bytes
+from ps_core.tables.elements import Codec, presence_bytes
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.mutations import Elements
 from ps_server.values.optimizers import Mask, padded_length

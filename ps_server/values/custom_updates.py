@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidConfig, PushpullError
-from ps_core.tables import Hyperparameters
+from ps_core.tables.optimizers import Hyperparameters
 from ps_core.update_offer import UpdateOffer
 
 _TEXT_CHARACTERS = 300

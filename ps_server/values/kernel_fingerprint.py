@@ -15,7 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ps_core.tables import ROW_OPTIMIZERS, VALUES_ARRAY, Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables.optimizers import (
+    ROW_OPTIMIZERS,
+    VALUES_ARRAY,
+    Kernels,
+    OptimizerKind,
+    OptimizerSpec,
+)
 from ps_server.rows.row_optimizers import RowOptimizer
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.optimizers import BlockState, Optimizer

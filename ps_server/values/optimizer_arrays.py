@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidKeys, check
-from ps_core.tables import (
+from ps_core.tables.optimizers import (
     MAX_LOADED_STEP_COUNT,
     STEP_ARRAY,
     VALUES_ARRAY,
     OptimizerSpec,
-    Table,
     array_words,
 )
+from ps_core.tables.table import Table
 from ps_server.values import contributions
 from ps_server.values.contributions import Contribution
 from ps_server.values.optimizers import BlockState, initial_state_value

@@ -42,7 +42,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from ps_core.limits import BLOCK_ALIGNMENT_ELEMENTS
-from ps_core.tables import Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables.optimizers import Kernels, OptimizerKind, OptimizerSpec
 from ps_server.values.buffer_pool import BufferPool
 
 HyperparameterValues = Mapping[str, float]

@@ -29,7 +29,10 @@ from ps_core import limits
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
 from ps_core.keys import Incarnation
 from ps_core.rows import Ids, first_values, mixed_ids, partition_of, salt_of
-from ps_core.tables import Codec, DType, Hyperparameters, Reduction, RowsSpec, Table, TableSpec
+from ps_core.tables.elements import Codec, DType
+from ps_core.tables.optimizers import Hyperparameters
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec
 from ps_core.work import PIECE_COUNT, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels

@@ -15,14 +15,10 @@ from typing import NamedTuple
 import torch
 
 from ps_core.errors import InvalidConfig, check
-from ps_core.tables import (
-    Codec,
-    Hyperparameters,
-    OptimizerKind,
-    Reduction,
-    Table,
-    presence_bytes,
-)
+from ps_core.tables.elements import Codec, presence_bytes
+from ps_core.tables.optimizers import Hyperparameters, OptimizerKind
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Reduction
 from ps_core.work import Work
 from ps_server.values import contributions
 from ps_server.values.block_values import encoded

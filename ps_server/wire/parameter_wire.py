@@ -19,7 +19,7 @@ from ps_core.envelope import MAX_BESIDE_BYTES, is_frugal, join, split, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor, PushpullError, Recovering
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.tables import Codec
+from ps_core.tables.elements import Codec
 from ps_runtime.cluster import wire
 from ps_runtime.grpc import errors
 from ps_server.ranges.events import (

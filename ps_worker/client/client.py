@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ps_core.cluster_view import Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidConfig, PushpullError
-from ps_core.tables import OptimizerSpec
+from ps_core.tables.optimizers import OptimizerSpec
 from ps_runtime.observe import logs
 from ps_worker.checkpoint.save_points import HasState
 from ps_worker.client.checkpoints import CheckpointTicket, ClientCheckpoints

@@ -17,7 +17,7 @@ from ps_core.cluster_view import ClusterView, Role
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, NotPermitted, PushpullError, WaitExpired
 from ps_core.keys import NodeId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_worker.client.step_record import StepRecord
 from ps_worker.steps.steps import PullTicket, PushTicket, wait_until_ended
 from ps_worker.transport.config import WorkerConfig

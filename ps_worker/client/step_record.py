@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import TableSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.system.clock import now_s
 
 

@@ -27,7 +27,10 @@ from ps_core.errors import (
     listed,
 )
 from ps_core.keys import TableId
-from ps_core.tables import InitializerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import InitializerKind
+from ps_core.tables.optimizers import OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import DType
+from ps_core.tables.elements import DType
 
 TORCH_DTYPE: dict[DType, torch.dtype] = {dtype: getattr(torch, dtype.value) for dtype in DType}
 """The torch dtype of each table dtype."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self, SupportsFloat, TypeAlias
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import (
+from ps_core.tables.optimizers import (
     CLAMP_NAMES,
     HYPERPARAMETER_DEFAULTS,
     Hyperparameters,

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from ps_core import limits
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.rows import Groups, Ids, mixed_ids, partitions_of, salt_of
-from ps_core.tables import RowsSpec, Table
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import RowsSpec
 from ps_worker.spec.values import Values, is_tensor
 
 MAX_PULLED_COUNT = 16_384

@@ -14,18 +14,9 @@ from typing import Any, Protocol, TypedDict
 from ps_core import limits
 from ps_core.consistency import Consistency, Mode, StalePolicy, moving, parsed
 from ps_core.errors import InvalidConfig
-from ps_core.tables import (
-    DType,
-    Eviction,
-    Initializer,
-    InitializerKind,
-    Kernels,
-    OptimizerSpec,
-    Reduction,
-    RowsSpec,
-    TableSpec,
-    TensorSpec,
-)
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import Kernels, OptimizerSpec
+from ps_core.tables.table_spec import Eviction, Reduction, RowsSpec, TableSpec, TensorSpec
 from ps_worker.spec.optimizers import check_optimizer
 from ps_worker.spec.values import Values, raw_of
 

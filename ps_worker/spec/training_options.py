@@ -9,7 +9,8 @@ from typing import Any, TypedDict, cast
 from ps_core import limits
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidConfig
-from ps_core.tables import Kernels, Reduction
+from ps_core.tables.optimizers import Kernels
+from ps_core.tables.table_spec import Reduction
 from ps_worker.spec.settings import BSP, check_options, consistency_of, require_one_of
 
 

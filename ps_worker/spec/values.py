@@ -22,7 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
-from ps_core.tables import NATIVE_CODEC, DType, Table, TensorSpec, pack_presence, unpack_presence
+from ps_core.tables.elements import NATIVE_CODEC, DType, pack_presence, unpack_presence
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TensorSpec
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +151,7 @@ class BlockValues(NamedTuple):
     payload: memoryview
     """C-contiguous bytes, the whole block's."""
     presence: bytes = b""
-    """Packed by `ps_core.tables.pack_presence`; empty means all segments."""
+    """Packed by `ps_core.tables.elements.pack_presence`; empty means all segments."""
 
 
 def tensor_named(table: Table, name: str) -> TensorSpec:

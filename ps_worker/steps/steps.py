@@ -30,7 +30,10 @@ import numpy.typing as npt
 
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.rows import Ids
-from ps_core.tables import NATIVE_CODEC, DType, Hyperparameters, Table, TableSpec, check_length
+from ps_core.tables.elements import NATIVE_CODEC, DType, check_length
+from ps_core.tables.optimizers import Hyperparameters
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
 from ps_worker.window.push_window import StepTerms
@@ -65,7 +68,8 @@ class Pulled:
     Shapes:
         versions: block -> updates applied to it so far.
         presence: block -> bitmap of the tensors that had a gradient in this sum (AGGREGATE tables
-            only, `ps_core.tables.unpack_presence` reads it); blocks where all had one are absent.
+            only, `ps_core.tables.elements.unpack_presence` reads it); blocks where all had one are
+            absent.
     """
 
     clock: int

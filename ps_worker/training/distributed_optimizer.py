@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Imported
-from ps_core.tables import TableSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.client.client import Client
 from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
 from ps_worker.spec.flat_layout import (

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ps_core.consistency import Mode, StalePolicy
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.rows import Ids
-from ps_core.tables import OptimizerSpec
+from ps_core.tables.optimizers import OptimizerSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.rows import RowBatch, cut_ids, ids_of, rows_of
 from ps_worker.spec.settings import Normal, RowsOptions, SupportsSpec, consistency_of

@@ -19,7 +19,8 @@ from torch import nn
 from ps_core import limits
 from ps_core.consistency import Mode
 from ps_core.errors import AlreadyPast, InvalidConfig, InvalidTensor, TableNotFound, WaitExpired
-from ps_core.tables import OptimizerKind, TableSpec
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.system.clock import now_s
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, plain_name

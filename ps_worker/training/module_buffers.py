@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import DType
+from ps_core.tables.elements import DType
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain_name
 from ps_worker.spec.optimizers import Assign

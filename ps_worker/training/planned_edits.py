@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ps_core.errors import check
-from ps_core.tables import VALUES_ARRAY
+from ps_core.tables.optimizers import VALUES_ARRAY
 from ps_worker.training.served_state import DIGEST_BYTES, LoadedState, digest_of_arrays
 from ps_worker.training.tables.staging import is_finite
 

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import MAX_LOADED_STEP_COUNT, STEP_ARRAY, Codec, OptimizerKind, array_words
+from ps_core.tables.elements import Codec
+from ps_core.tables.optimizers import MAX_LOADED_STEP_COUNT, STEP_ARRAY, OptimizerKind, array_words
 from ps_worker.client.pending import PendingTickets
 from ps_worker.training.tables.staging import is_finite, same_bits
 

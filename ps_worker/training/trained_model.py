@@ -26,7 +26,7 @@ import torch
 
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor, PushpullError, WaitExpired
-from ps_core.tables import VALUES_ARRAY, Hyperparameters
+from ps_core.tables.optimizers import VALUES_ARRAY, Hyperparameters
 from ps_runtime.system.clock import now_s
 from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, hyperparameters_of
 from ps_worker.spec.training_options import TrainingOptions

@@ -21,7 +21,7 @@ import torch
 
 from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.rows import Ids, sums_by_key
-from ps_core.tables import Hyperparameters
+from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.rows import RowBatch, cut_ids, rows_of
 from ps_worker.steps.steps import checked_hyperparameters

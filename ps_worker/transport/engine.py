@@ -19,7 +19,8 @@ from ps_core.collective_calls import Round, Share, joined_after
 from ps_core.errors import Fenced, PushpullError, ValuesLost
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport
-from ps_core.tables import InitializerKind, Table
+from ps_core.tables.elements import InitializerKind
+from ps_core.tables.table import Table
 from ps_runtime.checkpoint.calls import join_checkpoint, report_part
 from ps_runtime.cluster import wire
 from ps_runtime.cluster.scheduler_link import FAREWELL_DEADLINE_S, SchedulerLink

@@ -26,7 +26,7 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.envelope import split
 from ps_core.errors import Internal, InvalidConfig, PushpullError, Recovering, WaitExpired
 from ps_core.keys import NodeId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.cluster.node_identity import AddressTaken, as_of_unknown, check_answers
 from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error

@@ -44,7 +44,9 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.tables import NATIVE_CODEC, Codec, DType, OptimizerKind, Table
+from ps_core.tables.elements import NATIVE_CODEC, Codec, DType
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.grpc.retry import Backoff, is_curable

@@ -16,7 +16,8 @@ from ps_core.cluster_view import ClusterView
 from ps_core.errors import Fenced, NotPermitted, PushpullError, Recovering, Unauthenticated
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_core.tables import NATIVE_CODEC, Table
+from ps_core.tables.elements import NATIVE_CODEC
+from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.system.clock import now_s

@@ -39,7 +39,7 @@ from typing import NamedTuple
 from ps_core.errors import EditRefused, InvalidConfig, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_core.tables import Hyperparameters
+from ps_core.tables.optimizers import Hyperparameters
 
 
 class EntryState(Enum):

@@ -40,7 +40,8 @@ from ps_core.manifest import (
     SavedWorker,
     left_directory_name,
 )
-from ps_core.tables import Initializer, InitializerKind, Table
+from ps_core.tables.elements import Initializer, InitializerKind
+from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.checkpoint.worker_copies import WorkerCopies

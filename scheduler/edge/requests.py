@@ -14,7 +14,8 @@ from ps_core.cluster_view import Session
 from ps_core.envelope import has_few
 from ps_core.errors import InvalidConfig, InvalidTensor, Unauthenticated
 from ps_core.keys import RangeId
-from ps_core.tables import Table, TableSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_core.update_offer import UpdateOffer
 from ps_runtime.cluster import wire
 from pushpull.v1 import scheduler_pb2, types_pb2

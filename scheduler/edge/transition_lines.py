@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ps_core.change import TableChange
 from ps_core.cluster_view import Node, NodeState, Role
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.observe import logs
 from scheduler.machine.checkpoint_state import (
     CheckpointBegunAgain,

@@ -22,7 +22,7 @@ from functools import cache
 from typing import Any
 
 from ps_core.manifest import Imported
-from ps_core.tables import TableSpec
+from ps_core.tables.table_spec import TableSpec
 
 Writer = Callable[[Any], Any]
 Reader = Callable[[Any], Any]

@@ -32,7 +32,8 @@ from typing import Any
 
 from ps_core.errors import InvalidJournal
 from ps_core.keys import NodeId, TableId, key_ranges
-from ps_core.tables import Table, TableSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from scheduler.journal.record_values import from_json, to_json
 from scheduler.machine import placement, server_memory, view_size
 from scheduler.machine.adaptation import CourseRecord

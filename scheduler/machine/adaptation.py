@@ -52,7 +52,7 @@ from ps_core.consistency import Consistency
 from ps_core.errors import check
 from ps_core.keys import NodeId, TableId
 from ps_core.losses import NO_LOSSES, LossTotals
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 
 LONG_WAIT = 0.10
 SHORT_WAIT = 0.02

@@ -19,7 +19,8 @@ from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import Fenced, InvalidConfig, Overloaded, Recovering
 from ps_core.keys import NodeId
 from ps_core.runs import Run
-from ps_core.tables import OptimizerKind, Table
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table import Table
 from scheduler.machine import update_offers
 from scheduler.machine.state import ClusterSettings, ClusterState, Registration
 

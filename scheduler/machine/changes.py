@@ -33,7 +33,7 @@ from ps_core.cluster_view import Node
 from ps_core.consistency import Consistency
 from ps_core.errors import InvalidConfig, Overloaded, TableNotFound
 from ps_core.keys import NodeId, RangeId, TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from scheduler.machine import view_size
 from scheduler.machine.state import (
     ChangeCommitted,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ps_core.cluster_view import Node
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import PartReport
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 
 
 @dataclass(frozen=True, slots=True)

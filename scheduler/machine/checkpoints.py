@@ -42,7 +42,7 @@ from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId, TableId
 from ps_core.manifest import PartReport, directory_name, is_file_name, number_of
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from scheduler.machine.changes import PendingProposal, TableChanges
 from scheduler.machine.checkpoint_state import (
     Attempt,

@@ -34,7 +34,8 @@ from ps_core.errors import InvalidConfig, NotPermitted, Overloaded, Recovering
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.manifest import PartReport
 from ps_core.runs import Run
-from ps_core.tables import Table, TableSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from scheduler.machine import admission, update_offers, view_size
 from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.changes import ChangeRequest, PendingProposal, TableChanges, check_workers

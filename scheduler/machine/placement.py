@@ -23,7 +23,7 @@ from functools import lru_cache
 from ps_core import limits
 from ps_core.errors import check
 from ps_core.keys import NodeId, RangeId, slot_of_ordinal
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 
 _RANGES_A_SERVER = 16  # one more or less is 6 % of a server's share
 

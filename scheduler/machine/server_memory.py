@@ -24,7 +24,8 @@ from ps_core import limits
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import NodeId, RangeId
-from ps_core.tables import OptimizerKind, OptimizerSpec, Table
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
 from scheduler.machine import placement
 from scheduler.machine.state import ClusterState
 

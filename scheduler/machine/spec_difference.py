@@ -8,7 +8,7 @@ import dataclasses
 from enum import Enum
 
 from ps_core.consistency import Consistency
-from ps_core.tables import TableSpec
+from ps_core.tables.table_spec import TableSpec
 
 _SHOWN_CHARACTERS = 120
 

@@ -20,7 +20,8 @@ from ps_core.errors import InvalidConfig
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.manifest import Imported
 from ps_core.runs import Run
-from ps_core.tables import Table, TableSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_core.update_offer import UpdateOffer
 from scheduler.machine.adaptation import CourseRecord
 from scheduler.machine.checkpoint_state import (

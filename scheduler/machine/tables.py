@@ -24,15 +24,10 @@ from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidCheckpoint, InvalidConfig, TableExists, check
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
-from ps_core.tables import (
-    Initializer,
-    InitializerKind,
-    Kernels,
-    OptimizerKind,
-    Reduction,
-    Table,
-    TableSpec,
-)
+from ps_core.tables.elements import Initializer, InitializerKind
+from ps_core.tables.optimizers import Kernels, OptimizerKind
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Reduction, TableSpec
 from scheduler.machine import placement, server_memory, view_size
 from scheduler.machine.configurations import Configurations
 from scheduler.machine.spec_difference import first_difference

@@ -13,7 +13,8 @@ from dataclasses import replace
 from ps_core import limits
 from ps_core.cluster_view import Node, NodeState, Role
 from ps_core.errors import InvalidConfig, listed
-from ps_core.tables import OptimizerKind, TableSpec
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table_spec import TableSpec
 from ps_core.update_offer import UpdateOffer
 from scheduler.machine.state import ClusterState, Registration
 

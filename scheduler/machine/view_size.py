@@ -12,7 +12,7 @@ from __future__ import annotations
 from ps_core import limits
 from ps_core.cluster_view import Node
 from ps_core.runs import Run
-from ps_core.tables import TableSpec, TupleCache
+from ps_core.tables.table_spec import TableSpec, TupleCache
 from scheduler.machine.state import ClusterSettings, ClusterState
 
 MAX_VIEW_BYTES = limits.FOREIGN_MAX_MESSAGE_BYTES

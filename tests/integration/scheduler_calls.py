@@ -16,12 +16,9 @@ import pytest
 from ps_core import errors
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.keys import Incarnation
-from ps_core.tables import (
-    DType,
-    OptimizerKind,
-    OptimizerSpec,
-    TableSpec,
-)
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import join_secret, registration, wire
 from ps_runtime.grpc import channels
 from ps_runtime.grpc.errors import from_rpc_error

@@ -16,7 +16,7 @@ from ps_core.cluster_view import ClusterView, NodeState, RangeAssignment
 from ps_core.keys import Incarnation
 from ps_core.ledger import Ending, Outcome
 from ps_core.limits import RANGE_COUNT
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.cluster.wire import session_to_proto
 from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.replication.messages import LogRecord

@@ -14,7 +14,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.store import CheckpointStore

@@ -19,14 +19,9 @@ from numpy.typing import NDArray
 
 import ps_worker as ps
 from ps_core.rows import partition_of
-from ps_core.tables import (
-    DType,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsSpec,
-    TableSpec,
-    TensorSpec,
-)
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import RowsSpec, TableSpec, TensorSpec
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.store import CheckpointStore
 from tests.integration.command_line import run, run_here

@@ -19,16 +19,10 @@ from ps_core.consistency import Consistency, parsed
 from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.tables import (
-    Codec,
-    DType,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-)
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards

@@ -26,7 +26,9 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import Incarnation, NodeId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster.registration import Addresses, operator_session
 from ps_runtime.cluster.scheduler_link import SchedulerLink
 from ps_runtime.grpc import channels

@@ -12,12 +12,8 @@ import pytest
 
 from ps_core import errors, limits
 from ps_core.cluster_view import ClusterView, NodeState, Role
-from ps_core.tables import (
-    DType,
-    Initializer,
-    InitializerKind,
-    TableSpec,
-)
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import wire
 from ps_runtime.grpc import channels
 from pushpull.v1 import scheduler_pb2, types_pb2

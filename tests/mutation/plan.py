@@ -38,9 +38,15 @@ TESTS: dict[str, tuple[str, ...]] = {
     "ps_core.rows": ("tests/unit/test_rows.py", _VECTORS),
     "ps_core.runs": ("tests/unit/test_cluster_runs.py",),
     "ps_core.sequence_locks": ("tests/unit/test_sequence_locks.py",),
-    "ps_core.tables": (
-        "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
-        "tests/property/test_keys_and_tables.py", "tests/unit/test_table_requests.py",
+    **dict.fromkeys(
+        (
+            "ps_core.tables.elements", "ps_core.tables.optimizers",
+            "ps_core.tables.table", "ps_core.tables.table_spec",
+        ),
+        (
+            "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
+            "tests/property/test_keys_and_tables.py", "tests/unit/test_table_requests.py",
+        ),
     ),
     "ps_core.update_offer": ("tests/unit/test_update_offer_rules.py",),
     "ps_core.work": ("tests/unit/test_works.py",),

@@ -17,21 +17,17 @@ from torch import Tensor
 from docs import payload_codec as raw
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
-from ps_core.tables import (
+from ps_core.tables.elements import (
     NATIVE_CODEC,
     Codec,
     DType,
     Initializer,
     InitializerKind,
-    Kernels,
-    OptimizerKind,
-    OptimizerSpec,
-    Reduction,
-    Table,
-    TableSpec,
-    TensorSpec,
     pack_presence,
 )
+from ps_core.tables.optimizers import Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Reduction, TableSpec, TensorSpec
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution
 from ps_server.values.shard_store import ShardStore

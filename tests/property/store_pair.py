@@ -10,17 +10,10 @@ import torch
 from hypothesis import strategies as st
 
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
-from ps_core.tables import (
-    DType,
-    Hyperparameters,
-    Initializer,
-    InitializerKind,
-    Kernels,
-    OptimizerKind,
-    OptimizerSpec,
-    Reduction,
-    Table,
-)
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import Hyperparameters, Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Reduction
 from ps_core.work import at_once
 from ps_server.lane.shards import for_backup
 from ps_server.ranges.events import Contributor, Record

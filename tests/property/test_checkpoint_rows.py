@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ps_core.manifest import Manifest, SavedPart, SavedTable, place_in
-from ps_core.tables import Codec
+from ps_core.tables.elements import Codec
 from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_of

@@ -15,7 +15,9 @@ from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import ClusterView, NodeState, Role, Session
 from ps_core.consistency import Consistency, Mode
 from ps_core.keys import Incarnation, NodeId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import wire
 from scheduler.journal import records
 from scheduler.machine import view_size

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from ps_core.cluster_view import BackupRequest, NodeState, RangeAssignment, Role, Session
 from ps_core.errors import Fenced
 from ps_core.keys import AssignmentEpoch
-from ps_core.tables import TableSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Created

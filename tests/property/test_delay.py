@@ -8,17 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import Incarnation, TableId
-from ps_core.tables import (
-    Codec,
-    DType,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-    TensorSpec,
-)
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_server.ranges.events import Compensation
 from ps_server.values.shard_store import ShardStore
 

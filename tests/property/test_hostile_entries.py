@@ -17,7 +17,7 @@ from ps_core.consistency import Mode
 from ps_core.errors import InvalidTensor
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Outcome
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_server.ranges.events import (
     Accumulate,
     Apply,

@@ -15,20 +15,15 @@ from docs import payload_codec as codec
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.keys import Slot, TableId, key_ranges, range_of_slot, slot_of_ordinal
 from ps_core.limits import SLOT_COUNT
-from ps_core.tables import (
-    Codec,
-    DType,
+from ps_core.tables.elements import Codec, DType, check_length, pack_presence, unpack_presence
+from ps_core.tables.optimizers import (
     Hyperparameters,
     OptimizerKind,
     OptimizerSpec,
     StepHyperparameters,
-    Table,
-    TableSpec,
-    TensorSpec,
-    check_length,
-    pack_presence,
-    unpack_presence,
 )
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 
 
 @given(st.integers(1, 5_000))

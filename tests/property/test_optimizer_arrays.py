@@ -9,18 +9,10 @@ from hypothesis import strategies as st
 
 from ps_core.errors import InvalidKeys
 from ps_core.keys import TableId
-from ps_core.tables import (
-    STEP_ARRAY,
-    VALUES_ARRAY,
-    Codec,
-    DType,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-    TensorSpec,
-    pack_presence,
-)
+from ps_core.tables.elements import Codec, DType, pack_presence
+from ps_core.tables.optimizers import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_server.values.shard_store import ShardStore
 
 LENGTHS = (40, 70, 3)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_worker.spec.values import Region, blocks_of
 from ps_worker.steps.steps import TableSteps
 from ps_worker.transport.pulls import PullOrder, _PullProgress, _request, _target

@@ -19,7 +19,7 @@ from ps_core.envelope import ALIGNMENT_BYTES
 from ps_core.errors import InvalidConfig, InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import Incarnation, RangeId
 from ps_core.ledger import Ending, Ledger, Outcome
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_server.ranges.range_copy import RangeDelta, ShardCopy, WorkerCopy, WorkerFacts, fresh_copy
 from ps_server.replication.messages import Beat, LogRecord, RangeCopy, Snapshot
 from ps_server.values.mutations import Elements, KeptSum, Put, SentAccumulator

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from ps_core.errors import Fenced, PushpullError
 from ps_core.keys import Incarnation, NodeId, RangeId, TableId
 from ps_core.ledger import Outcome
-from ps_core.tables import Hyperparameters, Table
+from ps_core.tables.optimizers import Hyperparameters
+from ps_core.tables.table import Table
 from ps_server.ranges.events import (
     AnswerPull,
     EntryEvent,

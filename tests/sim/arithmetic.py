@@ -34,21 +34,10 @@ import torch
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.rows import mixed_ids, partitions_of, salt_of
-from ps_core.tables import (
-    Codec,
-    Eviction,
-    Hyperparameters,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    Reduction,
-    RowsSpec,
-    Table,
-    TableSpec,
-    TensorSpec,
-    pack_presence,
-)
+from ps_core.tables.elements import Codec, Initializer, InitializerKind, pack_presence
+from ps_core.tables.optimizers import Hyperparameters, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Eviction, Reduction, RowsSpec, TableSpec, TensorSpec
 from ps_core.work import Work, at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards

@@ -17,7 +17,10 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, 
 from ps_core.collective_calls import Host, Round, Share, host_of, is_late_joiner, joined_after
 from ps_core.errors import StaleAssignment
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_server.ranges.collective_rounds import CollectiveRounds
 from ps_worker.collectives.rounds import Entering, Rounds
 

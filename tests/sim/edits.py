@@ -17,7 +17,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ps_core.tables import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, Table
+from ps_core.tables.optimizers import STEP_ARRAY, VALUES_ARRAY, OptimizerKind
+from ps_core.tables.table import Table
 from tests.sim.grads import EDIT, FIRST, LAID_VALUES, NAMES, SECOND, STEP, VALUES, Grad
 
 _SEEDS = 3

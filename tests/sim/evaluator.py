@@ -15,7 +15,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import Incarnation, NodeId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from tests.sim.actors import Cluster, Layout, Reads, ReadTerms, Waits
 from tests.sim.truth import Truth
 from tests.sim.world import World

@@ -27,7 +27,7 @@ from ps_core.cluster_view import ClusterView
 from ps_core.collective_calls import workers_here
 from ps_core.errors import EditRefused
 from ps_core.keys import Incarnation, TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_worker.spec.late_joiners import (
     LateJoiner,
     all_have_joined,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_core.work import Work, at_once
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.replication.backup import Replica

@@ -15,7 +15,7 @@ from ps_core.change import ChangeOutcome
 from ps_core.cluster_view import Session
 from ps_core.errors import Fenced, InvalidConfig
 from ps_core.keys import Incarnation, TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import (

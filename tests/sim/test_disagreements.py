@@ -10,7 +10,8 @@ from functools import partial
 from typing import ClassVar
 
 from ps_core.consistency import Mode
-from ps_core.tables import Hyperparameters, Table
+from ps_core.tables.optimizers import Hyperparameters
+from ps_core.tables.table import Table
 from ps_worker.window.push_window import StepRefused
 from tests.sim.actors import SimWorker
 from tests.sim.arithmetic import numbers_of

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from ps_core.keys import NodeId, TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_server.ranges.events import AnswerPull, EntryEvent, PullEvent, RefusePull
 from scheduler.machine.cluster import Created
 from tests.sim.actors import Layout, SimWorker, Waits

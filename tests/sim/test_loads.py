@@ -19,7 +19,8 @@ import pytest
 
 from ps_core.cluster_view import ClusterView, Node, Role, Session
 from ps_core.consistency import parsed
-from ps_core.tables import OptimizerKind, OptimizerSpec, TableSpec
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.spec.late_joiners import ALL_HERE_WITHIN_S
 from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.machine.cluster import Decision

@@ -12,7 +12,7 @@ import pytest
 from ps_core.cluster_view import ClusterView, Role
 from ps_core.errors import Recovering
 from ps_core.keys import NodeId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from scheduler.machine.state import Registration, UpdateLogClaim
 from tests.sim.calamities import Plan
 from tests.sim.logged import LoggedServer, SimLog, fresh_part

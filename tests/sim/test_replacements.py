@@ -19,7 +19,7 @@ import pytest
 
 from ps_core.cluster_view import Node, NodeState, Role, Session
 from ps_core.keys import Incarnation, RangeId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_worker.window.push_window import SendPush
 from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.machine.cluster import Decision

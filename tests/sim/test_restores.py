@@ -27,7 +27,9 @@ from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import StalePolicy
 from ps_core.errors import Fenced, PushpullError
 from ps_core.keys import Incarnation, NodeId
-from ps_core.tables import OptimizerKind, Table, TableSpec
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_server.service.node import Sessions
 from scheduler.machine.cluster import Cluster, Decision
 from scheduler.machine.state import ClusterSettings, Registration, Transition

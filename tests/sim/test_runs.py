@@ -25,7 +25,8 @@ from ps_core.cluster_view import Node, NodeState, Role, Session
 from ps_core.errors import InvalidConfig, NotOwner, TableNotFound
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.ledger import ReplyKind
-from ps_core.tables import Table, TableSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_server.ranges.events import ReplyTo, SealEvent, SealTerms, Sender
 from scheduler.machine.checkpoint_state import CheckpointMade
 from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE

@@ -18,7 +18,7 @@ import pytest
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidConfig
 from ps_core.keys import Incarnation, NodeId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from scheduler.machine.cluster import Decision
 from scheduler.machine.state import RunBegun, RunEnded, RunRemoved, Transition
 from tests.sim.actors import SimWorker

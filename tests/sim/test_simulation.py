@@ -16,15 +16,10 @@ from typing import ClassVar
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import Consistency, StalePolicy, parsed
 from ps_core.keys import Incarnation, NodeId, TableId
-from ps_core.tables import (
-    DType,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-)
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.window.push_window import EntryKey
 from scheduler.machine.checkpoints import CHECKPOINTS_FEATURE
 from scheduler.machine.cluster import Cluster as SchedulerMachine

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ps_core.consistency import Mode
 from ps_core.errors import EditRefused, Fenced, InvalidConfig, InvalidTensor
 from ps_core.keys import TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_worker.steps.steps import passed, skipped_clocks
 from ps_worker.window.push_window import BlockPlace, StepEnded, StepTerms
 from tests.sim.actors import ReadTerms, SimWorker, Waits

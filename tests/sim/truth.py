@@ -11,7 +11,8 @@ from ps_core.change import TableChange
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import PushpullError
 from ps_core.keys import Incarnation, TableId
-from ps_core.tables import Hyperparameters, Table
+from ps_core.tables.optimizers import Hyperparameters
+from ps_core.tables.table import Table
 from tests.sim.arithmetic import Twin
 from tests.sim.edits import Edit, Edits
 from tests.sim.grads import Grad

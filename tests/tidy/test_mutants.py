@@ -64,8 +64,9 @@ def test_every_mutant_is_another_program_and_has_a_name_of_its_own(module: str) 
 
 
 def test_every_module_of_the_core_has_tests_that_are_run_against_its_mutants() -> None:
-    modules = {f"ps_core.{path.stem}" for path in (ROOT / "ps_core").glob("*.py")}
-    assert set(TESTS) == modules - {"ps_core.__init__"}
+    files = [path for path in (ROOT / "ps_core").rglob("*.py") if path.stem != "__init__"]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
+    assert set(TESTS) == modules
     assert all((ROOT / path).is_file() for paths in TESTS.values() for path in paths)
 
 

@@ -17,7 +17,10 @@ from google.protobuf import json_format
 
 from ps_core.keys import TableId
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker, place_in
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec, TensorSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory
 from ps_runtime.checkpoint.part_file import StoredBlock, StoredWorker
 from ps_runtime.checkpoint.part_writer import (

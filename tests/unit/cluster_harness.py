@@ -11,12 +11,9 @@ import pytest
 from ps_core import errors
 from ps_core.cluster_view import Node, Role, Session
 from ps_core.keys import Incarnation
-from ps_core.tables import (
-    DType,
-    OptimizerKind,
-    OptimizerSpec,
-    TableSpec,
-)
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec
 from scheduler.journal import records
 from scheduler.machine.cluster import Cluster, Created, Parked
 from scheduler.machine.state import ClusterSettings, Registration

@@ -15,7 +15,10 @@ from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import Outcome
-from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import Codec, DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.disk import DISK, Disk
 from ps_server.lane.lane_socket import SharedLanes

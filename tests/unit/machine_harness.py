@@ -9,16 +9,10 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import PushpullError, UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.tables import (
-    DType,
-    Hyperparameters,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-)
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import Hyperparameters, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_server.ranges.events import (
     Accumulate,
     AnswerPull,

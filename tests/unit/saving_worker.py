@@ -13,7 +13,10 @@ from ps_core.cluster_view import ClusterView
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.checkpoint.save_points import Question, SavePoints
 from ps_worker.steps.steps import TableHandle
 

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from ps_core.keys import TableId
-from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.spec.flat_layout import TORCH_DTYPE, dtype_of, layout_of
 from ps_worker.spec.settings import tensors_of
 from ps_worker.spec.values import BlockValues

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ps_core.keys import TableId
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import named_group, table_layouts
 from ps_worker.spec.optimizers import ServerOptimizer

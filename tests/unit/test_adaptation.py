@@ -13,7 +13,7 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import Incarnation, NodeId, TableId
 from ps_core.losses import NO_LOSSES, LossTotals
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from scheduler.machine.adaptation import (
     FIRST_HOLD_COUNT,
     FORGOTTEN_COUNT,

@@ -17,16 +17,10 @@ from ps_core.errors import InvalidCheckpoint, InvalidConfig, InvariantViolation
 from ps_core.keys import TableId
 from ps_core.manifest import Imported
 from ps_core.rows import partition_of
-from ps_core.tables import (
-    DType,
-    Initializer,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsSpec,
-    Table,
-    TableSpec,
-    TensorSpec,
-)
+from ps_core.tables.elements import DType, Initializer
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import RowsSpec, TableSpec, TensorSpec
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_runtime.checkpoint.store import resolve
 from ps_server.checkpoint.restored_values import RestoredTables

@@ -19,7 +19,10 @@ from ps_core.consistency import parsed
 from ps_core.errors import UpdateFailed
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.manifest import PartReport
-from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import Codec, DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_file import read_header, read_tensor
 from ps_runtime.observe.metrics import ServerMetrics

@@ -12,7 +12,9 @@ import pytest
 
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest, SavedPart, SavedTable, SavedWorker
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_of

@@ -11,7 +11,7 @@ from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Consistency, Mode
 from ps_core.keys import NodeId, TableId
 from ps_core.runs import Run
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from scheduler.machine.checkpoint_schedule import RETRY_S, CheckpointPolicy, CheckpointSchedule
 from scheduler.machine.state import Restored, RestoredTable
 from tests.unit.cluster_harness import SETTINGS

@@ -10,15 +10,10 @@ from ps_cli.console.scheduler_query import ServerAnswer
 from ps_cli.status.hot_rows import HotRowsDocument, hot_rows_document, hot_rows_view
 from ps_core.errors import Recovering
 from ps_core.keys import TableId
-from ps_core.tables import (
-    DType,
-    Initializer,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsSpec,
-    Table,
-    TableSpec,
-)
+from ps_core.tables.elements import DType, Initializer
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_runtime.cluster.wire import table_to_proto
 from pushpull.v1 import parameters_pb2, scheduler_pb2
 

@@ -12,8 +12,10 @@ from ps_cli.status.document import StatusDocument, spans, status_document
 from ps_cli.status.view import size, status_view
 from ps_core.errors import Recovering
 from ps_core.keys import TableId
-from ps_core.tables import DType as TableDType
-from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType as TableDType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster.wire import table_to_proto
 from pushpull.v1 import parameters_pb2, scheduler_pb2, types_pb2
 

@@ -12,7 +12,10 @@ from torch import nn
 
 from ps_core.errors import UpdateFailed
 from ps_core.keys import TableId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.steps.steps import PushBody, StepResult, TableHandle, TableSteps
 from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
 from ps_worker.window.push_window import StepTerms

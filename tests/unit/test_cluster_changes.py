@@ -11,7 +11,7 @@ from ps_core.change import ChangeOutcome, Join, TableChange
 from ps_core.cluster_view import Role, Session
 from ps_core.consistency import Consistency, parsed
 from ps_core.keys import TableId
-from ps_core.tables import OptimizerKind, OptimizerSpec
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
 from scheduler.machine.changes import ChangeRequest, Outcome, PendingProposal, Withdrawn

@@ -14,7 +14,7 @@ from ps_core.cluster_view import Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
 from scheduler.machine.changes import ChangeRequest, PendingProposal

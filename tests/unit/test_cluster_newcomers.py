@@ -12,7 +12,8 @@ from ps_core.change import ChangeOutcome, Join
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.consistency import parsed
 from ps_core.keys import TableId
-from ps_core.tables import OptimizerKind, OptimizerSpec, Table
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
 from scheduler.machine.changes import ChangeRequest
 from scheduler.machine.cluster import Created
 from scheduler.machine.state import ClusterFinished

@@ -11,14 +11,9 @@ from ps_core import errors, limits
 from ps_core.cluster_view import Node, NodeState, Role, Session
 from ps_core.consistency import Consistency, Mode
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId
-from ps_core.tables import (
-    DType,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    TensorSpec,
-)
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TensorSpec
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Cluster, Created, Parked

@@ -21,7 +21,10 @@ from ps_core.cluster_view import (
 from ps_core.consistency import Consistency
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.runs import Run
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 
 KEY = bytes(range(32))
 ALIVE, SILENT, LEFT, GONE = NodeState

@@ -18,7 +18,10 @@ from ps_core.collective_calls import (
     workers_here,
 )
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 
 ALIVE, SILENT, LEFT, GONE = NodeState
 SPEC = TableSpec("w", DType.FLOAT32, 64, OptimizerSpec(OptimizerKind.SGD), 64)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import ps_worker as ps
 from ps_cli.__main__ import app
 from ps_core.errors import InvalidConfig
-from ps_core.tables import OptimizerKind, OptimizerSpec
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_runtime.grpc.addresses import check_scheduler_address
 from ps_worker.spec.flat_layout import plain_name
 from ps_worker.spec.optimizers import check_optimizer

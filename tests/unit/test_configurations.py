@@ -9,7 +9,7 @@ import pytest
 from ps_core import errors
 from ps_core.cluster_view import BackupRequest, NodeState, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId
-from ps_core.tables import OptimizerKind, OptimizerSpec
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
 from scheduler.machine.cluster import Created, Parked
 from scheduler.machine.membership import KEPT_COUNT

@@ -11,7 +11,7 @@ from ps_core.change import TableChange
 from ps_core.consistency import Mode, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, WaitExpired
 from ps_core.ledger import Outcome
-from ps_core.tables import OptimizerKind
+from ps_core.tables.optimizers import OptimizerKind
 from ps_server.ranges.events import Accumulate, Apply, Effect, RefusePull, ReplyTo
 from ps_server.ranges.read_gate import WaitCause
 from ps_worker.spec.settings import SSP

@@ -10,7 +10,9 @@ from google.protobuf.descriptor import EnumDescriptor
 from ps_core.cluster_view import NodeState, Role
 from ps_core.consistency import Mode, StalePolicy
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.tables import Codec, DType, InitializerKind, Kernels, OptimizerKind, Reduction
+from ps_core.tables.elements import Codec, DType, InitializerKind
+from ps_core.tables.optimizers import Kernels, OptimizerKind
+from ps_core.tables.table_spec import Reduction
 from pushpull.v1 import parameters_pb2, types_pb2
 
 ENUMS: list[tuple[type[Enum], EnumDescriptor, str]] = [

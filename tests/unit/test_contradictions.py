@@ -7,7 +7,10 @@ import pytest
 from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import RangeId, TableId
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_server.ranges.events import SealEvent, SealTerms, StepId
 from ps_server.ranges.range_machine import RangeMachine
 from ps_server.ranges.staging_memory import TableStaging

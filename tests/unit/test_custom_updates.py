@@ -15,17 +15,10 @@ from torch import Tensor
 
 from ps_core.errors import InvalidConfig, UpdateFailed
 from ps_core.keys import TableId
-from ps_core.tables import (
-    NATIVE_CODEC,
-    Codec,
-    DType,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-    TensorSpec,
-    pack_presence,
-)
+from ps_core.tables.elements import NATIVE_CODEC, Codec, DType, pack_presence
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.custom_updates import CheckedUpdate, checked
 from ps_server.values.shard_store import ShardStore

@@ -18,7 +18,7 @@ from ps_core.envelope import (
 )
 from ps_core.errors import InvalidTensor
 from ps_core.limits import MAX_ENTRY_BYTES
-from ps_core.tables import Codec
+from ps_core.tables.elements import Codec
 from pushpull.v1 import parameters_pb2, replication_pb2
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ps_core.consistency import Consistency, Mode
 from ps_core.ledger import ReplyKind
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_server.ranges.events import Effect
 from ps_server.ranges.staging_memory import TableStaging
 from tests.unit.machine_harness import Bench, applied, kinds, make_table

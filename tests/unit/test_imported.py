@@ -8,7 +8,9 @@ import pytest
 
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Imported, imported_name
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 
 URL = "/runs/7/00000001-imported"
 SGD = OptimizerSpec(OptimizerKind.SGD)

@@ -18,7 +18,10 @@ from ps_core.cluster_view import ClusterView, Node, NodeState, RangeAssignment, 
 from ps_core.errors import Recovering
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
 from ps_core.ledger import ReplyKind
-from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import Codec, DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_core.work import PIECE_COUNT, Work
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.turns import Turns

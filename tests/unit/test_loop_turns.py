@@ -16,7 +16,10 @@ from prometheus_client import CollectorRegistry
 from ps_core import limits
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import Codec, DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.cluster import wire
 from ps_runtime.grpc.requests import RequestReader
 from ps_runtime.observe.metrics import ServerMetrics

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import DType
+from ps_core.tables.elements import DType
 from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
 from ps_worker.training.module_buffers import (
     buffer_layouts,

@@ -10,7 +10,10 @@ import pytest
 from ps_core.change import Join
 from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.keys import Incarnation, NodeId, TableId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.spec.late_joiners import (
     ALL_HERE_WITHIN_S,
     LateJoiner,

@@ -13,21 +13,16 @@ import torch
 from torch import Tensor
 
 from ps_core.keys import TableId
-from ps_core.tables import (
+from ps_core.tables.elements import NATIVE_CODEC, DType, Initializer, InitializerKind, pack_presence
+from ps_core.tables.optimizers import (
     CLAMP_NAMES,
-    NATIVE_CODEC,
-    DType,
     Hyperparameters,
-    Initializer,
-    InitializerKind,
     Kernels,
     OptimizerKind,
     OptimizerSpec,
-    Table,
-    TableSpec,
-    TensorSpec,
-    pack_presence,
 )
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
 from ps_server.values.optimizers import BlockState, Optimizer

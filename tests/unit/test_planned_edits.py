@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ps_core.errors import InvariantViolation
-from ps_core.tables import STEP_ARRAY, VALUES_ARRAY
+from ps_core.tables.optimizers import STEP_ARRAY, VALUES_ARRAY
 from ps_worker.spec.optimizers import SGD
 from ps_worker.training.planned_edits import (
     ASLEEP,

@@ -22,17 +22,10 @@ from ps_core.keys import (
     range_of_slot,
     slot_of_ordinal,
 )
-from ps_core.tables import (
-    Codec,
-    DType,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-    TensorSpec,
-    pack_presence,
-    unpack_presence,
-)
+from ps_core.tables.elements import Codec, DType, pack_presence, unpack_presence
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec, TensorSpec
 
 VECTORS: dict[str, Any] = json.loads(
     (Path(__file__).resolve().parents[2] / "docs/reference/protocol_vectors.json").read_text()

@@ -22,7 +22,9 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
-from ps_core.tables import NATIVE_CODEC, DType, OptimizerKind, OptimizerSpec, Table
+from ps_core.tables.elements import NATIVE_CODEC, DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from ps_runtime.system.clock import now_s
 from ps_worker.spec.values import Region

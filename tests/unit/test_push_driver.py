@@ -19,7 +19,7 @@ from ps_core.errors import (
     Unauthenticated,
 )
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
-from ps_core.tables import DType
+from ps_core.tables.elements import DType
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import PushBody, StepResult
 from ps_worker.transport.links import ServerLinks

@@ -7,7 +7,7 @@ import pytest
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import EditRefused, InvalidConfig, InvalidTensor
 from ps_core.ledger import Outcome
-from ps_core.tables import OptimizerKind
+from ps_core.tables.optimizers import OptimizerKind
 from ps_server.ranges.events import Apply, AssignValues, Drop, Effect, ReplyTo
 from tests.unit.machine_harness import Bench, answers, make_table, outcomes, problem
 

@@ -15,7 +15,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.ledger import Outcome, ReplyKind
-from ps_core.tables import OptimizerKind
+from ps_core.tables.optimizers import OptimizerKind
 from ps_server.ranges.events import Apply, PushEvent, RefusePull, ReplyTo, StepId
 from tests.unit.machine_harness import (
     PLACE,

@@ -15,7 +15,7 @@ from ps_core.consistency import Consistency, Mode
 from ps_core.errors import InvalidUpdateLog, InvariantViolation
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.ledger import Ending, Outcome
-from ps_core.tables import Table
+from ps_core.tables.table import Table
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.replay.replayer import Replay, Version, read_run

@@ -12,18 +12,10 @@ from ps_core.cluster_view import Role
 from ps_core.consistency import Consistency, parsed
 from ps_core.errors import InvalidCheckpoint
 from ps_core.keys import TableId
-from ps_core.tables import (
-    DType,
-    Initializer,
-    InitializerKind,
-    Kernels,
-    OptimizerKind,
-    OptimizerSpec,
-    Reduction,
-    Table,
-    TableSpec,
-    TensorSpec,
-)
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Reduction, TableSpec, TensorSpec
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Created, Parked
 from scheduler.machine.state import Restored, RestoredTable

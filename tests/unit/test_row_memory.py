@@ -9,7 +9,10 @@ import pytest
 
 from ps_core.errors import TableFull
 from ps_core.keys import TableId
-from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, RowsSpec, Table, TableSpec
+from ps_core.tables.elements import Codec, DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_core.work import at_once
 from ps_runtime.system.capacity import available_bytes, memory_bytes
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory

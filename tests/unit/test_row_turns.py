@@ -10,18 +10,10 @@ import pytest
 
 from ps_core import limits
 from ps_core.keys import TableId
-from ps_core.tables import (
-    Codec,
-    DType,
-    Eviction,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsSpec,
-    Table,
-    TableSpec,
-)
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Eviction, RowsSpec, TableSpec
 from ps_core.work import Work, at_once
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore

@@ -20,20 +20,16 @@ from ps_core.rows import (
     splitmix64,
     sums_by_key,
 )
-from ps_core.tables import (
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import (
     ONLY_ROW_OPTIMIZERS,
-    DType,
-    Eviction,
-    Initializer,
-    InitializerKind,
     Kernels,
     OptimizerKind,
     OptimizerSpec,
-    RowsSpec,
     StepHyperparameters,
-    Table,
-    TableSpec,
 )
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Eviction, RowsSpec, TableSpec
 from ps_runtime.cluster import wire
 from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, payloads_of, rows_of
 from scheduler.machine import view_size

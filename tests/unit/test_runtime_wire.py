@@ -27,19 +27,10 @@ from ps_core.keys import (
     TableId,
 )
 from ps_core.limits import MAX_HYPERPARAMETER_COUNT
-from ps_core.tables import (
-    Codec,
-    DType,
-    Initializer,
-    InitializerKind,
-    Kernels,
-    OptimizerKind,
-    OptimizerSpec,
-    Reduction,
-    Table,
-    TableSpec,
-    TensorSpec,
-)
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import Kernels, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Reduction, TableSpec, TensorSpec
 from ps_runtime.cluster import wire
 from pushpull.v1 import scheduler_pb2, types_pb2
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import MAX_LOADED_STEP_COUNT, STEP_ARRAY
+from ps_core.tables.optimizers import MAX_LOADED_STEP_COUNT, STEP_ARRAY
 from ps_worker.spec.optimizers import SGD, Adagrad, Adam, AdamW, RMSprop, ServerOptimizer
 from ps_worker.training.served_state import arrays_of, is_same, torch_state
 from ps_worker.training.tables.trained_table import TrainedTable

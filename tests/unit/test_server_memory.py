@@ -11,7 +11,9 @@ from ps_core import limits
 from ps_core.cluster_view import Role
 from ps_core.errors import InvalidConfig
 from ps_core.keys import TableId
-from ps_core.tables import OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.system.capacity import memory_bytes
 from scheduler.machine import view_size
 from scheduler.machine.cluster import Created

@@ -11,7 +11,7 @@ import pytest
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidKeys
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
-from ps_core.tables import Codec
+from ps_core.tables.elements import Codec
 from ps_core.work import at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards, for_backup

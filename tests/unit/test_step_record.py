@@ -10,7 +10,7 @@ import pytest
 from ps_cli.compare.records import LossEntry, TableEntry, read_records
 from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
-from ps_core.tables import TableSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.client.step_record import StepLine, StepRecord
 from ps_worker.spec.optimizers import SGD
 from ps_worker.spec.settings import table_spec

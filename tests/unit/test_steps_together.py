@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.keys import TableId
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.steps.steps import PushBody, StepResult, TableSteps, passed, skipped_clocks
 from ps_worker.window.push_window import StepTerms
 

@@ -21,7 +21,10 @@ from ps_core.cluster_view import (
 )
 from ps_core.errors import NotOwner, PushpullError
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.tables import Codec, DType, OptimizerKind, OptimizerSpec, Table, TableSpec
+from ps_core.tables.elements import Codec, DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards

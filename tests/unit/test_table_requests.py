@@ -10,7 +10,9 @@ from google.protobuf.message import DecodeError
 from ps_core import limits
 from ps_core.envelope import has_few, wrap
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import DType, OptimizerKind, OptimizerSpec, TableSpec, TensorSpec, TupleCache
+from ps_core.tables.elements import DType
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec, TensorSpec, TupleCache
 from ps_runtime.cluster import wire
 from pushpull.v1 import scheduler_pb2
 from scheduler.edge.requests import spec_of, table_request_of

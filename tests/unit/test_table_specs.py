@@ -16,30 +16,28 @@ from ps_core.change import TableChange, TableCut
 from ps_core.consistency import Consistency, Mode, StalePolicy, parsed
 from ps_core.errors import InvalidConfig, InvalidKeys
 from ps_core.keys import TableId
-from ps_core.tables import (
+from ps_core.tables.elements import (
+    Codec,
+    DType,
+    Initializer,
+    InitializerKind,
+    pack_presence,
+    presence_bytes,
+    unpack_presence,
+)
+from ps_core.tables.optimizers import (
     HYPERPARAMETER_DEFAULTS,
     MAX_LOADED_STEP_COUNT,
     ONLY_ROW_OPTIMIZERS,
     STEP_ARRAY,
     VALUES_ARRAY,
-    Codec,
-    DType,
-    Initializer,
-    InitializerKind,
     Kernels,
     OptimizerKind,
     OptimizerSpec,
-    Reduction,
-    RowsSpec,
-    Table,
-    TableSpec,
-    TensorSegment,
-    TensorSpec,
     array_words,
-    pack_presence,
-    presence_bytes,
-    unpack_presence,
 )
+from ps_core.tables.table import Table, TensorSegment
+from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec, TensorSpec
 
 SGD = OptimizerSpec(OptimizerKind.SGD)
 SPEC = TableSpec("t", DType.FLOAT32, 10, SGD)

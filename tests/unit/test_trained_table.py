@@ -12,14 +12,10 @@ from torch import nn
 
 from ps_core.errors import GradientChangedAfterPush
 from ps_core.keys import TableId
-from ps_core.tables import (
-    VALUES_ARRAY,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-    pack_presence,
-)
+from ps_core.tables.elements import pack_presence
+from ps_core.tables.optimizers import VALUES_ARRAY, OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.spec.optimizers import SGD, Aggregate

@@ -16,7 +16,8 @@ import pytest
 
 from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId, TableId
-from ps_core.tables import Initializer, InitializerKind, Table
+from ps_core.tables.elements import Initializer, InitializerKind
+from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from ps_runtime.system.disk import Disk
 from ps_server.lane.lane_socket import SharedLanes

@@ -9,7 +9,7 @@ import pytest
 from ps_core import errors
 from ps_core.cluster_view import NodeState, Role, Session
 from ps_core.keys import RangeId
-from ps_core.tables import OptimizerKind, OptimizerSpec
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.update_offer import UpdateOffer
 from scheduler.machine.state import NodeLeft, RangesFailedOver, UpdateLogClaim
 from tests.unit.cluster_harness import SETTINGS, SPEC, Harness, asking, refused

@@ -9,7 +9,8 @@ import pytest
 from ps_core import limits
 from ps_core.cluster_view import Role, Session
 from ps_core.errors import InvalidConfig, TableExists
-from ps_core.tables import Hyperparameters, OptimizerKind, OptimizerSpec, TableSpec
+from ps_core.tables.optimizers import Hyperparameters, OptimizerKind, OptimizerSpec
+from ps_core.tables.table_spec import TableSpec
 from ps_core.update_offer import UpdateOffer
 from ps_runtime.cluster import wire
 from scheduler.machine import view_size

@@ -13,7 +13,7 @@ from ps_core.consistency import Mode, parsed
 from ps_core.errors import AlreadyPast, InvalidConfig, UpdateFailed
 from ps_core.keys import Incarnation, NodeId
 from ps_core.ledger import Ending, Outcome, ReplyKind
-from ps_core.tables import OptimizerKind
+from ps_core.tables.optimizers import OptimizerKind
 from ps_server.ranges.events import (
     Accumulate,
     Apply,

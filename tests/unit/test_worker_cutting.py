@@ -11,14 +11,10 @@ from hypothesis import strategies as st
 
 from ps_core.errors import InvalidKeys, InvalidTensor
 from ps_core.keys import TableId
-from ps_core.tables import (
-    DType,
-    OptimizerKind,
-    OptimizerSpec,
-    Table,
-    TableSpec,
-    unpack_presence,
-)
+from ps_core.tables.elements import DType, unpack_presence
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import TableSpec
 from ps_worker.spec.settings import tensors_of
 from ps_worker.spec.values import blocks_of, cut, merged, region_of, runs_of
 

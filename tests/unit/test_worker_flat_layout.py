@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import DType
+from ps_core.tables.elements import DType
 from ps_worker.spec.flat_layout import FlatLayout, named_group, named_groups, table_layouts
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ps_core.errors import InvalidConfig
-from ps_core.tables import HYPERPARAMETER_DEFAULTS, Kernels, OptimizerKind
+from ps_core.tables.optimizers import HYPERPARAMETER_DEFAULTS, Kernels, OptimizerKind
 from ps_worker.spec import optimizers
 from ps_worker.spec.optimizers import (
     FTRL,

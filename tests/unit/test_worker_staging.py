@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ps_core.errors import InvalidTensor
-from ps_core.tables import unpack_presence
+from ps_core.tables.elements import unpack_presence
 from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.training.tables.device_copies import from_host, to_host
 from ps_worker.training.tables.staging import Fingerprint, GradientStaging, is_finite

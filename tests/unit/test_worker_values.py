@@ -12,7 +12,9 @@ import torch
 import ps_worker as ps
 from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, InvalidTensor
-from ps_core.tables import DType, InitializerKind, OptimizerKind, Reduction
+from ps_core.tables.elements import DType, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind
+from ps_core.tables.table_spec import Reduction
 from ps_worker.spec.settings import table_spec
 from ps_worker.spec.values import empty, is_tensor, raw_of, writable_raw_of
 from ps_worker.steps.steps import PushTicket, StepResult

@@ -14,7 +14,9 @@ import torch
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_core.keys import TableId
-from ps_core.tables import NATIVE_CODEC, Kernels, Table
+from ps_core.tables.elements import NATIVE_CODEC
+from ps_core.tables.optimizers import Kernels
+from ps_core.tables.table import Table
 from ps_runtime.grpc.channels import tune_allocator
 from ps_server.values.shard_store import ShardStore
 from ps_worker.spec.optimizers import ServerOptimizer

@@ -21,16 +21,10 @@ import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.contenders.torch_rpc import SERVER, joined
 from ps_core.keys import TableId
-from ps_core.tables import (
-    DType,
-    Initializer,
-    InitializerKind,
-    OptimizerKind,
-    OptimizerSpec,
-    RowsSpec,
-    Table,
-    TableSpec,
-)
+from ps_core.tables.elements import DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_core.work import at_once
 from ps_server.values.row_gradients import gradients_of
 from ps_server.values.row_store import RowStore

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
-from ps_core.tables import OptimizerSpec
+from ps_core.tables.optimizers import OptimizerSpec
 from ps_worker.client.client import Client
 from ps_worker.spec.settings import RowsInitial, RowsOptions, SupportsSpec, Uniform
 from ps_worker.training.bags.jagged import KeyedTensor, SupportsBags, bounds_of, counts_per_key

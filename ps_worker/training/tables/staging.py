@@ -31,7 +31,8 @@ from typing import TypeAlias
 import torch
 
 from ps_core.errors import InvalidTensor
-from ps_core.tables import Table, pack_presence
+from ps_core.tables.elements import pack_presence
+from ps_core.tables.table import Table
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.values import BlockValues, Raw
 from ps_worker.training.tables.device_copies import Arrival, pin_in_place, to_host

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ps_core.errors import GradientChangedAfterPush, InvalidConfig, InvalidTensor
-from ps_core.tables import Hyperparameters, pack_presence, unpack_presence
+from ps_core.tables.elements import pack_presence, unpack_presence
+from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.optimizers import Add, ServerOptimizer

@@ -1,0 +1,1 @@
+"""Tables as values: elements, optimizers, specs, and the layout of tensors."""

@@ -1,0 +1,104 @@
+"""Elements of tables as values: dtypes, their encodings, first values, presence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ps_core.errors import InvalidKeys, InvalidTensor
+
+
+class DType(Enum):
+    """Element type of a table, as its workers see it."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT64 = "float64"
+
+    __hash__ = object.__hash__  # members are unique: Enum's own hash costs a Python call
+
+
+class Codec(Enum):
+    """Encoding of a payload's elements: raw little-endian arrays."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP64 = "fp64"
+
+    __hash__ = object.__hash__
+
+    @property
+    def element_bytes(self) -> int:
+        return _CODEC_BYTES[self]
+
+
+_CODEC_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8}
+
+
+NATIVE_CODEC = {
+    DType.FLOAT32: Codec.FP32,
+    DType.FLOAT16: Codec.FP16,
+    DType.BFLOAT16: Codec.BF16,
+    DType.FLOAT64: Codec.FP64,
+}
+"""The codec of a table's own dtype."""
+
+
+def check_length(payload_bytes: int, codec: Codec, element_count: int) -> None:
+    """Raise InvalidTensor unless the payload has the length of `element_count` elements."""
+    expected = element_count * codec.element_bytes
+    if payload_bytes != expected:
+        raise InvalidTensor(
+            f"payload has {payload_bytes} bytes; expected {expected} "
+            f"({element_count} elements of {codec.value})"
+        )
+
+
+class InitializerKind(Enum):
+    """Values of a table before its first update."""
+
+    ZEROS = "zeros"
+    CONSTANT = "constant"
+    INLINE = "inline"
+    FROM_RANK_ZERO = "from_rank_zero"
+    UNIFORM = "uniform"
+    NORMAL = "normal"
+
+
+@dataclass(frozen=True, slots=True)
+class Initializer:
+    """First values of a table: `constant` for CONSTANT, `inline` bytes of its dtype for INLINE; of
+    rows: UNIFORM is drawn from [-scale, scale), NORMAL has mean 0 and standard deviation `scale`.
+    """
+
+    kind: InitializerKind = InitializerKind.ZEROS
+    constant: float = 0.0
+    inline: bytes = b""
+    scale: float = 0.0
+
+
+def presence_bytes(segment_count: int) -> int:
+    return (segment_count + 7) // 8
+
+
+def pack_presence(present: tuple[bool, ...]) -> bytes:
+    """The bitmap of `present`, lowest bit of the first byte first; empty if all are present."""
+    if all(present):
+        return b""
+    bits = bytearray(presence_bytes(len(present)))
+    for index, is_present in enumerate(present):
+        if is_present:
+            bits[index // 8] |= 1 << (index % 8)
+    return bytes(bits)
+
+
+def unpack_presence(bitmap: bytes, segment_count: int) -> tuple[bool, ...]:
+    """The inverse of `pack_presence`; InvalidKeys if the segments need another length."""
+    if not bitmap:
+        return (True,) * segment_count
+    expected = presence_bytes(segment_count)
+    if len(bitmap) != expected:
+        raise InvalidKeys(f"presence has {len(bitmap)} bytes; expected {expected}")
+    return tuple(bool(bitmap[i // 8] >> (i % 8) & 1) for i in range(segment_count))
