@@ -192,6 +192,10 @@ class ClusterView:
         """
         return table_id < self.next_table_id and table_id not in self.tables_by_id
 
+    def is_to_come(self, table_id: TableId) -> bool:
+        """True if the table is in newer views than this one alone."""
+        return table_id not in self.tables_by_id and table_id >= self.next_table_id
+
     def table(self, table_id: TableId) -> Table:
         """The table with this id; TableNotFound if it was removed."""
         found = self.tables_by_id.get(table_id)

@@ -11,6 +11,8 @@ arithmetic. So every server, replica and restart has the same, and so has a clie
                      or upper half (j odd) of word(id, j // 2 + 1)
     normal         : element j is scale * sqrt(3) * ((s + 2) / 2**16 - 2), s the sum of the four
                      16-bit numbers in word(id, j + 1): at most 3.5 standard deviations from 0
+    draw           : of element j at update t of the partition, the 16 bits from 16 * (j mod 4) on
+                     of splitmix64(splitmix64(mixed xor t) + j // 4 + 1)
 
 Elements are computed in float64 and rounded once to the table's dtype. All sums of words are
 modulo 2**64.
@@ -168,6 +170,14 @@ def first_values(
             return np.zeros(shape, dtype)
     values *= factor
     return values.astype(dtype)
+
+
+def rounding_draws(mixed: Ids, version: int, length: int) -> npt.NDArray[np.uint16]:
+    """The draws with which update `version` of a partition rounds what it has changed. Shapes:
+    (ids, `length`).
+    """
+    states = splitmix64(mixed ^ np.uint64(version))
+    return _words(states, (length + 3) // 4).view("<u2")[:, :length]
 
 
 def _words(mixed: Ids, count: int) -> Ids:

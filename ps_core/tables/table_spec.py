@@ -62,6 +62,15 @@ class Eviction(Enum):
     LFU = "lfu"
 
 
+class RowStorage(Enum):
+    """Values of rows in a server's memory: as the table's dtype, or rounded to fewer bits."""
+
+    FULL = "full"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+
+
 _ROW_INITIALIZERS = frozenset(
     (
         InitializerKind.ZEROS,
@@ -97,6 +106,7 @@ class RowsSpec:
         max_row_count: rows of the whole table; each partition has its share. 0: any number.
         evict_after: a row is evicted that so many updates of its partition had no gradient of.
         admit_after: a row is made by the so manieth update of its partition with a gradient of it.
+        storage: of the values; each update rounds what it has changed.
     """
 
     partition_count: int = limits.DEFAULT_PARTITION_COUNT
@@ -105,6 +115,7 @@ class RowsSpec:
     eviction: Eviction = Eviction.LRU
     evict_after: int = 0
     admit_after: int = 1
+    storage: RowStorage = RowStorage.FULL
 
     def check(self, table: str) -> None:
         """InvalidConfig if a value is out of bounds, or does nothing."""
@@ -244,6 +255,12 @@ class TableSpec:
             and not (kind is OptimizerKind.ADAM and self.optimizer.amsgrad),
             f"table '{name}': the optimizer is {self.optimizer.label}; a table of rows has sgd, "
             "adam, adagrad, rowwise_adagrad or ftrl, with fast kernels and without amsgrad",
+        )
+        check_config(
+            self.rows.storage is RowStorage.FULL
+            or (self.dtype is DType.FLOAT32 and not self.allow_non_finite),
+            f"table '{name}': storage is {self.rows.storage.value}; expected full, or a table of "
+            "finite float32",
         )
         check_row_hyperparameters(self.optimizer.label, self.optimizer.merged(()))
         check_config(

@@ -36,6 +36,7 @@ from ps_core.tables.table_spec import (
     Eviction,
     Reduction,
     RowsSpec,
+    RowStorage,
     TableSpec,
     TensorSpec,
     TupleCache,
@@ -62,6 +63,7 @@ _DTYPES = _numbers(DType, types_pb2.Dtype, "DTYPE_")
 _OPTIMIZERS = _numbers(OptimizerKind, types_pb2.OptimizerKind, "OPTIMIZER_KIND_")
 _KERNELS = _numbers(Kernels, types_pb2.KernelKind, "KERNEL_KIND_")
 _EVICTIONS = _numbers(Eviction, types_pb2.EvictionKind, "EVICTION_KIND_")
+_STORAGES = _numbers(RowStorage, types_pb2.RowStorageKind, "ROW_STORAGE_KIND_")
 _REDUCTIONS = _numbers(Reduction, types_pb2.Reduction, "REDUCTION_")
 _OUTCOMES = _numbers(ChangeOutcome, types_pb2.ChangeOutcome, "CHANGE_OUTCOME_")
 
@@ -73,6 +75,7 @@ _OPTIMIZER_OF = _inverse(_OPTIMIZERS)
 _KERNELS_OF = _inverse(_KERNELS) | {int(types_pb2.KERNEL_KIND_UNSPECIFIED): Kernels.FAST}
 _REDUCTION_OF = _inverse(_REDUCTIONS) | {int(types_pb2.REDUCTION_UNSPECIFIED): Reduction.MEAN}
 _EVICTION_OF = _inverse(_EVICTIONS) | {int(types_pb2.EVICTION_KIND_UNSPECIFIED): Eviction.LRU}
+_STORAGE_OF = _inverse(_STORAGES) | {int(types_pb2.ROW_STORAGE_KIND_UNSPECIFIED): RowStorage.FULL}
 _OUTCOME_OF = _inverse(_OUTCOMES)
 
 _SESSION = ("cluster_id", "timeline", "node_id", "incarnation", "rank", "run")
@@ -248,6 +251,7 @@ def _rows_to_proto(rows: RowsSpec) -> types_pb2.RowsSpec:
         rows,
         (*_ROWS, "partition_count", "admit_after"),
         eviction=_EVICTIONS[rows.eviction],
+        storage=_STORAGES[rows.storage],
     )
 
 
@@ -295,6 +299,7 @@ def _rows_from_proto(message: types_pb2.TableSpec) -> RowsSpec | None:
         partition_count=rows.partition_count or limits.DEFAULT_PARTITION_COUNT,
         eviction=_known(_EVICTION_OF, rows.eviction, "eviction"),
         admit_after=rows.admit_after or 1,
+        storage=_known(_STORAGE_OF, rows.storage, "storage"),
     )
 
 

@@ -54,7 +54,7 @@ from ps_server.checkpoint.unchanged_blocks import (
 from ps_server.ranges.events import AnswerPull, RefusePull
 from ps_server.service.node import ParameterNode
 from ps_server.values.copy_on_write import CopyQuota, Key, RangeSnapshots
-from ps_server.values.row_store import row_tensor_dtypes
+from ps_server.values.row_pieces import row_tensor_dtypes
 from ps_server.values.store_copy import VALUES, SavedBlock, tensor_of
 
 _THREAD_COUNT = 2

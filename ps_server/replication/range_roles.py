@@ -444,19 +444,33 @@ class Replication:
         self.replicas.pop(range_id, None)
 
     def knows(self, snapshot: Snapshot) -> bool:
-        """True if the newest view is not older than the assignment of a snapshot."""
+        """True if the newest view is not older than the assignment of a snapshot, nor than its
+        tables.
+        """
         assignment = self._assignment(snapshot.range_id)
-        return assignment is not None and assignment.assignment_epoch >= snapshot.assignment_epoch
+        return (
+            assignment is not None
+            and assignment.assignment_epoch >= snapshot.assignment_epoch
+            and self._knows_tables(snapshot)
+        )
+
+    def _knows_tables(self, snapshot: Snapshot) -> bool:
+        view = self._view
+        return view is not None and not any(map(view.is_to_come, snapshot.copies))
 
     def _assignment(self, range_id: RangeId) -> RangeAssignment | None:
         ranges = () if self._view is None else self._view.ranges
         return ranges[range_id] if range_id < len(ranges) else None
 
     def join(self, snapshot: Snapshot) -> Ack | None:
-        """Take a snapshot, if the newest view has this server catching up with its range."""
+        """Take a snapshot, if the newest view has this server catching up with its range, and the
+        snapshot's tables.
+        """
         range_id = snapshot.range_id
         assignment = self._assignment(range_id)
         if assignment is None or self._node_id not in assignment.catching_up:
+            return None
+        if not self._knows_tables(snapshot):
             return None
         if snapshot.assignment_epoch < assignment.assignment_epoch or range_id in self.primaries:
             return None

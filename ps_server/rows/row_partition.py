@@ -159,10 +159,13 @@ class Place(NamedTuple):
 
 
 class Column(NamedTuple):
-    """The elements of a row in one array."""
+    """The elements of a row in one array; a row takes `most_bytes` where it is copied to, if these
+    are more than here.
+    """
 
     width: int
     dtype: np.dtype[Any]
+    most_bytes: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -182,6 +185,8 @@ class RowArrays:
         self._columns = dict(columns)
         self._reserved_bytes = reserved_bytes
         self._widest_bytes = max(column.row_bytes for column in self._columns.values())
+        most_bytes = max(column.most_bytes for column in self._columns.values())
+        self._copied_bytes = max(most_bytes, self._widest_bytes)
         self._first_count = max(64, _FIRST_BYTES // self._widest_bytes)
         self._begins = np.zeros(0, np.int64)  # the first row of each slab
         self._slabs: dict[str, list[Rows]] = {name: [] for name in self._columns}
@@ -199,7 +204,7 @@ class RowArrays:
     @property
     def piece_count(self) -> int:
         """Rows that are copied in one turn of the loop."""
-        return max(1, _COPIED_BYTES // self._widest_bytes)
+        return max(1, _COPIED_BYTES // self._copied_bytes)
 
     def extend(self, count: int) -> None:
         """Have places for `count` rows in all, of unspecified content; MemoryError if there are no

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ps_core.keys import RangeId, TableId
-from ps_server.values.row_store import PartitionSnapshot, RowStore, Store
+from ps_server.values.row_pieces import PartitionSnapshot
+from ps_server.values.row_store import RowStore, Store
 from ps_server.values.store_copy import SavedBlock
 
 Key = tuple[TableId, RangeId]

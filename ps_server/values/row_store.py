@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,21 +28,28 @@ import numpy.typing as npt
 from ps_core import limits
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
 from ps_core.keys import Incarnation
-from ps_core.rows import Ids, first_values, mixed_ids, partition_of, salt_of
-from ps_core.tables.elements import Codec, DType
+from ps_core.rows import (
+    Ids,
+    first_values,
+    mixed_ids,
+    partition_of,
+    rounding_draws,
+    salt_of,
+)
+from ps_core.tables.elements import Codec
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec
+from ps_core.tables.table_spec import Reduction, RowsSpec
 from ps_core.work import PIECE_COUNT, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
-from ps_server.rows.row_candidates import COLUMNS as CANDIDATE_COLUMNS
-from ps_server.rows.row_candidates import Candidates
+from ps_server.rows.row_candidates import COLUMNS, Candidates
 from ps_server.rows.row_heat import RowHeat
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
-from ps_server.rows.row_optimizers import RowOptimizer, state_widths
-from ps_server.rows.row_partition import Column, Numbers, Place, RowPartition, Rows, RowSnapshot
+from ps_server.rows.row_optimizers import RowOptimizer
+from ps_server.rows.row_partition import Column, Numbers, Place, RowPartition, Rows
 from ps_server.rows.row_retention import COUNT, MOST, TALLY, UPDATED, RowRetention
+from ps_server.rows.row_storage import row_storage
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.row_gradients import (
     RowAccumulator,
@@ -51,6 +58,14 @@ from ps_server.values.row_gradients import (
     check_count,
     parsed,
     slices_of,
+)
+from ps_server.values.row_pieces import (
+    CANDIDATE_BYTES,
+    CANDIDATE_COLUMNS,
+    PartitionSnapshot,
+    RowPiece,
+    pieces_of,
+    prefixed,
 )
 from ps_server.values.shard_store import NOBODY_LOOKS, ChangeHooks, ShardStore
 from ps_server.values.store_copy import (
@@ -70,54 +85,6 @@ _PIECE_COUNT, _PIECE_BYTES = 8192, 1 << 20
 
 _BRIEF_BYTES = 2 << 20
 """Most bytes of the gradients of an update that is made at once."""
-
-
-def _prefixed(name: str) -> str:
-    """The name of an array of candidates in copies and checkpoints."""
-    return f"candidate_{name}"
-
-
-_CANDIDATE_COLUMNS = {_prefixed(name): column for name, column in CANDIDATE_COLUMNS.items()}
-
-_CANDIDATE_BYTES = sum(column.row_bytes for column in CANDIDATE_COLUMNS.values()) + INDEX_BYTES
-
-
-def row_tensor_dtypes(spec: TableSpec, rows: RowsSpec) -> dict[str, str]:
-    """The tensors of a partition in a checkpoint beside its values, and their element types as
-    safetensors names them.
-    """
-    retention = RowRetention(rows, np.uint64(0))
-    own = "F64" if spec.dtype is DType.FLOAT64 else "F32"
-    found = {IDS: "U64", **dict.fromkeys(state_widths(spec.optimizer.kind, 1), own)}
-    found |= dict.fromkeys(retention.names, "U32")
-    if rows.admit_after > 1:
-        found |= {CANDIDATES: "U64", **dict.fromkeys(_CANDIDATE_COLUMNS, "U32")}
-    return found
-
-
-class _Piece(NamedTuple):
-    """Some rows of a partition, or candidates, with all of their arrays."""
-
-    ids: Ids
-    arrays: dict[str, Rows]
-    are_rows: bool
-
-
-class PartitionSnapshot(NamedTuple):
-    """A captured partition: its rows, then its candidates, if there may be any."""
-
-    rows: RowSnapshot
-    candidates: RowSnapshot | None
-
-    @property
-    def is_done(self) -> bool:
-        return self.rows.is_done and (self.candidates is None or self.candidates.is_done)
-
-    def end(self) -> None:
-        """Keep rows no more. Idempotent."""
-        self.rows.end()
-        if self.candidates is not None:
-            self.candidates.end()
 
 
 class RowStore:
@@ -155,8 +122,14 @@ class RowStore:
         widths = {VALUES: self._length, **self._optimizer.widths}
         self._columns = {name: Column(width, self._dtype) for name, width in widths.items()}
         self._columns |= {name: Column(1, TALLY) for name in self._retention.names}
-        self._made_bytes = sum(each.row_bytes for each in self._columns.values()) + INDEX_BYTES
+        self._storage = row_storage(rows.storage, self._length, self._dtype)
+        self._stored_columns = {**self._columns, VALUES: self._storage.column}
+        stored_bytes = sum(each.row_bytes for each in self._stored_columns.values())
+        self._made_bytes = stored_bytes + INDEX_BYTES
         self._partitions: dict[int, RowPartition] = {}
+        self._taken = self._optimizer.arrays  # the arrays that an update reads and writes
+        if self._storage.is_packed:
+            self._taken = tuple(dict.fromkeys((VALUES, *self._taken)))
         self._candidates: dict[int, Candidates] = {}  # empty if each row is made at once
         for block in sorted(blocks):
             table.block_length(block)  # refuses one that the table does not have
@@ -170,7 +143,7 @@ class RowStore:
         if self._rows.admit_after > 1:
             terms = self._salt, self._retention, self._rows.admit_after
             self._candidates[block] = Candidates(*terms)
-        self._partitions[block] = RowPartition(self._salt, self._columns)
+        self._partitions[block] = RowPartition(self._salt, self._stored_columns)
         return self._partitions[block]
 
     @property
@@ -243,7 +216,7 @@ class RowStore:
         if block in self._candidates:
             candidates = self._candidates[block]
             new = missing[candidates.known.index.find(missing) < 0]
-            self._memory.check(self._name, len(new), _CANDIDATE_BYTES)
+            self._memory.check(self._name, len(new), CANDIDATE_BYTES)
             missing = missing[candidates.admits(missing)]
         self._memory.check(self._name, len(missing), self._made_bytes)
 
@@ -422,19 +395,24 @@ class RowStore:
         count = max(1, min(_PIECE_COUNT, _PIECE_BYTES // self._row_bytes))
         for begin in range(0, len(ids), count):
             some = slice(begin, begin + count)
-            numbers = yield from self._here(block, ids[some])
-            steps = gradients[some]
+            here, steps = ids[some], gradients[some]
+            numbers = yield from self._here(block, here)
             if numbers.min() < 0:  # those that were not admitted
-                steps, numbers = steps[numbers >= 0], numbers[numbers >= 0]
+                is_row = numbers >= 0
+                here, steps, numbers = here[is_row], steps[is_row], numbers[is_row]
             arrays = partition.arrays
             if partition.snapshot is not None:
                 partition.snapshot.keep(numbers)
             places = arrays.places(numbers)
-            taken = {
-                name: arrays.get(name, places, len(numbers)) for name in self._optimizer.arrays
-            }
+            taken = {name: arrays.get(name, places, len(numbers)) for name in self._taken}
+            if VALUES in taken:
+                taken[VALUES] = self._storage.unpacked(taken[VALUES])
             change = self._optimizer.step(taken, steps, merged)
-            if change is not None:
+            if VALUES in taken:
+                if change is not None:
+                    taken[VALUES] += change
+                taken[VALUES] = self._rounded(taken[VALUES], here, partition.version)
+            elif change is not None:
                 arrays.add(VALUES, places, change)
             for name, rows in taken.items():
                 arrays.put(name, places, rows)
@@ -462,12 +440,36 @@ class RowStore:
             known_count = candidates.known.index.count
             is_admitted = yield from candidates.admitting(ids[missing], partition.version)
             missing = missing[is_admitted]
-            self._memory.made((candidates.known.index.count - known_count) * _CANDIDATE_BYTES)
+            self._memory.made((candidates.known.index.count - known_count) * CANDIDATE_BYTES)
         if len(missing):
             new = ids[missing]
-            numbers[missing] = yield from partition.adding(new, self._first_arrays(new))
+            first = self._as_stored(self._first_arrays(new))
+            numbers[missing] = yield from partition.adding(new, first)
             self._memory.made(len(new) * self._made_bytes)
         return numbers
+
+    def _rounded(self, values: Rows, ids: Ids, version: int) -> Rows:
+        """The values as update `version` stores them."""
+        if not self._storage.is_packed:
+            return values
+        draws = rounding_draws(mixed_ids(ids, self._salt), version, self._length)
+        return self._storage.packed(values, draws)
+
+    def _as_stored(self, arrays: Mapping[str, Rows]) -> dict[str, Rows]:
+        return {**arrays, VALUES: self._storage.packed(arrays[VALUES])}
+
+    def _stored_values(
+        self, partition: RowPartition, numbers: Numbers, out: Rows | None = None
+    ) -> Rows:
+        """A copy of the values of these rows, in `out`."""
+        arrays, count = partition.arrays, len(numbers)
+        if not self._storage.is_packed:
+            return arrays.get(VALUES, arrays.places(numbers), count, out)
+        found = self._storage.unpacked(arrays.get(VALUES, arrays.places(numbers), count))
+        if out is None:
+            return found
+        out[...] = found
+        return out
 
     def _first_arrays(self, ids: Ids) -> dict[str, Rows]:
         """Everything of rows before their first update."""
@@ -541,15 +543,14 @@ class RowStore:
         self._check_ids(block, ids)
         rows = np.empty((len(ids), self._length), self._dtype) if out is None else out
         numbers = partition.index.find(ids)
-        arrays = partition.arrays
         missing = np.flatnonzero(numbers < 0)
         self.pulled.note(ids)
         self.found_count += len(ids) - len(missing)
         if not len(missing):
-            return arrays.get(VALUES, arrays.places(numbers), len(ids), rows)
+            return self._stored_values(partition, numbers, rows)
         here = np.flatnonzero(numbers >= 0)
         if len(here):
-            rows[here] = arrays.get(VALUES, arrays.places(numbers[here]), len(here))
+            rows[here] = self._stored_values(partition, numbers[here])
         rows[missing] = self._first_values(ids[missing])
         return rows
 
@@ -581,14 +582,14 @@ class RowStore:
         """
         blocks = []
         for block, partition in self._partitions.items():
-            for ids, arrays in _pieces(partition):
-                values = arrays.pop(VALUES)
-                slots = ((IDS, ids), *arrays.items())
+            for ids, arrays in pieces_of(partition):
+                values = self._storage.unpacked(arrays.pop(VALUES)).tobytes()
+                slots = ((IDS, ids), *((name, each.tobytes()) for name, each in arrays.items()))
                 blocks.append(BlockCopy(block, partition.version, (0,), values, slots))
                 yield
             if block in self._candidates:
-                for ids, arrays in _pieces(self._candidates[block].known):
-                    named = ((_prefixed(name), array) for name, array in arrays.items())
+                for ids, arrays in pieces_of(self._candidates[block].known):
+                    named = ((prefixed(name), each.tobytes()) for name, each in arrays.items())
                     slots = ((CANDIDATES, ids), *named)
                     blocks.append(BlockCopy(block, partition.version, (0,), b"", slots))
                     yield
@@ -613,7 +614,7 @@ class RowStore:
         for kept in copy.sums:
             yield from self.receiving(kept.accumulator)
 
-    def _piece_of(self, copy: BlockCopy) -> _Piece:
+    def _piece_of(self, copy: BlockCopy) -> RowPiece:
         """The rows, or candidates, of a piece of a copy, checked."""
         what = f"a copy of partition {copy.block} of table '{self._name}'"
         given = dict(copy.slots)
@@ -622,7 +623,7 @@ class RowStore:
         if are_rows:
             given[VALUES] = copy.values
         elif self._candidates:
-            columns, ids_name = _CANDIDATE_COLUMNS, CANDIDATES
+            columns, ids_name = CANDIDATE_COLUMNS, CANDIDATES
         if set(given) != {ids_name, *columns} or len(given) != len(copy.slots) + are_rows:
             names = [name for name, _ in copy.slots]
             raise InvalidTensor(f"{what} has {', '.join(names) or 'no arrays'} beside its values")
@@ -636,13 +637,14 @@ class RowStore:
                 )
             arrays[name] = np.frombuffer(given[name], column.dtype).reshape(-1, column.width)
         self._check_ids(copy.block, ids)
-        return _Piece(ids, arrays, are_rows)
+        return RowPiece(ids, arrays, are_rows)
 
-    def _adding(self, block: int, piece: _Piece) -> Work[None]:
+    def _adding(self, block: int, piece: RowPiece) -> Work[None]:
         if piece.are_rows:
-            yield from self._partitions[block].adding(piece.ids, piece.arrays)
+            arrays = self._as_stored(piece.arrays)
+            yield from self._partitions[block].adding(piece.ids, arrays)
         else:
-            own = {name: piece.arrays[_prefixed(name)] for name in CANDIDATE_COLUMNS}
+            own = {name: piece.arrays[prefixed(name)] for name in COLUMNS}
             yield from self._candidates[block].adding(piece.ids, own)
 
     def restore(self, copy: StoreCopy) -> None:
@@ -679,10 +681,11 @@ class RowStore:
         if not rows.is_done or snapshot.candidates is None:
             piece, total = rows.next(), rows.count
             arrays = dict(piece.arrays)
-            ordered = {VALUES: arrays.pop(VALUES), IDS: piece.ids, **arrays}
+            values = self._storage.unpacked(arrays.pop(VALUES))
+            ordered = {VALUES: values, IDS: piece.ids, **arrays}
         else:
             piece, total = snapshot.candidates.next(), snapshot.candidates.count
-            own = {_prefixed(name): array for name, array in piece.arrays.items()}
+            own = {prefixed(name): array for name, array in piece.arrays.items()}
             ordered = {CANDIDATES: piece.ids, **own}
         tensors = tuple((n, memoryview(each.tobytes())) for n, each in ordered.items())
         return SavedBlock(block, rows.version, (0,), tensors, RowSpan(piece.begin, total))
@@ -723,19 +726,19 @@ class RowStore:
         """
         arrays = {name: memoryview(found) for name, found in self._loaded.pop(block).items()}
         version = self._partition(block).version
-        candidates = {n: arrays.pop(n) for n in (CANDIDATES, *_CANDIDATE_COLUMNS) if n in arrays}
+        candidates = {n: arrays.pop(n) for n in (CANDIDATES, *CANDIDATE_COLUMNS) if n in arrays}
         values = arrays.pop(VALUES, memoryview(b""))
         if not version and arrays.keys() == {IDS}:  # imported rows: everything else begins anew
             first = self._first_arrays(np.frombuffer(arrays[IDS], "<u8"))
             arrays |= {n: memoryview(first[n].tobytes()) for n in self._columns if n != VALUES}
-            candidates = dict.fromkeys((CANDIDATES, *_CANDIDATE_COLUMNS), memoryview(b""))
+            candidates = dict.fromkeys((CANDIDATES, *CANDIDATE_COLUMNS), memoryview(b""))
         found = [BlockCopy(block, version, (0,), values, tuple(arrays.items()))]
         if self._candidates:
             found.append(BlockCopy(block, version, (0,), b"", tuple(candidates.items())))
         for each in found:
             self._put_in_place(block, self._piece_of(each))
 
-    def _put_in_place(self, block: int, piece: _Piece) -> None:
+    def _put_in_place(self, block: int, piece: RowPiece) -> None:
         partition = self._partitions[block]
         if not piece.are_rows:
             partition = self._candidates[block].known
@@ -745,7 +748,7 @@ class RowStore:
             if len(new) != len(piece.ids[some]) or bool((partition.index.find(new) >= 0).any()):
                 raise InvalidKeys(f"partition {block} of table '{self._name}' has an id twice")
             part = {name: rows[some] for name, rows in piece.arrays.items()}
-            at_once(self._adding(block, _Piece(piece.ids[some], part, piece.are_rows)))
+            at_once(self._adding(block, RowPiece(piece.ids[some], part, piece.are_rows)))
 
     def _partition(self, block: int) -> RowPartition:
         found = self._partitions.get(block)
@@ -755,18 +758,6 @@ class RowStore:
                 f"{len(self._partitions)} of the table's {self.table.block_count}"
             )
         return found
-
-
-def _pieces(partition: RowPartition) -> Iterator[tuple[bytes, dict[str, bytes]]]:
-    """Copies of all rows, some at a time, at least once: their ids, and their arrays."""
-    arrays, count = partition.arrays, partition.arrays.piece_count
-    for begin in range(0, max(1, partition.index.count), count):
-        ids = partition.index.ids[begin : begin + count]
-        places = arrays.places(np.arange(begin, begin + len(ids)))
-        yield (
-            ids.tobytes(),
-            {name: arrays.get(name, places, len(ids)).tobytes() for name in arrays.names},
-        )
 
 
 Store = ShardStore | RowStore

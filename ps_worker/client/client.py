@@ -329,6 +329,10 @@ class Client:
                 of, or up to an eighth more; a step is one update of each partition. 0: none is.
             admit_after (int, 1): make a row by the update that is its so manieth with a gradient of
                 it; the gradients of those before are dropped.
+            storage (str, 'full'): of the values in the servers' memory: "full" as the dtype;
+                "float16" or "bfloat16", 2 bytes an element; "int8", 1 byte an element and 1 a row.
+                Each update rounds what it has changed up or down at random, so that the mean is
+                right. Optimizer state stays as it is, and pulls and checkpoints are of the dtype.
             allow_non_finite (bool, False): as of `create_table`.
             gate_bytes (int, 0): as of `create_table`.
             timeout_s (float | None, None): seconds to wait for the cluster's servers.

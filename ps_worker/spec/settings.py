@@ -16,7 +16,14 @@ from ps_core.consistency import Consistency, Mode, StalePolicy, moving, parsed
 from ps_core.errors import InvalidConfig
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import Kernels, OptimizerSpec
-from ps_core.tables.table_spec import Eviction, Reduction, RowsSpec, TableSpec, TensorSpec
+from ps_core.tables.table_spec import (
+    Eviction,
+    Reduction,
+    RowsSpec,
+    RowStorage,
+    TableSpec,
+    TensorSpec,
+)
 from ps_worker.spec.optimizers import check_optimizer
 from ps_worker.spec.values import Values, raw_of
 
@@ -174,6 +181,7 @@ class RowsOptions(TypedDict, total=False):
     eviction: str
     evict_after: int
     admit_after: int
+    storage: str
     allow_non_finite: bool
     gate_bytes: int
     timeout_s: float | None
@@ -201,6 +209,7 @@ ROWS_DEFAULTS: dict[str, Any] = {
     "eviction": "lru",
     "evict_after": 0,
     "admit_after": 1,
+    "storage": "full",
 }
 """As `TABLE_DEFAULTS`, of `RowsOptions`."""
 
@@ -255,6 +264,7 @@ def _rows_spec(given: Mapping[str, Any]) -> RowsSpec:
         _choice(Eviction, "eviction", given["eviction"]),
         given["evict_after"],
         given["admit_after"],
+        _choice(RowStorage, "storage", given["storage"]),
     )
 
 

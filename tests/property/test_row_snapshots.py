@@ -10,7 +10,7 @@ from ps_core.keys import RangeId, TableId
 from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import Eviction, RowsSpec, TableSpec
+from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_core.work import at_once
 from ps_server.values.copy_on_write import RangeSnapshots
 from ps_server.values.row_gradients import payload_of
@@ -34,6 +34,8 @@ POLICIES = st.sampled_from(
         RowsSpec(1, max_row_count=9),
         RowsSpec(1, max_row_count=4, eviction=Eviction.LFU, admit_after=2),
         RowsSpec(1, evict_after=2, admit_after=3),
+        RowsSpec(1, max_row_count=9, storage=RowStorage.INT8),
+        RowsSpec(1, storage=RowStorage.BFLOAT16),
     ]
 )
 

@@ -15,16 +15,17 @@ from hypothesis import strategies as st
 from ps_core import limits
 from ps_core.errors import InvalidKeys, InvalidTensor, InvariantViolation
 from ps_core.keys import TableId
-from ps_core.rows import first_values, mixed_ids, partition_of, salt_of
+from ps_core.rows import first_values, mixed_ids, partition_of, rounding_draws, salt_of
 from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import Hyperparameters, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import Eviction, Reduction, RowsSpec, TableSpec
+from ps_core.tables.table_spec import Eviction, Reduction, RowsSpec, RowStorage, TableSpec
 from ps_core.work import at_once
 from ps_server.ranges.events import Compensation
 from ps_server.values.mutations import Elements, SentAccumulator
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from tests.property.rounded_values import rounded
 
 LENGTH, PARTITIONS, SEED = 3, 2, 11
 KINDS = (OptimizerKind.SGD, OptimizerKind.ADAGRAD, OptimizerKind.ROWWISE_ADAGRAD)
@@ -122,6 +123,9 @@ class Twin:
     def row(self, row_id: int) -> Any:
         return self.rows.get(row_id, first_row(self.table, row_id))
 
+    def stored(self, row: Any, draws: list[int] | None) -> Any:
+        return np.array(rounded(self.spec.storage, row.tolist(), draws), self.type)
+
     def step(self, workers: list[list[tuple[int, list[int]]]]) -> None:
         totals: dict[int, Any] = {}
         for given_rows in workers:
@@ -153,7 +157,11 @@ class Twin:
                 step = total * (self.type(-0.5) / roots) if is_one else total / roots * rate
             else:
                 step = total * rate
-            self.rows[row_id] = self.row(row_id) + step
+            if row_id not in self.rows:
+                self.rows[row_id] = self.stored(self.row(row_id), None)
+            mixed = mixed_ids(np.array([row_id], np.uint64), salt_of(SEED))
+            draws = rounding_draws(mixed, version, LENGTH)[0].tolist()
+            self.rows[row_id] = self.stored(self.rows[row_id] + step, draws)
         for partition in touched:
             for row_id in self.retained.leaving(partition, self.versions[partition]):
                 del self.rows[row_id]
@@ -177,6 +185,7 @@ POLICIES = st.builds(
     eviction=st.sampled_from(Eviction),
     evict_after=st.integers(0, 3),
     admit_after=st.integers(1, 3),
+    storage=st.sampled_from(RowStorage),
 )
 
 
@@ -249,11 +258,15 @@ def test_a_store_has_what_a_dictionary_has(
         assert store.version(block) == sum(block in each for each in touched)
 
 
-@given(steps=st.lists(st.lists(ROWS, min_size=1, max_size=2), max_size=12), rows=POLICIES)
-def test_the_rows_that_leave_and_those_that_are_admitted_are_the_twins(
-    steps: list[list[list[tuple[int, list[int]]]]], rows: RowsSpec
+@given(
+    steps=st.lists(st.lists(ROWS, min_size=1, max_size=2), max_size=12),
+    rows=POLICIES,
+    kind=st.sampled_from(KINDS),
+)
+def test_rows_that_leave_are_admitted_and_are_rounded_are_the_twins(
+    steps: list[list[list[tuple[int, list[int]]]]], rows: RowsSpec, kind: OptimizerKind
 ) -> None:
-    table = with_rows(table_of(OptimizerKind.ADAGRAD), rows)
+    table = with_rows(table_of(kind), rows)
     store, twin = store_of(table), Twin(table)
     for clock, workers in enumerate(steps, 1):
         step(store, clock, workers)

@@ -545,7 +545,8 @@ def test_a_backup_that_has_not_heard_of_a_table_waits_for_the_view_that_has_it()
 
 def test_a_copy_of_a_range_is_taken_without_what_was_removed() -> None:
     two = replication(TWO)
-    joining = replace(view(2, (3, ONE, (), (TWO,))), next_table_id=2)
+    second = replace(make_table(), table_id=TableId(2))
+    joining = replace(view(2, (3, ONE, (), (TWO,))), tables=(second,), next_table_id=3)
     two.observe(joining, 0.0)
     record = Record(TABLE, RANGE, 1, 1, False, (), (), ())
     copies = {each: fresh_copy(make_table(), range(4)) for each in (TABLE, TableId(2))}
@@ -554,6 +555,21 @@ def test_a_copy_of_a_range_is_taken_without_what_was_removed() -> None:
     assert (list(living.copies), living.held) == ([TableId(2)], ())
     assert two.join(living) == Ack(RANGE, 7, AssignmentEpoch(3))
     assert list(two.replicas[RANGE].copies) == [TableId(2)]
+
+
+def test_a_copy_with_a_table_of_a_newer_view_is_not_taken_before_that_view() -> None:
+    two = replication(TWO)
+    joining = replace(view(2, (3, ONE, (), (TWO,))), tables=(make_table(),))
+    two.observe(joining, 0.0)
+    copies = {each: fresh_copy(make_table(), range(4)) for each in (TABLE, TableId(2))}
+    came = Snapshot(RANGE, AssignmentEpoch(3), EPOCH, 7, copies)
+    assert not two.knows(came)
+    assert two.join(came) is None
+    assert RANGE not in two.replicas
+    second = replace(make_table(), table_id=TableId(2))
+    two.observe(replace(joining, view_number=3, tables=(make_table(), second)), 0.0)
+    assert two.knows(came)
+    assert two.join(came) == Ack(RANGE, 7, AssignmentEpoch(3))
 
 
 def test_what_waits_of_a_table_that_was_removed_is_not_done() -> None:

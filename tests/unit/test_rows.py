@@ -16,6 +16,7 @@ from ps_core.rows import (
     mixed_ids,
     partition_of,
     partitions_of,
+    rounding_draws,
     salt_of,
     splitmix64,
     sums_by_key,
@@ -29,7 +30,7 @@ from ps_core.tables.optimizers import (
     StepHyperparameters,
 )
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import Eviction, RowsSpec, TableSpec
+from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_runtime.cluster import wire
 from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, payloads_of, rows_of
 from scheduler.machine import view_size
@@ -84,6 +85,25 @@ def test_first_values_have_the_distribution_that_they_are_drawn_from(dtype: str)
     assert constant.dtype == dtype
     assert (constant == 3.0).all()
     assert not first_values(mixed, Initializer(), 7, dtype).any()
+
+
+def test_the_draws_of_an_update_are_the_words_of_its_row() -> None:
+    """Against whole numbers of Python, of which no part is numpy's."""
+
+    def mix(word: int) -> int:
+        word = (word + 0x9E3779B97F4A7C15) % 2**64
+        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % 2**64
+        return word ^ (word >> 31)
+
+    mixed = mixed_ids(np.array([0, 3, 2**64 - 1], np.uint64), salt_of(5))
+    for version in (1, 2, 2**40):
+        found = rounding_draws(mixed, version, 6)
+        assert found.shape == (3, 6)
+        for row, state in zip(found.tolist(), mixed.tolist(), strict=True):
+            words = [mix((mix(state ^ version) + k) % 2**64) for k in (1, 2)]
+            draws = [(word >> shift) % 2**16 for word in words for shift in (0, 16, 32, 48)]
+            assert row == draws[:6]
 
 
 def test_sums_are_by_key_in_the_order_of_the_rows() -> None:
@@ -208,6 +228,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"rows": RowsSpec(evict_after=2**31 + 1)}, "evict_after is 2147483649; expected 0 to"),
     ({"rows": RowsSpec(admit_after=0)}, "admit_after is 0; expected 1 to 2147483648"),
     ({"rows": RowsSpec(eviction=Eviction.LFU)}, "eviction is lfu without max_rows"),
+    (
+        {"rows": RowsSpec(storage=RowStorage.INT8), "dtype": DType.FLOAT64},
+        "storage is int8; expected full, or a table of finite float32",
+    ),
+    ({"rows": RowsSpec(storage=RowStorage.FLOAT16), "allow_non_finite": True}, "is float16"),
     ({"element_count": 65_537}, "at most 65536"),
     ({"dtype": DType.FLOAT16}, "float16"),
     ({"optimizer": OptimizerSpec(OptimizerKind.ADAMW)}, "optimizer is adamw"),
@@ -237,9 +262,13 @@ def test_a_setting_that_rows_cannot_have_is_refused(changed: dict[str, Any], wor
         TableSpec(**fields).validated()
 
 
+@pytest.mark.parametrize("storage", RowStorage)
 @pytest.mark.parametrize("eviction", Eviction)
-def test_a_spec_of_rows_comes_over_the_wire_as_it_was(eviction: Eviction) -> None:
-    spec = replace(table_of().spec, rows=RowsSpec(8, 2**64 - 1, 2**40, eviction, 2**31, 2**31))
+def test_a_spec_of_rows_comes_over_the_wire_as_it_was(
+    eviction: Eviction, storage: RowStorage
+) -> None:
+    rows = RowsSpec(8, 2**64 - 1, 2**40, eviction, 2**31, 2**31, storage)
+    spec = replace(table_of().spec, rows=rows)
     message = wire.spec_to_proto(spec)
     assert wire.spec_from_proto(message) == spec
     assert message.ByteSize() + 40 <= view_size.table_bytes(spec)

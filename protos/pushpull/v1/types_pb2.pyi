@@ -83,6 +83,14 @@ class ErrorCode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_CODE_VALUES_LOST: _ClassVar[ErrorCode]
     ERROR_CODE_TABLE_FULL: _ClassVar[ErrorCode]
 
+class RowStorageKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_STORAGE_KIND_UNSPECIFIED: _ClassVar[RowStorageKind]
+    ROW_STORAGE_KIND_FULL: _ClassVar[RowStorageKind]
+    ROW_STORAGE_KIND_FLOAT16: _ClassVar[RowStorageKind]
+    ROW_STORAGE_KIND_BFLOAT16: _ClassVar[RowStorageKind]
+    ROW_STORAGE_KIND_INT8: _ClassVar[RowStorageKind]
+
 class EvictionKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     EVICTION_KIND_UNSPECIFIED: _ClassVar[EvictionKind]
@@ -157,6 +165,11 @@ ERROR_CODE_INVALID_CHECKPOINT: ErrorCode
 ERROR_CODE_EDIT_REFUSED: ErrorCode
 ERROR_CODE_VALUES_LOST: ErrorCode
 ERROR_CODE_TABLE_FULL: ErrorCode
+ROW_STORAGE_KIND_UNSPECIFIED: RowStorageKind
+ROW_STORAGE_KIND_FULL: RowStorageKind
+ROW_STORAGE_KIND_FLOAT16: RowStorageKind
+ROW_STORAGE_KIND_BFLOAT16: RowStorageKind
+ROW_STORAGE_KIND_INT8: RowStorageKind
 EVICTION_KIND_UNSPECIFIED: EvictionKind
 EVICTION_KIND_LRU: EvictionKind
 EVICTION_KIND_LFU: EvictionKind
@@ -344,20 +357,22 @@ class NormalInitializer(_message.Message):
     def __init__(self, scale: _Optional[float] = ...) -> None: ...
 
 class RowsSpec(_message.Message):
-    __slots__ = ("partition_count", "seed", "max_row_count", "eviction", "evict_after", "admit_after")
+    __slots__ = ("partition_count", "seed", "max_row_count", "eviction", "evict_after", "admit_after", "storage")
     PARTITION_COUNT_FIELD_NUMBER: _ClassVar[int]
     SEED_FIELD_NUMBER: _ClassVar[int]
     MAX_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     EVICTION_FIELD_NUMBER: _ClassVar[int]
     EVICT_AFTER_FIELD_NUMBER: _ClassVar[int]
     ADMIT_AFTER_FIELD_NUMBER: _ClassVar[int]
+    STORAGE_FIELD_NUMBER: _ClassVar[int]
     partition_count: int
     seed: int
     max_row_count: int
     eviction: EvictionKind
     evict_after: int
     admit_after: int
-    def __init__(self, partition_count: _Optional[int] = ..., seed: _Optional[int] = ..., max_row_count: _Optional[int] = ..., eviction: _Optional[_Union[EvictionKind, str]] = ..., evict_after: _Optional[int] = ..., admit_after: _Optional[int] = ...) -> None: ...
+    storage: RowStorageKind
+    def __init__(self, partition_count: _Optional[int] = ..., seed: _Optional[int] = ..., max_row_count: _Optional[int] = ..., eviction: _Optional[_Union[EvictionKind, str]] = ..., evict_after: _Optional[int] = ..., admit_after: _Optional[int] = ..., storage: _Optional[_Union[RowStorageKind, str]] = ...) -> None: ...
 
 class TensorSpec(_message.Message):
     __slots__ = ("name", "shape", "offset")
