@@ -41,10 +41,10 @@ _LARGEST = {
 _NO_NUMBER = {RowStorage.FLOAT16: 0x7E00, RowStorage.BFLOAT16: 0x7FC0, RowStorage.INT8: -128}
 
 _FLOAT16_VALUES = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-"""Of all bit patterns: to look them up takes half of the time of numpy's cast."""
+"""The values of all bit patterns; to look them up takes half of the time of numpy's cast."""
 
 _SMALL_BITS = np.uint32((127 - 14) << 23)
-"""Of 2**-14. Below it binary16 is subnormal."""
+"""The bits of 2**-14. Below it binary16 is subnormal."""
 
 _INT8_LEAST = -126
 

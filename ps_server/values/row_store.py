@@ -128,7 +128,9 @@ class RowStore:
         self._made_bytes = stored_bytes + INDEX_BYTES
         self._partitions: dict[int, RowPartition] = {}
         self._taken = self._optimizer.arrays  # the arrays that an update reads and writes
+        self._work_bytes = self._row_bytes  # of a row, as the bounds of a turn count them
         if self._storage.is_packed:
+            self._work_bytes *= 2  # packing takes as long as the optimizer
             self._taken = tuple(dict.fromkeys((VALUES, *self._taken)))
         self._candidates: dict[int, Candidates] = {}  # empty if each row is made at once
         for block in sorted(blocks):
@@ -325,7 +327,7 @@ class RowStore:
         counts = {block: total.row_count for block, total in sums.items()}
         return (
             block_count <= PIECE_COUNT
-            and sum(counts.values()) <= min(_PIECE_COUNT, _BRIEF_BYTES // self._row_bytes)
+            and sum(counts.values()) <= min(_PIECE_COUNT, _BRIEF_BYTES // self._work_bytes)
             and all(self._has_space(block, count) for block, count in counts.items())
         )
 
@@ -392,7 +394,7 @@ class RowStore:
         self, block: int, ids: Ids, gradients: Rows, merged: Mapping[str, float]
     ) -> Work[None]:
         partition = self._partitions[block]
-        count = max(1, min(_PIECE_COUNT, _PIECE_BYTES // self._row_bytes))
+        count = max(1, min(_PIECE_COUNT, _PIECE_BYTES // self._work_bytes))
         for begin in range(0, len(ids), count):
             some = slice(begin, begin + count)
             here, steps = ids[some], gradients[some]

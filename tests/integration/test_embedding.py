@@ -318,6 +318,8 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": ps.SGD(), "partitions": 0}, "partition_count is 0"),
     ({"optimizer": ps.SGD(), "max_rows": 1e6}, "max_rows is 1000000.0; expected a whole number"),
     ({"optimizer": ps.SGD(), "max_rows": 9, "eviction": "fifo"}, "expected one of 'lru', 'lfu'"),
+    ({"optimizer": ps.SGD(), "storage": "int4"}, "expected one of 'full', 'float16', 'bfloat16'"),
+    ({"optimizer": ps.SGD(), "storage": "int8", "dtype": "float64"}, "a table of finite float32"),
     ({"optimizer": ps.SGD(), "dtype": "bfloat16"}, "bfloat16"),
     ({"optimizer": ps.SGD(), "init": ps.FromRank0()}, "from_rank_zero"),
     ({"optimizer": ps.SGD(), "consistency": ps.ASP(compensate=0.1)}, "compensation"),
@@ -406,12 +408,12 @@ def test_the_hottest_rows_are_shown(lane: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lane", "options"),
     [
-        ("grpc", {"max_rows": 60, "partitions": 4}),
+        ("grpc", {"max_rows": 60, "partitions": 4, "storage": "int8"}),
         ("shm", {"max_rows": 90, "eviction": "lfu", "evict_after": 8, "admit_after": 2}),
     ],
-    ids=["lru", "lfu, by age, admitted"],
+    ids=["lru, rounded", "lfu, by age, admitted"],
 )
-def test_rows_leave_and_are_admitted_alike_on_every_server(
+def test_rows_leave_and_are_admitted_and_rounded_alike_on_every_server(
     lane: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     """Through a server's death, a backup that joins, and a restore on one server more."""

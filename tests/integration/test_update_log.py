@@ -136,8 +136,11 @@ def test_a_killed_server_comes_back_with_its_rows(scene: Scene) -> None:
 def test_the_rows_that_it_evicted_and_those_it_did_not_admit_are_as_they_were(
     scene: Scene,
 ) -> None:
-    """Bit by bit as on a server that was not killed: ages and candidates are in the log."""
+    """Bit by bit as on a server that was not killed: ages and candidates are in the log, and rows
+    that were rounded are rounded alike.
+    """
     terms: dict[str, Any] = {"max_rows": 60, "partitions": 3, "evict_after": 9, "admit_after": 2}
+    terms["storage"] = "bfloat16"
     tables = scene.create(
         lambda client, name: client.create_embedding(
             name, 4, optimizer=ps.Adagrad(lr=0.1), init=ps.Uniform(1.0), **terms

@@ -43,6 +43,15 @@ def session(**fields: object) -> Session:
     return replace(known, **fields)  # type: ignore[arg-type]  # what a test changes
 
 
+def test_a_table_is_to_come_removed_or_there() -> None:
+    table = Table(TableId(2), 0, TableSpec("t", DType.FLOAT32, 4, OptimizerSpec(OptimizerKind.SGD)))
+    view = replace(view_of(), tables=(table,))
+    assert [view.is_to_come(TableId(n)) for n in (1, 2, 3)] == [True, False, True]
+    removed = replace(view, next_table_id=3)
+    assert [removed.is_to_come(TableId(n)) for n in (1, 2, 3)] == [False, False, True]
+    assert [removed.is_removed(TableId(n)) for n in (1, 2, 3)] == [True, False, False]
+
+
 # --- tokens
 
 

@@ -11,9 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ps_core.keys import TableId
 from ps_core.rows import mixed_ids, rounding_draws, salt_of
-from ps_core.tables.table_spec import RowStorage
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import RowsSpec, RowStorage, TableSpec
+from ps_core.work import at_once
 from ps_server.rows.row_storage import row_storage
+from ps_server.values.row_gradients import payload_of
+from ps_server.values.row_store import RowStore
 from tests.property.rounded_values import rounded
 
 PACKED = [storage for storage in RowStorage if storage is not RowStorage.FULL]
@@ -87,3 +94,25 @@ def test_rows_take_the_bytes_that_the_page_says() -> None:
     rows = np.ones((2, 64))
     assert full.packed(rows) is full.unpacked(rows) is rows
     assert full.column.row_bytes == 512
+
+
+@pytest.mark.parametrize("storage", PACKED)
+def test_steps_that_are_too_small_for_a_stored_number_add_up(storage: RowStorage) -> None:
+    """Rounded to the nearest, no row would ever move."""
+    spec = TableSpec(
+        "rows",
+        DType.FLOAT32,
+        8,
+        OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),)),
+        initializer=Initializer(InitializerKind.CONSTANT, constant=1.0),
+        rows=RowsSpec(1, storage=storage),
+    )
+    store = RowStore(Table(TableId(1), 0, spec.validated()), (0,))
+    ids, step_of = np.arange(400, dtype=np.uint64), {RowStorage.FLOAT16: 2.0**-14}
+    small = step_of.get(storage, 2.0**-10)  # less than a half of a stored step
+    payload = payload_of(ids, np.full((len(ids), 8), -small, np.float32))
+    for clock in range(1, 51):
+        store.accumulate(clock, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
+        at_once(store.applying(clock, store.take(clock), (), 1))
+    grown = store.rows(0, ids).mean(dtype=np.float64) - 1.0
+    assert grown == pytest.approx(50 * small, rel=0.05)
