@@ -39,6 +39,7 @@ from ps_runtime.settings import config
 from ps_runtime.system import capacity, clock, process_end
 from ps_runtime.system.background import switch_often
 from ps_runtime.system.collector import Collector
+from ps_runtime.system.prefault import Prefaulting
 from ps_runtime.system.trimming import trim_often
 from ps_server.checkpoint.checkpoint_parts import CheckpointParts
 from ps_server.checkpoint.restored_values import RestoredValues
@@ -276,7 +277,7 @@ class _Membership:
             memory=await asyncio.to_thread(_memory, settings.memory_mb * 2**20),
         )
         machine_bytes = await asyncio.to_thread(capacity.memory_bytes)
-        rows = RowMemory(request.memory.byte_count, machine_bytes)
+        rows = RowMemory(request.memory.byte_count, machine_bytes, Prefaulting().begin)
         shards = Shards(SharedLanes(), installed.updates, rows)
         stack.callback(shards.segments.close)
         stack.callback(shards.lanes.close)

@@ -34,12 +34,12 @@ class Candidates:
     """The candidates of one partition.
 
     Attributes:
-        known: ids, with the number of the last update that had a gradient of each, and the count
-            of these.
+        known: ids with the `COLUMNS`: the number of the last update that had a gradient of each,
+            and the count of these.
     """
 
-    def __init__(self, salt: np.uint64, retention: RowRetention, admit_after: int) -> None:
-        self.known = RowPartition(salt, COLUMNS)
+    def __init__(self, known: RowPartition, retention: RowRetention, admit_after: int) -> None:
+        self.known = known
         self._retention = retention
         self._admit_after = admit_after
         self._gone_count = 0

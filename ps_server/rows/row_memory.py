@@ -10,6 +10,7 @@ The bytes in use are measured now and then, and rows that were made since are ad
 from __future__ import annotations
 
 from ps_core.errors import TableFull
+from ps_server.rows.row_partition import Prefault, no_prefault
 
 _MIB = 2**20
 
@@ -25,13 +26,17 @@ class RowMemory:
 
     Attributes:
         evicted_count: rows that were evicted here.
+        prefault: has the pages of rows to come ready before they are written.
 
     Args:
         limit_bytes: bytes that all tables may take here; 0: no bound.
         machine_bytes: of the machine, or the container; 0: not known.
     """
 
-    def __init__(self, limit_bytes: int = 0, machine_bytes: int = 0) -> None:
+    def __init__(
+        self, limit_bytes: int = 0, machine_bytes: int = 0, prefault: Prefault = no_prefault
+    ) -> None:
+        self.prefault = prefault
         self._limit_bytes = limit_bytes
         self._least_left_bytes = int(machine_bytes * LEAST_LEFT_SHARE)
         self._left_bytes: int | None = None

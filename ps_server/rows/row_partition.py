@@ -12,6 +12,9 @@ Rules:
     - The table of slots doubles in pieces: the old one answers until the new one is whole.
     - An array begins with 1 MiB, then moves once, into a slab of many GiB, of which only pages that
       are written take memory. Rows beyond it, which few partitions have, lie in a further one.
+    - The first touch of a page takes the system up to 18 ms, if its host took the memory back. So
+      the pages behind the last row are asked for ahead, of a thread, and a new table of slots is
+      written through, a page a turn, before rows come to it here and there.
 
 Invariants:
     RI-1  A slot is free, so that a search ends.
@@ -21,8 +24,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,13 +33,18 @@ import torch
 
 from ps_core.errors import check
 from ps_core.rows import Ids
-from ps_core.work import Work
+from ps_core.work import Work, at_once
 from ps_server.rows import row_kernels
 
 Rows = npt.NDArray[Any]
 """Elements of rows. Shapes: (rows, elements)."""
 
 Numbers = npt.NDArray[np.int64]
+
+Prefault = Callable[[npt.NDArray[np.uint8]], object]
+"""Asks the system for the pages of some memory, which is not changed; returns at once."""
+
+MadeT = TypeVar("MadeT")
 
 _FIRST_BYTES = 1 << 20
 _FIRST_SIZE = 64
@@ -47,17 +55,47 @@ _RESERVED_BYTES = 32 << 30
 _COPIED_BYTES = 1 << 20
 """Bytes of the widest array that are copied in one turn of the loop."""
 
+_PAGE_BYTES = 2 << 20
+"""A page of large arrays."""
+
+_AHEAD_BYTES = _PAGE_BYTES
+"""The most that is asked for ahead of an array; not more than it has."""
+
 _PIECE_COUNT = 16_384
 """Rows that are put into a new table of slots at once: a millisecond."""
+
+
+def no_prefault(memory: npt.NDArray[np.uint8]) -> None:
+    """Leave pages to their first touch."""
+    del memory
+
+
+class Ahead:
+    """The pages of one array that were asked for."""
+
+    def __init__(self, array: npt.NDArray[Any], prefault: Prefault) -> None:
+        self._memory = array.reshape(-1).view(np.uint8)
+        self._prefault = prefault
+        self._end = 0
+
+    def use(self, byte_count: int) -> None:
+        """Ask for what comes behind the first bytes, which are used."""
+        wanted = min(byte_count + min(byte_count, _AHEAD_BYTES), len(self._memory))
+        self._end = max(self._end, byte_count)
+        while self._end < wanted:
+            begin, self._end = self._end, self._end + _PAGE_BYTES
+            self._prefault(self._memory[begin : self._end])
 
 
 class RowIndex:
     """The numbers of the rows of one partition, whose ids are mixed with `salt`."""
 
-    def __init__(self, salt: np.uint64) -> None:
+    def __init__(self, salt: np.uint64, prefault: Prefault = no_prefault) -> None:
         self._salt = salt
+        self._prefault = prefault
         self._slots: npt.NDArray[np.int32] = np.zeros(_FIRST_SIZE, np.int32)
         self._ids: Ids = np.empty(_FIRST_SIZE, np.uint64)
+        self._ahead = Ahead(self._ids, prefault)
         self.count = 0
 
     @property
@@ -74,8 +112,10 @@ class RowIndex:
         return row_kernels.find(self._slots, self._ids, ids, self._salt)
 
     def has_space(self, count: int) -> bool:
-        """True if so many more rows need no larger table, or one that is made at once."""
-        return 5 * (self.count + count) <= 3 * len(self._slots) or self.count <= _PIECE_COUNT
+        """True if so many more rows need no larger arrays, or small ones."""
+        total = self.count + count
+        is_enough = 5 * total <= 3 * len(self._slots) and total <= len(self._ids)
+        return is_enough or self.count <= _PIECE_COUNT
 
     def adding(self, ids: Ids) -> Work[Numbers]:
         """Add ids, each once and none of them known; returns their numbers."""
@@ -84,7 +124,10 @@ class RowIndex:
             yield from self._growing(total)
         if total > len(self._ids):
             self._ids = _longer(self._ids, first, total)
+            self._ahead = Ahead(self._ids, self._prefault)
+            yield
         self._ids[first:total] = ids
+        self._ahead.use(total * self._ids.itemsize)
         check(total < len(self._slots), "RI-1", f"{total} rows in {len(self._slots)} slots")
         row_kernels.put(self._slots, first, ids, self._salt)
         self.count = total
@@ -97,7 +140,10 @@ class RowIndex:
         yield from self._filling(size)
 
     def _filling(self, size: int) -> Work[None]:
-        slots: npt.NDArray[np.int32] = np.zeros(size, np.int32)  # pages that are touched later
+        slots: npt.NDArray[np.int32] = np.zeros(size, np.int32)
+        for begin in range(0, size, _PAGE_BYTES // slots.itemsize):
+            slots[begin : begin + _PAGE_BYTES // slots.itemsize] = 0  # the first touch of its page
+            yield
         for begin in range(0, self.count, _PIECE_COUNT):
             ids = self.ids[begin : begin + _PIECE_COUNT]
             row_kernels.put(slots, begin, ids, self._salt)
@@ -113,11 +159,28 @@ class RowIndex:
         yield from self._filling(len(self._slots))
 
 
-def _longer(array: npt.NDArray[Any], count: int, least: int) -> npt.NDArray[Any]:
-    """The array with space for more, some times as long, so that it is seldom copied; pages that
-    nothing is written to take no memory.
+def _reserved(make: Callable[[int], MadeT], size: int, least: int) -> tuple[int, MadeT]:
+    """Arrays of `size` places, or of as many as there are addresses for; MemoryError if these are
+    fewer than `least`.
     """
-    longer = np.empty(max(least, _GROWTH * len(array)), array.dtype)
+    while True:
+        try:
+            return size, make(size)
+        except MemoryError:  # this system counts addresses, or one array has too many
+            size //= 2
+            if size < least:
+                raise
+
+
+def _longer(array: npt.NDArray[Any], count: int, least: int) -> npt.NDArray[Any]:
+    """The array with space for more: some times as long, and once it has a megabyte, in a place for
+    as many as will ever come. Pages that nothing is written to take no memory.
+    """
+    if array.nbytes >= _FIRST_BYTES:
+        size = _RESERVED_BYTES // array.itemsize
+        _, longer = _reserved(lambda count: np.empty(count, array.dtype), size, least)
+    else:
+        longer = np.empty(max(least, _GROWTH * len(array)), array.dtype)
     longer[:count] = array[:count]
     return longer
 
@@ -180,10 +243,15 @@ class RowArrays:
     """
 
     def __init__(
-        self, columns: Mapping[str, Column], reserved_bytes: int = _RESERVED_BYTES
+        self,
+        columns: Mapping[str, Column],
+        reserved_bytes: int = _RESERVED_BYTES,
+        prefault: Prefault = no_prefault,
     ) -> None:
         self._columns = dict(columns)
         self._reserved_bytes = reserved_bytes
+        self._prefault = prefault
+        self._ahead: dict[str, Ahead] = {}  # of the last slab
         self._widest_bytes = max(column.row_bytes for column in self._columns.values())
         most_bytes = max(column.most_bytes for column in self._columns.values())
         self._copied_bytes = max(most_bytes, self._widest_bytes)
@@ -199,14 +267,22 @@ class RowArrays:
 
     def empty(self) -> RowArrays:
         """Arrays of the same columns, without rows."""
-        return RowArrays(self._columns, self._reserved_bytes)
+        return RowArrays(self._columns, self._reserved_bytes, self._prefault)
 
     @property
     def piece_count(self) -> int:
         """Rows that are copied in one turn of the loop."""
         return max(1, _COPIED_BYTES // self._copied_bytes)
 
+    def has_space(self, count: int) -> bool:
+        """True if so many rows need no larger arrays, or small ones."""
+        return count <= max(self.capacity, self._first_count)
+
     def extend(self, count: int) -> None:
+        """`extending`, at once."""
+        at_once(self.extending(count))
+
+    def extending(self, count: int) -> Work[None]:
         """Have places for `count` rows in all, of unspecified content; MemoryError if there are no
         addresses left for them.
         """
@@ -218,12 +294,18 @@ class RowArrays:
                 size, arrays = self._reserved()
             if self.capacity == self._first_count < size:
                 for name, array in arrays.items():
-                    array[: self.capacity] = self._slabs[name].pop()
+                    array[: self.capacity] = self._slabs[name][-1]
+                    yield
+                for slabs in self._slabs.values():
+                    slabs.pop()
                 self._begins, self.capacity = self._begins[:0], 0
             self._begins = np.append(self._begins, self.capacity)
             self.capacity += size
             for name, array in arrays.items():
                 self._slabs[name].append(array)
+                self._ahead[name] = Ahead(array, self._prefault)
+        for name, ahead in self._ahead.items():
+            ahead.use((count - int(self._begins[-1])) * self._columns[name].row_bytes)
 
     def _new(self, count: int) -> dict[str, Rows]:
         return {n: np.empty((count, each.width), each.dtype) for n, each in self._columns.items()}
@@ -231,13 +313,7 @@ class RowArrays:
     def _reserved(self) -> tuple[int, dict[str, Rows]]:
         """Arrays in reserved addresses, and the number of their rows."""
         size = self._reserved_bytes // self._widest_bytes
-        while True:
-            try:
-                return size, self._new(size)
-            except MemoryError:  # this system counts addresses, or one array has too many
-                size //= 2
-                if size < self._first_count:
-                    raise
+        return _reserved(self._new, size, self._first_count)
 
     def places(self, numbers: Numbers) -> list[Place]:
         """The places of rows, slab by slab."""
@@ -283,15 +359,21 @@ class RowPartition:
         snapshot: keeps rows that are about to change, if the partition was captured.
     """
 
-    def __init__(self, salt: np.uint64, columns: Mapping[str, Column]) -> None:
-        self.index = RowIndex(salt)
-        self.arrays = RowArrays(columns)
+    def __init__(
+        self, salt: np.uint64, columns: Mapping[str, Column], prefault: Prefault = no_prefault
+    ) -> None:
+        self.index = RowIndex(salt, prefault)
+        self.arrays = RowArrays(columns, prefault=prefault)
         self.version = 0
         self.snapshot: RowSnapshot | None = None
 
     @property
     def byte_count(self) -> int:
         return self.index.byte_count + self.index.count * self.arrays.row_bytes
+
+    def has_space(self, count: int) -> bool:
+        """True if so many more rows are added in one turn."""
+        return self.index.has_space(count) and self.arrays.has_space(self.index.count + count)
 
     def capture(self) -> RowSnapshot:
         """Keep the rows as they are now for the result, until it has given all or is ended."""
@@ -302,7 +384,7 @@ class RowPartition:
     def adding(self, ids: Ids, arrays: Mapping[str, Rows]) -> Work[Numbers]:
         """Add rows with these arrays; returns their numbers."""
         numbers = yield from self.index.adding(ids)
-        self.arrays.extend(self.index.count)
+        yield from self.arrays.extending(self.index.count)
         places = self.arrays.places(numbers)
         for name, rows in arrays.items():
             self.arrays.put(name, places, rows)

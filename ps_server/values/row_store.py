@@ -143,9 +143,11 @@ class RowStore:
     def _begin(self, block: int) -> RowPartition:
         """A partition without rows."""
         if self._rows.admit_after > 1:
-            terms = self._salt, self._retention, self._rows.admit_after
-            self._candidates[block] = Candidates(*terms)
-        self._partitions[block] = RowPartition(self._salt, self._stored_columns)
+            terms = self._retention, self._rows.admit_after
+            known = RowPartition(self._salt, COLUMNS, self._memory.prefault)
+            self._candidates[block] = Candidates(known, *terms)
+        made = RowPartition(self._salt, self._stored_columns, self._memory.prefault)
+        self._partitions[block] = made
         return self._partitions[block]
 
     @property
@@ -336,14 +338,11 @@ class RowStore:
         partition, candidates = self._partitions[block], self._candidates.get(block)
         version = partition.version + 1
         return (
-            partition.index.has_space(count)
+            partition.has_space(count)
             and not self._retention.may_leave(partition.index.count + count, version)
             and (
                 candidates is None
-                or (
-                    candidates.known.index.has_space(count)
-                    and not candidates.may_leave(count, version)
-                )
+                or (candidates.known.has_space(count) and not candidates.may_leave(count, version))
             )
         )
 

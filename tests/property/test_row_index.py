@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from ps_core.rows import mixed_ids, partitions_of, salt_of
 from ps_core.work import at_once
 from ps_server.rows import row_kernels, row_loops, row_passes
-from ps_server.rows.row_partition import Column, RowArrays, RowIndex
+from ps_server.rows.row_partition import Column, RowArrays, RowIndex, RowPartition
 
 SEED = 3
 IDS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1)), max_size=40)
@@ -70,6 +72,49 @@ def test_memory_that_nobody_may_change_can_be_read() -> None:
     at_once(index.adding(ids))
     assert index.find(ids).tolist() == list(range(100))
     assert row_kernels.elsewhere(ids, salt_of(SEED), 1, 0) == -1
+
+
+class Asked:
+    """Pages that were asked for: each byte once, in order, of every array."""
+
+    def __init__(self) -> None:
+        self.spans: dict[int, list[tuple[int, int]]] = {}
+
+    def __call__(self, memory: npt.NDArray[np.uint8]) -> None:
+        begin, base = memory.ctypes.data, memory.base
+        assert isinstance(base, np.ndarray)
+        self.spans.setdefault(base.ctypes.data, []).append((begin, begin + memory.nbytes))
+
+
+def test_pages_are_asked_for_before_rows_come_to_them_and_once() -> None:
+    asked = Asked()
+    partition = RowPartition(salt_of(SEED), {"values": Column(256, np.dtype("f4"))}, asked)
+    arrays, step = partition.arrays, 1_000
+    for begin in range(0, 30_000, step):
+        ids = np.arange(begin, begin + step, dtype=np.uint64)
+        at_once(partition.adding(ids, {"values": np.ones((step, 256), np.float32)}))
+        (place,) = arrays.places(np.arange(begin, begin + step))
+        last = arrays.get("values", [place], step)
+        assert last.all()
+    for spans in asked.spans.values():
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    ends = [spans[-1][1] - spans[0][0] for spans in asked.spans.values()]
+    used = 30_000 * 1024
+    assert used < max(ends) + (2 << 20) < used + (6 << 20)  # a page beyond the last row, or two
+
+
+def test_an_array_moves_between_two_turns_and_is_whole_in_both() -> None:
+    arrays = RowArrays({"a": Column(256, np.dtype("f4")), "b": Column(1, np.dtype("u4"))})
+    arrays.extend(1_024)
+    numbers = np.arange(1_024)
+    arrays.put("b", arrays.places(numbers), numbers.astype(np.uint32)[:, None])
+    turns = 0
+    for _ in arrays.extending(1_025):
+        turns += 1
+        assert arrays.get("b", arrays.places(numbers), 1_024)[:, 0].tolist() == numbers.tolist()
+    assert turns == 2
+    assert arrays.get("b", arrays.places(numbers), 1_024)[:, 0].tolist() == numbers.tolist()
+    assert arrays.capacity > 1_024
 
 
 @pytest.mark.parametrize("reserved_bytes", [4 << 20, 1 << 40, 1 << 62])

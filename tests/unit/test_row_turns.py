@@ -15,6 +15,8 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_core.work import Work, at_once
+from ps_runtime.system.prefault import Prefaulting
+from ps_server.rows.row_memory import RowMemory
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
 from tests.unit.measured_loop import most_turn_s
@@ -38,7 +40,8 @@ def store_of(
         initializer=Initializer(InitializerKind.NORMAL, scale=1.0),
         rows=rows,
     )
-    return RowStore(Table(TableId(1), 0, spec.validated()), (0,))
+    memory = RowMemory(prefault=Prefaulting().begin)  # as in a server
+    return RowStore(Table(TableId(1), 0, spec.validated()), (0,), memory)
 
 
 def largest_push(length: int) -> bytes:
