@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ps_core.errors import TableFull
 from ps_core.keys import TableId
-from ps_core.rows import mixed_ids, rounding_draws, salt_of
+from ps_core.rows import mixed_ids, partitions_of, rounding_draws, salt_of
 from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, RowStorage, TableSpec
 from ps_core.work import at_once
+from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.rows.row_storage import row_storage
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
+from ps_worker.spec.optimizers import SGD
+from ps_worker.spec.settings import table_spec as table_of
 from tests.property.rounded_values import rounded
 
 PACKED = [storage for storage in RowStorage if storage is not RowStorage.FULL]
@@ -94,6 +98,19 @@ def test_rows_take_the_bytes_that_the_page_says() -> None:
     rows = np.ones((2, 64))
     assert full.packed(rows) is full.unpacked(rows) is rows
     assert full.column.row_bytes == 512
+
+
+@pytest.mark.parametrize("storage", RowStorage)
+def test_a_new_row_needs_the_memory_of_what_is_stored(storage: RowStorage) -> None:
+    memory = RowMemory(limit_bytes=100)
+    table = table_of("rows", 64, SGD(), {"storage": storage.value}, has_rows=True)
+    store = RowStore(Table(TableId(1), 0, table), range(16), memory)
+    ids = np.arange(100, dtype=np.uint64)
+    own = ids[partitions_of(mixed_ids(ids, salt_of(0)), 16) == 3]
+    payload = payload_of(own, np.ones((len(own), 64), np.float32))
+    bytes_of_a_row = 64 * BYTES.get(storage, 4) + (storage is RowStorage.INT8) + INDEX_BYTES
+    with pytest.raises(TableFull, match=f"{len(own)} new rows of {bytes_of_a_row} bytes"):
+        store.decode(3, Codec.FP32, payload, b"")
 
 
 @pytest.mark.parametrize("storage", PACKED)
