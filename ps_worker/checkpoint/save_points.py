@@ -18,6 +18,8 @@ Rules:
       checkpoint before it makes that call, because neither would go on.
     - A state that cannot be written is reported as lost, and training goes on.
     - A worker that leaves writes its state as of its last step.
+    - Workers that take their steps together (`keep_in_step`) save their states at one step, under
+      any consistency: where each range is cut at its own moment, at the highest clock named.
 
 Invariants:
     SV-1  A state that is written as of a clock was copied when its worker was at that clock.
@@ -125,6 +127,7 @@ class SavePoints:
         self._stays_since_s = 0.0
         self._is_resting = False
         self._is_explicit = False
+        self._is_in_step = False
         self._is_closed = False
         self._last_clocks: dict[TableId, int] | None = None
 
@@ -149,6 +152,13 @@ class SavePoints:
     @property
     def has_state(self) -> bool:
         return bool(self._attached)
+
+    def keep_in_step(self) -> None:
+        """The worker's state must be of the same step as all other workers', under any consistency:
+        they take their steps together.
+        """
+        with self._changed:
+            self._is_in_step = True
 
     def add_model(self, trained: Trained) -> None:
         """Add tables that take their steps together, once between two save points."""
@@ -216,7 +226,8 @@ class SavePoints:
         (`is_explicit`) only such calls count.
 
         Blocking: while a checkpoint is proposed and not cut, at most `limits.CHECKPOINT_CUT_S`,
-            unless all tables are asynchronous; and while the state is copied.
+            unless all tables are asynchronous and workers are not in step; and while the state is
+            copied.
         """
         with self._changed:
             self._is_explicit = self._is_explicit or is_explicit
@@ -229,6 +240,8 @@ class SavePoints:
         """True if no table of this worker can be cut at a clock: then its state at the next save
         point belongs to the cut as well as that at this one.
         """
+        if self._is_in_step:
+            return False
         tables = {} if self._view is None else self._view.tables_by_id
         for handle in self._handles():
             table = tables.get(handle.table.table_id)
@@ -378,7 +391,7 @@ class SavePoints:
         if self._view is None or not self._is_in_progress:
             return None
         for handle in self._handles():
-            cut = cut_clock(self._view, handle, self._answered)
+            cut = self._clock_of_cut(self._view, handle, self._answered)
             needs_all = not handle.table.spec.consistency.backup_workers
             if cut is not None and handle.clock < cut and (needs_all or self._attached):
                 return handle, cut
@@ -468,7 +481,7 @@ class SavePoints:
             return None
         if checkpoint.number != self._answered or checkpoint.number == self._saved:
             return None
-        cuts = {h: cut_clock(view, h, checkpoint.number) for h in self._handles()}
+        cuts = {h: self._clock_of_cut(view, h, checkpoint.number) for h in self._handles()}
         if any(handle.clock < (cut or 0) for handle, cut in cuts.items()):
             return None
         for handle, cut in cuts.items():
@@ -479,6 +492,13 @@ class SavePoints:
                 )  # fmt: skip
         self._saved = checkpoint.number
         return checkpoint, {handle.table.table_id: handle.clock for handle in cuts}
+
+    def _clock_of_cut(self, view: ClusterView, handle: TableHandle, checkpoint: int) -> int | None:
+        """The clock at which the state is saved; None: at any."""
+        table = view.tables_by_id.get(handle.table.table_id)
+        if self._is_in_step and table is not None and table.cut is not None:
+            return table.cut.after_clock if table.cut.checkpoint == checkpoint else None
+        return cut_clock(view, handle, checkpoint)
 
     def _save(self, checkpoint: Checkpoint, clocks: dict[TableId, int]) -> None:
         tables = {table_id: ReportedTable(0, clock) for table_id, clock in clocks.items()}

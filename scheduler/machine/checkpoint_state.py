@@ -60,9 +60,11 @@ class Attempt:
 
     @property
     def steps(self) -> dict[TableId, int]:
-        """Step of each table's cut, without tables whose ranges are cut one by one."""
-        found = {table_id: table.cut_step for table_id, table in self.cuts.items()}
-        return {table_id: step for table_id, step in found.items() if step is not None}
+        """Step of each table's cut; where its ranges are cut one by one, that of workers that take
+        their steps together.
+        """
+        cuts = {table_id: table.cut for table_id, table in self.cuts.items()}
+        return {table_id: cut.after_clock for table_id, cut in cuts.items() if cut is not None}
 
     def lose(self, worker: Node, reason: str) -> None:
         """Note that the checkpoint has no state of this worker."""
