@@ -33,6 +33,7 @@ GROUPS = {
         "EmbeddingBag",
         "EmbeddingBagCollection",
         "HybridOptimizer",
+        "init_process_group",
         "prefetch",
     ),
     "Optimizers of the servers": (

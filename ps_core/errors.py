@@ -88,6 +88,12 @@ class WaitExpired(PushpullError, code="WAIT_EXPIRED"):
     """A deadline passed; the message names who is missing. Nothing changed."""
 
 
+class WorkerLost(PushpullError, code="WAIT_EXPIRED"):
+    """A worker of a hybrid run has ended before the others: start all of them again from the last
+    checkpoint. It stays in the process that waited for the worker.
+    """
+
+
 class Unauthenticated(PushpullError, code="UNAUTHENTICATED"):
     """The session token is missing or wrong."""
 

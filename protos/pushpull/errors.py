@@ -31,6 +31,7 @@ from ps_core.errors import (
     UpdateFailed,
     ValuesLost,
     WaitExpired,
+    WorkerLost,
 )
 
 __all__ = [
@@ -61,4 +62,5 @@ __all__ = [
     "UpdateFailed",
     "ValuesLost",
     "WaitExpired",
+    "WorkerLost",
 ]

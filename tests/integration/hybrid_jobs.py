@@ -84,13 +84,8 @@ class Trainer:
     def __init__(self, client: ps.Client, kind: str, name: str, **options: Any) -> None:
         self.client, self.kind = client, kind
         self.model = rated(client, f"{name}/users", **options.pop("rows", {}))
-        if kind in (
-            "ddp",
-            "fsdp",
-        ):  # which the first optimizer would do, before torch's wrappers need it
-            from ps_worker.training.hybrid.process_group import join_process_group
-
-            join_process_group(client)
+        if kind in ("ddp", "fsdp"):  # torch's wrappers need it
+            ps.init_process_group(client)
         if client.rank != 0 and kind == "plain":
             nn.init.zeros_(self.model.head.weight)  # it begins with rank 0's
         self.module = wrapped(self.model, kind)

@@ -21,6 +21,8 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ps_worker.training.hybrid.peers import Peers
+from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.tables.staging import is_finite
 
 _DIRECT_BYTES = 1 << 20
@@ -49,6 +51,17 @@ def whole(tensor: Any) -> torch.Tensor:
     """All of a sharded tensor, which every worker asks for; another one as it is."""
     found: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
     return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The script's own module, which `torch.compile` or DistributedDataParallel has wrapped."""
+    while True:
+        inner = getattr(module, "_orig_mod", None)
+        if isinstance(module, DistributedDataParallel):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
+            return module
+        module = inner
 
 
 def reduced_elsewhere(module: nn.Module) -> set[torch.Tensor]:
@@ -100,14 +113,20 @@ class _Bucket:
             self._received = None
             self._work = distributed.all_reduce(self.values, async_op=True)
 
-    def finish(self) -> None:
-        """Wait for the sums of the workers' values, in place of this worker's."""
-        self._work.wait()
-        if self._received is not None:
-            first, *others = self._received
-            self.values.copy_(first)
-            for other in others:
-                self.values += other
+    def finish(self, peers: Peers) -> None:
+        """Wait for the sums of the workers' values, in place of this worker's; raises as
+        `Peers.wait`, and may be called again then.
+        """
+        if self._work is None:
+            return
+        peers.wait(self._work, is_cpu=self.values.is_cpu)
+        with uninterrupted():
+            self._work = None
+            if self._received is not None:
+                first, *others = self._received
+                self.values.copy_(first)
+                for other in others:
+                    self.values += other
 
     def give_back(self, counts: Iterator[float], factor: float) -> None:
         """Write the mean into the gradients; `counts` says how many workers had each."""
@@ -171,14 +190,15 @@ class GradientReduction:
             for bucket in self._sent:
                 bucket.begin(self._worker_count)
 
-    def finish(self) -> Reduced:
-        """Give all gradients the mean of the workers'.
-
-        Blocking: until every worker has called `begin`.
+    def wait(self, peers: Peers) -> None:
+        """Wait until every worker has called `begin`. Blocks and raises as `Peers.wait`; a call
+        after that waits on.
         """
-        if self._worker_count > 1:
-            for bucket in self._sent:
-                bucket.finish()
+        for bucket in self._sent:
+            bucket.finish(peers)
+
+    def finish(self) -> Reduced:
+        """Give all gradients the mean of the workers', once `wait` has ended."""
         head: list[float] = self._head.head.tolist()
         counts = iter(head[self._control_count :])
         for bucket in self._buckets:

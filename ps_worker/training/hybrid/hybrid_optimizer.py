@@ -20,14 +20,17 @@ Rules:
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any, NoReturn, Unpack
 
 import torch
 from torch import distributed, nn
 
-from ps_core.errors import InvalidCheckpoint, InvalidConfig, listed
+from ps_core.errors import InvalidCheckpoint, InvalidConfig, WaitExpired, listed
 from ps_worker.client.client import Client
 from ps_worker.spec.flat_layout import plain_name
 from ps_worker.spec.optimizers import SGD, ServerOptimizer
@@ -41,9 +44,13 @@ from ps_worker.training.hybrid.gradient_reduction import (
     is_sharded,
     own_part,
     reduced_elsewhere,
+    unwrapped,
     whole,
 )
-from ps_worker.training.hybrid.process_group import join_process_group
+from ps_worker.training.hybrid.peers import Peers
+from ps_worker.training.hybrid.process_group import init_process_group
+from ps_worker.training.hybrid.workers_half import WorkersHalf
+from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.module_buffers import persistent_buffers
 from ps_worker.training.tables.staging import is_finite
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of
@@ -100,7 +107,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         self._client = client
-        self._module = module
+        self._module = unwrapped(module)
         self._local = optimizer
         self._clip_norm = options.get("clip_norm")
         self._may_be_infinite = bool(options.get("allow_non_finite"))
@@ -111,12 +118,13 @@ class HybridOptimizer(torch.optim.Optimizer):
                 raise InvalidConfig(f"HybridOptimizer has no {name}=")
         options["buffers"] = None
         self._check(served, server_optimizer)
-        join_process_group(client)
+        init_process_group(client)
+        self._check_alike()
         self.servers = DistributedOptimizer(
             client,
             served,
             server_optimizer or SGD(lr=0.0),
-            module=module,
+            module=self._module,
             **options,
         )
         self._served = set(served)
@@ -124,15 +132,32 @@ class HybridOptimizer(torch.optim.Optimizer):
         own = [each for each in self._parameters() if each not in self._elsewhere]
         self._reduced = set(own)
         self._reduction = GradientReduction(own, 1 + client.world_size, client.world_size)
+        self._peers = Peers(client)
+        self._open: _OpenStep | None = None
         self._is_made = False
         super().__init__(optimizer.param_groups, dict(optimizer.defaults))
         self._share()
         self._is_made = True
         self._begin_alike(own)
-        is_by_rank = any(map(is_sharded, module.parameters()))
-        name = options.get("name", "model")
-        state = _WorkersHalf(module, optimizer, served, self._share)
-        client.attach_state(f"hybrid/{name}", state, per_rank=is_by_rank)
+        self._go_on(options.get("name", "model"))
+
+    def _go_on(self, name: str) -> None:
+        """Have checkpoints save the workers' half, and go on from that which the cluster was
+        started from.
+        """
+        client, key = self._client, f"hybrid/{name}"
+        client.checkpoints.save_points.keep_in_step()
+        half = WorkersHalf(
+            client, self._module, self._local, self._served, lambda: self.clock, self._share
+        )
+        client.attach_state(key, half)
+        found = client.checkpoints.restored_state(key, per_rank=False)
+        if client.restored_from and client.checkpoints.imported is None and found is None:
+            raise InvalidCheckpoint(
+                f"{client.restored_from} has no parameters of a HybridOptimizer of the name "
+                f"'{name}': rows would go on, and the rest begin anew; expected a checkpoint of "
+                "such a run. To take over rows alone, export and import them (pushpull checkpoint)"
+            )
 
     def _check(self, served: list[nn.Parameter], server_optimizer: ServerOptimizer | None) -> None:
         if not isinstance(self._local, torch.optim.Optimizer):
@@ -160,6 +185,31 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"parameters of served are optimizer's, too: {listed(both, _SHOWN_COUNT)}; each "
                 "belongs in one of them"
             )
+
+    def _check_alike(self) -> None:
+        """Refuse parameters that differ from worker to worker, which would be added up all the
+        same.
+        """
+        names: dict[torch.Tensor, str] = {
+            p: plain_name(name) for name, p in self._module.named_parameters()
+        }
+        own = [
+            f"'{names.get(each, '?')}', {tuple(each.shape)} of {each.dtype}"
+            for each in self._parameters()
+        ]
+        digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+        name = "the parameters of HybridOptimizer"
+        if len({*self._client.gather(digest, name=f"the digest of {name}")}) == 1:
+            return
+        of_all = self._client.gather(own, name=name)
+        for rank, others in enumerate(of_all):
+            for number, pair in enumerate(itertools.zip_longest(of_all[0], others, fillvalue="")):
+                if pair[0] != pair[1]:
+                    here, there = (each or "none" for each in pair)
+                    raise InvalidConfig(
+                        f"parameter {number} of optimizer is {here} at worker 0, and {there} at "
+                        f"worker {rank}; expected the same model, and the same order, at each"
+                    )
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self._local.param_groups:
@@ -207,6 +257,9 @@ class HybridOptimizer(torch.optim.Optimizer):
             PushpullError: as `DistributedOptimizer.step`. The workers' half has been taken then;
                 after WaitExpired the next call ends the servers' half.
         """
+        if self._open is not None:
+            self._end_open()
+            return None
         if self.servers.is_repeated:
             self.servers.step()
             return None
@@ -221,34 +274,65 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _step(self, scale: StepScale) -> None:
-        own_scale, worker_count = scale.contribution_scale, self._client.world_size
+        worker_count = self._client.world_size
         problem = "" if scale.skip or self._may_be_infinite else self._problem()
         control = [0.0] * (1 + worker_count)
         control[0] = float(scale.skip)
         control[1 + self._client.rank] = float(bool(problem))
-        self._reduction.begin(control, own_scale)
-        if not scale.skip and not problem:
-            self.servers.push_rows_ahead()
-        reduced = self._reduction.finish()
+        with uninterrupted():  # the others count on both halves
+            self._reduction.begin(control, scale.contribution_scale)
+            self._open = _OpenStep(scale, problem)
+            if not scale.skip and not problem:
+                self.servers.push_rows_ahead()
+        self._end_open()
+
+    @torch.no_grad()
+    def _end_open(self) -> None:
+        """End the step that this worker has begun; an error or Ctrl-C before the servers have its
+        seal leaves it open, for another call.
+        """
+        opened = self._open
+        if opened is None:
+            return
+        if not opened.is_decided:
+            self._reduction.wait(self._peers)
+            with uninterrupted():
+                self._decide(opened)
+        try:
+            self.servers.step_scaled(opened.scale, self._take)
+        except WaitExpired:
+            raise
+        except Exception:
+            self._take()  # whatever the servers say: the others take it
+            raise
+
+    def _decide(self, opened: _OpenStep) -> None:
+        """Take the workers' mean, and skip the step if one of them must."""
+        reduced, scale, problem = self._reduction.finish(), opened.scale, opened.problem
         skips, *problems = reduced.control
         if not problem and any(problems):
             rank = next(rank for rank, is_one in enumerate(problems) if is_one)
             problem = f"worker {rank} has a gradient with an infinity or a NaN"
         if not problem and not skips and not reduced.is_finite and not self._may_be_infinite:
             problem = f"the mean of the workers' gradients of {self._not_finite(self._reduced)}"
+        opened.is_decided = True
         if skips or problem:
-            self.servers.step_scaled(StepScale(skip=True, problem=problem))
+            opened.scale = StepScale(skip=True, problem=problem)
             return
-        multiply_gradients((p for p in self._parameters() if p in self._elsewhere), own_scale)
+        reduced_elsewhere = (p for p in self._parameters() if p in self._elsewhere)
+        multiply_gradients(reduced_elsewhere, scale.contribution_scale)
         if self._clip_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip_norm)
             self.gradient_norm = float(whole(norm))
-        left = [self._local.step]
-        try:
-            self.servers.step_scaled(scale, lambda: left.pop()())
-        finally:
-            for step in left:  # whatever the servers say: the others take it
-                step()
+
+    def _take(self) -> None:
+        """Take the workers' half of the open step, once."""
+        opened = self._open
+        if opened is not None:
+            with uninterrupted():
+                self._open = None
+                if not opened.scale.skip:
+                    self._local.step()
 
     def _problem(self) -> str:
         """Words for a gradient that is not finite, of those that only this worker has, or that
@@ -267,7 +351,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         return ""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch, for both halves. Blocking, Raises: as `DistributedOptimizer.zero_grad`."""
+        """As torch, for both halves; ends a step first whose end `step` has not seen. Blocking,
+        Raises: as `step`.
+        """
+        self._end_open()
         self.servers.zero_grad(set_to_none)
         self._local.zero_grad(set_to_none)
 
@@ -304,81 +391,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         )
 
 
-class _WorkersHalf:
-    """The parameters and buffers that a worker keeps, and its optimizer, for checkpoints."""
+@dataclass(slots=True)
+class _OpenStep:
+    """A step that the workers reduce; `is_decided`: `scale` is what all of them have agreed on."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        served: Iterable[nn.Parameter],
-        on_load: Callable[[], None],
-    ) -> None:
-        self._module = module
-        self._optimizer = optimizer
-        self._served = set(served)
-        self._on_load = on_load
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """This worker's own, by name."""
-        own = [
-            (plain_name(name), parameter)
-            for name, parameter in self._module.named_parameters()
-            if parameter not in self._served
-        ]
-        return {name: own_part(each) for name, each in (*own, *persistent_buffers(self._module))}
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._optimizer.state_dict()
-        state["state"] = {
-            number: {key: own_part(value) for key, value in entry.items()}
-            for number, entry in state["state"].items()
-        }
-        return {"tensors": self._tensors(), "optimizer": state}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own, saved = self._tensors(), state["tensors"]
-        differing = [
-            name
-            for name in sorted({*own, *saved})
-            if name not in own or name not in saved or own[name].shape != saved[name].shape
-        ]
-        if differing:
-            raise InvalidCheckpoint(
-                "the checkpoint has other parameters, or other shards of them: "
-                f"{listed(differing, _SHOWN_COUNT)}; expected the same model, and under FSDP2 the "
-                "same number of workers"
-            )
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
-        self._optimizer.load_state_dict(_placed(state["optimizer"], self._optimizer))
-        self._on_load()
-
-
-def _placed(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Saved optimizer state, with the parts of sharded parameters put in their places."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = (number for group in state["param_groups"] for number in group["params"])
-    by_number = dict(zip(numbers, parameters, strict=False))
-    placed: dict[Any, Any] = {}
-    for number, entry in state["state"].items():
-        parameter = by_number.get(number)
-        placed[number] = {
-            key: _shard_of(parameter, value) if parameter is not None else value
-            for key, value in entry.items()
-        }
-    return {**state, "state": placed}
-
-
-def _shard_of(parameter: Any, value: Any) -> Any:
-    """A part of a sharded tensor like `parameter`; other values as they are."""
-    if not is_sharded(parameter) or not isinstance(value, torch.Tensor) or not value.dim():
-        return value
-    return type(parameter.detach()).from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    scale: StepScale
+    problem: str
+    is_decided: bool = False

@@ -1,58 +1,97 @@
 """torch.distributed's process group of a cluster's workers.
 
-A script that was started by torchrun, or that sets a group up itself, has one. Otherwise rank 0
-opens a store, and the cluster tells the others where it is.
+A script that sets a group up itself has one, for example under torchrun. Otherwise rank 0 opens a
+store, and the cluster tells the others where it is.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import distributed
 
-from ps_core.errors import InvalidConfig
+from ps_core.errors import InvalidConfig, listed
 from ps_runtime.observe import logs
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
 
 _STORE_S = 60.0
+_SHOWN_COUNT = 8
+
+_Place = Sequence[int] | None
+"""A worker's rank in its process group and the size of that; None without a group."""
 
 
-def join_process_group(client: Client) -> None:
-    """Make this worker part of a process group of all workers, unless it is; then check it. The
-    ranks are the cluster's.
+def init_process_group(client: Client) -> None:
+    """Make this worker part of a torch.distributed process group of all workers, unless it is, with
+    the cluster's ranks: gloo, and NCCL where there is a GPU. `HybridOptimizer` calls this; call it
+    yourself where `DistributedDataParallel` or `fully_shard` wraps the model before that.
 
     Blocking: until every worker has called this.
 
     Raises:
-        InvalidConfig: torch has no torch.distributed; or the process group that there is has
-            another size, or gives this worker another rank; or the worker joined others that have
-            a group already, which takes nobody in.
+        InvalidConfig: torch has no torch.distributed; or the script has made a process group that
+            is not of the cluster's workers, or only some workers have one; or the worker joined
+            others that have a group already, which takes nobody in.
     """
-    rank, worker_count = client.rank, client.world_size
     if client.is_late_joiner:
         raise InvalidConfig(
-            f"worker {rank} joins others that train, and their torch.distributed process group "
-            "takes nobody in: start all workers again, together, from the last checkpoint "
+            f"worker {client.rank} joins others that train, and their torch.distributed process "
+            "group takes nobody in: start all workers again, together, from the last checkpoint "
             "(pushpull train --resume)"
         )
     if not distributed.is_available():
         raise InvalidConfig("this torch has no torch.distributed; expected a build with it")
-    if not distributed.is_initialized():
+    place: _Place = None
+    if distributed.is_initialized():
+        place = distributed.get_rank(), distributed.get_world_size()
+    places: list[_Place] = client.gather(place, name="torch.distributed's ranks")
+    if problem := _problem_of(places, client.rank, client.world_size):
+        raise InvalidConfig(problem)
+    if place is None:
         _make(client)
-    found = distributed.get_rank(), distributed.get_world_size()
-    if found != (rank, worker_count):
-        raise InvalidConfig(
-            f"this process is rank {found[0]} of {found[1]} in torch.distributed, and worker "
-            f"{rank} of {worker_count} in the cluster; expected the same: connect without rank=, "
-            "or let HybridOptimizer set the process group up"
+
+
+def _problem_of(places: Sequence[_Place], rank: int, worker_count: int) -> str:
+    """Words for process groups that are not of all workers, the same at each; empty if they are."""
+    without = [str(each) for each, place in enumerate(places) if place is None]
+    if len(places) < worker_count:
+        return (
+            f"{len(places)} of {worker_count} workers are left; expected all: start them again, "
+            "together, from the last checkpoint (pushpull train --resume)"
         )
+    if 0 < len(without) < worker_count:
+        return (
+            f"workers {listed(without, _SHOWN_COUNT)} have no torch.distributed process group, and "
+            "the others have one; expected one of all workers: call init_process_group at each, or "
+            "at none, and HybridOptimizer makes it"
+        )
+    for worker, place in sorted(enumerate(places), key=lambda each: each[0] != rank):
+        if place is None or tuple(place) == (worker, worker_count):
+            continue
+        who = "this process" if worker == rank else f"worker {worker}"
+        words = (
+            f"{who} is rank {place[0]} of {place[1]} in torch.distributed, and worker {worker} of "
+            f"{worker_count} in the cluster; expected the same"
+        )
+        if place[1] != worker_count:
+            return (
+                f"{words}: start the cluster for as many workers as the process group has "
+                "(--workers), and connect in each of its processes; part of a group will not do"
+            )
+        return (
+            f"{words}: connect with rank=torch.distributed.get_rank(), or set the group up with "
+            "rank=client.rank, or leave that to HybridOptimizer"
+        )
+    return ""
 
 
 def _make(client: Client) -> None:
@@ -75,9 +114,24 @@ def _make(client: Client) -> None:
     logs.info("process_group_made", backend=backend, store=f"{host}:{port}")
 
 
+_left: list[Any] = []
+"""Collective calls that have not ended, and their groups."""
+
+
+def leave_as_it_is(work: Any) -> None:
+    """Let this process end although a collective call has not: gloo's destructor would wait for it.
+    The objects of the call are never destroyed.
+    """
+    groups = distributed.distributed_c10d._world.pg_map
+    for found in (work, *groups):
+        if not any(found is each for each in _left):
+            _left.append(found)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
+
+
 def _end() -> None:
     with contextlib.suppress(RuntimeError, AssertionError):  # the others may have gone first
-        if distributed.is_initialized():
+        if distributed.is_initialized() and not _left:
             distributed.destroy_process_group()
 
 

@@ -1,0 +1,122 @@
+"""Waits for the other workers in torch.distributed, and ends when one of them is gone.
+
+Rules:
+    - gloo itself waits half an hour for a worker that is silent; the cluster declares it gone after
+      `worker_timeout_s`. A wait here looks at the cluster, and lets Ctrl-C through.
+    - A wait that ended with an error may be made again for the same call.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ps_core.cluster_view import ClusterView, Role
+from ps_core.errors import PushpullError, WaitExpired, WorkerLost
+from ps_runtime.system.clock import now_s
+from ps_worker.training.hybrid.process_group import leave_as_it_is
+
+if TYPE_CHECKING:
+    from ps_worker.client.client import Client
+
+_LOOK_S = 1.0
+"""Between two looks at the cluster during a wait."""
+
+_GRACE_S = 5.0
+"""What a worker has sent before it left may still be on its way."""
+
+_NAMED_WITHIN_S = 1.0
+"""The cluster hears of a worker's end within this, where somebody tells it."""
+
+_POLL_S = 0.0005
+
+REMEDY = (
+    "torch.distributed goes on with all workers or with none: start all of them again, together, "
+    "from the last checkpoint (pushpull train --resume)"
+)
+
+
+class Peers:
+    """The workers that are there when it is made."""
+
+    def __init__(self, client: Client) -> None:
+        self._connection = client.connection
+        self._own_rank = client.rank
+        self._ended_before = {node.node_id for node in self._ended(self._view)}
+        self._deadline_s = client.connection.deadline_s(None)
+
+    @property
+    def _view(self) -> ClusterView:
+        return self._connection.engine.view
+
+    @staticmethod
+    def _ended(view: ClusterView) -> list[Any]:
+        nodes = (node for node in view.nodes if node.role is Role.WORKER)
+        return [node for node in nodes if not node.state.is_member]
+
+    def _lost(self, view: ClusterView) -> list[str]:
+        """Words for each worker that has ended since."""
+        ended = (node for node in self._ended(view) if node.node_id not in self._ended_before)
+        return [node.ended_words for node in ended if node.rank != self._own_rank]
+
+    def wait(self, work: Any, *, is_cpu: bool) -> None:
+        """Wait for the end of a collective call.
+
+        Blocking: until every worker has made it; at most the client's request_deadline_s.
+
+        Raises:
+            WorkerLost: a worker has ended.
+            WaitExpired: a worker has not come to it.
+            PushpullError: this worker's session has ended.
+        """
+        end_s, lost_by_s = now_s() + self._deadline_s, 0.0
+        while not self._has_ended(work, is_cpu=is_cpu):
+            self._connection.engine.check_alive()
+            if lost := self._lost(self._view):
+                lost_by_s = lost_by_s or now_s() + _GRACE_S
+                if now_s() >= lost_by_s:
+                    leave_as_it_is(work)
+                    raise WorkerLost(f"{'; '.join(lost)}. {REMEDY}")
+            if now_s() >= end_s:
+                leave_as_it_is(work)
+                raise WaitExpired(
+                    f"a worker has not come to this step within {self._deadline_s:g} s, though all "
+                    "are there: is one still busy between two steps? The next call waits on; "
+                    "request_deadline_s of ps.connect is the time"
+                )
+
+    def _has_ended(self, work: Any, *, is_cpu: bool) -> bool:
+        """Wait for a moment; True if the call has ended."""
+        try:
+            if is_cpu:
+                work.wait(timedelta(seconds=_LOOK_S))
+                return True
+            until_s = now_s() + _LOOK_S
+            while not work.is_completed() and now_s() < until_s:
+                time.sleep(_POLL_S)
+        except RuntimeError:
+            pass
+        if not work.is_completed():
+            return False
+        try:
+            work.wait()
+        except RuntimeError as failure:
+            raise self._failed(failure) from failure
+        return True
+
+    def _failed(self, failure: RuntimeError) -> PushpullError:
+        """The error of a call that torch has ended, which does not say whose fault it was."""
+        said = str(failure).partition("\n")[0].partition(" This is typically")[0]
+        lost = "; ".join(self._told_lost()) or "a worker has ended, or its connection has"
+        return WorkerLost(f"{lost} ({said}). {REMEDY}")
+
+    def _told_lost(self) -> list[str]:
+        link = self._connection.engine.scheduler
+        telling = link.view_where(
+            lambda view: bool(self._lost(view)), "the end of a worker", _NAMED_WITHIN_S
+        )
+        try:
+            return self._lost(self._connection.asked(telling, _NAMED_WITHIN_S))
+        except PushpullError:
+            return []
