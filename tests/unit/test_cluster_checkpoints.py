@@ -37,12 +37,13 @@ PLACE = "file:///tmp/checkpoints"
 class Saving(Harness):
     """Two servers, two workers that answer, and two tables."""
 
-    def __init__(self, *, workers: int = 2, **settings: Any) -> None:
+    def __init__(self, *, workers: int = 2, consistency: str = "bsp", **settings: Any) -> None:
         super().__init__(worker_count=workers, checkpoint_url=PLACE, checkpoint_count=6, **settings)
         self.servers = [self.join(Role.SERVER) for _ in range(2)]
         self.workers = [self.worker() for _ in range(workers)]
         for name in ("model", "other"):
-            assert isinstance(self.create(self.workers[0], replace(SPEC, name=name)), Created)
+            spec = replace(SPEC, name=name, consistency=parsed(consistency))
+            assert isinstance(self.create(self.workers[0], spec), Created)
 
     def worker(self) -> Session:
         return self.join(Role.WORKER, features=(CHECKPOINTS_FEATURE,))
@@ -424,8 +425,10 @@ def test_what_is_named_after_the_cut_changes_nothing() -> None:
 # --- a cut that was a guess
 
 
-def test_where_all_wait_before_the_step_of_a_cut_it_is_begun_again() -> None:
-    cluster = Saving()
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
+def test_where_all_wait_before_the_step_of_a_cut_it_is_begun_again(consistency: str) -> None:
+    """Under ASP workers ask that take their steps together."""
+    cluster = Saving(consistency=consistency)
     cluster.cut()
     assert not cluster.stay(0, 4, 4)
     assert not cluster.happened(CheckpointBegunAgain), "the other may come to the step"
@@ -479,10 +482,13 @@ def test_who_is_gone_is_not_waited_for_where_all_wait() -> None:
     assert cluster.happened(CheckpointBegunAgain)
 
 
+@pytest.mark.parametrize("consistency", ["bsp", "asp"])
 @pytest.mark.parametrize("heard", [{"w1": 5}, {}])
-def test_who_stays_before_a_step_that_another_has_taken_must_take_it(heard: dict[str, int]) -> None:
+def test_who_stays_before_a_step_that_another_has_taken_must_take_it(
+    heard: dict[str, int], consistency: str
+) -> None:
     """Under SSP the other may wait there, too."""
-    cluster = Saving()
+    cluster = Saving(consistency=consistency)
     cluster.cut()
     assert not cluster.stay(1, 5, 4) or heard
     assert cluster.stay(0, 4, 4, **heard)

@@ -456,6 +456,37 @@ def test_what_is_asynchronous_is_saved_where_it_is() -> None:
     assert [clock for _, clock, _ in worker.copied] == [2]
 
 
+def test_workers_in_step_are_saved_at_one_step_under_any_consistency() -> None:
+    worker = Worker("asp")
+    worker.model(A)
+    worker.attach()
+    worker.points.keep_in_step()
+    worker.points.reach()
+    worker.propose()
+    assert clocks_of(worker) == {A: 1, B: 0}
+    worker.step()
+    resting = Resting(worker.points.reach)
+    assert resting.waits  # for the step that another may have named
+    worker.cut(2)
+    assert resting.is_over()
+    assert worker.copied == []
+    worker.step()
+    worker.points.reach()
+    assert [clock for _, clock, _ in worker.copied] == [2]
+
+
+def test_one_that_waits_where_others_in_step_are_further_is_told() -> None:
+    worker = Worker("asp")
+    worker.must_step = True
+    worker.model(A)
+    worker.attach()
+    worker.points.keep_in_step()
+    worker.propose()
+    worker.cut(1)
+    with pytest.raises(WaitExpired, match="is of step 1 of table 'a', and this worker is at 0"):
+        worker.points.stay(lambda: False, WAIT_S)
+
+
 # --- what goes wrong
 
 

@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ps_core.cluster_view import ClusterView, Role
+from ps_core.cluster_view import ClusterView, Node, NodeState, Role
 from ps_core.errors import PushpullError, WaitExpired, WorkerLost
 from ps_runtime.system.clock import now_s
 from ps_worker.training.hybrid.process_group import leave_as_it_is
@@ -51,14 +51,14 @@ class Peers:
         return self._connection.engine.view
 
     @staticmethod
-    def _ended(view: ClusterView) -> list[Any]:
+    def _ended(view: ClusterView) -> list[Node]:
         nodes = (node for node in view.nodes if node.role is Role.WORKER)
         return [node for node in nodes if not node.state.is_member]
 
-    def _lost(self, view: ClusterView) -> list[str]:
-        """Words for each worker that has ended since."""
+    def _lost(self, view: ClusterView) -> list[Node]:
+        """The workers that have ended since."""
         ended = (node for node in self._ended(view) if node.node_id not in self._ended_before)
-        return [node.ended_words for node in ended if node.rank != self._own_rank]
+        return [node for node in ended if node.rank != self._own_rank]
 
     def wait(self, work: Any, *, is_cpu: bool) -> None:
         """Wait for the end of a collective call.
@@ -75,9 +75,9 @@ class Peers:
             self._connection.engine.check_alive()
             if lost := self._lost(self._view):
                 lost_by_s = lost_by_s or now_s() + _GRACE_S
-                if now_s() >= lost_by_s:
+                if now_s() >= lost_by_s or any(node.state is NodeState.GONE for node in lost):
                     leave_as_it_is(work)
-                    raise WorkerLost(f"{'; '.join(lost)}. {REMEDY}")
+                    raise WorkerLost(f"{_words_of(lost)}. {REMEDY}")
             if now_s() >= end_s:
                 leave_as_it_is(work)
                 raise WaitExpired(
@@ -108,10 +108,10 @@ class Peers:
     def _failed(self, failure: RuntimeError) -> PushpullError:
         """The error of a call that torch has ended, which does not say whose fault it was."""
         said = str(failure).partition("\n")[0].partition(" This is typically")[0]
-        lost = "; ".join(self._told_lost()) or "a worker has ended, or its connection has"
+        lost = _words_of(self._told_lost()) or "a worker has ended, or its connection has"
         return WorkerLost(f"{lost} ({said}). {REMEDY}")
 
-    def _told_lost(self) -> list[str]:
+    def _told_lost(self) -> list[Node]:
         link = self._connection.engine.scheduler
         telling = link.view_where(
             lambda view: bool(self._lost(view)), "the end of a worker", _NAMED_WITHIN_S
@@ -120,3 +120,7 @@ class Peers:
             return self._lost(self._connection.asked(telling, _NAMED_WITHIN_S))
         except PushpullError:
             return []
+
+
+def _words_of(lost: list[Node]) -> str:
+    return "; ".join(node.ended_words for node in lost)
