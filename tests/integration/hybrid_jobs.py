@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ps_worker as ps
 from ps_worker.training.hybrid import gradient_reduction
+from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor
 
 DIM, IDS = 4, 20
 EVERYTHING = torch.arange(IDS)
@@ -108,11 +109,13 @@ def train(
     client: ps.Client, kind: str, name: str, steps: int, *, is_direct: bool = True, **options: Any
 ) -> list[Tensors]:
     """The values at first, and after the steps."""
-    if not is_direct:
-        gradient_reduction._DIRECT_BYTES = 0
     trainer = Trainer(client, kind, name, **options)
-    first = trainer.values
-    trainer.train(range(steps))
+    first, direct_bytes = trainer.values, gradient_reduction._DIRECT_BYTES
+    try:
+        gradient_reduction._DIRECT_BYTES = direct_bytes if is_direct else 0
+        trainer.train(range(steps))
+    finally:
+        gradient_reduction._DIRECT_BYTES = direct_bytes
     return [first, trainer.values]
 
 
@@ -177,20 +180,98 @@ def serve_some(client: ps.Client) -> tuple[Tensors, list[str]]:
     return after, [*rates, *sorted(changed)]
 
 
-def kept(client: ps.Client, kind: str, first: int, steps: int, url: str) -> Tensors:
-    """Train from where the cluster is; checkpoint after some steps if `url`."""
-    trainer = Trainer(client, kind, "kept")
-    assert trainer.optimizer.clock == first
-    trainer.train(range(first, first + steps))
-    if url:
-        client.checkpoint().wait()
-    return trainer.values
+TABLES = [
+    EmbeddingBagConfig(name="products", embedding_dim=4, feature_names=["seen", "offered"]),
+    EmbeddingBagConfig(name="shops", embedding_dim=2, feature_names=["shop"]),
+]
+FEATURES = ["seen", "offered", "shop"]
+
+
+def collection(client: ps.Client) -> ps.EmbeddingBagCollection:
+    """Some of its rows are evicted."""
+    each = {"products": {"max_rows": 32, "partitions": 2, "init": ps.Normal(0.1)}}
+    return ps.EmbeddingBagCollection(
+        client, TABLES, optimizer=ps.RowwiseAdagrad(lr=0.3), per_table=each
+    )
+
+
+def features(seed: int) -> KeyedJaggedTensor:
+    draws = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, (len(FEATURES) * 16,), generator=draws)
+    ids = torch.randint(200, (int(lengths.sum()),), generator=draws)
+    return KeyedJaggedTensor.from_lengths_sync(FEATURES, ids, lengths)
+
+
+class Clicks:
+    """A collection of bags under a head, with batches that are pulled ahead."""
+
+    def __init__(self, client: ps.Client, name: str) -> None:
+        self.client = client
+        self.bags = collection(client)
+        torch.manual_seed(1)
+        self.head = nn.Linear(10, 1)
+        module = nn.ModuleDict({"bags": self.bags, "head": self.head})
+        local = local_optimizer(self.head.parameters())
+        self.optimizer = ps.HybridOptimizer(client, module, local, name=name)
+
+    def train(self, steps: range) -> None:
+        batches = (features(100 * step + self.client.rank) for step in steps)
+        for batch in ps.prefetch(batches, lambda ahead: {self.bags: ahead}):
+            self.optimizer.zero_grad()
+            (self.head(self.bags(batch).values()) - 1.0).square().mean().backward()
+            self.optimizer.step()
+
+    @property
+    def values(self) -> Tensors:
+        with torch.no_grad():
+            found = {"bags": self.bags(features(7)).values()}
+        return found | {name: p.detach().clone() for name, p in self.head.named_parameters()}
+
+
+def trainer_of(client: ps.Client, kind: str, name: str) -> Trainer | Clicks:
+    return Clicks(client, name) if kind == "bags" else Trainer(client, kind, name)
+
+
+def kept(
+    client: ps.Client, kinds: Mapping[str, str], ends: list[int], *, is_saved: bool = False
+) -> list[dict[str, Tensors]]:
+    """Train models of these names and kinds from where the cluster is, and checkpoint at the first
+    end if `is_saved`; their values at first, and at each end.
+    """
+    trainers = {name: trainer_of(client, kind, name) for name, kind in kinds.items()}
+
+    def values() -> dict[str, Tensors]:
+        return {name: trainer.values for name, trainer in trainers.items()}
+
+    found = [values()]
+    for end in ends:
+        for trainer in trainers.values():
+            trainer.train(range(trainer.optimizer.clock, end))
+        found.append(values())
+        if is_saved and end == ends[0]:
+            client.checkpoint().wait()
+    return found
+
+
+def refused(call: Callable[[], object]) -> str:
+    """What is said of a call that is wrong; empty if nothing is."""
+    try:
+        call()
+    except (ps.InvalidConfig, ps.InvalidCheckpoint) as error:
+        return str(error)
+    return ""
+
+
+def go_on(client: ps.Client, kind: str, name: str) -> str:
+    """What is wrong with going on with this model."""
+    return refused(lambda: Trainer(client, kind, name))
 
 
 def refuse(client: ps.Client) -> list[str]:
     """What is wrong with some calls."""
     model = rated(client, "refused/users")
     plain = nn.Linear(2, 2)
+    other_order = sorted(model.parameters(), key=lambda p: p.numel() * (1 - 2 * (client.rank == 1)))
 
     def make(module: nn.Module, optimizer: Any, **options: Any) -> object:
         return ps.HybridOptimizer(client, module, optimizer, name="refused", **options)
@@ -206,13 +287,6 @@ def refuse(client: ps.Client) -> list[str]:
         lambda: make(model, local_optimizer(model.parameters()), served=[model.never]),
         lambda: make(model, local_optimizer(model.parameters()), buffers="mean"),
         lambda: make(model, ps.SGD(lr=0.1)),
+        lambda: make(model, local_optimizer(other_order)),
     ]
-    said = []
-    for call in calls:
-        try:
-            call()
-        except ps.InvalidConfig as refused:
-            said.append(str(refused))
-        else:
-            said.append("")
-    return said
+    return [refused(call) for call in calls]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -17,6 +17,9 @@ from tests.integration.worker_pool import Pool, Workers
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 WORKERS, STEPS = 3, 4
+
+Saved: TypeAlias = tuple[str, list[list[dict[str, Tensors]]]]
+"""A checkpoint's root; and each worker's values at first, in the checkpoint and after it."""
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +92,9 @@ def test_it_trains_as_one_process(workers: Workers, kind: str, clip_norm: float 
     assert_same(after, in_one_process(first, range(STEPS), kind=kind, clip_norm=clip_norm))
 
 
-def test_large_gradients_are_all_reduced() -> None:
-    """In two dtypes; in processes that do not go on with the others' tests."""
-    own = Pool(WORKERS)
-    with (
-        ps.local_cluster(servers=2, workers=WORKERS) as cluster,
-        own.connected(cluster.address, WORKERS) as workers,
-    ):
-        runs = workers.run(jobs.train, kind="mixed", name="mixed", steps=STEPS, is_direct=False)
-    own.stop()
+def test_large_gradients_are_all_reduced(workers: Workers) -> None:
+    """In two dtypes."""
+    runs = workers.run(jobs.train, kind="mixed", name="mixed", steps=STEPS, is_direct=False)
     assert_alike([after for _, after in runs])
     first, after = runs[0]
     expected = in_one_process(first, range(STEPS))
@@ -140,29 +137,67 @@ def test_parameters_may_go_through_the_servers(workers: Workers) -> None:
 
 def test_what_is_wrong_is_refused(workers: Workers) -> None:
     for said in workers.run(jobs.refuse):
-        nothing, both, alone, buffers, wrong = said
+        nothing, both, alone, buffers, wrong, differing = said
         assert "nothing for the servers" in nothing
         assert "parameters of served are optimizer's, too: head.weight, head.bias" in both
         assert "give both or neither" in alone
         assert "no buffers=" in buffers
         assert "optimizer is SGD; expected one of torch's" in wrong
+        assert differing == (
+            "parameter 0 of optimizer is 'head.bias', (1,) of torch.float32 at worker 0, and "
+            "'middle.weight', (6, 4) of torch.float32 at worker 1; expected the same model, and "
+            "the same order, at each"
+        )
 
 
-@pytest.mark.parametrize("kind", ["plain", "fsdp"])
-def test_a_checkpoint_has_both_halves(pool: Pool, tmp_path: Path, kind: str) -> None:
+KINDS = {"plain": "plain", "wrapped": "ddp", "sharded": "fsdp", "clicks": "bags"}
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A checkpoint of step 2."""
+    url = str(tmp_path_factory.mktemp("checkpoints"))
     with (
-        ps.local_cluster(2, WORKERS, checkpoint_url=str(tmp_path)) as cluster,
+        ps.local_cluster(2, WORKERS, checkpoint_url=url) as cluster,
         pool.connected(cluster.address, WORKERS) as workers,
     ):
-        workers.run(jobs.kept, kind=kind, first=0, steps=2, url=str(tmp_path))
+        runs = workers.run(jobs.kept, kinds=KINDS, ends=[2, 4], is_saved=True)
+        with ps.connect(cluster.address, role="reader") as reader, torch.no_grad():
+            read = jobs.collection(reader)(jobs.features(7)).values()
+    assert torch.equal(read, runs[0][2]["clicks"]["bags"])
+    return url, runs
+
+
+def test_a_checkpoint_has_both_halves(pool: Pool, saved: Saved) -> None:
+    """The one of bags evicts rows, and pulls them ahead; a reader has them, too."""
+    url, runs = saved
     with (
-        ps.local_cluster(3, WORKERS, resume=str(tmp_path)) as cluster,
+        ps.local_cluster(3, WORKERS, resume=url) as cluster,
         pool.connected(cluster.address, WORKERS) as workers,
     ):
-        went_on = workers.run(jobs.kept, kind=kind, first=2, steps=2, url="")
+        went_on = workers.run(jobs.kept, kinds=KINDS, ends=[4])
+    for name in KINDS:
+        assert_alike([first[name] for first, _ in went_on] + [run[1][name] for run in runs])
+        assert_alike([after[name] for _, after in went_on] + [run[2][name] for run in runs])
+
+
+def test_fewer_workers_go_on_with_what_is_not_sharded(saved: Saved) -> None:
+    """With wrappers or without."""
+    url, runs = saved
+    fewer, kinds = Pool(2), {"plain": "ddp", "wrapped": "plain", "clicks": "bags"}
     with (
-        ps.local_cluster(2, WORKERS) as cluster,
-        pool.connected(cluster.address, WORKERS) as workers,
+        ps.local_cluster(1, 2, resume=url) as cluster,
+        fewer.connected(cluster.address, 2) as workers,
     ):
-        undisturbed = workers.run(jobs.kept, kind=kind, first=0, steps=4, url="")
-    assert_alike([*went_on, *undisturbed])
+        went_on = workers.run(jobs.kept, kinds=kinds, ends=[4])
+        of_shards = workers.run(jobs.go_on, kind="fsdp", name="sharded")
+        of_nothing = workers.run(jobs.go_on, kind="plain", name="unknown")
+    fewer.stop()
+    for name in kinds:
+        assert_alike([first[name] for first, _ in went_on] + [run[1][name] for run in runs])
+        assert_alike([after[name] for _, after in went_on])
+    for said in of_shards:
+        assert "has the parameters in the shards of 3 workers (FSDP2), and here they are" in said
+        assert "in the shards of 2 workers (FSDP2); expected the same" in said
+    for said in of_nothing:
+        assert "has no parameters of a HybridOptimizer of the name 'unknown'" in said
