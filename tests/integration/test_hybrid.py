@@ -17,6 +17,8 @@ from tests.integration.worker_pool import Pool, Workers
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 WORKERS, STEPS = 3, 4
+IMPORTED = "tests.integration.hybrid_jobs", "torch._dynamo"
+"""What takes each process seconds; torch's optimizers import the compiler."""
 
 Saved: TypeAlias = tuple[str, list[list[dict[str, Tensors]]]]
 """A checkpoint's root; and each worker's values at first, in the checkpoint and after it."""
@@ -24,7 +26,7 @@ Saved: TypeAlias = tuple[str, list[list[dict[str, Tensors]]]]
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    pool = Pool(WORKERS)
+    pool = Pool(WORKERS, IMPORTED)
     yield pool
     pool.stop()
 
@@ -184,7 +186,7 @@ def test_a_checkpoint_has_both_halves(pool: Pool, saved: Saved) -> None:
 def test_fewer_workers_go_on_with_what_is_not_sharded(saved: Saved) -> None:
     """With wrappers or without."""
     url, runs = saved
-    fewer, kinds = Pool(2), {"plain": "ddp", "wrapped": "plain", "clicks": "bags"}
+    fewer, kinds = Pool(2, IMPORTED), {"plain": "ddp", "wrapped": "plain", "clicks": "bags"}
     with (
         ps.local_cluster(1, 2, resume=url) as cluster,
         fewer.connected(cluster.address, 2) as workers,
