@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ps_cli.checkpoint.commands import opened
+from ps_cli.checkpoint.workers_half import workers_halves
 from ps_cli.console.output import Output
 from ps_cli.console.tensor_file import (
     TensorEntry,
@@ -37,11 +38,13 @@ STATE_VERSION = 1
 def export(url: str, out: Path, prefix: str, optimizer: Path | None, output: Output) -> int:
     """Write the tables of a checkpoint as tensors, and their optimizers' state to `optimizer`."""
     with opened(url, output) as reader:
-        chosen = chosen_tables(reader, prefix, output)
+        halves = workers_halves(reader, prefix)
+        chosen = chosen_tables(reader, prefix, output, may_be_none=bool(halves))
         dense = [table for table in chosen if table.spec.rows is None]
         of_rows = [table for table in chosen if table.spec.rows is not None]
         rows = [each for table in of_rows for each in _rows(reader, table)]
-        count = write_tables(out, dense, partial(_block, reader), rows)
+        kept = [(entry, [value]) for entry, value in halves.values()]
+        count = write_tables(out, dense, partial(_block, reader), [*rows, *kept])
         output.say(f"{out}: {count} tensors of {reader.directory.url}")
         if optimizer is not None:
             _export_state(reader, chosen, optimizer, output)
@@ -79,7 +82,9 @@ def _partitions(reader: CheckpointReader, table: Table, tensor: str) -> Iterator
         yield reader.read(table.spec.name, partition, tensor)
 
 
-def chosen_tables(reader: CheckpointReader, prefix: str, output: Output) -> list[Table]:
+def chosen_tables(
+    reader: CheckpointReader, prefix: str, output: Output, *, may_be_none: bool = False
+) -> list[Table]:
     """The tables to export, wide elements first; prints which are left out."""
     found = tables_with(reader, prefix)
     for table in found:
@@ -87,7 +92,7 @@ def chosen_tables(reader: CheckpointReader, prefix: str, output: Output) -> list
             name = table.spec.name
             output.say(f"{name}: left out, it holds sums of gradients and no parameters")
     chosen = wide_first(filter(has_parameters, found))
-    if not chosen:
+    if not chosen and not may_be_none:
         names = ", ".join(reader.tables) or "none"
         raise InvalidCheckpoint(
             f"{reader.directory.url} has no table to export whose name begins with '{prefix}'; its "

@@ -5,7 +5,7 @@ Rules of the file:
     - A table of rows NAME has three tensors: NAME/ids and NAME/rows of the rows that are new or
       have other values, in no order, and NAME/gone, the ids that only the earlier one has.
     - A tensor of a dense table is there, whole, if a bit of it differs or the earlier one has no
-      such table.
+      such table; so is one that hybrid workers keep.
     - Its metadata have both checkpoints' directories: `since`, and `checkpoint`.
 
 Partitions and blocks with the same checksums in both are not read. Of a table of rows, both
@@ -33,6 +33,7 @@ from ps_cli.checkpoint.row_differences import (
     has_same_rows,
     row_count,
 )
+from ps_cli.checkpoint.workers_half import workers_halves
 from ps_cli.console.output import Output
 from ps_cli.console.tensor_file import TensorEntry, Written, write_tables, writing
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
@@ -49,7 +50,8 @@ def export_since(url: str, since: str, out: Path, prefix: str, output: Output) -
     """Write what has changed in the tables of a checkpoint since an earlier one."""
     with opened(url, output) as later, _opened_earlier(since, output) as earlier:
         _check_order(earlier, later)
-        tables = chosen_tables(later, prefix, output)
+        halves = workers_halves(later, prefix)
+        tables = chosen_tables(later, prefix, output, may_be_none=bool(halves))
         known = {t.spec.name: t for t in tables_with(earlier, prefix) if has_parameters(t)}
         _check_tables(earlier, later, tables, known)
         with _Spool(out) as spool:
@@ -65,6 +67,12 @@ def export_since(url: str, since: str, out: Path, prefix: str, output: Output) -
                 count = len(table.spec.tensors)
                 lines.append(f"{table.spec.name}: {count - len(same)} of {count} tensors differ")
                 unchanged |= same
+            if halves:
+                with _with_remedy():
+                    were = workers_halves(earlier, prefix)
+                kept = [each for name, each in halves.items() if were.get(name) != each]
+                lines.append(f"the workers' half: {len(kept)} of {len(halves)} tensors differ")
+                beside += [(entry, [value]) for entry, value in kept]
             dense = [table for table in tables if table.spec.rows is None]
             notes = {"since": earlier.directory.name, "checkpoint": later.directory.name}
             count = write_tables(out, dense, partial(_block, later), beside, unchanged, notes)

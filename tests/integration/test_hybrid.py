@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ps_worker as ps
 from tests.integration import hybrid_jobs as jobs
+from tests.integration.command_line import run_here
 from tests.integration.hybrid_jobs import IDS, Rated, Tensors
 from tests.integration.worker_pool import Pool, Workers
 
@@ -181,6 +184,29 @@ def test_a_checkpoint_has_both_halves(pool: Pool, saved: Saved) -> None:
     for name in KINDS:
         assert_alike([first[name] for first, _ in went_on] + [run[1][name] for run in runs])
         assert_alike([after[name] for _, after in went_on] + [run[2][name] for run in runs])
+
+
+@pytest.mark.parametrize("name", ["plain", "sharded"])
+def test_an_export_has_both_halves_and_begins_another_run(
+    pool: Pool, saved: Saved, tmp_path: Path, name: str
+) -> None:
+    url, runs = saved
+    run_here("checkpoint", "export", url, "all.safetensors", "--prefix", name, cwd=tmp_path)
+    found = {
+        each: t
+        for each, t in load_file(tmp_path / "all.safetensors").items()
+        if "users" not in each
+    }
+    expected = {each: t for each, t in runs[0][1][name].items() if each != "rows"}
+    assert_alike([found, {**expected, "seen": torch.zeros(1)}])
+    run_here("checkpoint", "import", "all.safetensors", "begun", "--prefix", name, cwd=tmp_path)
+    with (
+        ps.local_cluster(1, WORKERS, resume=str(tmp_path / "begun")) as cluster,
+        pool.connected(cluster.address, WORKERS) as workers,
+    ):
+        begun = workers.run(jobs.train, kind=KINDS[name], name=name, steps=1)
+    assert_alike([first for first, _ in begun] + [runs[0][1][name]])
+    assert_alike([after for _, after in begun])
 
 
 def test_fewer_workers_go_on_with_what_is_not_sharded(saved: Saved) -> None:

@@ -47,6 +47,7 @@ from ps_worker.training.hybrid.gradient_reduction import (
     unwrapped,
     whole,
 )
+from ps_worker.training.hybrid.imported_half import take_imported
 from ps_worker.training.hybrid.peers import Peers
 from ps_worker.training.hybrid.process_group import init_process_group
 from ps_worker.training.hybrid.workers_half import WorkersHalf
@@ -151,8 +152,11 @@ class HybridOptimizer(torch.optim.Optimizer):
             client, self._module, self._local, self._served, lambda: self.clock, self._share
         )
         client.attach_state(key, half)
+        imported = client.checkpoints.imported
+        if imported is not None and imported.is_for(f"{name}/"):
+            take_imported(imported, half.whole())
         found = client.checkpoints.restored_state(key, per_rank=False)
-        if client.restored_from and client.checkpoints.imported is None and found is None:
+        if client.restored_from and imported is None and found is None:
             raise InvalidCheckpoint(
                 f"{client.restored_from} has no parameters of a HybridOptimizer of the name "
                 f"'{name}': rows would go on, and the rest begin anew; expected a checkpoint of "

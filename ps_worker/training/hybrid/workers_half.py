@@ -40,7 +40,8 @@ class WorkersHalf:
     clock: Callable[[], int]
     on_load: Callable[[], None]
 
-    def _whole(self) -> dict[str, torch.Tensor]:
+    def whole(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, sharded ones as such."""
         served = set(self.served)
         own = (
             (plain_name(name), parameter)
@@ -51,14 +52,22 @@ class WorkersHalf:
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """This worker's own, by name."""
-        return {name: own_part(each) for name, each in self._whole().items()}
+        return {name: own_part(each) for name, each in self.whole().items()}
 
-    def _shards(self) -> list[Any]:
-        """The worker's rank and their number, and the whole shapes of what is sharded; empty if
-        nothing is.
+    def _shards(self) -> dict[str, Any]:
+        """The worker's rank and their number, and the whole shapes of what is sharded; `is_by_rows`
+        if the workers' shards in order are the whole. Empty if nothing is sharded.
         """
-        shapes = {name: [*t.shape] for name, t in self._whole().items() if is_sharded(t)}
-        return [self.client.rank, self.client.world_size, shapes] if shapes else []
+        sharded: dict[str, Any] = {n: t for n, t in self.whole().items() if is_sharded(t)}
+        if not sharded:
+            return {}
+        dimensions = {getattr(p, "dim", None) for t in sharded.values() for p in t.placements}
+        return {
+            "rank": self.client.rank,
+            "worker_count": self.client.world_size,
+            "shapes": {name: [*tensor.shape] for name, tensor in sharded.items()},
+            "is_by_rows": dimensions == {0},
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The half as of the last step; raises nothing."""
@@ -82,16 +91,16 @@ class WorkersHalf:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         own, saved, where = self._tensors(), state["tensors"], self.client.restored_from
-        came, expected = state["shards"], self._shards()
-        if bool(came) != bool(expected) or came[1:2] != expected[1:2]:
+        came, expected = state.get("shards", {}), self._shards()
+        if came.get("worker_count") != expected.get("worker_count"):
             raise InvalidCheckpoint(
                 f"{where} has the parameters {_split_words(came)}, and here they are "
                 f"{_split_words(expected)}; expected the same: FSDP2's shards fit only as many "
                 "workers"
             )
-        if came[:1] != expected[:1]:
+        if came.get("rank") != expected.get("rank"):
             raise InvalidCheckpoint(
-                f"{where} has no shards of worker {expected[0]}, which were lost; expected an "
+                f"{where} has no shards of worker {expected['rank']}, which were lost; expected an "
                 "earlier checkpoint (pushpull checkpoint list)"
             )
         differing = [
@@ -104,7 +113,7 @@ class WorkersHalf:
                 f"{where} has other parameters: {listed(differing, _SHOWN_COUNT)}; expected the "
                 "same model"
             )
-        if state["clock"] != self.clock():
+        if state.get("clock", self.clock()) != self.clock():
             raise InvalidCheckpoint(
                 f"{where} has the servers' half as of step {self.clock()}, and the workers' as of "
                 f"step {state['clock']}: it was saved too late; expected an earlier checkpoint "
@@ -112,8 +121,8 @@ class WorkersHalf:
             )
 
 
-def _split_words(shards: list[Any]) -> str:
-    return f"in the shards of {shards[1]} workers (FSDP2)" if shards else "whole"
+def _split_words(shards: Mapping[str, Any]) -> str:
+    return f"in the shards of {shards['worker_count']} workers (FSDP2)" if shards else "whole"
 
 
 def _placed(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
