@@ -71,6 +71,16 @@ def warn_of_earlier_runs(plan: CheckpointPlan, output: Output) -> None:
         )
 
 
+def tell_how_to_go_on(plan: CheckpointPlan, output: Output) -> None:
+    """Print the checkpoint from which a run that has failed can go on, if there is one."""
+    if not plan.url:
+        return
+    with contextlib.suppress(PushpullError):
+        newest = CheckpointStore(plan.url).newest_good()
+        if newest is not None:
+            output.complain(f"to go on from its newest checkpoint: --resume {newest.url}")
+
+
 def tell_beginning(plan: CheckpointPlan, restored_from: str, output: Output) -> None:
     """Print the checkpoint that a run with --resume goes on from, or that there is none."""
     if restored_from:

@@ -27,11 +27,12 @@ from ps_cli.console.progress import (
     worker_samples,
 )
 from ps_cli.console.scheduler_query import SchedulerQuery
-from ps_cli.train.exit_rules import ExitRules, RunEnd
+from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RunEnd
 from ps_cli.train.run_checkpoints import (
     CheckpointWatch,
     make_last,
     tell_beginning,
+    tell_how_to_go_on,
     warn_of_earlier_runs,
 )
 from ps_cli.train.supervisor import Supervisor
@@ -164,6 +165,9 @@ class TrainRun:
         """Train to the end, print how the run ended, and return the exit code of `ending`."""
         ending = await self.ending()
         self._tell(ending)
+        if ending.exit_code == FAILURE_EXIT_CODE:
+            checkpoints = self._settings.shape.checkpoints
+            await asyncio.to_thread(tell_how_to_go_on, checkpoints, self._output)
         return ending.exit_code
 
     async def ending(self) -> RunEnd:
