@@ -33,7 +33,6 @@ GROUPS = {
         "EmbeddingBag",
         "EmbeddingBagCollection",
         "HybridOptimizer",
-        "init_process_group",
         "prefetch",
     ),
     "Optimizers of the servers": (

@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from ps_worker.training.distributed_sampler import DistributedSampler
     from ps_worker.training.embedding import Embedding, EmbeddingBag
     from ps_worker.training.hybrid.hybrid_optimizer import HybridOptimizer
-    from ps_worker.training.hybrid.process_group import init_process_group
     from ps_worker.training.model_pull import pull_model
     from ps_worker.training.prefetch import prefetch
 
@@ -142,7 +141,6 @@ __all__ = [
     "Zeros",
     "connect",
     "empty_shared",
-    "init_process_group",
     "local_cluster",
     "prefetch",
     "pull_model",
@@ -160,7 +158,6 @@ _IMPORTED_ON_USE = {
     "RandomState": "ps_worker.checkpoint.random_state",
     "RayCluster": "ps_worker.client.on_ray",
     "RayRole": "ps_worker.client.on_ray",
-    "init_process_group": "ps_worker.training.hybrid.process_group",
     "prefetch": "ps_worker.training.prefetch",
     "pull_model": "ps_worker.training.model_pull",
     "ray_cluster": "ps_worker.client.on_ray",

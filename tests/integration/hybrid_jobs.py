@@ -86,7 +86,7 @@ class Trainer:
         self.client, self.kind = client, kind
         self.model = rated(client, f"{name}/users", **options.pop("rows", {}))
         if kind in ("ddp", "fsdp"):  # torch's wrappers need it
-            ps.init_process_group(client)
+            ps.HybridOptimizer.init_process_group(client)
         if client.rank != 0 and kind == "plain":
             nn.init.zeros_(self.model.head.weight)  # it begins with rank 0's
         self.module = wrapped(self.model, kind)

@@ -24,7 +24,7 @@ NAMES = {
     *("connect", "Client", "local_cluster", "ray_cluster"),
     *("DistributedOptimizer", "DistributedSampler", "pull_model", "RandomState"),
     *("Embedding", "EmbeddingBag", "RowwiseAdagrad", "FTRL", "Uniform", "Normal"),
-    *("EmbeddingBagCollection", "HybridOptimizer", "init_process_group", "prefetch"),
+    *("EmbeddingBagCollection", "HybridOptimizer", "prefetch"),
     *("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Aggregate", "Add", "Custom", "Assign"),
     *("BSP", "SSP", "ASP"),
     *("Zeros", "Constant", "Inline", "FromRank0"),

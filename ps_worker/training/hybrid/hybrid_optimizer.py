@@ -84,14 +84,16 @@ class HybridOptimizer(torch.optim.Optimizer):
 
     torch's process group is made if there is none. It takes in no worker that comes later, and ends
     when one is gone: then start all workers again, from the last checkpoint. A checkpoint of the
-    cluster has both halves, FSDP2's parameters by rank.
+    cluster has both halves, of one step, and FSDP2's parameters by rank.
 
     Blocking: until every worker has called this.
 
     Raises:
         InvalidConfig: there is nothing for the servers to train; or a parameter is in both halves;
-            or the process group is not the cluster's workers.
-        InvalidCheckpoint: the checkpoint that the cluster goes on from has other parameters.
+            or the process group is not the cluster's workers; or workers have other parameters, or
+            another order of them.
+        InvalidCheckpoint: the checkpoint that the cluster goes on from has other parameters, or
+            none of the workers', or those of another step.
     """
 
     _step_supports_amp_scaling = True
@@ -162,6 +164,21 @@ class HybridOptimizer(torch.optim.Optimizer):
                 f"'{name}': rows would go on, and the rest begin anew; expected a checkpoint of "
                 "such a run. To take over rows alone, export and import them (pushpull checkpoint)"
             )
+
+    @staticmethod
+    def init_process_group(client: Client) -> None:
+        """Make this worker part of a torch.distributed process group of all workers, with the
+        cluster's ranks, unless it is: gloo, and NCCL where there is a GPU. The constructor does so;
+        a script calls this where `DistributedDataParallel` or `fully_shard` wraps the model first.
+
+        Blocking: until every worker has called this.
+
+        Raises:
+            InvalidConfig: torch has no torch.distributed; or the script has made a process group
+                that is not of the cluster's workers, or some workers alone have one; or the worker
+                joined others, whose group takes nobody in.
+        """
+        init_process_group(client)
 
     def _check(self, served: list[nn.Parameter], server_optimizer: ServerOptimizer | None) -> None:
         if not isinstance(self._local, torch.optim.Optimizer):
@@ -258,8 +275,10 @@ class HybridOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidTensor: a gradient is not finite at some worker; all have skipped the step.
             InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows.
-            PushpullError: as `DistributedOptimizer.step`. The workers' half has been taken then;
-                after WaitExpired the next call ends the servers' half.
+            WorkerLost: another worker has ended, and so has this run.
+            WaitExpired: a worker or a server is late. The next call, or `zero_grad`, ends the step;
+                likewise after Ctrl-C.
+            PushpullError: as `DistributedOptimizer.step`. The workers' half has been taken then.
         """
         if self._open is not None:
             self._end_open()

@@ -24,7 +24,7 @@ _LOOK_S = 1.0
 """Between two looks at the cluster during a wait."""
 
 _GRACE_S = 5.0
-"""What a worker has sent before it left may still be on its way."""
+"""The last values of a worker that has left may still be on their way."""
 
 _NAMED_WITHIN_S = 1.0
 """The cluster hears of a worker's end within this, where somebody tells it."""

@@ -31,17 +31,7 @@ _Place = Sequence[int] | None
 
 
 def init_process_group(client: Client) -> None:
-    """Make this worker part of a torch.distributed process group of all workers, unless it is, with
-    the cluster's ranks: gloo, and NCCL where there is a GPU. `HybridOptimizer` calls this; call it
-    yourself where `DistributedDataParallel` or `fully_shard` wraps the model before that.
-
-    Blocking: until every worker has called this.
-
-    Raises:
-        InvalidConfig: torch has no torch.distributed; or the script has made a process group that
-            is not of the cluster's workers, or only some workers have one; or the worker joined
-            others that have a group already, which takes nobody in.
-    """
+    """As `HybridOptimizer.init_process_group`."""
     if client.is_late_joiner:
         raise InvalidConfig(
             f"worker {client.rank} joins others that train, and their torch.distributed process "

@@ -91,18 +91,7 @@ class WorkersHalf:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         own, saved, where = self._tensors(), state["tensors"], self.client.restored_from
-        came, expected = state.get("shards", {}), self._shards()
-        if came.get("worker_count") != expected.get("worker_count"):
-            raise InvalidCheckpoint(
-                f"{where} has the parameters {_split_words(came)}, and here they are "
-                f"{_split_words(expected)}; expected the same: FSDP2's shards fit only as many "
-                "workers"
-            )
-        if came.get("rank") != expected.get("rank"):
-            raise InvalidCheckpoint(
-                f"{where} has no shards of worker {expected['rank']}, which were lost; expected an "
-                "earlier checkpoint (pushpull checkpoint list)"
-            )
+        check_shards(where, state.get("shards", {}), self._shards())
         differing = [
             name
             for name in sorted({*own, *saved})
@@ -119,6 +108,20 @@ class WorkersHalf:
                 f"step {state['clock']}: it was saved too late; expected an earlier checkpoint "
                 "(pushpull checkpoint list), or save points at each step"
             )
+
+
+def check_shards(where: str, came: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Refuse the shards of other workers, of another number of them, or of none."""
+    if came.get("worker_count") != expected.get("worker_count"):
+        raise InvalidCheckpoint(
+            f"{where} has the parameters {_split_words(came)}, and here they are "
+            f"{_split_words(expected)}; expected the same: FSDP2's shards fit only as many workers"
+        )
+    if came.get("rank") != expected.get("rank"):
+        raise InvalidCheckpoint(
+            f"{where} has no shards of worker {expected['rank']}, which were lost; expected an "
+            "earlier checkpoint (pushpull checkpoint list)"
+        )
 
 
 def _split_words(shards: Mapping[str, Any]) -> str:
