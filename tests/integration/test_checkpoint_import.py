@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,36 @@ def imported(tmp_path: Path, file: Path, *options: str) -> str:
     assert ended.returncode == 0, ended.stderr
     assert str(root / "00000001-imported") in ended.stdout
     return str(root)
+
+
+@contextmanager
+def no_file_above(byte_count: int) -> Iterator[None]:
+    """Writes beyond that fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (byte_count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_no_half_file_and_the_next_attempt_succeeds(tmp_path: Path) -> None:
+    file, root, out = tmp_path / "model.pt", tmp_path / "imported", tmp_path / "out.safetensors"
+    torch.save({"users.weight": torch.randn(20_000, 8), "head.weight": torch.randn(3)}, file)
+    export = functools.partial(run_here, "checkpoint", "export", str(root), str(out), cwd=tmp_path)
+    with no_file_above(100_000):
+        ended = run_here("checkpoint", "import", str(file), str(root), cwd=tmp_path)
+    assert ended.returncode != 0
+    assert "imported.safetensors.tmp cannot be written: File too large" in ended.stderr
+    assert [each for each in root.rglob("*") if each.is_file()] == []
+    imported(tmp_path, file)
+    with no_file_above(100_000):
+        ended = export()
+    assert ended.returncode != 0
+    assert "out.safetensors cannot be written: File too large" in ended.stderr
+    assert [each.name for each in tmp_path.iterdir() if "out" in each.name] == []
+    assert export().returncode == 0
+    assert out.stat().st_size > 640_000
 
 
 def test_what_was_exported_is_what_the_next_run_starts_with(tmp_path: Path) -> None:

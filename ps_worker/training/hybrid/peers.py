@@ -102,7 +102,7 @@ class Peers:
         try:
             work.wait()
         except RuntimeError as failure:
-            raise self._failed(failure) from failure
+            raise self._failed(failure) from None
         return True
 
     def _failed(self, failure: RuntimeError) -> PushpullError:
