@@ -188,8 +188,11 @@ FEATURES = ["seen", "offered", "shop"]
 
 
 def collection(client: ps.Client) -> ps.EmbeddingBagCollection:
-    """Some of its rows are evicted."""
-    each = {"products": {"max_rows": 32, "partitions": 2, "init": ps.Normal(0.1)}}
+    """Some of its rows are evicted, and some are in fewer bits."""
+    each = {
+        "products": {"max_rows": 32, "partitions": 2, "init": ps.Normal(0.1)},
+        "shops": {"storage": "int8", "init": ps.Uniform(0.1)},
+    }
     return ps.EmbeddingBagCollection(
         client, TABLES, optimizer=ps.RowwiseAdagrad(lr=0.3), per_table=each
     )
