@@ -15,14 +15,11 @@ versions of a partition are in memory at a time; of a dense table, those of a bl
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
-
-import numpy.typing as npt
+from typing import Any, NoReturn
 
 from ps_cli.checkpoint.commands import opened
 from ps_cli.checkpoint.export import chosen_tables, has_parameters, tables_with
@@ -35,7 +32,8 @@ from ps_cli.checkpoint.row_differences import (
 )
 from ps_cli.checkpoint.workers_half import workers_halves
 from ps_cli.console.output import Output
-from ps_cli.console.tensor_file import TensorEntry, Written, write_tables, writing
+from ps_cli.console.spool import Spool
+from ps_cli.console.tensor_file import TensorEntry, Written, write_tables
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.tables.elements import DType
 from ps_core.tables.table import Table
@@ -54,7 +52,7 @@ def export_since(url: str, since: str, out: Path, prefix: str, output: Output) -
         tables = chosen_tables(later, prefix, output, may_be_none=bool(halves))
         known = {t.spec.name: t for t in tables_with(earlier, prefix) if has_parameters(t)}
         _check_tables(earlier, later, tables, known)
-        with _Spool(out) as spool:
+        with Spool(out) as spool:
             beside, unchanged, lines = list[Written](), set[str](), list[str]()
             for table in tables:
                 before = earlier if table.spec.name in known else None
@@ -178,43 +176,12 @@ def _layout_words(table: Table) -> str:
 # --- what has changed
 
 
-class _Spool:
-    """Bytes on disk, beside the file of which they will be: that has all ids of a table before its
-    rows, and each partition is read once. A context manager; its file has no name.
-    """
-
-    def __init__(self, out: Path) -> None:
-        self._out = out
-        with writing(out):
-            self._file = tempfile.TemporaryFile(dir=out.parent)  # noqa: SIM115 - closed at its end
-
-    def put(self, array: npt.NDArray[Any]) -> slice:
-        """Add an array's bytes, and return where they are."""
-        with writing(self._out):
-            begin = self._file.tell()
-            self._file.write(array.tobytes())
-            return slice(begin, self._file.tell())
-
-    def read(self, places: list[slice]) -> Iterator[bytes]:
-        """Read what was put at some places, in their order."""
-        for place in places:
-            self._file.seek(place.start)
-            yield self._file.read(place.stop - place.start)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        with contextlib.suppress(OSError):  # of bytes that could not be written, which was reported
-            self._file.close()
-
-
 @dataclass(frozen=True, slots=True)
 class _ChangedRows:
     """The difference of a table of rows: where each tensor's bytes are."""
 
     table: Table
-    spool: _Spool
+    spool: Spool
     counts: RowCounts
     ids: list[slice] = field(default_factory=list)
     rows: list[slice] = field(default_factory=list)
@@ -244,7 +211,7 @@ class _ChangedRows:
 
 
 def _changed_rows(
-    before: CheckpointReader | None, after: CheckpointReader, table: Table, spool: _Spool
+    before: CheckpointReader | None, after: CheckpointReader, table: Table, spool: Spool
 ) -> _ChangedRows:
     """Compare the rows of a table; None: there was no such table."""
     was = 0

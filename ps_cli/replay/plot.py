@@ -43,6 +43,7 @@ def _charts(rows: Sequence[VersionRow]) -> Iterator[tuple[str, str]]:
         ("loss", 1, [(r.version.number, r.loss) for r in rows]),
         ("norm of the parameters", 0, [(r.version.number, r.parameter_norm) for r in rows]),
         ("norm of the gradient", 2, [(r.version.number, r.gradient_norm) for r in rows]),
+        ("rows", 5, [(r.version.number, r.row_count) for r in rows]),
         ("updates of others missed", 4, [(r.version.number, r.version.staleness) for r in stale]),
     )
     for name, style, values in curves:

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from rich.progress import Progress, TaskProgressColumn
 
 from ps_cli.checkpoint.commands import progress_bars
 from ps_cli.console.output import Output
-from ps_cli.console.tensor_file import replaced, write_tables
-from ps_cli.replay.against import compare
+from ps_cli.console.spool import Spool, SpooledRows
+from ps_cli.console.tensor_file import Written, replaced, write_tables
+from ps_cli.replay.against import compare, go_to
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.replay.plot import plot_of
 from ps_cli.replay.view import VersionRow, document_of, view_of
@@ -37,9 +39,6 @@ from ps_server.replay.replayer import (
 
 _SHOWN_COUNT = 40
 """Versions that are shown by default; the first and the last are among them."""
-
-_TURN_LENGTH = 256
-"""Updates between two moves of the progress bar."""
 
 Loss = Callable[[dict[str, torch.Tensor]], float]
 
@@ -67,7 +66,7 @@ def _replayed(options: ReplayOptions, output: Output) -> int:
         for note in _notes(run):
             output.complain(note)
         if options.against:
-            return compare(run, tables, options.against, output)
+            return compare(run, tables, options.against, output, bars)
         replayer = Replay(run, tables, by_clock=options.clock is not None)
         if options.export is not None:
             return _export(options.export, replayer, options, output, bars)
@@ -147,17 +146,11 @@ def _rows(
     replayer.watch(shown)
     task = bars.add_task("replaying", total=replayer.change_count)
     for version in shown:
-        _go_to(replayer, version.position, lambda done: bars.update(task, completed=done))
+        go_to(replayer, version.position, partial(bars.advance, task))
         found = None if loss is None else float(loss(replayer.tensors()))
-        yield VersionRow(version, replayer.gradient_norm(version), replayer.parameter_norm(), found)
+        norms = replayer.gradient_norm(version), replayer.parameter_norm()
+        yield VersionRow(version, *norms, replayer.row_count, found)
     bars.remove_task(task)
-
-
-def _go_to(replayer: Replay, position: int, told: Callable[[int], object]) -> None:
-    """Replay in turns, so that the bar moves."""
-    while not replayer.go_to(position, _TURN_LENGTH):
-        told(replayer.made_count)
-    told(replayer.made_count)
 
 
 def _show(
@@ -207,13 +200,29 @@ def _export(
 ) -> int:
     position, name = _wanted(replayer, options)
     task = bars.add_task("replaying", total=replayer.change_count)
-    _go_to(replayer, position, lambda done: bars.update(task, completed=done))
+    dense = replayer.only([table for table in replayer.tables if table.spec.rows is None])
+    go_to(dense, position, partial(bars.advance, task))
 
     def read(table: Table, block: int) -> bytes:
-        return bytes(replayer.block(table, block).tensors[0][1])
+        return bytes(dense.block(table, block).tensors[0][1])
 
-    count = write_tables(out, replayer.tables, read)
-    output.say(f"{out}: {count} tensors at {name}")
+    beside: list[Written] = []
+    row_count = 0
+    with Spool(out) as spool:
+        for table in replayer.tables:
+            if table.spec.rows is None:
+                continue
+            spooled = SpooledRows(table, spool)
+            for part in replayer.by_range(table):
+                go_to(part, position, partial(bars.advance, task))
+                for partition in part.blocks:
+                    for ids, rows in part.rows(table, partition):
+                        spooled.add(partition, ids, rows)
+            beside += spooled.written()
+            row_count += spooled.count
+        count = write_tables(out, dense.tables, read, beside)
+    rows_of_it = f" and {row_count:,} rows" if beside else ""
+    output.say(f"{out}: {count} tensors{rows_of_it} at {name}")
     return 0
 
 

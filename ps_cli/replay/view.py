@@ -17,11 +17,14 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A version that is shown; `loss` is that of --evaluate."""
+    """A version that is shown; `loss` is that of --evaluate, and `row_count` that of all tables of
+    rows, if there is one.
+    """
 
     version: Version
     gradient_norm: float | None
     parameter_norm: float
+    row_count: int | None
     loss: float | None
 
 
@@ -29,8 +32,10 @@ def view_of(rows: Sequence[VersionRow], *, is_by_clock: bool) -> Table:
     view = Table(box=None, pad_edge=False, header_style="dim")
     is_stale = any(row.version.staleness for row in rows)
     is_evaluated = any(row.loss is not None for row in rows)
+    has_rows = any(row.row_count is not None for row in rows)
     heads = ["version", *["clock"] * (not is_by_clock), "time (UTC)", "from workers"]
-    heads += [*["missed"] * is_stale, "gradient", "parameters", *["loss"] * is_evaluated]
+    heads += [*["missed"] * is_stale, "gradient", "parameters"]
+    heads += [*["rows"] * has_rows, *["loss"] * is_evaluated]
     for head in heads:
         is_left = head in ("time (UTC)", "from workers")
         view.add_column(head, justify="left" if is_left else "right", no_wrap=not is_left)
@@ -41,6 +46,7 @@ def view_of(rows: Sequence[VersionRow], *, is_by_clock: bool) -> Table:
         cells += [time, contributors(version)]
         cells += [str(version.staleness)] * is_stale
         cells += [_number(row.gradient_norm), _number(row.parameter_norm)]
+        cells += [f"{row.row_count:,}"] * has_rows
         cells += [_number(row.loss)] * is_evaluated
         view.add_row(*cells)
     return view
@@ -88,8 +94,9 @@ def document_of(
 def _entry(row: VersionRow) -> dict[str, Any]:
     version = row.version
     same = ("clock", "time_s", "ranks", "partial_ranks", "skipped_ranks", "gone_count", "staleness")
+    measured = "gradient_norm", "parameter_norm", "row_count", "loss"
     return {
         "version": version.number,
         **{name: getattr(version, name) for name in same},
-        **{name: getattr(row, name) for name in ("gradient_norm", "parameter_norm", "loss")},
+        **{name: getattr(row, name) for name in measured},
     }

@@ -6,19 +6,26 @@ The command line knows this module of the servers only.
 
 Invariants:
     RP-1  No change is made twice, or undone.
+    RP-2  Rows are read of tables of rows only.
 """
 
 from __future__ import annotations
 
+import copy as copies
+import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidUpdateLog, PushpullError, check
-from ps_core.keys import TableId
+from ps_core.keys import RangeId, TableId
+from ps_core.rows import Ids
 from ps_core.tables.elements import NATIVE_CODEC
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
@@ -27,6 +34,15 @@ from ps_core.work import at_once
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.ranges.server_machine import ShardAdded
+from ps_server.replay.partitions import (
+    RowDifference,
+    are_same,
+    differences,
+    in_order,
+    pieces_of_rows,
+    square_sum_of_gradients,
+    square_sum_of_rows,
+)
 from ps_server.replay.run_log import RunLog, read_run
 from ps_server.replay.versions import (
     History,
@@ -44,28 +60,20 @@ from ps_server.values import contributions
 from ps_server.values.block_values import arithmetic_dtype
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
-from ps_server.values.mutations import (
-    Assigned,
-    Dropped,
-    KeptSum,
-    Put,
-    SentAccumulator,
-    fixed_elements,
-)
+from ps_server.values.mutations import Assigned, Dropped, KeptSum, Put, SentAccumulator
+from ps_server.values.row_store import RowStore, Store
 from ps_server.values.store_copy import SavedBlock, StoreCopy
 from ps_server.wire.replication_reader import ReplicationReader
 
 __all__ = [
-    "History", "Replay", "RunLog", "Version", "has_parameters", "kernel_fingerprint", "read_run",
+    "History", "Replay", "RowDifference", "RunLog", "ShardKey", "Version", "differences",
+    "has_parameters", "kernel_fingerprint", "read_run",
 ]  # fmt: skip
 
 
 def has_parameters(table: Table) -> bool:
-    """False for an AGGREGATE table, which has sums of gradients only, and for a table of rows,
-    whose versions cannot be written as tensors.
-    """
-    spec = table.spec
-    return spec.optimizer.kind is not OptimizerKind.AGGREGATE and spec.rows is None
+    """False for an AGGREGATE table, which has sums of gradients only."""
+    return table.spec.optimizer.kind is not OptimizerKind.AGGREGATE
 
 
 class Replay:
@@ -95,15 +103,56 @@ class Replay:
         self._pool = BufferPool()
         self._watched: dict[VersionStep, float] = {}  # sums of the squares of gradients, so far
         self._kept: dict[tuple[ShardKey, int], float] = {}
-        self._shards = Shards(SharedLanes(), {})
         self._blocks = {
             (table.table_id, range_id): blocks
             for table in tables
             for range_id, blocks in table.blocks_by_range(run.range_count).items()
         }
+
+    @functools.cached_property
+    def _shards(self) -> Shards:
+        """The stores; they take memory once something is made or read."""
+        shards = Shards(SharedLanes(), {})
         for (table_id, range_id), blocks in self._blocks.items():
             if (table_id, range_id) in self._reached:
-                self._shards.add([ShardAdded(self._tables[table_id], range_id, blocks)])
+                shards.add([ShardAdded(self._tables[table_id], range_id, blocks)])
+        return shards
+
+    # --- some of it
+
+    def only(self, tables: Iterable[Table], range_id: RangeId | None = None) -> Replay:
+        """A replay of some of the tables, or of one range of them, from its beginning: with the
+        same versions at the same positions, and stores of its own.
+        """
+        found = copies.copy(self)
+        found.tables = tuple(tables)
+        found._tables = {table.table_id: table for table in found.tables}
+        found._reached = {
+            place: each
+            for place, each in self._reached.items()
+            if place[0] in found._tables and range_id in (None, place[1])
+        }
+        found._changes = [each for each in self._changes if each[1].place in found._reached]
+        found.made_count = found.checked_count = 0
+        found._watched, found._kept = {}, {}
+        found.__dict__.pop("_shards", None)
+        return found
+
+    def by_range(self, table: Table) -> Iterator[Replay]:
+        """A replay of each range of a table, which the logs must have.
+
+        Raises:
+            InvalidUpdateLog: the logs do not have all of a range.
+        """
+        changes: dict[ShardKey, list[tuple[int, ReplayedChange]]] = {}
+        for each in self._changes:
+            changes.setdefault(each[1].place, []).append(each)
+        for range_id, blocks in table.blocks_by_range(self._range_count).items():
+            place = table.table_id, range_id
+            self._check_range(table, blocks[0])
+            whole = copies.copy(self)
+            whole._changes = changes.get(place, [])
+            yield whole.only([table], range_id)
 
     # --- making
 
@@ -149,11 +198,13 @@ class Replay:
                 lagging.discard(change.place)
         problems = []
         for place in sorted(self._reached):
+            noun = "block" if self._tables[place[0]].spec.rows is None else "partition"
             for block in self._blocks[place]:
                 has, wants = self._shards.stores[place].version(block), wanted[place[0], block]
                 if has != wants:
                     problems.append(
-                        f"block {block} has had {has} updates in range {place[1]}; expected {wants}"
+                        f"{noun} {block} has had {has} updates in range {place[1]}; expected "
+                        f"{wants}"
                     )
         return problems
 
@@ -198,9 +249,8 @@ class Replay:
         blocks = self._blocks[change.place]
         beside.add([ShardAdded(self._tables[table_id], range_id, blocks)])
         beside.restore(alone)
-        made = self._shards.stores[change.place].snapshot()
-        said = beside.stores[change.place].snapshot()
-        if _comparable(made) != _comparable(said):
+        made, said = self._shards.stores[change.place], beside.stores[change.place]
+        if not _are_same(made, said):
             name = self._tables[table_id].spec.name
             raise InvalidUpdateLog(
                 f"range {range_id} of table '{name}' is other than what its "
@@ -211,28 +261,58 @@ class Replay:
     # --- the present version
 
     def block(self, table: Table, block: int) -> SavedBlock:
-        """A block as it is now, as views that the next change alters.
+        """A block as it is now, as views that the next change alters; of rows: a copy.
 
         Raises:
             InvalidUpdateLog: the logs do not have all of its range.
         """
+        return self._store(table, block).saved(block)
+
+    def rows(self, table: Table, partition: int) -> Iterator[tuple[Ids, npt.NDArray[Any]]]:
+        """Copies of the ids and rows of a partition as they are now, some at a time, in the order
+        in which a server has them. Raises as `block`.
+        """
+        store = self._store(table, partition)
+        check(isinstance(store, RowStore), "RP-2", f"rows of '{table.spec.name}' are read")
+        return pieces_of_rows(cast(RowStore, store), partition)
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks, or partitions, that are replayed here of one table."""
+        return [block for place in sorted(self._reached) for block in self._blocks[place]]
+
+    @property
+    def row_count(self) -> int | None:
+        """The rows of all tables now; None if none is one of rows."""
+        stores = [each for each in self._shards.stores.values() if isinstance(each, RowStore)]
+        return sum(store.row_count for store in stores) if stores else None
+
+    def _store(self, table: Table, block: int) -> Store:
+        return self._shards.stores[self._check_range(table, block)]
+
+    def _check_range(self, table: Table, block: int) -> ShardKey:
         range_id = table.range_of_block(block, self._range_count)
-        store = self._shards.stores.get((table.table_id, range_id))
-        if store is None:
+        place = table.table_id, range_id
+        if place not in self._reached:
+            noun = "block" if table.spec.rows is None else "partition"
             raise InvalidUpdateLog(
-                f"the logs have not all of range {range_id}, which block {block} of table "
+                f"the logs have not all of range {range_id}, which {noun} {block} of table "
                 f"'{table.spec.name}' is in: give the directory that has the logs of all servers"
             )
-        return store.saved(block)
+        return place
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copies of the tables' tensors by name, in their own types.
+        """Copies of the tables' tensors by name, in their own types; of a table of rows NAME/ids,
+        as signed numbers of the same bits, and NAME/rows in their order.
 
         Raises:
             InvalidUpdateLog: as `block`; or two tables have a tensor of one name.
         """
         found: dict[str, Tensor] = {}
         for table in self.tables:
+            if table.spec.rows is not None:
+                _add_tensors(found, self._row_tensors(table))
+                continue
             flat = torch.empty(table.spec.element_count, dtype=arithmetic_dtype(table))
             size = table.spec.block_elements
             for block in range(table.block_count):
@@ -241,21 +321,35 @@ class Replay:
                 source = torch.frombuffer(bytearray(values), dtype=flat.dtype)
                 flat[block * size : block * size + length] = source
             flat = flat.to(contributions.TORCH_DTYPE[NATIVE_CODEC[table.spec.dtype]])
-            for tensor in table.spec.tensors:
-                if tensor.name in found:
-                    raise InvalidUpdateLog(
-                        f"tensor '{tensor.name}' is in two tables; choose those of one model with "
-                        "--table"
-                    )
-                part = flat[tensor.offset : tensor.offset + tensor.element_count]
-                found[tensor.name] = part.reshape(tensor.shape).clone()
+            own = {
+                tensor.name: flat[tensor.offset : tensor.offset + tensor.element_count]
+                .reshape(tensor.shape)
+                .clone()
+                for tensor in table.spec.tensors
+            }
+            _add_tensors(found, own)
         return found
+
+    def _row_tensors(self, table: Table) -> dict[str, Tensor]:
+        name, length = table.spec.name, table.spec.element_count
+        partitions = range(table.block_count)
+        pieces = [piece for each in partitions for piece in self.rows(table, each)]
+        ids = np.concatenate([np.empty(0, np.uint64), *(ids for ids, _ in pieces)])
+        empty = np.empty((0, length), table.spec.dtype.value)
+        rows = np.concatenate([empty, *(rows for _, rows in pieces)])
+        return {
+            f"{name}/ids": torch.from_numpy(ids.view(np.int64)),
+            f"{name}/rows": torch.from_numpy(rows),
+        }
 
     def parameter_norm(self) -> float:
         """Norm of all values, in float64."""
         total = 0.0
         for place in self._reached:
             store = self._shards.stores[place]
+            if isinstance(store, RowStore):
+                total += square_sum_of_rows(store)
+                continue
             for block in self._blocks[place]:
                 (_, values), *_ = store.saved(block).tensors
                 dtype = arithmetic_dtype(self._tables[place[0]])
@@ -302,11 +396,28 @@ class Replay:
         return 1.0 / contributor_count if is_mean and contributor_count else 1.0
 
     def _square_sum(self, place: ShardKey, accumulator: SentAccumulator) -> float:
-        received = at_once(self._shards.stores[place].receiving(accumulator))
+        store = self._shards.stores[place]
+        if isinstance(store, RowStore):
+            return square_sum_of_gradients(at_once(store.receiving(accumulator)))
+        received = at_once(store.receiving(accumulator))
         return sum(contributions.square_sum(part, self._pool) for part in received.parts.values())
 
 
+def _add_tensors(found: dict[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
+        if name in found:
+            raise InvalidUpdateLog(
+                f"tensor '{name}' is in two tables; choose those of one model with --table"
+            )
+        found[name] = tensor
+
+
+def _are_same(made: Store, said: Store) -> bool:
+    """True if two stores of one table shard go on alike."""
+    if isinstance(made, RowStore) and isinstance(said, RowStore):
+        return are_same(made, said)
+    return _comparable(made.snapshot()) == _comparable(said.snapshot())
+
+
 def _comparable(copy: StoreCopy) -> tuple[object, object]:
-    """The copy in a fixed order, without running means."""
-    sums = [(s.clock, s.waits, fixed_elements(s.accumulator.blocks)) for s in copy.sums]
-    return copy.blocks, sorted(sums)
+    return copy.blocks, in_order(copy.sums)

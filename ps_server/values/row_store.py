@@ -555,6 +555,15 @@ class RowStore:
         rows[missing] = self._first_values(ids[missing])
         return rows
 
+    def listed(self, block: int, first: int, most: int) -> tuple[Ids, Rows]:
+        """Copies of at most so many rows of a partition and of their ids, in the order of their
+        numbers, from number `first` on: an order that stays while the partition's version does.
+        """
+        partition = self._partition(block)
+        end = max(first, min(first + most, partition.index.count))
+        rows = self._stored_values(partition, np.arange(first, end))
+        return partition.index.ids[first:end].copy(), rows
+
     def read(
         self, block: int, codec: Codec | None, clock: int | None
     ) -> tuple[bytes | memoryview, bytes]:
@@ -594,12 +603,12 @@ class RowStore:
                     slots = ((CANDIDATES, ids), *named)
                     blocks.append(BlockCopy(block, partition.version, (0,), b"", slots))
                     yield
-        sums = [
-            SumCopy(clock, True, accumulator.sent())
-            for clock, accumulator in self._accumulators.items()
-            if accumulator.is_reduced
-        ]
-        return StoreCopy(tuple(blocks), tuple(sums))
+        return StoreCopy(tuple(blocks), self.kept_sums())
+
+    def kept_sums(self) -> tuple[SumCopy, ...]:
+        """Views of the sums that wait for their scale."""
+        kept = ((clock, each) for clock, each in self._accumulators.items() if each.is_reduced)
+        return tuple(SumCopy(clock, True, each.sent()) for clock, each in kept)
 
     def checking(self, copy: StoreCopy) -> Work[None]:
         """As `ShardStore.checking`."""
