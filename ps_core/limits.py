@@ -46,6 +46,12 @@ MAX_PULLED_ROW_BYTES = 2 * 1024 * 1024
 """Bytes of rows of one partition in an answer: those that no update has made are computed in one
 turn of the loop."""
 
+
+def most_pulled_rows(row_bytes: int) -> int:
+    """The rows of so many bytes that an answer may have of one partition."""
+    return min(MAX_ROW_COUNT, MAX_PULLED_ROW_BYTES // row_bytes)
+
+
 DEFAULT_PARTITION_COUNT = 16
 """Partitions of a table of rows. Each costs a push as much as a block, and a server has whole ones:
 so a cluster of more servers than this needs more.

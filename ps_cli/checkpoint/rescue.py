@@ -1,17 +1,31 @@
-"""`pushpull checkpoint rescue`: the parameters of servers whose scheduler is gone, as one file."""
+"""`pushpull checkpoint rescue`: the parameters of servers whose scheduler is gone, as one file.
+
+Rules:
+    - Every range is read from its primary. If one cannot be read, no file is written.
+    - A range of parameters is as it was at one moment, and so is each partition of a table of rows:
+      one that is pushed to while it is read is read anew.
+    - Parameters are in memory meanwhile; rows are on disk, beside the file.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc.aio
+import numpy as np
+from rich.progress import MofNCompleteColumn
 
+from ps_cli.checkpoint.commands import progress_bars
 from ps_cli.console.output import Output
-from ps_cli.console.tensor_file import write_tables
+from ps_cli.console.spool import Spool, SpooledRows
+from ps_cli.console.tensor_file import Written, write_tables
+from ps_core import limits
 from ps_core.cluster_view import ClusterView, RangeAssignment
-from ps_core.errors import NotOwner, PushpullError
+from ps_core.errors import NotOwner, Overloaded, PushpullError
+from ps_core.keys import TableId
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
@@ -21,74 +35,152 @@ from ps_runtime.grpc.errors import error_from_proto, from_rpc_error
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc, types_pb2
 
 _DEADLINE_S = 60.0
-_Blocks = dict[tuple[str, int], bytes]
+_ATTEMPT_COUNT = 20
+"""Times that a partition is read from its beginning, if it is pushed to while it is read."""
 
 
 def rescue(values_file: Path, out: Path, output: Output) -> int:
     """Read all parameters from their servers, and write them as `checkpoint export` does."""
     session, view = kept_values.read(values_file)
     found = [t for t in view.tables if t.spec.optimizer.kind is not OptimizerKind.AGGREGATE]
-    tables = [table for table in found if not table.run and table.spec.rows is None]
-    blocks = asyncio.run(_read(session, view, tables))
-    count = write_tables(out, tables, lambda table, block: blocks[table.spec.name, block])
-    output.say(f"{out}: {count} tensors of {len(tables)} tables, without optimizer state")
+    tables = [table for table in found if not table.run]
+    dense = [table for table in tables if table.spec.rows is None]
+    with Spool(out) as spool:
+        reading = _Reading(session, view)
+        rows = {t.table_id: SpooledRows(t, spool) for t in tables if t.spec.rows is not None}
+        with progress_bars(output, MofNCompleteColumn()) as bars:
+            count = sum(len(table.blocks_by_range(len(view.ranges))) for table in tables)
+            task = bars.add_task("reading ranges", total=count)
+            asyncio.run(reading.read(tables, rows, lambda: bars.advance(task)))
+        beside: list[Written] = [each for spooled in rows.values() for each in spooled.written()]
+        written = write_tables(
+            out, dense, lambda table, block: reading.blocks[table.spec.name, block], beside
+        )
+    row_count = sum(spooled.count for spooled in rows.values())
+    of_rows = f", with {row_count:,} rows" if rows else ""
+    output.say(
+        f"{out}: {written} tensors of {len(tables)} tables{of_rows}, without optimizer state"
+    )
     others = sorted({table.run for table in found if table.run})
     if others:
         output.say(f"not in it: tables of runs that have a name ({', '.join(others)})")
-    of_rows = [table.spec.name for table in found if table.spec.rows is not None]
-    if of_rows:
-        output.say(f"not in it: tables of rows ({', '.join(of_rows)})")
     return 0
 
 
-async def _read(
-    session: types_pb2.SessionIdentity, view: ClusterView, tables: list[Table]
-) -> _Blocks:
-    blocks: _Blocks = {}
-    addresses = {node.node_id: node.address for node in view.nodes}
-    channels: dict[str, grpc.aio.Channel] = {}
-    async with contextlib.AsyncExitStack() as stack:
-        for table in tables:
-            for range_id in table.blocks_by_range(len(view.ranges)):
-                assignment = view.ranges[range_id]
-                if assignment.primary is None:
-                    raise NotOwner(f"range {range_id} of table '{table.spec.name}' has no primary")
-                address = addresses[assignment.primary]
-                if address not in channels:
-                    channels[address] = await stack.enter_async_context(aio_channel(address))
-                stub = parameters_pb2_grpc.ParameterServiceStub(channels[address])
-                try:
-                    await _read_range(stub, session, (table, assignment), blocks)
-                except PushpullError as error:
-                    where = f"range {range_id} of table '{table.spec.name}' at {address}"
-                    message = f"{where} cannot be read: {error.message}"
-                    raise type(error)(message) from error
-    return blocks
+class _Reading:
+    """Reads tables from their servers, as a reader of the last view.
+
+    Attributes:
+        blocks: of the tables of parameters.
+    """
+
+    def __init__(self, session: types_pb2.SessionIdentity, view: ClusterView) -> None:
+        self._session = session
+        self._view = view
+        self.blocks: dict[tuple[str, int], bytes] = {}
+
+    async def read(
+        self, tables: list[Table], rows: dict[TableId, SpooledRows], told: Callable[[], None]
+    ) -> None:
+        """Read all ranges of the tables, one after the other; `told` is called after each."""
+        addresses = {node.node_id: node.address for node in self._view.nodes}
+        channels: dict[str, grpc.aio.Channel] = {}
+        async with contextlib.AsyncExitStack() as stack:
+            for table in tables:
+                for range_id, blocks in table.blocks_by_range(len(self._view.ranges)).items():
+                    assignment = self._view.ranges[range_id]
+                    where = f"range {range_id} of table '{table.spec.name}'"
+                    if assignment.primary is None:
+                        raise NotOwner(f"{where} has no primary")
+                    address = addresses[assignment.primary]
+                    if address not in channels:
+                        channels[address] = await stack.enter_async_context(aio_channel(address))
+                    stub = parameters_pb2_grpc.ParameterServiceStub(channels[address])
+                    try:
+                        if table.spec.rows is None:
+                            await self._read_blocks(stub, table, assignment)
+                        for block in blocks if table.spec.rows is not None else ():
+                            place = table, assignment, block
+                            await self._read_rows(stub, place, rows[table.table_id])
+                    except PushpullError as error:
+                        message = f"{where} at {address} cannot be read: {error.message}"
+                        raise type(error)(message) from error
+                    told()
+
+    async def _read_blocks(
+        self,
+        stub: parameters_pb2_grpc.ParameterServiceStub,
+        table: Table,
+        assignment: RangeAssignment,
+    ) -> None:
+        async for value in self._values(stub, table, _range_of(assignment)):
+            self.blocks[table.spec.name, value.block] = value.payload
+
+    async def _read_rows(
+        self,
+        stub: parameters_pb2_grpc.ParameterServiceStub,
+        place: tuple[Table, RangeAssignment, int],
+        rows: SpooledRows,
+    ) -> None:
+        """Read a partition as it is at one moment: with one version in all answers."""
+        table, assignment, partition = place
+        for _ in range(_ATTEMPT_COUNT):
+            rows.forget(partition)
+            versions: set[int] = set()
+            count, is_whole = 0, False
+            while not is_whole and len(versions) <= 1:
+                part = _range_of(assignment, (partition,), (count,))
+                (value,) = [each async for each in self._values(stub, table, part)]
+                versions.add(value.version)
+                more = _add_rows(table, partition, value.payload, rows)
+                count, is_whole = count + more, not more
+            if len(versions) == 1:
+                return
+        raise Overloaded(
+            f"partition {partition} was pushed to each of the {_ATTEMPT_COUNT} times that it was "
+            "read: end its workers, and say the command again"
+        )
+
+    async def _values(
+        self,
+        stub: parameters_pb2_grpc.ParameterServiceStub,
+        table: Table,
+        part: parameters_pb2.RangePull,
+    ) -> AsyncIterator[parameters_pb2.BlockValue]:
+        is_wide = table.spec.dtype is DType.FLOAT64
+        request = parameters_pb2.PullRequest(
+            session=self._session,
+            table_id=table.table_id,
+            ranges=[part],
+            deadline_ms=round(_DEADLINE_S * 500),
+            codec=types_pb2.CODEC_FP64 if is_wide else types_pb2.CODEC_FP32,
+        )
+        try:
+            async for response in stub.Pull(request, timeout=_DEADLINE_S):
+                if response.HasField("error"):
+                    raise error_from_proto(response.error.error)
+                yield response.block
+        except grpc.RpcError as failure:
+            raise from_rpc_error(failure) from failure
 
 
-async def _read_range(
-    stub: parameters_pb2_grpc.ParameterServiceStub,
-    session: types_pb2.SessionIdentity,
-    shard: tuple[Table, RangeAssignment],
-    blocks: _Blocks,
-) -> None:
-    table, assignment = shard
-    is_wide = table.spec.dtype is DType.FLOAT64
-    request = parameters_pb2.PullRequest(
-        session=session,
-        table_id=table.table_id,
-        ranges=[
-            parameters_pb2.RangePull(
-                range_id=assignment.range_id, assignment_epoch=assignment.assignment_epoch
-            )
-        ],
-        deadline_ms=round(_DEADLINE_S * 500),
-        codec=types_pb2.CODEC_FP64 if is_wide else types_pb2.CODEC_FP32,
+def _range_of(
+    assignment: RangeAssignment, blocks: tuple[int, ...] = (), skips: tuple[int, ...] = ()
+) -> parameters_pb2.RangePull:
+    return parameters_pb2.RangePull(
+        range_id=assignment.range_id,
+        assignment_epoch=assignment.assignment_epoch,
+        blocks=blocks,
+        skipped_row_counts=skips,
     )
-    try:
-        async for response in stub.Pull(request, timeout=_DEADLINE_S):
-            if response.HasField("error"):
-                raise error_from_proto(response.error.error)
-            blocks[table.spec.name, response.block.block] = response.block.payload
-    except grpc.RpcError as failure:
-        raise from_rpc_error(failure) from failure
+
+
+def _add_rows(table: Table, partition: int, payload: bytes, rows: SpooledRows) -> int:
+    """Add the rows of an answer; their number."""
+    spec = table.spec
+    row_bytes = spec.element_count * spec.accumulator_element_bytes
+    count = len(payload) // (limits.ROW_ID_BYTES + row_bytes)
+    ids = np.frombuffer(payload, "<u8", count)
+    values = np.frombuffer(payload, np.dtype(spec.dtype.value), offset=ids.nbytes)
+    rows.add(partition, ids, values.reshape(count, spec.element_count))
+    return count

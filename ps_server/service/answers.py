@@ -303,6 +303,7 @@ class RangeRead:
     Args:
         blocks: the blocks that are asked for; empty: all of the range.
         ids: of a table of rows: the ids that are asked for, of each of the blocks.
+        skips: in place of ids: the rows of each of the blocks that are left out of its listing.
 
     Attributes:
         number: the node's for it, once it has begun.
@@ -316,6 +317,7 @@ class RangeRead:
         place: Place,
         blocks: Sequence[int] = (),
         ids: Sequence[bytes] = (),
+        skips: Sequence[int] = (),
     ) -> None:
         self.terms = terms
         self.place = place
@@ -325,6 +327,7 @@ class RangeRead:
         self.is_answered = False
         self._blocks = blocks
         self._ids = dict(zip(blocks, ids, strict=False))
+        self._skips = dict(zip(blocks, skips, strict=False))
         self._arrival: asyncio.Future[None] | None = None
         self._refusal: bytes | None = None
         self._at = 0  # index of the next block
@@ -370,13 +373,17 @@ class RangeRead:
         if terms.shared and self._ids:
             if self._codec is spec.arithmetic_codec:
                 self._ring = shards.lanes.answers(terms.session.incarnation)
-        elif terms.shared and not terms.array:
+        elif terms.shared and not terms.array and not self._skips:
             self._shared = shards.segments.shared_with(terms.session, key, self._codec)
         self._blocks = self._blocks or state.blocks
         self._block_bytes = spec.block_elements * self._codec.element_bytes
         if self._ids:
             count = max(map(len, self._ids.values())) // limits.ROW_ID_BYTES
             self._block_bytes = count * spec.element_count * self._codec.element_bytes
+        elif self._skips:
+            row_bytes = spec.element_count * spec.accumulator_element_bytes
+            most = limits.most_pulled_rows(row_bytes)
+            self._block_bytes = most * (limits.ROW_ID_BYTES + row_bytes)
         shards.hold(key, self)
         self._arrived()
 
@@ -466,9 +473,11 @@ class RangeRead:
             )
         if self.terms.array:
             return (block, self._store.read_array(block, self.terms.array), b"")
-        if self._ids:
+        if self._ids or self._skips:
             if not isinstance(self._store, RowStore):
                 raise InvalidKeys(f"a pull of table '{self._name}' names ids; it is not of rows")
+            if self._skips:
+                return (block, self._store.listing(block, self._skips[block]), b"")
             if self._ring is not None:
                 return self._ring_value(self._ring, self._store, block)
             return (block, self._store.read_rows(block, self._ids[block]), b"")

@@ -78,8 +78,9 @@ class Pull:
             array=request.array,
         )
         self._has_ids = any(part.ids for part in self._left)
+        self._lists_rows = any(part.skipped_row_counts for part in self._left)
         self._is_shared = False
-        if request.shared and not request.array and is_good:
+        if request.shared and not request.array and is_good and not self._lists_rows:
             if self._has_ids:
                 self._is_shared = node.lanes.answers(session.incarnation) is not None
             else:
@@ -108,7 +109,7 @@ class Pull:
 
     @property
     def _is_short(self) -> bool:
-        if len(self._left) > (_AT_ONCE_COUNT if self._is_one else 1):
+        if len(self._left) > (_AT_ONCE_COUNT if self._is_one else 1) or self._lists_rows:
             return False
         if self._has_ids:
             return self._has_few_rows
@@ -171,10 +172,10 @@ class Pull:
         part = self._left.popleft()
         range_id = RangeId(part.range_id)
         place = Place(self._table_id, range_id, AssignmentEpoch(part.assignment_epoch))
-        read = RangeRead(self._terms, place, part.blocks, part.ids)
+        read = RangeRead(self._terms, place, part.blocks, part.ids, part.skipped_row_counts)
         self._reads.append(read)
         try:
-            if part.blocks or part.ids:
+            if part.blocks or part.ids or part.skipped_row_counts:
                 _check_blocks(part, self._node.block_count_at(self._table_id, range_id))
         except InvalidKeys as problem:
             read.refuse(problem)
@@ -307,7 +308,13 @@ def _check_blocks(part: parameters_pb2.RangePull, block_count: int) -> None:
     """Check that a pull names each block of a range once. A `block_count` of 0: the range is not
     here, and why not is for it to answer.
     """
-    blocks = part.blocks
+    blocks, skips = part.blocks, part.skipped_row_counts
+    if skips and (part.ids or len(skips) != len(blocks)):
+        raise InvalidKeys(
+            f"the pull of range {part.range_id} lists the rows of {len(skips)} blocks, and has "
+            f"{len(part.ids)} lists of ids; expected one of both, for each of its {len(blocks)} "
+            "blocks"
+        )
     if part.ids and len(part.ids) != len(blocks):
         raise InvalidKeys(
             f"the pull of range {part.range_id} has {len(part.ids)} lists of ids; expected one for "

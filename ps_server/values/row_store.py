@@ -57,6 +57,7 @@ from ps_server.values.row_gradients import (
     RowSum,
     check_count,
     parsed,
+    payload_of,
     slices_of,
 )
 from ps_server.values.row_pieces import (
@@ -114,6 +115,7 @@ class RowStore:
         self._length = spec.element_count
         self._dtype: np.dtype[Any] = np.dtype(spec.dtype.value)
         self._row_bytes = self._length * self._dtype.itemsize
+        self._most_pulled = limits.most_pulled_rows(self._row_bytes)
         self._codec = spec.arithmetic_codec
         self._salt = salt_of(rows.seed)
         self._is_mean = spec.reduction is Reduction.MEAN
@@ -521,7 +523,7 @@ class RowStore:
     def rows_byte_count(self, block: int, ids: bytes | memoryview) -> int:
         """The bytes that `read_rows` gives; InvalidKeys if there are more than fit a message."""
         count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
-        most = min(limits.MAX_ROW_COUNT, limits.MAX_PULLED_ROW_BYTES // self._row_bytes)
+        most = self._most_pulled
         if rest or count > most:
             raise InvalidKeys(
                 f"a pull of partition {block} of table '{self._name}' has {len(ids)} bytes of ids; "
@@ -554,6 +556,12 @@ class RowStore:
             rows[here] = self._stored_values(partition, numbers[here])
         rows[missing] = self._first_values(ids[missing])
         return rows
+
+    def listing(self, block: int, first: int) -> bytes:
+        """The ids of rows from number `first` on, and behind them the rows, as a payload: as many
+        as fit a message. InvalidKeys: the partition is not here.
+        """
+        return payload_of(*self.listed(block, first, self._most_pulled))
 
     def listed(self, block: int, first: int, most: int) -> tuple[Ids, Rows]:
         """Copies of at most so many rows of a partition and of their ids, in the order of their

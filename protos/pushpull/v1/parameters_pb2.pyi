@@ -316,16 +316,18 @@ class PushResponse(_message.Message):
     def __init__(self, replies: _Optional[_Iterable[_Union[EntryReply, _Mapping]]] = ...) -> None: ...
 
 class RangePull(_message.Message):
-    __slots__ = ("range_id", "assignment_epoch", "blocks", "ids")
+    __slots__ = ("range_id", "assignment_epoch", "blocks", "ids", "skipped_row_counts")
     RANGE_ID_FIELD_NUMBER: _ClassVar[int]
     ASSIGNMENT_EPOCH_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     range_id: int
     assignment_epoch: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     ids: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    skipped_row_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, range_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., ids: _Optional[_Iterable[bytes]] = ..., skipped_row_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("session", "table_id", "ranges", "clock", "deadline_ms", "codec", "consistent", "shared", "read_number", "cut", "array")
