@@ -46,7 +46,7 @@ def view_of(rows: Sequence[VersionRow], *, is_by_clock: bool) -> Table:
         cells += [time, contributors(version)]
         cells += [str(version.staleness)] * is_stale
         cells += [_number(row.gradient_norm), _number(row.parameter_norm)]
-        cells += [f"{row.row_count:,}"] * has_rows
+        cells += [f"{row.row_count or 0:,}"] * has_rows
         cells += [_number(row.loss)] * is_evaluated
         view.add_row(*cells)
     return view

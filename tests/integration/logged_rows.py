@@ -21,7 +21,7 @@ WORKERS = 2
 DIM = 6
 IDS = 400
 PUSHED = 60
-BOUND_MB = 1
+BOUND_MB = 3
 """So small that segments are begun in the middle of the run; the first of them stay."""
 
 BEFORE, KILLED, AFTER = 5, 9, 14
@@ -47,7 +47,8 @@ OTHER_TERMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Tables of other settings; `turned` becomes BSP."""
 
-DENSE, DENSE_SHAPE = "weights", (64, 30)
+DENSE, DENSE_SHAPE = "weights", (256, 128)
+"""So large that its updates fill a segment."""
 
 
 @dataclass
@@ -58,12 +59,36 @@ class LoggedRows:
         checkpoints: of step BEFORE, and of the end.
         pulled: the rows of ids 0 to IDS of each table at the end, as a client has them.
         twins: of the tables of BSP_TERMS, at the end.
+        pushes: of each worker to the table `plain`, step by step.
+        handle: of this table.
     """
 
     logs: Path
     checkpoints: tuple[str, str]
     pulled: dict[str, Rows] = field(default_factory=dict)
     twins: dict[str, RowsAlone] = field(default_factory=dict)
+    pushes: list[list[tuple[Rows, Rows]]] = field(default_factory=list)
+
+    handle: ps.TableHandle | None = None
+
+    def plain_at(self, step: int) -> dict[int, bytes]:
+        """The rows of the table `plain` after a step, by id, of a twin of its own."""
+        assert self.handle is not None
+        twin = RowsAlone(self.handle)
+        for pushes in self.pushes[:step]:
+            twin.step(pushes)
+        return rows_of(twin)
+
+
+def rows_of(twin: RowsAlone) -> dict[int, bytes]:
+    """The rows that a twin of float32 has, by id."""
+    found: dict[int, bytes] = {}
+    for block in twin.store.blocks:
+        tensors = dict(twin.store.saved(block).tensors)
+        ids = np.frombuffer(tensors["ids"], np.uint64).tolist()
+        rows = np.frombuffer(tensors["values"], np.float32).reshape(-1, DIM)
+        found |= {row_id: row.tobytes() for row_id, row in zip(ids, rows, strict=True)}
+    return found
 
 
 @contextmanager
@@ -84,7 +109,9 @@ def logged_rows(root: Path) -> Iterator[LoggedRows]:
         training = _Training(cluster, clients)
         for step in range(1, AFTER + 1):
             training.step(step)
-        found = LoggedRows(logs, (training.checkpoint, training.save()), twins=training.twins)
+        made = training.checkpoint, training.save()
+        found = LoggedRows(logs, made, twins=training.twins, pushes=training.pushes)
+        found.handle = training.tables["plain"][0]
         for name in training.tables:
             table = training.tables[name][0]
             if name != DENSE:
@@ -102,8 +129,14 @@ class _Training:
         self.checkpoint = ""
         self.tables: dict[str, list[ps.TableHandle]] = {}
         self.twins: dict[str, RowsAlone] = {}
+        self.pushes: list[list[tuple[Rows, Rows]]] = []
         self.tables[DENSE] = [
-            each.create_table(DENSE, [("weights.weight", DENSE_SHAPE)], optimizer=ps.Adam(lr=0.01))
+            each.create_table(
+                DENSE,
+                [("weights.weight", DENSE_SHAPE)],
+                optimizer=ps.Adam(lr=0.01),
+                block_elements=512,
+            )
             for each in clients
         ]
         for name, terms in {**BSP_TERMS, **OTHER_TERMS}.items():
@@ -130,6 +163,8 @@ class _Training:
                     tickets.append((client, client.push_rows(table, *push)))
             if name in self.twins:
                 self.twins[name].step(pushes)
+            if name == "plain":
+                self.pushes.append(pushes)
             if step == KILLED and name == "plain":
                 self._kill()  # with pushes on their way
         for client, ticket in tickets:
@@ -158,5 +193,5 @@ class _Training:
     def save(self) -> str:
         """A checkpoint's directory; every worker is between two steps."""
         tickets = [client.checkpoint("asked for", timeout_s=DEADLINE_S) for client in self._clients]
-        (url,) = {ticket.wait().url for ticket in tickets}
+        *_, url = [ticket.wait().url for ticket in tickets]  # a fast one is not that of the others
         return url
