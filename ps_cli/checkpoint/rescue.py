@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc.aio
 import numpy as np
@@ -95,84 +96,71 @@ class _Reading:
                     address = addresses[assignment.primary]
                     if address not in channels:
                         channels[address] = await stack.enter_async_context(aio_channel(address))
-                    stub = parameters_pb2_grpc.ParameterServiceStub(channels[address])
-                    try:
-                        if table.spec.rows is None:
-                            await self._read_blocks(stub, table, assignment)
-                        for block in blocks if table.spec.rows is not None else ():
-                            place = table, assignment, block
-                            await self._read_rows(stub, place, rows[table.table_id])
-                    except PushpullError as error:
-                        message = f"{where} at {address} cannot be read: {error.message}"
-                        raise type(error)(message) from error
+                    shard = _Shard(table, assignment, f"{where} at {address}", channels[address])
+                    if table.spec.rows is None:
+                        async for value in self._values(shard):
+                            self.blocks[table.spec.name, value.block] = value.payload
+                    for block in blocks if table.spec.rows is not None else ():
+                        await self._read_rows(shard, block, rows[table.table_id])
                     told()
 
-    async def _read_blocks(
-        self,
-        stub: parameters_pb2_grpc.ParameterServiceStub,
-        table: Table,
-        assignment: RangeAssignment,
-    ) -> None:
-        async for value in self._values(stub, table, _range_of(assignment)):
-            self.blocks[table.spec.name, value.block] = value.payload
-
-    async def _read_rows(
-        self,
-        stub: parameters_pb2_grpc.ParameterServiceStub,
-        place: tuple[Table, RangeAssignment, int],
-        rows: SpooledRows,
-    ) -> None:
+    async def _read_rows(self, shard: _Shard, partition: int, rows: SpooledRows) -> None:
         """Read a partition as it is at one moment: with one version in all answers."""
-        table, assignment, partition = place
         for _ in range(_ATTEMPT_COUNT):
             rows.forget(partition)
             versions: set[int] = set()
             count, is_whole = 0, False
             while not is_whole and len(versions) <= 1:
-                part = _range_of(assignment, (partition,), (count,))
-                (value,) = [each async for each in self._values(stub, table, part)]
+                pulled = self._values(shard, (partition,), (count,))
+                (value,) = [each async for each in pulled]
                 versions.add(value.version)
-                more = _add_rows(table, partition, value.payload, rows)
+                more = _add_rows(shard.table, partition, value.payload, rows)
                 count, is_whole = count + more, not more
             if len(versions) == 1:
                 return
         raise Overloaded(
-            f"partition {partition} was pushed to each of the {_ATTEMPT_COUNT} times that it was "
-            "read: end its workers, and say the command again"
+            f"partition {partition} in {shard.where} was pushed to each of the {_ATTEMPT_COUNT} "
+            "times that it was read: end its workers, and say the command again"
         )
 
     async def _values(
-        self,
-        stub: parameters_pb2_grpc.ParameterServiceStub,
-        table: Table,
-        part: parameters_pb2.RangePull,
+        self, shard: _Shard, blocks: tuple[int, ...] = (), skips: tuple[int, ...] = ()
     ) -> AsyncIterator[parameters_pb2.BlockValue]:
-        is_wide = table.spec.dtype is DType.FLOAT64
+        is_wide = shard.table.spec.dtype is DType.FLOAT64
+        part = parameters_pb2.RangePull(
+            range_id=shard.assignment.range_id,
+            assignment_epoch=shard.assignment.assignment_epoch,
+            blocks=blocks,
+            skipped_row_counts=skips,
+        )
         request = parameters_pb2.PullRequest(
             session=self._session,
-            table_id=table.table_id,
+            table_id=shard.table.table_id,
             ranges=[part],
             deadline_ms=round(_DEADLINE_S * 500),
             codec=types_pb2.CODEC_FP64 if is_wide else types_pb2.CODEC_FP32,
         )
+        stub = parameters_pb2_grpc.ParameterServiceStub(shard.channel)
         try:
             async for response in stub.Pull(request, timeout=_DEADLINE_S):
                 if response.HasField("error"):
-                    raise error_from_proto(response.error.error)
+                    raise _unread(shard, error_from_proto(response.error.error))
                 yield response.block
         except grpc.RpcError as failure:
-            raise from_rpc_error(failure) from failure
+            raise _unread(shard, from_rpc_error(failure)) from failure
 
 
-def _range_of(
-    assignment: RangeAssignment, blocks: tuple[int, ...] = (), skips: tuple[int, ...] = ()
-) -> parameters_pb2.RangePull:
-    return parameters_pb2.RangePull(
-        range_id=assignment.range_id,
-        assignment_epoch=assignment.assignment_epoch,
-        blocks=blocks,
-        skipped_row_counts=skips,
-    )
+class _Shard(NamedTuple):
+    """A table in one range, at its primary."""
+
+    table: Table
+    assignment: RangeAssignment
+    where: str
+    channel: grpc.aio.Channel
+
+
+def _unread(shard: _Shard, error: PushpullError) -> PushpullError:
+    return type(error)(f"{shard.where} cannot be read: {error.message}")
 
 
 def _add_rows(table: Table, partition: int, payload: bytes, rows: SpooledRows) -> int:

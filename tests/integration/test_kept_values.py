@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 import ps_worker as ps
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 SIZE = 4 * 64
 STEPS = 3
+IDS = np.arange(5, 700, 7)
 
 
 class Process:
@@ -114,8 +116,10 @@ def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
         table = client.create_table(
             "x", SIZE, optimizer=sgd, consistency="asp", reduction="sum", block_elements=64
         )
+        users = client.create_embedding("users", 3, optimizer=sgd, consistency="asp")
         for _ in range(STEPS):
             client.wait(client.push(table, np.ones(SIZE, np.float32)))
+            client.wait(client.push_rows(users, IDS, np.ones((len(IDS), 3), np.float32)))
         first.end()
         again = ("--cluster-id=" + cluster_id, f"--listen={address}")
         stack.enter_context(running("scheduler", tmp_path / "again", *shape, *again))
@@ -129,7 +133,10 @@ def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
         out = tmp_path / "saved.safetensors"
         ran = CliRunner().invoke(checkpoint_app, ["rescue", kept[1], str(out)])
         assert ran.exit_code == 0, ran.output
-        assert np.array_equal(_values(out), np.full(SIZE, -STEPS, np.float32))
+        saved = load_file(out)
+        assert np.array_equal(saved["x"], np.full(SIZE, -STEPS, np.float32))
+        assert sorted(saved["users/ids"].tolist()) == IDS.tolist()
+        assert np.array_equal(saved["users/rows"], np.full((len(IDS), 3), -STEPS, np.float32))
         with pytest.raises(ForeignCluster, match="another"):
             client.checkpoint().wait()
         client.close(leave=False)
@@ -137,11 +144,3 @@ def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
         assert server.line("event=stopped")
         server.process.wait()
         assert not Path(kept[1]).exists()
-
-
-def _values(path: Path) -> np.ndarray:
-    raw = path.read_bytes()
-    header_bytes = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + header_bytes])
-    begin, end = header["x"]["data_offsets"]
-    return np.frombuffer(raw[8 + header_bytes :][begin:end], np.float32)

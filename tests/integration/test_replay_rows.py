@@ -252,7 +252,7 @@ def alter(logs: Path, logged: LoggedRows, step: int) -> int:
     """
     (ids, rows), _ = logged.pushes[step - 1]
     once = {row_id for row_id in ids.tolist() if np.count_nonzero(ids == row_id) == 1}
-    row_id = min(once)
+    row_id: int = min(once)
     row = rows[np.flatnonzero(ids == row_id)[0]].tobytes()
     for segment in logs.glob("*/*.log"):
         content = bytearray(segment.read_bytes())

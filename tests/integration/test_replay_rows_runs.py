@@ -40,7 +40,8 @@ class Taste(nn.Module):
         self.head = nn.Linear(DIM, 1)
 
     def forward(self, users: torch.Tensor) -> torch.Tensor:
-        return self.head(self.users(users)).sum()
+        scores: torch.Tensor = self.head(self.users(users))
+        return scores.sum()
 
 
 class Training:
