@@ -141,8 +141,8 @@ def rescue(
 ) -> None:
     """Save the parameters of servers whose scheduler is gone.
 
-    Each range is read as it is now, without optimizer state. To train on from the file, make a
-    checkpoint of it with `import`.
+    Each range is read as it is now, without optimizer state, and rows of embedding tables as
+    `export` writes them. To train on from the file, make a checkpoint of it with `import`.
     """
     from ps_cli.checkpoint.rescue import rescue as rescue_values
 

@@ -10,6 +10,7 @@ from rich.progress import Progress
 
 from ps_cli.checkpoint.commands import opened
 from ps_cli.console.output import Output
+from ps_cli.replay.turns import go_to
 from ps_cli.status.document import spans
 from ps_core.errors import InvalidUpdateLog
 from ps_core.keys import TableId
@@ -18,20 +19,8 @@ from ps_core.tables.table import Table
 from ps_runtime.checkpoint.reader import CheckpointReader
 from ps_server.replay.replayer import Replay, RowDifference, RunLog, differences
 
-_TURN_LENGTH = 256
-"""Updates between two moves of the progress bar."""
-
 _SHOWN_SPAN_COUNT = 20
 _SHOWN_PROBLEM_COUNT = 5
-
-
-def go_to(replay: Replay, position: int, told: Callable[[int], object]) -> None:
-    """Replay in turns, so that a bar moves; `told` gets the changes that each made."""
-    is_there = False
-    while not is_there:
-        before = replay.made_count
-        is_there = replay.go_to(position, _TURN_LENGTH)
-        told(replay.made_count - before)
 
 
 def compare(run: RunLog, tables: Sequence[Table], url: str, output: Output, bars: Progress) -> int:

@@ -42,7 +42,8 @@ class ReplayOptions:
         typer.Option(
             metavar="MODULE:FUNCTION",
             help="A function that returns the loss of a version; it is called with a dict of "
-            "tensors by name, for each version that is shown. FILE.py:FUNCTION works, too.",
+            "tensors by name, of a table of rows NAME/ids and NAME/rows, for each version that is "
+            "shown. FILE.py:FUNCTION works, too.",
         ),
     ] = ""
     json_path: Annotated[
@@ -56,8 +57,8 @@ class ReplayOptions:
         Path | None,
         typer.Option(
             dir_okay=False,
-            help="Write the tensors of a version (--at or --clock) to this safetensors file, for "
-            "`load_state_dict`.",
+            help="Write the tensors of a version (--at or --clock) to this safetensors file, as "
+            "`pushpull checkpoint export` does.",
         ),
     ] = None
     at: Annotated[
@@ -76,6 +77,6 @@ class ReplayOptions:
         str,
         typer.Option(
             metavar="URL",
-            help="Compare parameters and optimizer state with a checkpoint, bit by bit.",
+            help="Compare parameters, rows and optimizer state with a checkpoint, bit by bit.",
         ),
     ] = ""

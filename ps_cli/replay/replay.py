@@ -20,9 +20,10 @@ from ps_cli.checkpoint.commands import progress_bars
 from ps_cli.console.output import Output
 from ps_cli.console.spool import Spool, SpooledRows
 from ps_cli.console.tensor_file import Written, replaced, write_tables
-from ps_cli.replay.against import compare, go_to
+from ps_cli.replay.against import compare
 from ps_cli.replay.options import ReplayOptions
 from ps_cli.replay.plot import plot_of
+from ps_cli.replay.turns import go_to
 from ps_cli.replay.view import VersionRow, document_of, view_of
 from ps_core.errors import InvalidConfig, InvalidUpdateLog, TableNotFound
 from ps_core.runs import words
