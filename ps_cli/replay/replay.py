@@ -202,7 +202,6 @@ def _export(
     position, name = _wanted(replayer, options)
     task = bars.add_task("replaying", total=replayer.change_count)
     dense = replayer.only([table for table in replayer.tables if table.spec.rows is None])
-    go_to(dense, position, partial(bars.advance, task))
 
     def read(table: Table, block: int) -> bytes:
         return bytes(dense.block(table, block).tensors[0][1])
@@ -210,6 +209,7 @@ def _export(
     beside: list[Written] = []
     row_count = 0
     with Spool(out) as spool:
+        go_to(dense, position, partial(bars.advance, task))
         for table in replayer.tables:
             if table.spec.rows is None:
                 continue

@@ -1,5 +1,5 @@
 """A run of two workers that train tables of rows, whose servers keep update logs: one of these dies
-in the middle, and a backup goes on.
+in the middle, and a backup goes on; another one gives its ranges away and leaves.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ WORKERS = 2
 DIM = 6
 IDS = 400
 PUSHED = 60
+LEASE_S = 3.0
+"""So long that a busy machine loses none."""
+
 BOUND_MB = 3
 """So small that segments are begun in the middle of the run; the first of them stay."""
 
-BEFORE, KILLED, AFTER = 5, 9, 14
-"""The step of the first checkpoint, of the kill, and the last."""
+BEFORE, KILLED, DRAINED, AFTER = 5, 9, 11, 14
+"""The step of the first checkpoint, of the kill, of a planned hand-over, and the last."""
 
 BSP_TERMS: dict[str, dict[str, Any]] = {
     "plain": {"optimizer": ps.Adagrad(lr=0.1), "partitions": 5},
@@ -93,9 +96,10 @@ def rows_of(twin: RowsAlone) -> dict[int, bytes]:
 
 @contextmanager
 def logged_rows(root: Path) -> Iterator[LoggedRows]:
-    """Train, kill a server, and go on with a backup and a server that comes back."""
+    """Train; each server that ends comes back."""
     logs = root / "logs"
     shape: dict[str, Any] = {
+        "lease_s": LEASE_S,
         "update_log": UpdateLogPlan(str(logs), BOUND_MB),
         "checkpoints": CheckpointPlan(str(root / "checkpoints")),
     }
@@ -170,10 +174,23 @@ class _Training:
         for client, ticket in tickets:
             client.wait(ticket)
         if step == BEFORE:
+            self._push_alone(0)  # which the checkpoint has, and the other's step of this clock not
             self.checkpoint = self.save()
+            self._push_alone(1)
             self._clients[0].set_consistency("turned", "bsp")
+        if step == DRAINED:
+            server = self._cluster.living[0]
+            assert self._cluster.primary_of(server)
+            self._cluster.stop(server)
+            self._cluster.start_again(server)
+            self._cluster.healed()
         if step == KILLED:
             self._create("late", BSP_TERMS["late"])
+
+    def _push_alone(self, rank: int) -> None:
+        """One worker's step of the table `loose`."""
+        client = self._clients[rank]
+        client.wait(client.push_rows(self.tables["loose"][rank], *self._push("loose")))
 
     def _push(self, name: str) -> tuple[Rows, Rows]:
         if name == DENSE:
