@@ -223,7 +223,10 @@ def test_one_that_never_rests_is_refused_with_the_remedy(
 ) -> None:
     address, worker, table = changing
 
+    calls: list[int] = []
+
     def before() -> None:
+        calls.append(len(calls))
         push(worker, table, range(200, 310))
 
     with disturbed(tmp_path / "kept.json", address, before) as kept:
@@ -232,6 +235,7 @@ def test_one_that_never_rests_is_refused_with_the_remedy(
     assert ended.stderr.count("\n") == 1
     assert "of table 'moving' at 127.0.0.1:" in ended.stderr
     assert "pushed to each of the 20 times that it was read: end its workers" in ended.stderr
+    assert len(calls) == 2 * 20, "it is given up at the second answer"
     assert [each.name for each in tmp_path.iterdir()] == ["kept.json"]
 
 
