@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
 from ps_core.consistency import Consistency, Mode
 from ps_core.keys import AssignmentEpoch, Incarnation, RangeId
 from ps_core.ledger import Ending, Outcome
+from ps_core.rows import partition_of
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.work import at_once
@@ -24,6 +26,7 @@ from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.update_log.format import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log.reader import FORMAT_VERSION
 from ps_server.values.mutations import Assigned, Elements, KeptSum, Mutation, Put, SentAccumulator
+from ps_server.values.row_gradients import payload_of
 from ps_server.wire.replication_wire import log_record_messages
 from ps_server.wire.snapshot_wire import snapshot_messages
 from pushpull.v1 import replication_pb2, update_log_pb2
@@ -52,13 +55,14 @@ class Owner:
     held: tuple[Mutation, ...] = ()
 
     def __post_init__(self) -> None:
-        self.shards.add([ShardAdded(self.of, self.range_id, BLOCKS[self.range_id])])
+        self.blocks = self.of.blocks_by_range(RANGE_COUNT)[self.range_id]
+        self.shards.add([ShardAdded(self.of, self.range_id, self.blocks)])
         self._done = dict.fromkeys(range(2), 0)
-        self.copy: ShardCopy = fresh_copy(self.of, BLOCKS[self.range_id])
+        self.copy: ShardCopy = fresh_copy(self.of, self.blocks)
 
-    def twin(self) -> Owner:
+    def twin(self) -> Self:
         """Another server that has the same."""
-        found = Owner(self.range_id, self.of, self.term, self.number)
+        found = type(self)(self.range_id, self.of, self.term, self.number)
         found.shards.stores[self.of.table_id, self.range_id].restore(self._store.snapshot())
         found.copy = self.copy.twin()
         return found
@@ -68,7 +72,7 @@ class Owner:
         return self.shards.stores[self.of.table_id, self.range_id]
 
     def values(self) -> dict[int, bytes]:
-        return {b: bytes(self._store.read(b, None, None)[0]) for b in BLOCKS[self.range_id]}
+        return {b: bytes(self._store.read(b, None, None)[0]) for b in self.blocks}
 
     def update(
         self,
@@ -118,7 +122,7 @@ class Owner:
         parts += [Contributor(r, Incarnation(10 + r), (clock * 10,), True) for r in skipped]
         return Record(
             self.of.table_id, self.range_id, self.number + 1, clock, False,
-            tuple(sorted(parts)), (), BLOCKS[self.range_id],
+            tuple(sorted(parts)), (), self.blocks,
         )  # fmt: skip
 
     def _total(self, value: float) -> SentAccumulator:
@@ -126,7 +130,7 @@ class Owner:
         return SentAccumulator(
             tuple(
                 Elements(b, b"", rng.normal(value, 1.0, 64).astype("<f4").tobytes())
-                for b in BLOCKS[self.range_id]
+                for b in self.blocks
             )
         )
 
@@ -160,6 +164,72 @@ class Owner:
         assert self.shards.make(change) is None
         self.copy.take(delta)
         return log_record
+
+
+class RowsOwner(Owner):
+    """One of a table of rows; an update is of some rows of each partition, the most often of those
+    with low ids.
+    """
+
+    def _total(self, value: float) -> SentAccumulator:
+        rows = self.of.spec.rows
+        assert rows is not None
+        rng = np.random.default_rng(int(value * 1000) + self.range_id)
+        ids = np.unique((rng.zipf(1.2, 60) % 200).astype(np.uint64))
+        found = []
+        for block in self.blocks:
+            own = ids[[partition_of(int(each), rows) == block for each in ids]]
+            shape = len(own), self.of.spec.element_count
+            payload = payload_of(own, rng.normal(value, 1.0, shape).astype("<f4"))
+            found.append(Elements(block, b"", payload))
+        return SentAccumulator(tuple(found))
+
+    def turn_round(self) -> None:
+        """Have the rows and candidates in another order, as after a checkpoint or a copy."""
+        copy = self._store.snapshot()
+        blocks = []
+        for each in copy.blocks:
+            slots = dict(each.slots)
+            (ids_name,) = {"ids", "candidate_ids"} & slots.keys()
+            count = len(slots[ids_name]) // 8
+
+            def turned(payload: bytes, count: int = count) -> bytes:
+                return np.frombuffer(payload, np.uint8).reshape(count, -1)[::-1].tobytes()
+
+            if count:
+                slots = {name: turned(payload) for name, payload in slots.items()}
+                values = turned(each.values) if each.values else b""
+                each = each._replace(values=values, slots=tuple(slots.items()))
+            blocks.append(each)
+        self._store.restore(copy._replace(blocks=tuple(blocks)))
+
+    def rows(self) -> dict[str, dict[int, dict[str, bytes]]]:
+        """Everything by id: of rows, and of candidates that count."""
+        return by_id(self._store.saved(block).tensors for block in self.blocks)
+
+
+def by_id(
+    partitions: Iterable[Sequence[tuple[str, memoryview]]],
+) -> dict[str, dict[int, dict[str, bytes]]]:
+    """The arrays of each row, and of each candidate that counts, of some partitions."""
+    found: dict[str, dict[int, dict[str, bytes]]] = {"ids": {}, "candidate_ids": {}}
+    for named in partitions:
+        tensors = {name: bytes(payload) for name, payload in named}
+        for ids_name, own in found.items():
+            ids = np.frombuffer(tensors.get(ids_name, b""), np.uint64).tolist()
+            prefix = "candidate_" if ids_name != "ids" else ""
+            arrays = {
+                name: payload
+                for name, payload in tensors.items()
+                if name != ids_name and name.startswith("candidate_") == bool(prefix)
+            }
+            for at, row_id in enumerate(ids):
+                width = {name: len(payload) // len(ids) for name, payload in arrays.items()}
+                row = {n: p[at * width[n] : (at + 1) * width[n]] for n, p in arrays.items()}
+                if row.get("candidate_update_count") != bytes(4):
+                    assert row_id not in own
+                    own[row_id] = row
+    return found
 
 
 class WrittenLog:
