@@ -213,7 +213,7 @@ def _by_clock(changes: Sequence[ReplayedChange], reached: Mapping[ShardKey, Reac
             if decision.clock:
                 found.setdefault(decision.clock, _Gathered()).add(change, decision)
     lost = _leapt(changes)
-    begin_s = max(times, default=0.0)
+    begin_s = max(times, default=min((change.time_s for change in changes), default=0.0))
     versions = [Version(first, first, INITIAL if not first else None, first, begin_s)]
     history = History(True, placed, versions, [])
     for clock, gathered in sorted(found.items()):
