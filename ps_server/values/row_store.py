@@ -568,9 +568,9 @@ class RowStore:
         numbers, from number `first` on: an order that stays while the partition's version does.
         """
         partition = self._partition(block)
-        end = max(first, min(first + most, partition.index.count))
-        rows = self._stored_values(partition, np.arange(first, end))
-        return partition.index.ids[first:end].copy(), rows
+        count = partition.index.count
+        numbers = np.arange(min(first, count), min(first + most, count))
+        return partition.index.ids[numbers], self._stored_values(partition, numbers)
 
     def read(
         self, block: int, codec: Codec | None, clock: int | None

@@ -36,6 +36,7 @@ BSP_TERMS: dict[str, dict[str, Any]] = {
         "optimizer": ps.FTRL(lr=0.2, l1=0.01), "init": ps.Uniform(1.0), "partitions": 3,
         "max_rows": 60, "evict_after": 9, "admit_after": 2, "eviction": "lfu",
     },
+    "rounded": {"optimizer": ps.Adam(lr=0.1), "partitions": 3, "storage": "int8"},
     "late": {"optimizer": ps.Adam(lr=0.05), "partitions": 2, "seed": 7},
 }  # fmt: skip
 """Tables that a twin trains, too; `late` is made after the kill."""

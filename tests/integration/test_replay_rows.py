@@ -95,7 +95,7 @@ def test_it_is_what_a_checkpoint_has(logged: LoggedRows, which: int, tmp_path: P
     clock = (BEFORE, AFTER)[which]
     torn = "each partition at its version in the checkpoint"
     clocks = {
-        **dict.fromkeys(("weights", "plain", "pruned", "wide"), f"at clock {clock}"),
+        **dict.fromkeys(("weights", "plain", "pruned", "rounded", "wide"), f"at clock {clock}"),
         "loose": torn,
         "turned": (torn, f"at clock {clock}")[which],
         "late": f"at clock {AFTER - KILLED}",
@@ -289,7 +289,7 @@ def test_another_update_is_seen(logged: LoggedRows, copied: Path, tmp_path: Path
     assert len(lines) == 2, ended.stdout
     for line, array in zip(lines, ("sum", "values"), strict=True):
         assert re.fullmatch(f"plain: 1 rows differ in {array}, {where}", line), line
-    assert len(ended.stdout.splitlines()) == 2 + 6
+    assert len(ended.stdout.splitlines()) == 2 + len(TABLES)
 
 
 def test_a_snapshot_that_updates_do_not_make_is_an_error(

@@ -12,7 +12,7 @@ from ps_core.keys import RangeId, TableId
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import Eviction, RowsSpec, TableSpec
+from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_server.replay.replayer import Replay, read_run
 from tests.unit.written_logs import LEFT, RIGHT, RowsOwner, WrittenLog, by_id
 
@@ -26,6 +26,8 @@ def table(kind: OptimizerKind, rows: RowsSpec = ROWS) -> Table:
     spec = TableSpec("users", DType.FLOAT32, 5, OptimizerSpec(kind), rows=rows)
     return Table(TableId(1), 0, spec.validated())
 
+
+ROUNDED = replace(ROWS, storage=RowStorage.INT8)
 
 FTRL = table(OptimizerKind.FTRL, PRUNED)
 
@@ -43,7 +45,7 @@ def check_all(again: Replay, *owners: RowsOwner) -> None:
     assert again.row_count == sum(len(owner.rows()["ids"]) for owner in owners)
 
 
-@pytest.mark.parametrize("rows", [ROWS, PRUNED], ids=["all", "pruned"])
+@pytest.mark.parametrize("rows", [ROWS, PRUNED, ROUNDED], ids=["all", "pruned", "rounded"])
 @pytest.mark.parametrize(
     "kind",
     [
