@@ -26,7 +26,10 @@ IDS, DIM = 600, 64
 NORM = 0.05
 """Of the clipped gradients: all are longer."""
 
-BOUND_MB = 1
+BOUND_MB = 2
+"""So small that a server with two of the three partitions begins a segment in each timeline, and so
+large that none goes.
+"""
 
 
 class Taste(nn.Module):
@@ -171,8 +174,12 @@ def test_a_log_whose_beginning_is_gone_begins_with_snapshots(
 ) -> None:
     """As when the bound has dropped it: the rows come from these."""
     copied = Path(shutil.copytree(restored.logs, tmp_path / "logs"))
-    for directory in copied.iterdir():
-        segments = sorted(directory.glob("*.log"))
-        assert len(segments) > 1
-        segments[0].unlink()
+    by_server = [sorted(directory.glob("*.log")) for directory in copied.iterdir()]
+    *earlier, newest = max(by_server, key=len)
+    assert len(earlier) > 1, "one of the timeline before, and one of this"
+    for segment in earlier:
+        segment.unlink()
     check_export(copied, "users", restored.pulled[0], tmp_path)
+    first = run_here("replay", str(copied), "--table", "users", cwd=tmp_path)
+    assert "the log has versions 4 to " not in first.stdout
+    assert newest.exists()
