@@ -83,6 +83,9 @@ class Replay:
         tables: of the run, which are replayed together.
         by_clock: arrange the changes by their clocks, whatever the tables' consistency is.
 
+    Raises:
+        InvalidUpdateLog: the logs have nothing of the tables.
+
     Attributes:
         history: versions of the tables.
         made_count: changes that were made.
@@ -95,6 +98,12 @@ class Replay:
         self._tables = {table.table_id: table for table in tables}
         self._range_count = run.range_count
         self._reached = {k: each for k, each in run.reached.items() if k[0] in self._tables}
+        if not self._reached:
+            names = ", ".join(f"'{table.title}'" for table in tables)
+            raise InvalidUpdateLog(
+                f"the logs have no range of {names} from its beginning, or from a snapshot on: "
+                "what they had went with the oldest updates"
+            )
         changes = [change for change in run.changes if change.place[0] in self._tables]
         self.history = history_of(changes, self._reached)
         self._changes = arranged_by_clock(changes) if by_clock else self.history.changes

@@ -7,6 +7,8 @@ Rules:
     - The newest of several runs in one directory is read.
     - A range begins with the first BEGIN, or whole SNAPSHOT, that is left. It goes on from one term
       of a primary to the next, in whichever log that is.
+    - A table that is not in the snapshot with which a range begins comes later, or was removed: of
+      one that was there before, and of which nothing follows, the logs have nothing in that range.
     - Nobody saw the records of a term beyond the snapshot of the next: they are left out.
     - Changes of one server are in the order of its log. Those of two are in the order of their
       frames' times, as far as VER-1 allows.
@@ -90,11 +92,12 @@ class _ReadSnapshot(NamedTuple):
 
 @dataclass(slots=True)
 class ServerLog:
-    """One server's log."""
+    """One server's log. `table_orders` are the positions of its tables in it."""
 
     path: Path
     contents: LogContents
     tables: dict[TableId, Table] = field(default_factory=dict)
+    table_orders: dict[TableId, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -212,6 +215,7 @@ def _events(index: int, log: ServerLog) -> Iterator[tuple[RangeId, _Event | None
             elif head.kind is FrameKind.TABLE:
                 table = wire.table_from_proto(types_pb2.Table.FromString(bytes(frame.payload)))
                 log.tables.setdefault(table.table_id, table)
+                log.table_orders.setdefault(table.table_id, order)
             elif head.kind in (FrameKind.BEGIN, FrameKind.TAKEN_OVER):
                 mark = update_log_pb2.UpdateLogRange.FromString(bytes(frame.payload))
                 event = _Event(mark.term, index, order, mark.number, time_s, (frame,), head.kind)
@@ -280,13 +284,18 @@ class _Chain:
         self._number: int | None = None  # of the newest log record; None before a beginning
         self._term = 0
         self._is_cut = False  # the term's begin is in no log
+        self._has_all = False  # the range's own begin is in a log
         self._settings: dict[ShardKey, dict[int, Consistency]] = {}  # as in `RangeFacts`
+        self._first_orders: dict[int, int] = {}  # of the range's events, by log
         self._found: list[tuple[int, _Keyed]] = []  # by the number of their log record
         self._reached: dict[ShardKey, list[tuple[int, int, Done]]] = {}
 
     def read(self, events: Sequence[_Event]) -> list[_Keyed]:
         """Changes of the range in their order, with their keys."""
         for event in events:
+            if self._number is not None or not isinstance(event.read, _ReadRecord):
+                first = event.order - len(event.frames) + 1
+                self._first_orders.setdefault(event.log, first)
             match event.read:
                 case _ReadSnapshot():
                     self._snapshot(event, event.read)
@@ -300,7 +309,7 @@ class _Chain:
 
     def _mark(self, event: _Event, kind: FrameKind) -> None:
         if kind is FrameKind.BEGIN and self._number is None:
-            self._number = event.number
+            self._number, self._has_all = event.number, True
         elif self._number is not None and self._number != event.number:
             self._refuse(event, f"it goes on from log record {event.number}, after {self._number}")
         self._term, self._is_cut = event.term, False
@@ -339,7 +348,7 @@ class _Chain:
         origin = Origin.SAME if before == event.number else Origin.JUMP
         has_updates = any(d.clock for _, (_, change) in self._found for d in change.decisions)
         if before is None or (origin is Origin.JUMP and not has_updates):
-            origin, self._found = Origin.BEGIN, []
+            origin, self._found, self._has_all = Origin.BEGIN, [], False
         elif origin is Origin.JUMP:
             self._run.lost_count += event.number - before
         self._number, self._term, self._is_cut = event.number, event.term, False
@@ -376,12 +385,21 @@ class _Chain:
             if self._range_id not in table.blocks_by_range(self._run.range_count):
                 continue
             place = table.table_id, self._range_id
+            if place not in self._reached and not self._comes_later(table.table_id):
+                continue
             first_clock = table.restored_clock or 0
             reached = Reached(first_clock, first_clock)
             for _, clock, done in self._reached.get(place, ()):
                 reached.clock = clock
                 reached.done.update(done)
             self._run.reached[place] = reached
+
+    def _comes_later(self, table_id: TableId) -> bool:
+        """True if a table of which the range has nothing was made after the range began."""
+        logs, firsts = self._run.logs, self._first_orders.items()
+        return self._has_all or any(
+            logs[log].table_orders.get(table_id, -1) > first for log, first in firsts
+        )
 
 
 def _merged(keyed: Iterable[_Keyed]) -> list[ReplayedChange]:

@@ -188,3 +188,32 @@ def test_a_snapshot_with_something_else_is_an_error(what: str, tmp_path: Path) -
     again = replayed(tmp_path, FTRL)
     with pytest.raises(InvalidUpdateLog, match="table 'users' is other than what its updates make"):
         again.go_to(10**6)
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+def test_a_table_whose_beginning_is_gone_is_not_taken_for_a_new_one(
+    is_later: bool, tmp_path: Path
+) -> None:
+    """Its run was removed before the snapshot with which the log begins. One that was made after
+    it has no rows yet.
+    """
+    other = replace(FTRL, table_id=TableId(2), spec=replace(FTRL.spec, name="others"))
+    owner = RowsOwner(LEFT, FTRL)
+    for clock in range(1, 5):
+        owner.update(clock, (0, 1), clock / 7)
+    log = WrittenLog(tmp_path, FTRL)
+    if not is_later:
+        log.table(other)
+    log.snapshot(owner)
+    if is_later:
+        log.table(other)
+    log.record(owner.update(5, (0, 1), 1.0))
+    check_all(replayed(tmp_path, FTRL), owner)
+    if is_later:
+        assert replayed(tmp_path, other).row_count == 0
+        return
+    with pytest.raises(InvalidUpdateLog, match="no range of 'others' from its beginning"):
+        replayed(tmp_path, other)
+    both = Replay(read_run(tmp_path), [FTRL, other])
+    with pytest.raises(InvalidUpdateLog, match="of table 'others' is in: give the directory"):
+        next(both.by_range(other))
