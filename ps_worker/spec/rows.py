@@ -40,20 +40,16 @@ class RowPiece(NamedTuple):
         return self.ids[begin:end].tobytes()
 
 
-class RowBatch(NamedTuple):
+class CutIds(NamedTuple):
     """Distinct ids, partition by partition.
 
     Shapes:
         ids: (n,), ascending within a partition.
         spans: partition -> [begin, end) of its ids.
-        places: for each given id, in order, its place in `ids`.
-        groups: the given ids, grouped in the order of `ids`.
     """
 
     ids: Ids
     spans: dict[int, tuple[int, int]]
-    places: npt.NDArray[np.int64]
-    groups: Groups
 
     def pieces(self, most: int) -> Iterator[RowPiece]:
         """The ids in pieces of at most `most`."""
@@ -65,6 +61,34 @@ class RowBatch(NamedTuple):
                 if low < end and high > begin
             }
             yield RowPiece(begin, self.ids[begin:end], spans)
+
+
+class RowBatch(NamedTuple):
+    """The distinct ids of a batch, partition by partition.
+
+    Shapes:
+        ids, spans: as of `CutIds`.
+        places: for each given id, in order, its place in `ids`.
+        groups: the given ids, grouped in the order of `ids`.
+    """
+
+    ids: Ids
+    spans: dict[int, tuple[int, int]]
+    places: npt.NDArray[np.int64]
+    groups: Groups
+
+    def pieces(self, most: int) -> Iterator[RowPiece]:
+        """As of `CutIds`."""
+        return CutIds(self.ids, self.spans).pieces(most)
+
+    def only(self, which: npt.NDArray[np.int64]) -> CutIds:
+        """Some of the ids, by ascending places in `ids`."""
+        spans = {}
+        for block, (begin, end) in self.spans.items():
+            low, high = np.searchsorted(which, (begin, end)).tolist()
+            if low < high:
+                spans[block] = low, high
+        return CutIds(self.ids[which], spans)
 
 
 def rows_of(table: Table) -> RowsSpec:
