@@ -337,6 +337,14 @@ class WorkerMetrics:
             "pushpull_worker_pull_duration_seconds",
             "From a pull's call to its last block, waits included.",
         )
+        self.cache_hits = counter(
+            "pushpull_worker_cache_hits_total",
+            "Distinct rows of batches that caches of Embeddings had (cache_rows).",
+        )
+        self.cache_misses = counter(
+            "pushpull_worker_cache_misses_total",
+            "Distinct rows of batches that caches of Embeddings did not have, or only too old.",
+        )
         self.resent_entries = counter(
             "pushpull_worker_resent_entries_total",
             "Entries sent again, by the reason's error code.",

@@ -34,7 +34,7 @@ from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
-from ps_worker.spec.rows import MAX_PULLED_COUNT, RowBatch
+from ps_worker.spec.rows import MAX_PULLED_COUNT, CutIds, RowBatch
 from ps_worker.spec.settings import (
     Layout,
     RowsOptions,
@@ -223,9 +223,15 @@ class ClientTables:
         return connection.asked(changing, deadline_s).after_clock
 
     def consistency_of(self, table: TableHandle) -> Consistency:
+        return self.newest(table).consistency
+
+    def newest(self, table: TableHandle) -> Table:
+        """The table as the newest view has it; TableNotFound if it was removed, and the error that
+        ended this worker's session, if one did.
+        """
         self._connection.check_usable()
         check_handle(table)
-        return self._engine.view.table(table.table.table_id).consistency
+        return self._engine.view.table(table.table.table_id)
 
     def why_no_edit(self, table: TableHandle) -> str:
         """The reason why the next step of a table cannot be an edit; empty if it can."""
@@ -388,26 +394,26 @@ class Pulls:
     def start_rows(
         self,
         table: TableHandle,
-        batch: RowBatch,
+        cut: RowBatch | CutIds,
         timeout_s: float | None = None,
         *,
         clock: int | None = None,
     ) -> PullTicket[npt.NDArray[Any]]:
-        """Begin to pull the rows of a batch, at this worker's clock unless another one is given.
-        Shapes: of the values: (n, length), in the order of `batch.ids`.
+        """Begin to pull the rows of ids, at this worker's clock unless another one is given.
+        Shapes: of the values: (n, length), in the order of `cut.ids`.
         """
         self._connection.check_usable()
         self._tables.check_own(table)
         length = table.element_count
         row_bytes = length * element_bytes(table.dtype)
-        values = np.empty((len(batch.ids), length), table.dtype.value)
+        values = np.empty((len(cut.ids), length), table.dtype.value)
         raw = values.view(np.uint8).reshape(-1)
         most = min(MAX_PULLED_COUNT, limits.MAX_PULLED_ROW_BYTES // row_bytes)
         whole = self._order(table, raw[:0], Region(0, 0, (0,)), timeout_s)
         if clock is not None:
             whole = replace(whole, clock=clock)
         orders = []
-        for piece in batch.pieces(most):
+        for piece in cut.pieces(most):
             begin = piece.begin * row_bytes
             part = raw[begin : begin + len(piece.ids) * row_bytes]
             orders.append(replace(whole, raw=part, ids=piece))

@@ -187,6 +187,13 @@ class RowsOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
+class EmbeddingOptions(RowsOptions, total=False):
+    """The keyword arguments of `Embedding`, which describes those that are not of the table."""
+
+    cache_rows: int
+    cache_steps: int
+
+
 TABLE_DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "reduction": "mean",

@@ -4,22 +4,30 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ps_core.consistency import Mode, StalePolicy
+from ps_core.consistency import StalePolicy
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.rows import Ids
 from ps_core.tables.optimizers import OptimizerSpec
+from ps_runtime.system.capacity import memory_bytes
 from ps_worker.client.client import Client
-from ps_worker.spec.rows import RowBatch, cut_ids, ids_of, rows_of
-from ps_worker.spec.settings import Normal, RowsOptions, SupportsSpec, consistency_of
-from ps_worker.steps.steps import PullTicket, StepResult
+from ps_worker.spec.row_cache import RowCache, cached_row_bytes, check_cache, may_lag
+from ps_worker.spec.rows import cut_ids, ids_of, rows_of
+from ps_worker.spec.settings import (
+    EmbeddingOptions,
+    Normal,
+    RowsOptions,
+    SupportsSpec,
+    consistency_of,
+)
+from ps_worker.steps.steps import StepResult, TableHandle
+from ps_worker.training.row_pulls import RowPull, RowPulls
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.trained_rows import TrainedRows
 
@@ -32,9 +40,9 @@ class _Ahead:
     """A pull before the step that looks its rows up."""
 
     ids: Ids
-    batch: RowBatch
-    clock: int | None  # after which they are looked up; None: at any
-    ticket: PullTicket[npt.NDArray[Any]]
+    clock: int  # of which the rows are
+    is_late: bool  # they are for the step after the next one, which may lack it
+    pull: RowPull
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,8 +50,7 @@ class Lookup:
     """The rows of a forward pass, on their way."""
 
     ids: Tensor
-    batch: RowBatch
-    ticket: PullTicket[npt.NDArray[Any]]
+    pull: RowPull
     is_prefetched: bool
 
 
@@ -63,20 +70,31 @@ class Embedding(torch.nn.Module):
     Attributes:
         hyperparameters: the optimizer's, of the steps from now on, such as `{"lr": 0.1}`; the
             table's fill in.
+        cache_hit_count, cache_miss_count: distinct rows of batches that the cache had, and that
+            were pulled.
 
     Args:
-        client: a worker's, or a reader's, which opens the table and only looks rows up.
+        client: a worker's, or a reader's, which opens the table, only looks rows up, and caches
+            none.
         name: of the table.
         dim: elements of a row.
         optimizer, options: as of `Client.create_embedding`; `init` is `Normal(1.0)`, as torch's,
             unless it is given.
         hashed_ids: negative ids are hashes: their bits count.
+        cache_rows (int, 0): keep so many pulled rows in this worker's memory, in whole eighths;
+            each takes its elements and 24 bytes. Those that were looked up the longest ago make
+            way. 0: none. Not with a policy for stale steps.
+        cache_steps (int, 0): look a row up in the cache in up to so many steps after the one for
+            which it was pulled. It may then lack that many of the newest steps, this worker's own
+            among them. 0: only in the step for which it was pulled, and as new as without a cache.
+            Above 0 only under ASP.
 
     Shapes:
         ids: any, of whole numbers; the result has `dim` elements behind, on the device of the ids.
 
     Raises:
-        InvalidConfig: a setting that `Client.create_embedding` refuses, or backup workers.
+        InvalidConfig: a setting that `Client.create_embedding` refuses, or backup workers; a cache
+            that is larger than memory, or staler than the consistency allows.
 
     Blocking: `__init__` as `Client.create_embedding`; `forward` as `Client.pull_rows`; `step` until
         the update is there: under BSP every worker has taken part.
@@ -90,11 +108,13 @@ class Embedding(torch.nn.Module):
         *,
         optimizer: SupportsSpec | OptimizerSpec,
         hashed_ids: bool = False,
-        **options: Unpack[RowsOptions],
+        **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
         self._client = client
+        cache_rows, step_count = options.pop("cache_rows", 0), options.pop("cache_steps", 0)
         if client.is_reader:
+            cache_rows = 0
             self.table = client.table(name)
         else:
             setting = consistency_of(options.get("consistency", client.consistency))
@@ -104,12 +124,15 @@ class Embedding(torch.nn.Module):
                     "skips clocks on all tables alike, which an Embedding does not: expected BSP "
                     "without them, SSP or ASP"
                 )
+            check_cache(name, cache_rows, step_count, setting)
             options.setdefault("init", Normal(1.0))
-            self.table = client.create_embedding(name, dim, optimizer=optimizer, **options)
+            table_options = cast("RowsOptions", options)  # without those that were taken out
+            self.table = client.create_embedding(name, dim, optimizer=optimizer, **table_options)
             if client.is_late_joiner:
                 client.tables.join([self.table])
         self._rows = rows_of(self.table.table)
         self._hashed_ids = hashed_ids
+        self._pulls = RowPulls(client, self.table, _cache_of(self.table, cache_rows), step_count)
         self.trained = TrainedRows(client, self.table)
         self._ahead: deque[_Ahead] = deque()
 
@@ -128,6 +151,16 @@ class Embedding(torch.nn.Module):
         """The elements of a row."""
         return self.table.element_count
 
+    @property
+    def cache_hit_count(self) -> int:
+        """The distinct rows of batches that the cache had."""
+        return self._pulls.hit_count
+
+    @property
+    def cache_miss_count(self) -> int:
+        """The distinct rows of batches that the cache did not have, or only too old."""
+        return self._pulls.miss_count
+
     def forward(self, ids: Tensor) -> Tensor:
         """The rows of these ids."""
         places, rows = self.end_lookup(self.begin_lookup(ids))
@@ -143,47 +176,49 @@ class Embedding(torch.nn.Module):
 
         Blocking: no.
         """
-        setting = self._client.consistency_of(self.table)
-        if self._client.is_reader or setting.policy is not StalePolicy.ACCEPT:
+        seen, clock = self._client.tables.newest(self.table), self.table.clock
+        if self._client.is_reader or seen.consistency.policy is not StalePolicy.ACCEPT:
             return
         given = ids_of(ids, hashed_ids=self._hashed_ids)
         batch = cut_ids(given, self._rows)
-        is_asynchronous = setting.mode is Mode.ASP
-        clock = self.table.clock if is_asynchronous else self.table.clock + 1
-        ticket = self._client.pulls.start_rows(self.table, batch, clock=clock)
-        ahead = _Ahead(given.copy(), batch, None if is_asynchronous else clock, ticket)
+        is_late = may_lag(seen, clock)
+        asked_clock = clock if is_late else clock + 1
+        pull = self._pulls.start(batch, asked_clock, step_clock=clock + 1)
         while len(self._ahead) >= _AHEAD_COUNT:
-            self._ahead.popleft().ticket.future.cancel()
-        self._ahead.append(ahead)
+            self._ahead.popleft().pull.cancel()
+        self._ahead.append(_Ahead(given.copy(), asked_clock, is_late, pull))
 
-    def _prefetched(self, given: Ids) -> _Ahead | None:
-        """The pull that was begun for these ids, and for this clock."""
+    def _prefetched(self, given: Ids, clock: int) -> RowPull | None:
+        """The pull that was begun for these ids, and may be used in the step after `clock`."""
         for ahead in self._ahead:
-            if ahead.clock in (None, self.table.clock) and np.array_equal(ahead.ids, given):
+            is_due = ahead.clock == clock or (
+                ahead.is_late and may_lag(self._client.tables.newest(self.table), clock)
+            )
+            if is_due and np.array_equal(ahead.ids, given):
                 self._ahead.remove(ahead)
-                return ahead
+                return ahead.pull
         return None
 
     def begin_lookup(self, ids: Tensor) -> Lookup:
         """Begin to pull the rows of these ids, unless `prefetch` has; `end_lookup` has them."""
-        given = ids_of(ids, hashed_ids=self._hashed_ids)
-        ahead = self._prefetched(given)
-        if ahead is not None:
-            return Lookup(ids, ahead.batch, ahead.ticket, is_prefetched=True)
-        batch = cut_ids(given, self._rows)
-        ticket = self._client.pulls.start_rows(self.table, batch)
-        return Lookup(ids, batch, ticket, is_prefetched=False)
+        given, clock = ids_of(ids, hashed_ids=self._hashed_ids), self.table.clock
+        pull = self._prefetched(given, clock)
+        if pull is not None:
+            self._pulls.renew(pull, clock)
+            return Lookup(ids, pull, is_prefetched=True)
+        pull = self._pulls.start(cut_ids(given, self._rows), clock)
+        return Lookup(ids, pull, is_prefetched=False)
 
     def end_lookup(self, lookup: Lookup) -> tuple[Tensor, Tensor]:
         """The place of each id, in its shape, among the rows that were pulled, and these."""
-        batch, device = lookup.batch, lookup.ids.device
+        batch, device = lookup.pull.batch, lookup.ids.device
         try:
-            pulled = self._client.wait(lookup.ticket)
+            pulled = self._pulls.finish(lookup.pull)
         except WaitExpired:
             if not lookup.is_prefetched:
                 raise
             # The time of a prefetch began before the last step.
-            pulled = self._client.wait(self._client.pulls.start_rows(self.table, batch))
+            pulled = self._pulls.finish(self._pulls.start(batch, self.table.clock))
         rows = torch.from_numpy(pulled).to(device)
         if torch.is_grad_enabled() and not self._client.is_reader:
             self.trained.watch(batch, rows)
@@ -228,8 +263,21 @@ class Embedding(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The table, for `print(model)`."""
-        return f"{self.table.name!r}, {self.embedding_dim}"
+        """The table and the cache, for `print(model)`."""
+        return f"{self.table.name!r}, {self.embedding_dim}{self._pulls.cache_words}"
+
+
+def _cache_of(table: TableHandle, row_count: int) -> RowCache | None:
+    """A cache of so many rows of a table; None for 0. InvalidConfig if memory does not hold it."""
+    if not row_count:
+        return None
+    row_bytes = cached_row_bytes(table.table)
+    if row_count * row_bytes > memory_bytes():
+        raise InvalidConfig(
+            f"cache_rows of table '{table.name}' is {row_count}, {row_count * row_bytes} bytes; "
+            f"expected fewer than this machine's memory, {memory_bytes()} bytes, holds"
+        )
+    return RowCache(row_count, table.element_count, table.dtype.value)
 
 
 class EmbeddingBag(Embedding):

@@ -244,10 +244,10 @@ def test_the_pulls_of_all_tables_are_under_way_before_one_is_waited_for(client: 
     class Noticed(deque[Any]):
         def remove(self, value: Any) -> None:
             super().remove(value)
-            asked.set_result(np.ones((len(ahead.batch.ids), 4), np.float32))
+            asked.set_result(np.ones((len(pull.batch.ids), 4), np.float32))
 
-    ahead = first._ahead.pop()
-    first._ahead.append(replace(ahead, ticket=ps.PullTicket(first.table.table, asked)))
+    pull = first._ahead[0].pull
+    pull.parts[0] = replace(pull.parts[0], ticket=ps.PullTicket(first.table.table, asked))
     last._ahead = Noticed(last._ahead)
     with torch.no_grad():
         found = model(features)

@@ -357,11 +357,12 @@ def test_rows_prefetched_for_another_clock_or_too_long_ago_are_pulled_again(
     assert len(rows._ahead) == 1
     rows.prefetch(ids)
     rows.step()
-    ahead = rows._ahead.pop()
-    rows._ahead.clear()
+    while len(rows._ahead) > 1:
+        rows._ahead.popleft()
     expired: Future[Any] = Future()
     expired.set_exception(ps.WaitExpired("too long ago"))
-    rows._ahead.append(replace(ahead, ticket=ps.PullTicket(rows.table.table, expired)))
+    parts = rows._ahead[0].pull.parts
+    parts[0] = replace(parts[0], ticket=ps.PullTicket(rows.table.table, expired))
     assert rows(ids).eq(-1.0).all()
     assert not rows._ahead
     damped = ps.Embedding(client, "damped", DIM, optimizer=ps.SGD(), consistency="asp:divide")

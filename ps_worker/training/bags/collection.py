@@ -15,7 +15,7 @@ from torch import Tensor
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.tables.optimizers import OptimizerSpec
 from ps_worker.client.client import Client
-from ps_worker.spec.settings import RowsInitial, RowsOptions, SupportsSpec, Uniform
+from ps_worker.spec.settings import EmbeddingOptions, RowsInitial, SupportsSpec, Uniform
 from ps_worker.training.bags.jagged import KeyedTensor, SupportsBags, bounds_of, counts_per_key
 from ps_worker.training.embedding import EmbeddingBag
 
@@ -82,7 +82,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         optimizer: SupportsSpec | OptimizerSpec,
         hashed_ids: bool = False,
         per_table: Mapping[str, Mapping[str, Any]] | None = None,
-        **options: Unpack[RowsOptions],
+        **options: Unpack[EmbeddingOptions],
     ) -> None:
         super().__init__()
         own = per_table or {}
