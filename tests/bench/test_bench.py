@@ -40,7 +40,7 @@ def undocumented_keys(name: str, document: dict[str, Any]) -> set[str]:
     """Keys that the benchmark's section of the page does not name."""
     page = (ROOT / "docs/reference/BENCHMARKS.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    rows = [*document["rows"], *document.get("compared", ())]
+    rows = [*document["rows"], *document.get("compared", ()), *document.get("zipf", ())]
     keys = set(document.get("ceilings", ())).union(*rows)
     return keys - set(re.findall(r"`(\w+)`", section))
 
@@ -168,6 +168,14 @@ def test_sparse_stands_beside_one_core_and_torch_rpc(tmp_path: Path) -> None:
         assert row["m_rows_s"] / ceiling == pytest.approx(row["of_core"], rel=0.5)  # of two legs
         peer = document["ceilings"][f"torch_rpc_tcp_{row['call']}_{row['in_flight']}_m_rows_s"]
         assert row["m_rows_s"] / peer == pytest.approx(row["over_torch_rpc_tcp"], rel=0.5)
+    keys = ("partitions", "lane", "in_flight")
+    found = [tuple(row[key] for key in keys) for row in document["zipf"]]
+    assert found == list(itertools.product((1, 16), LANES, (1, 4)))
+    for row in document["zipf"]:
+        assert all_positive(row)
+        assert 0.3 < row["hit_rate"] < 0.6
+        ratio = row["cached_m_rows_s"] / row["uniform_m_rows_s"]
+        assert ratio == pytest.approx(row["cached_over_uniform"], rel=0.01)
 
 
 def test_rows_are_exact_after_the_death_of_a_server(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.distributed import rpc
 import ps_worker as ps
 from ps_cli.bench.contenders.child import Actions
 from ps_cli.bench.contenders.torch_rpc import SERVER, joined
+from ps_cli.bench.contenders.zipf import ZipfIds
 from ps_core.keys import TableId
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
@@ -37,6 +39,8 @@ CALL_COUNT = 10
 """Batches of one run."""
 
 IN_FLIGHT_COUNT = 4
+CACHE_STEP_COUNT = 16
+MAX_CACHED_ROW_COUNT = 100_000
 LEARNING_RATE = 0.01
 SCALE = 0.1
 
@@ -95,19 +99,73 @@ def _actions(
     }
 
 
+def cached_row_count(row_count: int) -> int:
+    """The rows that a worker caches: a tenth, and not too many."""
+    return min(row_count // 10, MAX_CACHED_ROW_COUNT)
+
+
+class _Lookups:
+    """Lookups of batches that are drawn by Zipf's law, with as many steps."""
+
+    def __init__(self, embedding: ps.Embedding, ids: ZipfIds, earlier_count: int = 0) -> None:
+        self._embedding = embedding
+        self._ids = ids
+        self._earlier_count = earlier_count
+
+    def timed(self, in_flight_count: int) -> float:
+        """Look CALL_COUNT batches up, so many at once; the seconds without those of the steps, and
+        of some batches before, after which a cache has as much as it keeps.
+        """
+        for _ in range(self._earlier_count):
+            self._look_up([self._next()])
+        batches = [self._next() for _ in range(CALL_COUNT)]
+        return sum(
+            self._look_up(batches[begin : begin + in_flight_count])
+            for begin in range(0, CALL_COUNT, in_flight_count)
+        )
+
+    def _next(self) -> torch.Tensor:
+        return torch.from_numpy(self._ids.next(BATCH_COUNT))
+
+    def _look_up(self, batches: list[torch.Tensor]) -> float:
+        embedding = self._embedding
+        began_s = time.perf_counter()
+        with torch.no_grad():
+            for lookup in [embedding.begin_lookup(ids) for ids in batches]:
+                places, rows = embedding.end_lookup(lookup)
+                rows.numpy().take(places.numpy(), axis=0)
+        taken_s = time.perf_counter() - began_s
+        for _ in batches:
+            embedding.step()
+        return taken_s
+
+    def counts(self) -> tuple[int, int]:
+        """Hits and misses of the cache so far."""
+        return self._embedding.cache_hit_count, self._embedding.cache_miss_count
+
+
 @contextlib.contextmanager
 def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> Iterator[Actions]:
-    """A worker of a cluster, whose table has `row_count` rows when it is ready."""
-    batches = Batches(int(row_count))
+    """A worker of a cluster, whose table has `row_count` rows when it is ready; "counts" are hits
+    and misses of its cache.
+    """
+    batches, zipf = Batches(int(row_count)), ZipfIds(int(row_count))
     with ps.connect(scheduler, rank=0, lane=lane) as client:
-        table = client.create_embedding(
-            "rows",
-            LENGTH,
-            optimizer=ps.RowwiseAdagrad(lr=LEARNING_RATE),
-            init=ps.Uniform(SCALE),
-            partitions=int(partition_count),
-            consistency=ps.ASP(),
-        )
+
+        def opened(cache_rows: int = 0, cache_steps: int = 0) -> ps.Embedding:
+            return ps.Embedding(
+                client,
+                "rows",
+                LENGTH,
+                optimizer=ps.RowwiseAdagrad(lr=LEARNING_RATE),
+                init=ps.Uniform(SCALE),
+                partitions=int(partition_count),
+                consistency=ps.ASP(),
+                cache_rows=cache_rows,
+                cache_steps=cache_steps,
+            )
+
+        table = opened().table
         for ids in batches.filling():
             client.wait(client.push_rows(table, ids, batches.gradient[: len(ids)]))
         spec = rows_of(table.table)
@@ -123,7 +181,15 @@ def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> I
         def start_push(ids: npt.NDArray[np.int64]) -> ps.PushTicket:
             return client.push_rows(table, ids, batches.gradient)
 
-        yield _actions((start_pull, end_pull), (start_push, client.wait), batches)
+        plain = _Lookups(opened(), zipf)
+        with_cache = opened(cached_row_count(int(row_count)), CACHE_STEP_COUNT)
+        cached = _Lookups(with_cache, zipf, CACHE_STEP_COUNT)
+        yield {
+            **_actions((start_pull, end_pull), (start_push, client.wait), batches),
+            **{f"zipf {count}": partial(plain.timed, count) for count in (1, IN_FLIGHT_COUNT)},
+            **{f"cached {count}": partial(cached.timed, count) for count in (1, IN_FLIGHT_COUNT)},
+            "counts": cached.counts,
+        }
 
 
 # --- torch RPC

@@ -1,4 +1,8 @@
-"""Pull and push of rows of an embedding table, in millions of rows a second."""
+"""Pull and push of rows of an embedding table, in millions of rows a second.
+
+Ids are uniform, except of the pulls that a cache at the worker is measured with: these follow
+Zipf's law. A row counts each time that an id comes, in both.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,21 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table as TextTable
 
 from ps_cli.bench.contenders import contenders
-from ps_cli.bench.contenders.child import started
+from ps_cli.bench.contenders.child import Child, started
 from ps_cli.bench.contenders.contenders import Pair
-from ps_cli.bench.contenders.rows import BATCH_COUNT, CALL_COUNT, IN_FLIGHT_COUNT, LENGTH
+from ps_cli.bench.contenders.rows import (
+    BATCH_COUNT,
+    CACHE_STEP_COUNT,
+    CALL_COUNT,
+    IN_FLIGHT_COUNT,
+    LENGTH,
+    cached_row_count,
+)
+from ps_cli.bench.contenders.zipf import EXPONENT
 from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
 from ps_cli.bench.settings import BenchSettings
 from ps_core import limits
@@ -28,6 +41,8 @@ PARTITION_COUNTS = (1, limits.DEFAULT_PARTITION_COUNT)
 
 _CEILINGS = {"pull": "gather", "push": "add"}
 _PEERS = {"torch_rpc": "own", "torch_rpc_tcp": "tcp"}
+_ZIPF_CALLS = [(name, count) for name in ("zipf", "cached") for count in (1, IN_FLIGHT_COUNT)]
+_HIT_RATE = "hit rate"
 _CALLS = [(verb, count) for verb in VERBS for count in (1, IN_FLIGHT_COUNT)]
 _BYTES_PER_ROW = 1.2 * 4 * LENGTH
 """Memory of a contender, with its index and its state."""
@@ -54,6 +69,9 @@ def sparse(settings: BenchSettings) -> dict[str, Any]:
             "row_elements": LENGTH,
             "batch_ids": BATCH_COUNT,
             "batches_per_run": CALL_COUNT,
+            "zipf_exponent": EXPONENT,
+            "cache_rows": cached_row_count(row_count),
+            "cache_steps": CACHE_STEP_COUNT,
             "round_count": settings.round_count,
         },
         "ceilings": {
@@ -68,6 +86,31 @@ def sparse(settings: BenchSettings) -> dict[str, Any]:
             for lane in settings.lanes
             for verb, count in _CALLS
         ],
+        "zipf": [
+            _zipf_row(rates, partition_count, lane, count)
+            for partition_count, rates in legs.items()
+            for lane in settings.lanes
+            for count in (1, IN_FLIGHT_COUNT)
+        ],
+    }
+
+
+def _zipf_row(
+    rates: Mapping[str, float], partition_count: int, lane: str, count: int
+) -> dict[str, Any]:
+    """Pulls of ids by Zipf's law, without a cache and with one, beside those of uniform ids."""
+    uniform = rates[f"{lane} pull {count}"]
+    plain, cached = (rates[f"{lane} {name} {count}"] for name in ("zipf", "cached"))
+    return {
+        "lane": lane,
+        "partitions": partition_count,
+        "in_flight": count,
+        "m_rows_s": plain,
+        "cached_m_rows_s": cached,
+        "uniform_m_rows_s": uniform,
+        "over_uniform": rounded(plain / uniform),
+        "cached_over_uniform": rounded(cached / uniform),
+        "hit_rate": rates[f"{lane} {_HIT_RATE}"],
     }
 
 
@@ -87,8 +130,9 @@ def _row(
 
 
 def _leg(settings: BenchSettings, row_count: int, partition_count: int) -> dict[str, float]:
-    """The median rates of all contenders, in millions of rows a second. They take turns; where
-    memory does not hold the rows of all, they are measured one after the other.
+    """The median rates of all contenders, in millions of rows a second, and the hit rates of the
+    workers' caches. They take turns; where memory does not hold the rows of all, they are measured
+    one after the other.
     """
     contexts: dict[str, contextlib.AbstractContextManager[_Runs]] = {
         "one core": _core(row_count),
@@ -98,15 +142,19 @@ def _leg(settings: BenchSettings, row_count: int, partition_count: int) -> dict[
     needed_bytes = len(contexts) * row_count * _BYTES_PER_ROW
     groups = [list(contexts)] if 1.3 * needed_bytes < memory_bytes() else [[n] for n in contexts]
     samples: dict[str, list[float]] = {}
+    hit_rates: dict[str, float] = {}
     for names in groups:
         with contextlib.ExitStack() as stack:
             runs: _Runs = {}
             for name in names:
                 settings.on_progress(f"making the rows of {name}")
                 runs |= stack.enter_context(contexts[name])
+            shares = {name: runs.pop(name) for name in list(runs) if name.endswith(_HIT_RATE)}
             samples |= take_turns(runs, settings.round_count, settings.on_progress)
+            hit_rates |= {name: rounded(share()) for name, share in shares.items()}
     moved = BATCH_COUNT * CALL_COUNT / 1e6
-    return {name: rounded(moved / statistics.median(taken)) for name, taken in samples.items()}
+    rates = {name: rounded(moved / statistics.median(taken)) for name, taken in samples.items()}
+    return rates | hit_rates
 
 
 @contextlib.contextmanager
@@ -133,10 +181,24 @@ def _lane(lane: str, row_count: int, partition_count: int) -> Iterator[_Runs]:
     command = ("rows:member", str(row_count), str(partition_count))
     with contenders.cluster(lane, [command]) as cluster:
         worker = cluster.workers[0]
-        yield {f"{lane} {verb} {count}": worker.timed(f"{verb} {count}") for verb, count in _CALLS}
+        calls = [f"{name} {count}" for name, count in (*_CALLS, *_ZIPF_CALLS)]
+        yield {
+            **{f"{lane} {call}": worker.timed(call) for call in calls},
+            f"{lane} {_HIT_RATE}": partial(_hit_rate, worker),
+        }
 
 
-def sparse_view(document: dict[str, Any]) -> TextTable:
+def _hit_rate(worker: Child) -> float:
+    """The share of the distinct rows of batches that the worker's cache had."""
+    hit_count, miss_count = map(int, worker.do("counts").result)
+    return hit_count / max(hit_count + miss_count, 1)
+
+
+def sparse_view(document: dict[str, Any]) -> Group:
+    return Group(_uniform_view(document), _zipf_view(document))
+
+
+def _uniform_view(document: dict[str, Any]) -> TextTable:
     ceilings = document["ceilings"]
     table = figures_table(
         f"sparse: millions of rows a second, {document['environment']['row_count']:,} rows",
@@ -151,5 +213,24 @@ def sparse_view(document: dict[str, Any]) -> TextTable:
             f"{row['lane']} {row['call']}, {words}",
             f"{row['m_rows_s']:.2f}",
             *(f"{row[key]:.2f}" for key in ("of_core", "over_torch_rpc", "over_torch_rpc_tcp")),
+        )
+    return table
+
+
+def _zipf_view(document: dict[str, Any]) -> TextTable:
+    environment = document["environment"]
+    table = figures_table(
+        f"pulls of ids by Zipf's law, exponent {environment['zipf_exponent']}",
+        *("uniform", "Zipf", "/ uniform", "cached", "/ uniform", "hits"),
+        caption=f"cached: up to {environment['cache_rows']:,} rows at the worker, which may be "
+        f"{environment['cache_steps']} steps old (ASP); hits: of distinct rows",
+    )
+    for row in document["zipf"]:
+        table.add_row(
+            f"{row['lane']}, partitions: {row['partitions']}, {row['in_flight']} at once",
+            f"{row['uniform_m_rows_s']:.2f}",
+            *(f"{row[key]:.2f}" for key in ("m_rows_s", "over_uniform")),
+            *(f"{row[f'cached_{key}']:.2f}" for key in ("m_rows_s", "over_uniform")),
+            f"{row['hit_rate']:.0%}",
         )
     return table
