@@ -1,13 +1,14 @@
 """The rows that a worker keeps of those that it has pulled: a set-associative cache of fixed size.
 
-An id belongs to one set, a function of the id, and lies in one of the set's few places. So finding
-and replacing rows are passes over short arrays, however many rows there are.
+An id belongs to one set, a function of the id, and lies at one of the set's few places. So finding
+and replacing rows looks at a few neighbouring places, however many rows there are: in loops that
+numba compiles, where that is installed (the extra `rows`), else in passes of numpy.
 
     age of a row = the worker's clock - the clock at which it was pulled
 
 Rules:
     - A row takes the place of the row of its set that was last found, or put, the longest ago. If a
-      batch brings more new rows of a set than it has places, the others are not kept.
+      batch brings more new rows of a set than there are others in it, the rest is not kept.
     - A row that is there is never replaced by what was pulled at an earlier clock.
     - A row costs its elements and BOOKKEEPING_BYTES. Memory is taken as rows come, at most that of
       all places.
@@ -22,6 +23,9 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
+import importlib
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,9 +34,10 @@ import numpy.typing as npt
 from ps_core import limits
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig
-from ps_core.rows import Ids, mixed_ids, salt_of
+from ps_core.rows import Ids
 from ps_core.tables.elements import NATIVE_CODEC
 from ps_core.tables.table import Table
+from ps_worker.spec.row_cache_passes import CLOCK, Numbers
 
 WAY_COUNT = 8
 """Places of a set."""
@@ -42,17 +47,13 @@ BOOKKEEPING_BYTES = 24
 
 MAX_ROW_COUNT = 2**31 - 1
 
-_SALT = salt_of(0x5E75)
-"""Sets are independent of partitions, which are functions of the id, too."""
 
-_HALF, _LOWER = np.uint64(32), np.uint64(0xFFFFFFFF)
-_NEVER = -1
-
-
-def sets_of(ids: Ids, set_count: int) -> npt.NDArray[np.int64]:
-    """The set of each id."""
-    spread = (mixed_ids(ids, _SALT) & _LOWER) * np.uint64(set_count)
-    return (spread >> _HALF).astype(np.int64)
+@functools.cache
+def _kernels() -> ModuleType:
+    try:
+        return importlib.import_module("ps_worker.spec.row_cache_loops")
+    except ImportError:  # numba is missing, or of no use beside this numpy
+        return importlib.import_module("ps_worker.spec.row_cache_passes")
 
 
 class RowCache:
@@ -64,85 +65,42 @@ class RowCache:
     Args:
         most: rows, at least 1.
         length, dtype: of a row.
+        kernels: the module of loops or passes; None: the faster one that there is.
     """
 
-    def __init__(self, most: int, length: int, dtype: npt.DTypeLike) -> None:
-        self._way_count = min(WAY_COUNT, most)
-        self._set_count = most // self._way_count
-        self.row_count = self._set_count * self._way_count
-        self._ids = np.zeros((self._set_count, self._way_count), np.uint64)
-        self._clocks = np.full(self.row_count, _NEVER, np.int64)
-        self._uses = np.zeros((self._set_count, self._way_count), np.int64)
-        self._rows = np.empty((self.row_count, length), dtype)
+    def __init__(
+        self, most: int, length: int, dtype: npt.DTypeLike, kernels: ModuleType | None = None
+    ) -> None:
+        way_count = min(WAY_COUNT, most)
+        self.row_count = most // way_count * way_count
+        self._kernels = kernels or _kernels()
+        self._sets = np.zeros((most // way_count, 3, way_count), np.int64)
+        self._sets[:, CLOCK] = -1
+        self._rows = _raw(np.empty((self.row_count, length), dtype))
         self._use = 0
 
-    def get(self, ids: Ids, since: int, out: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    def get(self, ids: Ids, since: int, out: npt.NDArray[Any]) -> Numbers:
         """The clock at which each row was pulled, or -1 for one that is not there, or was pulled
-        before the clock `since`. Copies the others to `out`.
+        before the clock `since`: there `out` has something else; of the others it has the row.
 
         Shapes:
             ids: (n,), distinct; out: (n, length).
         """
-        places = self._places(ids)
-        clocks = self._clocks[places]
-        clocks[(places < 0) | (clocks < since)] = _NEVER
-        found = np.flatnonzero(clocks >= 0)
-        at = places[found]
-        out[found] = self._rows[at]
         self._use += 1
-        self._uses.reshape(-1)[at] = self._use
+        clocks = np.empty(len(ids), np.int64)
+        terms = max(since, 0), self._use
+        self._kernels.get(ids, self._sets, self._rows, terms, _raw(out), clocks)
         return clocks
 
     def put(self, ids: Ids, rows: npt.NDArray[Any], clock: int) -> None:
         """Keep rows that were pulled at a clock. Shapes: (n,), distinct, and (n, length)."""
         self._use += 1
-        places = self._places(ids)
-        known = np.flatnonzero(places >= 0)
-        self._write(places[known], known, rows, clock)
-        new, places = self._victims(ids, np.flatnonzero(places < 0))
-        self._ids.reshape(-1)[places] = ids[new]
-        self._clocks[places] = _NEVER
-        self._write(places, new, rows, clock)
+        self._kernels.put(ids, self._sets, self._rows, _raw(rows), clock, self._use)
 
-    def _write(
-        self,
-        places: npt.NDArray[np.int64],
-        which: npt.NDArray[np.int64],
-        rows: npt.NDArray[Any],
-        clock: int,
-    ) -> None:
-        """Write some of the rows to their places, unless newer ones are there."""
-        is_newer = self._clocks[places] <= clock
-        places, which = places[is_newer], which[is_newer]
-        self._rows[places] = rows[which]
-        self._clocks[places] = clock
-        self._uses.reshape(-1)[places] = self._use
 
-    def _places(self, ids: Ids) -> npt.NDArray[np.int64]:
-        """The place of each id, -1 without one."""
-        sets = sets_of(ids, self._set_count)
-        is_here = self._ids[sets] == ids[:, None]
-        # Empty places have the id 0, and lie behind those that were filled.
-        places = sets * self._way_count + is_here.argmax(axis=1)
-        is_there = is_here.any(axis=1) & (self._clocks[places] >= 0)
-        return np.where(is_there, places, -1)
-
-    def _victims(
-        self, ids: Ids, new: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The new ids that are kept, and the places that they take: in each set those whose last
-        use was the longest ago. Shapes: `new` is of positions in `ids`, as the first result.
-        """
-        sets = sets_of(ids[new], self._set_count)
-        order = np.argsort(sets, kind="stable")
-        new, sets = new[order], sets[order]
-        touched, begins, counts = np.unique(sets, return_index=True, return_counts=True)
-        number = np.arange(len(sets)) - np.repeat(begins, counts)  # within its set
-        ways = np.argsort(self._uses[touched], axis=1, kind="stable")
-        is_kept = number < self._way_count
-        group = np.repeat(np.arange(len(touched)), counts)[is_kept]
-        places = sets[is_kept] * self._way_count + ways[group, number[is_kept]]
-        return new[is_kept], places
+def _raw(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """The bytes of each row."""
+    return rows.view(np.uint8)
 
 
 def cached_row_bytes(table: Table) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
+from ps_worker.spec import row_cache_loops, row_cache_passes
 from ps_worker.spec.row_cache import (
     WAY_COUNT,
     RowCache,
@@ -26,8 +28,8 @@ from ps_worker.spec.row_cache import (
     check_cache,
     may_lag,
     oldest_clock,
-    sets_of,
 )
+from ps_worker.spec.row_cache_passes import sets_of
 from ps_worker.spec.rows import cut_ids
 
 LENGTH = 3
@@ -100,26 +102,32 @@ class Twin:
             def last_use(way: int, of: dict[int, tuple[int, Kept]] = places) -> int:
                 return of[way][1].use if way in of else 0
 
-            ways = sorted(range(self.way_count), key=last_use)
+            free = [way for way in range(self.way_count) if last_use(way) < self.use]
+            ways = sorted(free, key=last_use)
             for way, (each, value) in zip(ways, some, strict=False):
                 places[way] = each, Kept(clock, self.use, value)
 
 
+KERNELS = pytest.mark.parametrize("kernels", [row_cache_loops, row_cache_passes])
+
+
+@KERNELS
 @given(st.integers(1, 40), CALLS)
-def test_a_cache_has_what_dictionaries_have(most: int, calls: list[Get | Put]) -> None:
+def test_a_cache_has_what_dictionaries_have(
+    kernels: ModuleType, most: int, calls: list[Get | Put]
+) -> None:
     """CA-1, CA-2, CA-3: what was put last, while it was used more lately than others of its set."""
-    cache, twin, number = RowCache(most, LENGTH, "f4"), Twin(most), 0
+    cache, twin, number = RowCache(most, LENGTH, "f4", kernels), Twin(most), 0
     assert cache.row_count == len(twin.sets) * twin.way_count <= most
     for call in [*calls, Get(list(range(31)), 0)]:
         ids = np.array(call.ids, np.uint64)
         if isinstance(call, Get):
-            out = np.full((len(ids), LENGTH), -1, "f4")
+            out = np.empty((len(ids), LENGTH), "f4")
             clocks = cache.get(ids, call.since, out)
             found = twin.get(call.ids, call.since)
-            expected = [(-1, -1.0) if each is None else each for each in found]
-            assert clocks.tolist() == [clock for clock, _ in expected]
-            values = np.array([value for _, value in expected], "f4")
-            assert np.array_equal(out, np.repeat(values[:, None], LENGTH, axis=1))
+            assert clocks.tolist() == [-1 if each is None else each[0] for each in found]
+            for row, each in zip(out.tolist(), found, strict=True):
+                assert each is None or row == [each[1]] * LENGTH
         else:
             values = np.arange(number, number + len(ids), dtype="f4")
             number += len(ids)
@@ -129,8 +137,9 @@ def test_a_cache_has_what_dictionaries_have(most: int, calls: list[Get | Put]) -
             twin.put(call.ids, values.tolist(), call.clock)
 
 
-def test_a_full_cache_has_as_many_rows_as_it_was_made_for() -> None:
-    cache = RowCache(1000, 1, "f8")
+@KERNELS
+def test_a_full_cache_has_as_many_rows_as_it_was_made_for(kernels: ModuleType) -> None:
+    cache = RowCache(1000, 1, "f8", kernels)
     ids = np.arange(20_000, dtype=np.uint64)
     for begin in range(0, len(ids), 100):
         cache.put(ids[begin : begin + 100], np.ones((100, 1)), begin // 100)
