@@ -91,7 +91,10 @@ def assert_alike(all_found: list[Tensors]) -> None:
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
 def test_it_trains_as_one_process(workers: Workers, kind: str, clip_norm: float | None) -> None:
     name = f"{kind} {clip_norm}"
-    runs = workers.run(jobs.train, kind=kind, name=name, steps=STEPS, clip_norm=clip_norm)
+    rows = {} if clip_norm is None else {"cache_rows": 30}
+    runs = workers.run(
+        jobs.train, kind=kind, name=name, steps=STEPS, clip_norm=clip_norm, rows=rows
+    )
     assert_alike([after for _, after in runs])
     first, after = runs[0]
     assert_same(after, in_one_process(first, range(STEPS), kind=kind, clip_norm=clip_norm))

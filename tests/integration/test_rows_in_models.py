@@ -80,13 +80,17 @@ def assert_same(model: Tastes, twin: Tastes) -> None:
     torch.testing.assert_close(model.head.state_dict(), twin.head.state_dict())
 
 
-def test_one_step_is_of_both(client: ps.Client) -> None:
-    """Gradients are cleared before or after the forward pass, and of two passes are added up."""
-    model = tastes(client, "both/users")
+@pytest.mark.parametrize("cache_rows", [0, 9])
+def test_one_step_is_of_both(client: ps.Client, cache_rows: int) -> None:
+    """Gradients are cleared before or after the forward pass, and of two passes are added up. A
+    cache has less than half of the rows.
+    """
+    name = f"both {cache_rows}"
+    model = tastes(client, f"{name}/users", cache_rows=cache_rows)
     twin = twin_of(model)
     users = model.users
     assert isinstance(users, ps.Embedding)
-    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.05), name="both")
+    optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.05), name=name)
     head, rows = list(twin.head.parameters()), list(twin.users.parameters())
     groups: list[dict[str, Any]] = [{"params": head}, {"params": rows, "lr": 0.1}]
     reference = torch.optim.SGD(groups, lr=0.05)
@@ -102,6 +106,7 @@ def test_one_step_is_of_both(client: ps.Client) -> None:
     assert_same(model, twin)
     assert optimizer.clock == users.table.clock == 6
     assert {result.clock for result in optimizer.results} == {6}
+    assert bool(users.cache_hit_count) == bool(cache_rows)
     assert len(optimizer.results) == 2
 
 
@@ -189,7 +194,7 @@ def test_add_clips_both(client: ps.Client) -> None:
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
 def test_the_loss_scale_reaches_rows(client: ps.Client, clip_norm: float | None) -> None:
     name = f"scaled {clip_norm}"
-    model = tastes(client, f"{name}/users")
+    model = tastes(client, f"{name}/users", cache_rows=0 if clip_norm is None else 30)
     twin = twin_of(model)
     optimizer = ps.DistributedOptimizer(
         client, model, ps.SGD(lr=0.1), name=name, clip_norm=clip_norm
@@ -370,8 +375,8 @@ def test_rows_prefetched_for_another_clock_or_too_long_ago_are_pulled_again(
     assert not damped._ahead
 
 
-@pytest.mark.parametrize("lane", ["grpc", "shm"])
-def test_a_killed_server_loses_no_step_of_either(lane: str) -> None:
+@pytest.mark.parametrize(("lane", "cache_rows"), [("grpc", 0), ("shm", 30)])
+def test_a_killed_server_loses_no_step_of_either(lane: str, cache_rows: int) -> None:
     """Two workers of one process against torch's mean of both gradients; rows are prefetched."""
     with replicated_cluster(servers=3, workers=2) as cluster, ExitStack() as stack:
         clients = [
@@ -381,7 +386,7 @@ def test_a_killed_server_loses_no_step_of_either(lane: str) -> None:
             for _ in range(2)
         ]
         pool = stack.enter_context(ThreadPoolExecutor(2))
-        models = list(pool.map(lambda each: tastes(each, "users"), clients))
+        models = list(pool.map(lambda each: tastes(each, "users", cache_rows=cache_rows), clients))
         twin = twin_of(models[0])
         optimizers = list(
             pool.map(
@@ -425,7 +430,7 @@ def test_a_worker_that_joins_steps_both_with_the_others() -> None:
         clocks: list[int] = []
 
         def train(client: ps.Client) -> np.ndarray[Any, Any]:
-            model = tastes(client, "users")
+            model = tastes(client, "users", cache_rows=30)
             optimizer = ps.DistributedOptimizer(client, model, ps.SGD(lr=0.01))
             edits = client.rank == 0
             while not targets or optimizer.clock < targets[0]:
