@@ -81,9 +81,9 @@ class Embedding(torch.nn.Module):
         optimizer, options: as of `Client.create_embedding`; `init` is `Normal(1.0)`, as torch's,
             unless it is given.
         hashed_ids: negative ids are hashes: their bits count.
-        cache_rows (int, 0): keep so many pulled rows in this worker's memory, in whole eighths;
-            each takes its elements and 24 bytes. Those that were looked up the longest ago make
-            way. 0: none. Not with a policy for stale steps.
+        cache_rows (int, 0): keep up to so many pulled rows in this worker's memory, a multiple of 8
+            that is not above it; each takes its elements and 24 bytes. Those that were looked up
+            the longest ago make way. 0: none. Not with a policy for stale steps.
         cache_steps (int, 0): look a row up in the cache in up to so many steps after the one for
             which it was pulled. It may then lack that many of the newest steps, this worker's own
             among them. 0: only in the step for which it was pulled, and as new as without a cache.

@@ -69,8 +69,7 @@ class Twin:
         self.use = 0
 
     def set_of(self, row_id: int) -> dict[int, tuple[int, Kept]]:
-        (number,) = sets_of(np.array([row_id], np.uint64), len(self.sets))
-        return self.sets[number]
+        return self.sets[int(sets_of(np.array([row_id], np.uint64), len(self.sets))[0])]
 
     def find(self, row_id: int) -> Kept | None:
         return next((kept for known, kept in self.set_of(row_id).values() if known == row_id), None)
