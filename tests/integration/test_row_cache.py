@@ -303,8 +303,8 @@ def test_after_a_restore_nothing_of_before_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lane", ["grpc", "shm"])
-def test_a_killed_server_makes_no_row_older(lane: str) -> None:
+@pytest.mark.parametrize(("lane", "storage"), [("grpc", "float16"), ("shm", "full")])
+def test_a_killed_server_makes_no_row_older(lane: str, storage: str) -> None:
     """Two workers; of its own steps a row lacks two at most, and what it had it keeps."""
     with replicated_cluster(servers=3, workers=2) as cluster, ExitStack() as stack:
         clients = [
@@ -313,7 +313,8 @@ def test_a_killed_server_makes_no_row_older(lane: str) -> None:
             )
             for _ in range(2)
         ]
-        models = [counting(each, "counted", cache_steps=2) for each in clients]
+        options: dict[str, Any] = {"cache_steps": 2, "storage": storage}
+        models = [counting(each, "counted", **options) for each in clients]
         pool = stack.enter_context(ThreadPoolExecutor(2))
 
         def train(model: ps.Embedding, count: int) -> list[torch.Tensor]:

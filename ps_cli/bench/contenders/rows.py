@@ -111,6 +111,7 @@ class _Lookups:
         self._embedding = embedding
         self._ids = ids
         self._earlier_count = earlier_count
+        self._batch_count = 0
 
     def timed(self, in_flight_count: int) -> float:
         """Look CALL_COUNT batches up, so many at once; the seconds without those of the steps, and
@@ -129,6 +130,7 @@ class _Lookups:
 
     def _look_up(self, batches: list[torch.Tensor]) -> float:
         embedding = self._embedding
+        self._batch_count += len(batches)
         began_s = time.perf_counter()
         with torch.no_grad():
             for lookup in [embedding.begin_lookup(ids) for ids in batches]:
@@ -139,15 +141,16 @@ class _Lookups:
             embedding.step()
         return taken_s
 
-    def counts(self) -> tuple[int, int]:
-        """Hits and misses of the cache so far."""
-        return self._embedding.cache_hit_count, self._embedding.cache_miss_count
+    def counts(self) -> tuple[int, int, int]:
+        """Hits and misses of the cache so far, and the ids that were looked up."""
+        hits, misses = self._embedding.cache_hit_count, self._embedding.cache_miss_count
+        return hits, misses, self._batch_count * BATCH_COUNT
 
 
 @contextlib.contextmanager
 def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> Iterator[Actions]:
-    """A worker of a cluster, whose table has `row_count` rows when it is ready; "counts" are hits
-    and misses of its cache.
+    """A worker of a cluster, whose table has `row_count` rows when it is ready. "counts" has what
+    its cache found.
     """
     batches, zipf = Batches(int(row_count)), ZipfIds(int(row_count))
     with ps.connect(scheduler, rank=0, lane=lane) as client:

@@ -42,7 +42,13 @@ PARTITION_COUNTS = (1, limits.DEFAULT_PARTITION_COUNT)
 _CEILINGS = {"pull": "gather", "push": "add"}
 _PEERS = {"torch_rpc": "own", "torch_rpc_tcp": "tcp"}
 _ZIPF_CALLS = [(name, count) for name in ("zipf", "cached") for count in (1, IN_FLIGHT_COUNT)]
-_HIT_RATE = "hit rate"
+_SHARES: dict[str, Callable[[int, int, int], float]] = {
+    "hit_rate": lambda hits, misses, _: hits / max(hits + misses, 1),
+    "asked_share": lambda hits, misses, ids: (hits + misses) / ids,
+    "cached_asked_share": lambda _, misses, ids: misses / ids,
+}
+"""Shares by the hits and misses of a worker's cache, of distinct rows, and the ids looked up."""
+
 _CALLS = [(verb, count) for verb in VERBS for count in (1, IN_FLIGHT_COUNT)]
 _BYTES_PER_ROW = 1.2 * 4 * LENGTH
 """Memory of a contender, with its index and its state."""
@@ -110,7 +116,7 @@ def _zipf_row(
         "uniform_m_rows_s": uniform,
         "over_uniform": rounded(plain / uniform),
         "cached_over_uniform": rounded(cached / uniform),
-        "hit_rate": rates[f"{lane} {_HIT_RATE}"],
+        **{name: rates[f"{lane} {name}"] for name in _SHARES},
     }
 
 
@@ -130,9 +136,8 @@ def _row(
 
 
 def _leg(settings: BenchSettings, row_count: int, partition_count: int) -> dict[str, float]:
-    """The median rates of all contenders, in millions of rows a second, and the hit rates of the
-    workers' caches. They take turns; where memory does not hold the rows of all, they are measured
-    one after the other.
+    """The median rates of all contenders, in millions of rows a second, and `_SHARES`. They take
+    turns; where memory does not hold the rows of all, they are measured one after the other.
     """
     contexts: dict[str, contextlib.AbstractContextManager[_Runs]] = {
         "one core": _core(row_count),
@@ -142,19 +147,19 @@ def _leg(settings: BenchSettings, row_count: int, partition_count: int) -> dict[
     needed_bytes = len(contexts) * row_count * _BYTES_PER_ROW
     groups = [list(contexts)] if 1.3 * needed_bytes < memory_bytes() else [[n] for n in contexts]
     samples: dict[str, list[float]] = {}
-    hit_rates: dict[str, float] = {}
+    shares: dict[str, float] = {}
     for names in groups:
         with contextlib.ExitStack() as stack:
             runs: _Runs = {}
             for name in names:
                 settings.on_progress(f"making the rows of {name}")
                 runs |= stack.enter_context(contexts[name])
-            shares = {name: runs.pop(name) for name in list(runs) if name.endswith(_HIT_RATE)}
+            ends = {name: runs.pop(name) for name in list(runs) if name.endswith(tuple(_SHARES))}
             samples |= take_turns(runs, settings.round_count, settings.on_progress)
-            hit_rates |= {name: rounded(share()) for name, share in shares.items()}
+            shares |= {name: rounded(share()) for name, share in ends.items()}
     moved = BATCH_COUNT * CALL_COUNT / 1e6
     rates = {name: rounded(moved / statistics.median(taken)) for name, taken in samples.items()}
-    return rates | hit_rates
+    return rates | shares
 
 
 @contextlib.contextmanager
@@ -184,14 +189,12 @@ def _lane(lane: str, row_count: int, partition_count: int) -> Iterator[_Runs]:
         calls = [f"{name} {count}" for name, count in (*_CALLS, *_ZIPF_CALLS)]
         yield {
             **{f"{lane} {call}": worker.timed(call) for call in calls},
-            f"{lane} {_HIT_RATE}": partial(_hit_rate, worker),
+            **{f"{lane} {name}": partial(_share, worker, name) for name in _SHARES},
         }
 
 
-def _hit_rate(worker: Child) -> float:
-    """The share of the distinct rows of batches that the worker's cache had."""
-    hit_count, miss_count = map(int, worker.do("counts").result)
-    return hit_count / max(hit_count + miss_count, 1)
+def _share(worker: Child, name: str) -> float:
+    return _SHARES[name](*map(int, worker.do("counts").result))
 
 
 def sparse_view(document: dict[str, Any]) -> Group:
@@ -221,9 +224,10 @@ def _zipf_view(document: dict[str, Any]) -> TextTable:
     environment = document["environment"]
     table = figures_table(
         f"pulls of ids by Zipf's law, exponent {environment['zipf_exponent']}",
-        *("uniform", "Zipf", "/ uniform", "cached", "/ uniform", "hits"),
+        *("uniform", "Zipf", "/ uniform", "cached", "/ uniform", "hits", "asked"),
         caption=f"cached: up to {environment['cache_rows']:,} rows at the worker, which may be "
-        f"{environment['cache_steps']} steps old (ASP); hits: of distinct rows",
+        f"{environment['cache_steps']} steps old (ASP); hits: of distinct rows; asked: the rows "
+        "that were pulled over all ids, without the cache and with it",
     )
     for row in document["zipf"]:
         table.add_row(
@@ -232,5 +236,6 @@ def _zipf_view(document: dict[str, Any]) -> TextTable:
             *(f"{row[key]:.2f}" for key in ("m_rows_s", "over_uniform")),
             *(f"{row[f'cached_{key}']:.2f}" for key in ("m_rows_s", "over_uniform")),
             f"{row['hit_rate']:.0%}",
+            f"{row['asked_share']:.0%}, {row['cached_asked_share']:.0%}",
         )
     return table
