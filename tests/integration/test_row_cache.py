@@ -138,6 +138,16 @@ def test_prefetch_asks_for_nothing_but_what_the_cache_lacks(client: ps.Client) -
     assert (rows.cache_hit_count, rows.cache_miss_count) == (4, 6)
 
 
+def test_prefetch_asks_for_what_will_be_too_old_in_the_next_step(client: ps.Client) -> None:
+    rows = counting(client, "in time", cache_steps=2)
+    assert looked_up(rows) == 0
+    for expected in (0, 0, 1):
+        rows.prefetch(IDS)
+        assert len(rows._ahead[-1].pull.parts) == expected
+        push(client, rows, IDS)
+    assert looked_up(rows) >= 1
+
+
 def test_what_was_prefetched_is_not_older_where_it_is_used_late(client: ps.Client) -> None:
     """The rows of the cache were young enough for the next step, and it comes three steps later."""
     rows = counting(client, "late", cache_steps=1)
