@@ -222,20 +222,21 @@ def _uniform_view(document: dict[str, Any]) -> TextTable:
 
 def _zipf_view(document: dict[str, Any]) -> TextTable:
     environment = document["environment"]
+    asked, cached = (document["zipf"][0][key] for key in ("asked_share", "cached_asked_share"))
     table = figures_table(
         f"pulls of ids by Zipf's law, exponent {environment['zipf_exponent']}",
-        *("uniform", "Zipf", "/ uniform", "cached", "/ uniform", "hits", "asked"),
+        *("uniform", "Zipf", "/ uniform", "cached", "/ uniform", "hits"),
+        names="lane, partitions, at once",
         caption=f"cached: up to {environment['cache_rows']:,} rows at the worker, which may be "
-        f"{environment['cache_steps']} steps old (ASP); hits: of distinct rows; asked: the rows "
-        "that were pulled over all ids, without the cache and with it",
+        f"{environment['cache_steps']} steps old (ASP); hits: of distinct rows. Rows were asked "
+        f"for {asked:.0%} of the ids, with the cache for {cached:.0%}",
     )
     for row in document["zipf"]:
         table.add_row(
-            f"{row['lane']}, partitions: {row['partitions']}, {row['in_flight']} at once",
+            f"{row['lane']}, {row['partitions']}, {row['in_flight']}",
             f"{row['uniform_m_rows_s']:.2f}",
             *(f"{row[key]:.2f}" for key in ("m_rows_s", "over_uniform")),
             *(f"{row[f'cached_{key}']:.2f}" for key in ("m_rows_s", "over_uniform")),
             f"{row['hit_rate']:.0%}",
-            f"{row['asked_share']:.0%}, {row['cached_asked_share']:.0%}",
         )
     return table
