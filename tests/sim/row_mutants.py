@@ -84,8 +84,8 @@ ROW_MUTANTS = (
         "a sum that waits for its scale is not copied",
         "S11",
         _STORE,
-        "            if accumulator.is_reduced\n",
-        "            if not accumulator.is_reduced\n",
+        "self._accumulators.items() if each.is_reduced)",
+        "self._accumulators.items() if not each.is_reduced)",
         _FAILOVER,
     ),
     Mutant(
