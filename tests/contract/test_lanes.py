@@ -25,6 +25,8 @@ from ps_core import limits
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.integration.training_models import Branched, batches, differing, seeded, twin, values
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 40.0
 DEFAULT_BLOCK = limits.DEFAULT_BLOCK_ELEMENTS
 SMALL_WINDOW_BYTES = 100_000
@@ -314,7 +316,6 @@ def test_parts_are_read_as_the_whole_is(team: Team) -> None:
         assert equal(client.pull(table, slice="b"), whole[-600:].reshape(20, 30))
 
 
-@pytest.mark.slow
 def test_consistent_reads_keep_up_with_training(team: Team) -> None:
     """A reader that asks for one clock of all ranges gets it, however fast the clock moves on: here
     in less time than it takes to copy the table, at the block that is copied last.
@@ -356,7 +357,6 @@ def test_consistent_reads_keep_up_with_training(team: Team) -> None:
         steps.result(DEADLINE_S)
 
 
-@pytest.mark.slow
 def test_no_read_is_torn_while_others_push(team: Team) -> None:
     """ASP: all that a range holds changes together, so a read of it has one value, a whole one
     (SH-2).

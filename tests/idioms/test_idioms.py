@@ -9,6 +9,8 @@ import pytest
 from tests.idioms.kit import IDIOMS, Idiom
 from tests.idioms.table import Comparison, comparison
 
+pytestmark = pytest.mark.slow
+
 TORCHS = [found for found in IDIOMS if not found.is_of_framework]
 
 

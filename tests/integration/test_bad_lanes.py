@@ -32,6 +32,8 @@ from tests.integration.raw_wire import (
     payload,
 )
 
+pytestmark = pytest.mark.slow
+
 SIZE = 4 * BLOCK
 PAGE = 4096
 

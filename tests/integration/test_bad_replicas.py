@@ -36,7 +36,7 @@ from tests.integration.replicated_cluster import (
 )
 from tests.joining import proven
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 COUNTED = Counted(world=1)
 REPLICATE = "/pushpull.v1.ReplicationService/Replicate"
@@ -99,7 +99,6 @@ def test_more_replicas_than_servers_are_refused_by_the_scheduler() -> None:
     assert "Traceback" not in said
 
 
-@pytest.mark.slow
 def test_a_server_of_another_cluster_ends_with_a_line(scene: Scene) -> None:
     ended = _ended("ps_server", f"--scheduler={scene.cluster.address}", "--cluster-id=another")
     assert ended.returncode == 1, ended

@@ -20,7 +20,7 @@ from ps_worker.spec.rows import rows_of
 from ps_worker.training.bags.collection import SupportsConfig
 from pushpull.jagged import EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 IDS, STRIDE, DEADLINE_S = 12, 5, 30.0
 FEATURES = ["buys", "clicks", "country", "seller"]

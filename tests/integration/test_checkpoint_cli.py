@@ -23,7 +23,7 @@ from ps_runtime.checkpoint.store import CheckpointStore
 from tests.integration.command_line import ROOT, environment, run, run_here
 from tests.unit.checkpoint_files import CLUSTER_ID, saved, spec_json, write_checkpoint
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 FIRST, SECOND, THIRD = (f"0000000{number}-3fa9c1d2" for number in (1, 2, 3))
 

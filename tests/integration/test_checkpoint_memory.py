@@ -11,10 +11,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ps_cli.bench.instruments.process_memory import PeakWatch
 from ps_runtime.grpc.channels import tune_allocator
 from ps_server.checkpoint.checkpoint_parts import CheckpointParts
 from tests.unit.test_checkpoint_parts import Server
+
+pytestmark = pytest.mark.slow
 
 MIB = 1024 * 1024
 BLOCK_ELEMENTS = MIB // 4

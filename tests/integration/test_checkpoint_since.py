@@ -27,7 +27,7 @@ from ps_runtime.checkpoint.store import CheckpointStore
 from tests.integration.command_line import run, run_here
 from tests.unit.checkpoint_files import CLUSTER_ID, block_count, saved
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 Rows = dict[int, NDArray[Any]]
 Content = dict[str, Any]
@@ -459,7 +459,6 @@ def test_diff_counts_rows(root: Path) -> None:
     assert "users: its rows are spread over other partitions, and are not compared" in ended.stdout
 
 
-@pytest.mark.slow
 def test_rows_of_a_cluster_that_evicts(tmp_path: Path) -> None:
     """Through incremental checkpoints, and a restore on one server more."""
     draws = np.random.default_rng(7)

@@ -20,6 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ps_worker as ps
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 20.0
 SHORT_S = 1.0
 SIZE = 64 * 20
@@ -73,7 +75,6 @@ def test_a_worker_that_leaves_is_not_waited_for(cluster: ps.LocalCluster) -> Non
         first.close(leave=False)
 
 
-@pytest.mark.slow
 def test_a_worker_whose_work_is_done_ends_well_beside_a_scheduler_that_answers_nothing() -> None:
     """The end of its steps is committed by the servers; the scheduler finds out by its silence."""
     with ps.local_cluster() as cluster:
@@ -300,7 +301,6 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
         ps.connect(address, connect_deadline_s=SHORT_S)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_leaving_a_cluster_that_is_gone_ends_soon(how: signal.Signals) -> None:
     """A script whose cluster ended first, as a notebook's does, is told; it does not hang."""

@@ -28,6 +28,8 @@ from tests.integration.clipped_training import (
 )
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 
+pytestmark = pytest.mark.slow
+
 SGD = ps.SGD(lr=0.1, momentum=0.9)
 
 

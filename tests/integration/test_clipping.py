@@ -33,6 +33,8 @@ from tests.integration.clipped_training import (
 )
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[ps.Client]]:

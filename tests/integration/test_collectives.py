@@ -26,7 +26,7 @@ from tests.integration.replicated_cluster import (
     together,
 )
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 ResultT = TypeVar("ResultT")
 
@@ -318,7 +318,6 @@ class Counting:
         return self.found
 
 
-@pytest.mark.slow
 def test_calls_go_on_when_their_host_is_paused_killed_or_stopped_and_count_once(
     replicated: ReplicatedCluster,
 ) -> None:

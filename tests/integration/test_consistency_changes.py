@@ -16,6 +16,8 @@ import pytest
 import ps_worker as ps
 from tests.integration.lane_cluster import until
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 BLOCK = 64
 ELEMENTS = 40 * BLOCK
@@ -203,7 +205,6 @@ def test_all_may_ask_and_say_from_when(team: Team) -> None:
     assert _value(team.workers[1].pull(tables[1])) == 4 * WORKERS + 2
 
 
-@pytest.mark.slow
 def test_changes_without_end_lose_nothing(team: Team) -> None:
     """Three workers train as fast as they can while the setting goes round and round."""
     tables = team.tables("bsp")

@@ -18,6 +18,8 @@ from ps_server.values.custom_updates import CheckedUpdate, checked
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 from tests.unit.package_folder import install
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 2
 BLOCK = 64
 ELEMENTS = 6 * BLOCK

@@ -15,6 +15,8 @@ import torch
 
 import ps_worker as ps
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 BLOCK = 64
 ELEMENTS = 40 * BLOCK

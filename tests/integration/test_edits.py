@@ -14,6 +14,8 @@ from tests.integration.training_jobs import Values
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 from tests.integration.worker_pool import Pool, Workers
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 2
 
 
@@ -114,7 +116,6 @@ def test_an_edit_before_the_first_step_needs_no_ceremony(workers: Workers) -> No
     check_all_equal(histories, in_one_process({0: "load_state_dict"}, momentum))
 
 
-@pytest.mark.slow
 def test_workers_that_were_all_started_again_load_as_those_before_did(pool: Pool) -> None:
     """They go on with the servers' clocks, and with the model and the state that all of them load:
     so the second runs are as the first.

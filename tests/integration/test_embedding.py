@@ -28,7 +28,7 @@ from tests.integration.command_line import run_here
 from tests.integration.replicated_cluster import replicated_cluster
 from tests.integration.rows_alone import RowsAlone
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 DIM, DEADLINE_S = 8, 30.0
 IDS = 200
@@ -404,7 +404,6 @@ def test_the_hottest_rows_are_shown(lane: str, tmp_path: Path) -> None:
     assert "no table is 'none'" in nothing.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lane", "options"),
     [

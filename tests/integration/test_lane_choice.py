@@ -19,6 +19,8 @@ from pushpull.v1 import scheduler_pb2, scheduler_pb2_grpc
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 from tests.joining import operator
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 20.0
 SIZE = 64 * 50
 

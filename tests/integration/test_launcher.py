@@ -23,6 +23,8 @@ from ps_runtime.launch.role_environment import role_environment, thread_count
 from ps_worker.client.local_cluster import local_cluster
 from tests.joining import SECRET
 
+pytestmark = pytest.mark.slow
+
 START_DEADLINE_S = 60.0
 Role = Callable[[str, str], RoleCommand]
 
@@ -214,7 +216,6 @@ def test_a_local_cluster_serves_and_ends_with_its_block() -> None:
     assert all(is_gone(pid) for pid in pids.values())
 
 
-@pytest.mark.slow
 def test_a_local_cluster_does_not_outlive_a_killed_parent() -> None:
     program = (
         "import json, signal\nfrom ps_worker.client.local_cluster import local_cluster\n"

@@ -24,6 +24,8 @@ from tests.integration.training_models import (
     values,
 )
 
+pytestmark = pytest.mark.slow
+
 EXACT: dict[str, Any] = {"kernels": "exact", "block_elements": BLOCK}
 
 

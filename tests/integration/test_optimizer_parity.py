@@ -22,6 +22,8 @@ from tests.integration.training_models import (
     values,
 )
 
+pytestmark = pytest.mark.slow
+
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
 

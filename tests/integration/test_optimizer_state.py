@@ -15,6 +15,8 @@ from tests.integration.training_jobs import Values
 from tests.integration.training_models import differing
 from tests.integration.worker_pool import Pool, Workers
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 2
 
 

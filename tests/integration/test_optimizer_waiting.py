@@ -19,6 +19,8 @@ from ps_worker.spec.optimizers import ServerOptimizer
 from tests.integration.training_jobs import optimizer_for, sum_of, zeroed
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 
+pytestmark = pytest.mark.slow
+
 T = TypeVar("T")
 
 

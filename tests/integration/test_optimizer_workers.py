@@ -14,6 +14,8 @@ from tests.integration import training_jobs as jobs
 from tests.integration.training_models import Branched, batches, differing, seeded, values
 from tests.integration.worker_pool import Pool, WorkerFailed, Workers
 
+pytestmark = pytest.mark.slow
+
 WORKERS = 3
 Values = dict[str, torch.Tensor]
 Gradient = Callable[[Any, int, int, torch.Tensor], None]
@@ -90,7 +92,6 @@ def check_all_equal(results: list[Values], expected: Values) -> None:
         assert differing(result, expected) == [], f"rank {rank}"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_any_number_of_servers_gives_the_bits_of_one_process(pool: Pool, workers: Workers) -> None:
     expected = in_one_process(4, lambda p: torch.optim.AdamW(p, lr=0.01), branched)
@@ -139,7 +140,6 @@ def test_sum_is_not_divided(workers: Workers) -> None:
     check_all_equal([history[0] for history in histories], histories[0][0])
 
 
-@pytest.mark.slow
 def test_aggregate_runs_any_torch_optimizer_alike_on_all(workers: Workers) -> None:
     expected = in_one_process(4, lambda p: torch.optim.NAdam(p, lr=0.05), branched)
     histories = workers.run(jobs.train_aggregate, name="aggregate", steps=4)

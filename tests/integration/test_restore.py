@@ -16,6 +16,8 @@ from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import from_rpc_error
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
 
+pytestmark = pytest.mark.slow
+
 COUNT, BLOCK, DEADLINE_S = 2_000, 64, 30.0
 ONES = np.ones(COUNT, np.float32)
 

@@ -19,7 +19,7 @@ from ps_core import limits
 from tests.integration.lane_cluster import lane_cluster, until
 from tests.integration.replicated_cluster import replicated_cluster
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 DIM, IDS, DEADLINE_S = 4, 20, 30.0
 EVERYTHING = torch.arange(IDS)

@@ -16,6 +16,8 @@ import ps_worker as ps
 from ps_cli.__main__ import app
 from tests.integration.lane_cluster import LaneCluster, lane_cluster, until
 
+pytestmark = pytest.mark.slow
+
 SIZE = 300
 STEPS = 4
 

@@ -15,7 +15,7 @@ from torch import nn
 import ps_worker as ps
 from tests.integration.replicated_cluster import DEADLINE_S, together
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 WORKERS = 3
 STEPS = (9, 5, 7)

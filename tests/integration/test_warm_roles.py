@@ -12,6 +12,8 @@ from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, RoleProcess, start_scheduler, start_server
 from tests.integration.command_line import command_of
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 60.0
 
 

@@ -19,6 +19,8 @@ import pytest
 
 import ps_worker as ps
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30.0
 

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ps_core.consistency import Consistency, moving
 from ps_core.losses import NO_LOSSES, LossTotals
 from scheduler.machine.adaptation import LONG_WAIT, MAX_PATIENCE_COUNT, SHORT_WAIT, Course
+
+pytestmark = pytest.mark.slow
 
 SHARES = st.floats(0.0, 1.0)
 SETTINGS = st.tuples(st.integers(0, 50), st.integers(1, 200)).map(

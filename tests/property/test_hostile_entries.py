@@ -36,6 +36,8 @@ from ps_server.ranges.staging_memory import TableStaging
 from tests.examples import examples
 from tests.unit.machine_harness import make_table
 
+pytestmark = pytest.mark.slow
+
 Entry = PushEvent | SealEvent | WithdrawEvent
 
 PLACE = Place(TableId(1), RangeId(0), AssignmentEpoch(1))

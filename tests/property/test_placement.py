@@ -18,6 +18,8 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from scheduler.machine.placement import bytes_by_range, place, range_count_for
 
+pytestmark = pytest.mark.slow
+
 RANGES = limits.RANGE_COUNT
 ordinals = st.integers(0, 2**40)
 

@@ -21,6 +21,8 @@ from ps_worker.checkpoint.state_codec import _DECODERS, TENSOR_DTYPES, decode, e
 from tests.examples import examples
 from tests.unit.worker_files import from_file, to_file
 
+pytestmark = pytest.mark.slow
+
 ARRAY_DTYPES = [
     "?", "i1", "<u2", "<i4", ">i4", "<u8", "<f2", "<f4", ">f8", "<c8", "<c16", "<M8[ns]", "<m8[3D]",
 ]  # fmt: skip

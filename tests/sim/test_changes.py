@@ -6,8 +6,12 @@ nothing is lost, applied twice, or waited for without end.
 
 from __future__ import annotations
 
+import pytest
+
 from tests.sim.scheduled import ScheduledSimulation
 from tests.sim.test_simulation import run_seeds
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_clock_has_its_setting(sim_seeds: tuple[int, ...]) -> None:

@@ -27,6 +27,8 @@ from tests.sim.replicated import Place, ReplicatedServer
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import QUICK_SEEDS, WORKERS, run_seeds
 
+pytestmark = pytest.mark.slow
+
 SHARE = 0.05
 """Of all blocks that are read."""
 

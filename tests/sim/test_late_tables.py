@@ -22,6 +22,8 @@ from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import QUICK_SEEDS, WORKERS, _spec, run_seeds
 from tests.sim.training import training
 
+pytestmark = pytest.mark.slow
+
 LATE_TABLES = (2, 3, 5)
 LATE_STEPS = 4
 RANGES = 16

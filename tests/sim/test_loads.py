@@ -33,6 +33,8 @@ from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_simulation import WORKERS, run_seeds
 from tests.sim.training import begin_anew
 
+pytestmark = pytest.mark.slow
+
 FEW_SEEDS = 4
 _UNLIKE = 0.3
 """Of the seeds: not all bring the same."""

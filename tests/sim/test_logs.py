@@ -20,6 +20,8 @@ from tests.sim.replicated import Place, ReplicatedServer
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import WORKERS, run_seeds
 
+pytestmark = pytest.mark.slow
+
 WHILE_DEAD_S = (0.1, 1.0, 5.0, 12.0)
 AGAIN = 0.5
 """Of those who come back: what killed them does so again."""

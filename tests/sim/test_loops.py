@@ -12,6 +12,8 @@ from tests.sim.calamities import LOOPS, Plan
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import run_seeds
 
+pytestmark = pytest.mark.slow
+
 
 class LoopSimulation(FailoverSimulation):
     """One seed in which loops are blocked and slow, beside what else befalls servers."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from ps_core.cluster_view import Session
 from scheduler.machine.state import ChangeCommitted, Transition
 from tests.sim.actors import SimWorker
 from tests.sim.scheduled import LOOK_S
 from tests.sim.test_crashes import CrashSimulation
 from tests.sim.test_simulation import SERVERS, WORKERS, run_seeds
+
+pytestmark = pytest.mark.slow
 
 MAX_WORKERS = WORKERS + 2
 

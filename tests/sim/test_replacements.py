@@ -39,6 +39,8 @@ from tests.sim.test_simulation import WORKERS, run_seeds
 from tests.sim.training import training
 from tests.sim.truth import Body
 
+pytestmark = pytest.mark.slow
+
 _SLOW_S = (14.0, 39.0)
 """For how long a slow worker takes no step: longer than it takes to replace one that is dead."""
 

@@ -59,6 +59,8 @@ from tests.sim.timelines import (
 from tests.sim.truth import Settings
 from tests.sim.world import Faults, World
 
+pytestmark = pytest.mark.slow
+
 AGAIN_S = 0.2
 """Between two looks whether it is time for something."""
 

@@ -35,6 +35,8 @@ from tests.sim.test_scheduler_restarts import MOST_STARTS, RestartSimulation
 from tests.sim.test_simulation import run_seeds
 from tests.sim.timelines import Address
 
+pytestmark = pytest.mark.slow
+
 FEW_SEEDS = 4
 MOST_DEATHS = 3
 """Of a scheduler, until there is a cluster again."""

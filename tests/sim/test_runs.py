@@ -54,6 +54,8 @@ from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import QUICK_SEEDS, _spec, run_seeds
 from tests.sim.training import training
 
+pytestmark = pytest.mark.slow
+
 _NAMES = ("a", "b")
 _SIZES = (1, 2, 2, 3)
 _STEPS = (2, 3, 6)

@@ -32,6 +32,8 @@ from tests.sim.test_restores import AGAIN_S, Restoration, RestoredSimulation, Re
 from tests.sim.test_runs import SOONER_S, STRANGER_INCARNATION, PatientRunSimulation, RunSimulation
 from tests.sim.test_simulation import run_seeds
 
+pytestmark = pytest.mark.slow
+
 FEW_SEEDS = 4
 _AT_ONCE = 0.6
 """Of the seeds in which nobody but logs has anything: all servers die at once, at some time."""

@@ -19,6 +19,8 @@ from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import run_seeds
 from tests.sim.world import Link
 
+pytestmark = pytest.mark.slow
+
 LOOK_S = 0.05
 PATIENCE_S = 5.0
 """That it waits for a change to be open before it goes."""

@@ -31,6 +31,8 @@ from tests.sim.test_replacements import ReplacementSimulation
 from tests.sim.test_scheduler_away import AwaySimulation
 from tests.sim.test_simulation import QUICK_SEEDS, run_seeds
 
+pytestmark = pytest.mark.slow
+
 FATAL = (0.0, 0.02, 0.1)
 """Of the steps of a scheduler: it dies there."""
 WRITES_S = (0.0, 0.001, 0.05, 1.0)

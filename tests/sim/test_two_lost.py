@@ -15,6 +15,8 @@ from tests.sim.scheduled import SCHEDULER
 from tests.sim.test_failover import FailoverSimulation
 from tests.sim.test_simulation import QUICK_SEEDS, run_seeds
 
+pytestmark = pytest.mark.slow
+
 AGAIN_S = 0.1
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from ps_runtime.system.collector import Collector
 
+pytestmark = pytest.mark.slow
+
 STRAY_COUNT = 1000
 
 

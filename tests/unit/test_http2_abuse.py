@@ -32,6 +32,8 @@ from tests.unit.http2_peers import (
     whole,
 )
 
+pytestmark = pytest.mark.slow
+
 END = Flag.END_STREAM
 
 # --- peers that break the rules

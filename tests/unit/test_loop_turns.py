@@ -33,6 +33,8 @@ from ps_server.wire.parameter_wire import Entry, entry_reader
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.unit.measured_loop import most_turn_s, turns_of
 
+pytestmark = pytest.mark.slow
+
 KEY, TIMELINE = b"k" * 16, b"t" * 16
 RANGES, BLOCKS_A_RANGE, LENGTH = 32, 6, 64
 MAX_RANGES_A_TURN = 6

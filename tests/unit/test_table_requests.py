@@ -20,6 +20,8 @@ from scheduler.edge.servicer import handlers_of
 from scheduler.machine import view_size
 from tests.unit.measured_loop import most_turn_s, turns_of
 
+pytestmark = pytest.mark.slow
+
 COUNT = 60_000
 
 

@@ -13,6 +13,8 @@ from ps_core.errors import Fenced
 from ps_runtime.cluster.view_waits import AT_ONCE, ViewWaits
 from tests.unit.measured_loop import a_turn, most_turn_s, turns_of
 
+pytestmark = pytest.mark.slow
+
 MANY = 2000
 ANSWER_S = 100e-6
 """What an answer takes of its turn, at least: with `MANY` in one turn that was 0.2 s."""
