@@ -136,6 +136,24 @@ def overflow(client: ps.Client, kind: str) -> tuple[list[Tensors], str, Tensors]
     return [before, after], said, trainer.values
 
 
+def other_rate(client: ps.Client) -> tuple[list[Tensors], str, Tensors]:
+    """Worker 1 has another learning rate, for one step."""
+    trainer = Trainer(client, "plain", "other rate")
+    trainer.train(range(1))
+    before, said = trainer.values, ""
+    group = trainer.optimizer.param_groups[0]
+    rate = group["lr"]
+    group["lr"] = rate / 2 if client.rank == 1 else rate
+    try:
+        trainer.train(range(1, 2))
+    except ps.InvalidConfig as refused:
+        said = str(refused)
+    after = trainer.values
+    group["lr"] = rate
+    trainer.train(range(2, 4))
+    return [before, after], said, trainer.values
+
+
 def scaled(client: ps.Client) -> tuple[Tensors, float]:
     """Gradients with a loss scale, of another size at each worker, and an overflow at one."""
     trainer = Trainer(client, "plain", "scaled")

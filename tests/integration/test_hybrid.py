@@ -124,6 +124,15 @@ def test_what_is_not_finite_at_one_worker_skips_the_step_of_all(
     assert_alike([values for _, _, values in runs])
 
 
+def test_another_learning_rate_at_one_worker_skips_the_step_of_all(workers: Workers) -> None:
+    runs = workers.run(jobs.other_rate)
+    for (before, after), said, _ in runs:
+        assert_alike([before, after])
+        assert "optimizer of worker 1 has other hyperparameters than that of worker 0" in said
+    assert len({said for _, said, _ in runs}) == len(runs)  # each names its own
+    assert_alike([values for _, _, values in runs])
+
+
 def test_a_loss_scale_reaches_both_halves(workers: Workers) -> None:
     (first, unscaled), *_ = workers.run(jobs.train, kind="plain", name="unscaled", steps=0)
     runs = workers.run(jobs.scaled)

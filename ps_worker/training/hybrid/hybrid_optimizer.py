@@ -16,12 +16,14 @@ Rules:
       finite.
     - A step that all have agreed on is taken by torch's optimizer at each of them, whatever the
       servers say to one of them (a full table): so the parameters stay equal everywhere.
+    - Workers with other hyperparameters would part: all of them skip the step, and say so.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -134,7 +136,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         self._elsewhere = reduced_elsewhere(module) - self._served
         own = [each for each in self._parameters() if each not in self._elsewhere]
         self._reduced = set(own)
-        self._reduction = GradientReduction(own, 1 + client.world_size, client.world_size)
+        self._reduction = GradientReduction(own, 1 + 2 * client.world_size, client.world_size)
         self._peers = Peers(client)
         self._open: _OpenStep | None = None
         self._is_made = False
@@ -274,7 +276,8 @@ class HybridOptimizer(torch.optim.Optimizer):
 
         Raises:
             InvalidTensor: a gradient is not finite at some worker; all have skipped the step.
-            InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows.
+            InvalidConfig: `GradScaler.unscale_` was called, which does not reach rows; or the
+                workers have other learning rates, for instance: all have skipped the step.
             WorkerLost: another worker has ended, and so has this run.
             WaitExpired: a worker or a server is late. The next call, or `zero_grad`, ends the step;
                 likewise after Ctrl-C.
@@ -299,9 +302,10 @@ class HybridOptimizer(torch.optim.Optimizer):
     def _step(self, scale: StepScale) -> None:
         worker_count = self._client.world_size
         problem = "" if scale.skip or self._may_be_infinite else self._problem()
-        control = [0.0] * (1 + worker_count)
+        control = [0.0] * (1 + 2 * worker_count)
         control[0] = float(scale.skip)
         control[1 + self._client.rank] = float(bool(problem))
+        control[1 + worker_count + self._client.rank] = float(self._settings_digest())
         with uninterrupted():  # the others count on both halves
             self._reduction.begin(control, scale.contribution_scale)
             self._open = _OpenStep(scale, problem)
@@ -328,18 +332,32 @@ class HybridOptimizer(torch.optim.Optimizer):
         except Exception:
             self._take()  # whatever the servers say: the others take it
             raise
+        if opened.refusal is not None:
+            raise opened.refusal
 
     def _decide(self, opened: _OpenStep) -> None:
         """Take the workers' mean, and skip the step if one of them must."""
         reduced, scale, problem = self._reduction.finish(), opened.scale, opened.problem
-        skips, *problems = reduced.control
+        worker_count = self._client.world_size
+        skips, problems = reduced.control[0], reduced.control[1 : 1 + worker_count]
+        others = [
+            rank
+            for rank, digest in enumerate(reduced.control[1 + worker_count :])
+            if digest != reduced.control[1 + worker_count]
+        ]
+        if others:
+            opened.refusal = InvalidConfig(
+                f"the optimizer of worker {others[0]} has other hyperparameters than that of "
+                f"worker 0 (here, at worker {self._client.rank}: {self._settings()}), so their "
+                "parameters would part; expected the same at each: all have skipped the step"
+            )
         if not problem and any(problems):
             rank = next(rank for rank, is_one in enumerate(problems) if is_one)
             problem = f"worker {rank} has a gradient with an infinity or a NaN"
         if not problem and not skips and not reduced.is_finite and not self._may_be_infinite:
             problem = f"the mean of the workers' gradients of {self._not_finite(self._reduced)}"
         opened.is_decided = True
-        if skips or problem:
+        if skips or problem or others:
             opened.scale = StepScale(skip=True, problem=problem)
             return
         reduced_elsewhere = (p for p in self._parameters() if p in self._elsewhere)
@@ -356,6 +374,18 @@ class HybridOptimizer(torch.optim.Optimizer):
                 self._open = None
                 if not opened.scale.skip:
                     self._local.step()
+
+    def _settings(self) -> str:
+        """The hyperparameters of the workers' half, in words."""
+        groups = [{**each, "params": len(each["params"])} for each in self._local.param_groups]
+        return "; ".join(
+            ", ".join(f"{name}={_comparable(group[name])}" for name in sorted(group))
+            for group in groups
+        )
+
+    def _settings_digest(self) -> int:
+        """A number of 24 bits: float32 has it, and its sum with zeros."""
+        return zlib.crc32(self._settings().encode()) & 0xFFFFFF
 
     def _problem(self) -> str:
         """Words for a gradient that is not finite, of those that only this worker has, or that
@@ -421,3 +451,16 @@ class _OpenStep:
     scale: StepScale
     problem: str
     is_decided: bool = False
+    refusal: InvalidConfig | None = None
+
+
+def _comparable(value: object) -> object:
+    """A hyperparameter as workers compare it: its type alone where it has no plain value. What is
+    on a GPU is not read, since that would wait for it.
+    """
+    if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
+        return value.item()
+    if isinstance(value, tuple | list):
+        return [_comparable(each) for each in value]
+    is_plain = value is None or isinstance(value, bool | int | float | str)
+    return value if is_plain else type(value).__name__
