@@ -140,7 +140,7 @@ class RowIndex:
         yield from self._filling(size)
 
     def _filling(self, size: int) -> Work[None]:
-        slots: npt.NDArray[np.int32] = np.zeros(size, np.int32)
+        slots: npt.NDArray[np.int32] = np.empty(size, np.int32)
         for begin in range(0, size, _PAGE_BYTES // slots.itemsize):
             slots[begin : begin + _PAGE_BYTES // slots.itemsize] = 0  # the first touch of its page
             yield

@@ -64,6 +64,7 @@ from ps_server.service.collective_waits import CollectiveWaits
 from ps_server.service.works import Works
 from ps_server.update_log.writer import UpdateLog
 from ps_server.values.mutations import Assigned, Dropped, Mutation, Put
+from ps_server.values.row_store import RowStore
 from ps_server.values.update_arithmetic import Accumulator
 from pushpull.v1 import types_pb2
 
@@ -394,6 +395,13 @@ class ParameterNode:
         """Blocks of a table in a range; 0 if they are not here."""
         part = self.machine.shards.get((table_id, range_id))
         return 0 if part is None else len(part.state.blocks)
+
+    def is_quick_at(self, table_id: TableId, range_id: RangeId) -> bool:
+        """True unless an update there may take long for another reason than its blocks: rows that
+        need larger arrays, or that leave.
+        """
+        store = self.shards.stores.get((table_id, range_id))
+        return not isinstance(store, RowStore) or store.has_space
 
     def block_bytes_at(self, table_id: TableId, range_id: RangeId) -> int:
         """The most bytes that a block, or a row, has in an answer; 0 if none are here."""

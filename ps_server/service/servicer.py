@@ -262,6 +262,8 @@ def _turn(node: ParameterNode, events: Iterator[EntryEvent]) -> tuple[list[Entry
         else:
             place = event.place
             block_count += max(node.block_count_at(place.table_id, place.range_id), 1)
+            if not node.is_quick_at(place.table_id, place.range_id):
+                block_count += _TURN_BLOCK_COUNT
     return turn, block_count
 
 

@@ -335,6 +335,11 @@ class RowStore:
             and all(self._has_space(block, count) for block, count in counts.items())
         )
 
+    @property
+    def has_space(self) -> bool:
+        """True if the next update enlarges no index and evicts nothing, unless it is large."""
+        return all(self._has_space(block, _PIECE_COUNT) for block in self._partitions)
+
     def _has_space(self, block: int, count: int) -> bool:
         """True if an update of so many rows enlarges no index, and evicts nothing."""
         partition, candidates = self._partitions[block], self._candidates.get(block)

@@ -119,6 +119,21 @@ def test_a_table_grows_and_is_copied_in_short_turns(storage: RowStorage) -> None
     assert longest_piece_s(store.copying()) < most_turn_s()
 
 
+def test_a_store_says_when_its_next_update_may_take_long() -> None:
+    """Its ids get a larger array beyond 32,000 rows; its slots beyond 39,321 and 78,643, which are
+    3 of 5. An index that is smaller takes short turns anyway.
+    """
+    store, said = store_of(1, OptimizerKind.SGD), []
+    for first in range(0, 80_000, 4_000):
+        ids = np.arange(first, first + 4_000, dtype=np.uint64)
+        payload = payload_of(ids, np.ones((len(ids), 1), np.float32))
+        store.accumulate(1, [(0, store.decode(0, Codec.FP32, payload, b""))], 1.0)
+        at_once(store.applying(1, store.take(1), (), 1))
+        said.append((first + 4_000, store.has_space))
+    without = [count for count, has_space in said if not has_space]
+    assert without == [24_000, 28_000, 32_000, 36_000, 72_000, 76_000]
+
+
 @pytest.mark.parametrize("eviction", Eviction)
 def test_many_rows_are_admitted_and_evicted_in_short_turns(eviction: Eviction) -> None:
     rows = RowsSpec(1, max_row_count=MANY // 2, eviction=eviction, evict_after=80, admit_after=2)
