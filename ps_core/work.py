@@ -1,16 +1,31 @@
 """Long work in steps, between which other work has its turn.
 
-A `Work` is a generator: it yields between two steps, and returns the result.
+A `Work` is a generator: it yields between two steps, and returns the result. It yields what the
+next step waits for, or None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-Work = Generator[None, None, ResultT]
+
+
+class Waiting(Protocol):
+    """Work of another thread, as `concurrent.futures.Future`."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> Any:
+        """Wait for the end, and return what it gave."""
+
+    def add_done_callback(self, call: Callable[[Any], object], /) -> None: ...
+
+
+Work = Generator[Any, None, ResultT]
+"""Yields `Waiting | None`."""
 
 PIECE_COUNT = 4
 """Blocks of one step."""
@@ -20,10 +35,12 @@ def at_once(work: Work[ResultT]) -> ResultT:
     """Do all steps without a break, and return the result."""
     while True:
         try:
-            next(work)
+            waiting: Waiting | None = next(work)
         except StopIteration as end:
             result: ResultT = end.value
             return result
+        if waiting is not None:
+            waiting.result()
 
 
 def pieces_of(items: Sequence[ItemT]) -> Iterator[Sequence[ItemT]]:

@@ -496,7 +496,7 @@ async def _watch_memory(shards: Shards) -> None:
     """Tell now and then how much memory tables take, and the machine has left, for new rows."""
     while True:
         if shards.has_rows:
-            shards.row_memory.measured(shards.state_bytes)
+            shards.row_memory.measured(shards.memory_bytes, shards.frame_bytes)
             left_bytes = await asyncio.to_thread(capacity.available_bytes)
             shards.row_memory.measured_left(left_bytes)
         await asyncio.sleep(_MEMORY_LOOK_S)

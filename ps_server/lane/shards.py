@@ -403,6 +403,19 @@ class Shards:
         return sum(store.state_bytes for store in self.stores.values())
 
     @property
+    def memory_bytes(self) -> int:
+        """As `state_bytes`, without rows that are on disk alone."""
+        return sum(
+            each.memory_bytes if isinstance(each, RowStore) else each.state_bytes
+            for each in self.stores.values()
+        )
+
+    @property
+    def frame_bytes(self) -> int:
+        """Of these, those of rows that could be on disk alone."""
+        return sum(s.frame_bytes for s in self.stores.values() if isinstance(s, RowStore))
+
+    @property
     def row_count(self) -> int:
         """The rows of all tables."""
         return sum(each.row_count for each in self.stores.values() if isinstance(each, RowStore))

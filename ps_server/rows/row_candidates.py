@@ -21,7 +21,8 @@ import numpy as np
 
 from ps_core.rows import Ids
 from ps_core.work import Work
-from ps_server.rows.row_partition import Column, RowPartition, Rows
+from ps_server.rows.row_arrays import Column, Rows
+from ps_server.rows.row_partition import RowPartition
 from ps_server.rows.row_retention import COUNT, TALLY, UPDATED, Leaves, RowRetention, spans_of
 
 COLUMNS = {name: Column(1, TALLY) for name in (COUNT, UPDATED)}
@@ -55,7 +56,7 @@ class Candidates:
         counts = np.zeros(len(ids), np.int64)
         here = np.flatnonzero(numbers >= 0)
         arrays = self.known.arrays
-        counts[here] = arrays.get(COUNT, arrays.places(numbers[here]), len(here))[:, 0]
+        counts[here] = arrays.kept(COUNT, numbers[here])[:, 0]
         return counts + 1 >= self._admit_after
 
     def admitting(self, ids: Ids, version: int) -> Work[Leaves]:
@@ -94,8 +95,8 @@ class Candidates:
         known = self.known
         leaves = np.zeros(known.index.count, bool)
         for some in spans_of(len(leaves)):
-            places = known.arrays.places(np.arange(some.start, some.stop))
-            leaves[some] = known.arrays.get(COUNT, places, some.stop - some.start)[:, 0] == 0
+            numbers = np.arange(some.start, some.stop)
+            leaves[some] = known.arrays.kept(COUNT, numbers)[:, 0] == 0
             yield
         leaves = yield from self._retention.leaving(known, version, leaves)
         yield from known.removing(leaves)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.tables.optimizers import STEP_ARRAY, VALUES_ARRAY, OptimizerKind, OptimizerSpec
-from ps_server.rows.row_partition import Rows
+from ps_server.rows.row_arrays import Rows
 
 SUM, FIRST, SECOND, HELD = "sum", "exp_avg", "exp_avg_sq", "held"
 

@@ -25,7 +25,9 @@ import numpy.typing as npt
 from ps_core.rows import Ids, mixed_ids
 from ps_core.tables.table_spec import Eviction, RowsSpec
 from ps_core.work import Work
-from ps_server.rows.row_partition import Numbers, RowPartition, Rows
+from ps_server.rows.row_arrays import Rows
+from ps_server.rows.row_kernels import Numbers
+from ps_server.rows.row_partition import RowPartition
 
 UPDATED, COUNT = "updated", "update_count"
 """Arrays: the number of a row's last update among its partition's, and how many it had."""
@@ -139,8 +141,7 @@ def _ages(partition: RowPartition, numbers: Numbers, version: int) -> npt.NDArra
 
 
 def _column(partition: RowPartition, name: str, numbers: Numbers) -> npt.NDArray[np.uint32]:
-    arrays = partition.arrays
-    found: Rows = arrays.get(name, arrays.places(numbers), len(numbers))
+    found: Rows = partition.arrays.kept(name, numbers)
     return found[:, 0]
 
 

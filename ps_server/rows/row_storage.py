@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.tables.table_spec import RowStorage
-from ps_server.rows.row_partition import Column, Rows
+from ps_server.rows.row_arrays import Column, Rows
 
 Draws = npt.NDArray[np.uint16]
 """A random number for each element. Shapes: (rows, elements)."""

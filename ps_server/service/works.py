@@ -9,6 +9,7 @@ Rules:
       ones, as if it were a work itself.
     - A caller that cannot wait finishes the open works first (`finish`).
     - A failed work has ended: its listener gets the error, or else `on_failure`.
+    - A work that waits for another thread goes on in a turn after that; who has time for all waits.
     - Without an event loop, every work is done at once.
 
 Invariants:
@@ -18,6 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ps_core import limits
 from ps_core.errors import check
-from ps_core.work import Work
+from ps_core.work import Waiting, Work
 from ps_runtime.system.turns import Turns
 
 ResultT = TypeVar("ResultT")
@@ -53,6 +55,13 @@ class WorkQueue:
         self._on_failure = on_failure
         self._jobs: deque[_Job] = deque()
         self._is_running = False
+        self._waiting: Waiting | None = None
+
+    @property
+    def waits_for(self) -> Waiting | None:
+        """The next step waits until this is done."""
+        waiting = self._waiting
+        return None if waiting is None or waiting.done() else waiting
 
     @property
     def is_busy(self) -> bool:
@@ -118,12 +127,14 @@ class WorkQueue:
 
     def _is_done(self, job: _Job, has_time: HasTime) -> bool:
         """Take at least one step of a job, to its end or until there is no time."""
+        if not self._has_come(has_time):
+            return False
         self._is_running = True
         work = job.work
         try:
             while True:
-                next(work)  # type: ignore[arg-type]
-                if not has_time():
+                self._waiting = next(work)  # type: ignore[arg-type]
+                if not self._has_come(has_time) or not has_time():
                     return False
         except StopIteration as end:
             if job.on_end is not None:
@@ -136,6 +147,12 @@ class WorkQueue:
             return True
         finally:
             self._is_running = False
+
+    def _has_come(self, has_time: HasTime) -> bool:
+        """True if the next step waits for nothing, any more."""
+        if self.waits_for is not None and has_time is always:
+            self.waits_for.result()
+        return self.waits_for is None
 
 
 class Works:
@@ -225,6 +242,8 @@ class Works:
     async def _run(self) -> None:
         try:
             while self._queue.is_busy:
+                if self._queue.waits_for is not None:
+                    await arrival(self._queue.waits_for)
                 await self._turns.next_turn()
                 until_s = self._now() + limits.SLICE_S
 
@@ -238,3 +257,15 @@ class Works:
 
 def always() -> bool:
     return True
+
+
+async def arrival(waiting: Waiting) -> None:
+    """Wait until another thread has done it."""
+    loop, come = asyncio.get_running_loop(), asyncio.Event()
+
+    def done(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(come.set)
+
+    waiting.add_done_callback(done)
+    await come.wait()

@@ -14,10 +14,12 @@ import numpy as np
 from ps_core.rows import Ids
 from ps_core.tables.elements import DType
 from ps_core.tables.table_spec import RowsSpec, TableSpec
+from ps_core.work import Work
+from ps_server.rows.row_arrays import Rows
 from ps_server.rows.row_candidates import COLUMNS
 from ps_server.rows.row_memory import INDEX_BYTES
 from ps_server.rows.row_optimizers import state_widths
-from ps_server.rows.row_partition import RowPartition, Rows, RowSnapshot
+from ps_server.rows.row_partition import RowPartition, RowSnapshot
 from ps_server.rows.row_retention import RowRetention
 from ps_server.values.store_copy import CANDIDATES, IDS
 
@@ -70,10 +72,13 @@ class PartitionSnapshot(NamedTuple):
             self.candidates.end()
 
 
-def pieces_of(partition: RowPartition) -> Iterator[tuple[bytes, dict[str, Rows]]]:
-    """Copies of all rows, some at a time, at least once: their ids, and their arrays."""
-    arrays, count = partition.arrays, partition.arrays.piece_count
-    for begin in range(0, max(1, partition.index.count), count):
-        ids = partition.index.ids[begin : begin + count]
-        places = arrays.places(np.arange(begin, begin + len(ids)))
-        yield ids.tobytes(), {name: arrays.get(name, places, len(ids)) for name in arrays.names}
+def begins_of(partition: RowPartition) -> Iterator[int]:
+    """The first row of each piece of a partition; it has one piece at least."""
+    yield from range(0, max(1, partition.index.count), partition.arrays.piece_count)
+
+
+def piece_at(partition: RowPartition, begin: int) -> Work[tuple[bytes, dict[str, Rows]]]:
+    """A copy of a piece: the rows' ids, and their arrays."""
+    ids = partition.index.ids[begin : begin + partition.arrays.piece_count]
+    found = yield from partition.arrays.reading(np.arange(begin, begin + len(ids)))
+    return ids.tobytes(), found

@@ -40,16 +40,20 @@ from ps_core.tables.elements import Codec
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction, RowsSpec
-from ps_core.work import PIECE_COUNT, Work, at_once
+from ps_core.work import PIECE_COUNT, Waiting, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
+from ps_server.rows.row_arrays import Column, Place, RowArrays, Rows
 from ps_server.rows.row_candidates import COLUMNS, Candidates
+from ps_server.rows.row_file import RowFile
 from ps_server.rows.row_heat import RowHeat
+from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.rows.row_optimizers import RowOptimizer
-from ps_server.rows.row_partition import Column, Numbers, Place, RowPartition, Rows
+from ps_server.rows.row_partition import RowPartition
 from ps_server.rows.row_retention import COUNT, MOST, TALLY, UPDATED, RowRetention
 from ps_server.rows.row_storage import row_storage
+from ps_server.rows.tiered_arrays import TieredArrays, kept_bytes, record_bytes
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.row_gradients import (
     RowAccumulator,
@@ -65,7 +69,8 @@ from ps_server.values.row_pieces import (
     CANDIDATE_COLUMNS,
     PartitionSnapshot,
     RowPiece,
-    pieces_of,
+    begins_of,
+    piece_at,
     prefixed,
 )
 from ps_server.values.shard_store import NOBODY_LOOKS, ChangeHooks, ShardStore
@@ -93,6 +98,7 @@ class RowStore:
 
     Attributes:
         lineage: as of `ShardStore`.
+        memory: where its rows find space.
         pulled, pushed: ids that came.
         found_count: of those that were pulled, how many had a row.
 
@@ -109,7 +115,7 @@ class RowStore:
             raise InvalidConfig(f"table '{spec.name}' is not one of rows")
         self.table = table
         self.lineage = object()
-        self._memory = memory or RowMemory()
+        self.memory = memory or RowMemory()
         self._name = spec.name
         self._rows: RowsSpec = rows
         self._length = spec.element_count
@@ -128,6 +134,9 @@ class RowStore:
         self._stored_columns = {**self._columns, VALUES: self._storage.column}
         stored_bytes = sum(each.row_bytes for each in self._stored_columns.values())
         self._made_bytes = stored_bytes + INDEX_BYTES
+        self._begin_file()
+        if self._file is not None:
+            self._made_bytes = kept_bytes(self._stored_columns, self._retention.names) + INDEX_BYTES
         self._partitions: dict[int, RowPartition] = {}
         self._taken = self._optimizer.arrays  # the arrays that an update reads and writes
         self._work_bytes = self._row_bytes  # of a row, as the bounds of a turn count them
@@ -146,11 +155,23 @@ class RowStore:
         """A partition without rows."""
         if self._rows.admit_after > 1:
             terms = self._retention, self._rows.admit_after
-            known = RowPartition(self._salt, COLUMNS, self._memory.prefault)
+            arrays = RowArrays(COLUMNS, prefault=self.memory.prefault)
+            known = RowPartition(self._salt, arrays, self.memory.prefault)
             self._candidates[block] = Candidates(known, *terms)
-        made = RowPartition(self._salt, self._stored_columns, self._memory.prefault)
+        made = RowPartition(self._salt, self._arrays(), self.memory.prefault)
         self._partitions[block] = made
-        return self._partitions[block]
+        return made
+
+    def _begin_file(self) -> None:
+        """A file for rows that find no memory, without rows."""
+        size, tier = record_bytes(self._stored_columns, self._retention.names), self.memory.tier
+        self._file: RowFile | None = None if tier is None else tier.file(size)
+
+    def _arrays(self) -> RowArrays | TieredArrays:
+        columns, tier = self._stored_columns, self.memory.tier
+        if tier is None or self._file is None:
+            return RowArrays(columns, prefault=self.memory.prefault)
+        return TieredArrays(columns, self._retention.names, self._file, tier, self.memory)
 
     @property
     def state_bytes(self) -> int:
@@ -159,6 +180,17 @@ class RowStore:
         """
         candidates = (each.known for each in self._candidates.values())
         return sum(each.byte_count for each in (*self._partitions.values(), *candidates))
+
+    @property
+    def memory_bytes(self) -> int:
+        """As `state_bytes`, without rows that are on disk alone."""
+        candidates = (each.known for each in self._candidates.values())
+        return sum(each.memory_bytes for each in (*self._partitions.values(), *candidates))
+
+    @property
+    def frame_bytes(self) -> int:
+        """Of these, those of rows that could be on disk alone."""
+        return sum(each.arrays.frame_bytes for each in self._partitions.values())
 
     @property
     def row_count(self) -> int:
@@ -210,7 +242,7 @@ class RowStore:
         self._check_ids(block, found.ids)
         if not self.table.spec.allow_non_finite:
             self._check_finite(what, found)
-        if is_pushed and not self._memory.has_space(len(found.ids) * self._made_bytes):
+        if is_pushed and not self.memory.has_space(len(found.ids) * self._made_bytes):
             self._check_space(block, found.ids)
         if is_pushed:
             self.pushed.note(found.ids)
@@ -222,9 +254,9 @@ class RowStore:
         if block in self._candidates:
             candidates = self._candidates[block]
             new = missing[candidates.known.index.find(missing) < 0]
-            self._memory.check(self._name, len(new), CANDIDATE_BYTES)
+            self.memory.check(self._name, len(new), CANDIDATE_BYTES)
             missing = missing[candidates.admits(missing)]
-        self._memory.check(self._name, len(missing), self._made_bytes)
+        self.memory.check(self._name, len(missing), self._made_bytes)
 
     def _check_ids(self, block: int, ids: Ids) -> None:
         """Check that they live in this partition."""
@@ -409,6 +441,7 @@ class RowStore:
                 is_row = numbers >= 0
                 here, steps, numbers = here[is_row], steps[is_row], numbers[is_row]
             arrays = partition.arrays
+            yield from arrays.fetching(numbers)
             if partition.snapshot is not None:
                 partition.snapshot.keep(numbers)
             places = arrays.places(numbers)
@@ -448,12 +481,12 @@ class RowStore:
             known_count = candidates.known.index.count
             is_admitted = yield from candidates.admitting(ids[missing], partition.version)
             missing = missing[is_admitted]
-            self._memory.made((candidates.known.index.count - known_count) * CANDIDATE_BYTES)
+            self.memory.made((candidates.known.index.count - known_count) * CANDIDATE_BYTES)
         if len(missing):
             new = ids[missing]
             first = self._as_stored(self._first_arrays(new))
             numbers[missing] = yield from partition.adding(new, first)
-            self._memory.made(len(new) * self._made_bytes)
+            self.memory.made(len(new) * self._made_bytes)
         return numbers
 
     def _rounded(self, values: Rows, ids: Ids, version: int) -> Rows:
@@ -498,7 +531,7 @@ class RowStore:
             if leaves.any():
                 yield from partition.removing(leaves)
                 gone_count = count - partition.index.count
-                self._memory.evicted(gone_count, gone_count * self._made_bytes)
+                self.memory.evicted(gone_count, gone_count * self._made_bytes)
         if candidates is not None:
             yield from candidates.evicting(partition.version)
 
@@ -543,6 +576,14 @@ class RowStore:
         rows = memory.view(self._dtype).reshape(-1, self._length)
         self.rows(block, np.frombuffer(ids, "<u8"), rows)
 
+    def want(self, block: int, ids: Ids) -> list[Waiting]:
+        """Begin to fetch the rows of these ids that are on disk; returns what to wait for."""
+        partition = self._partitions.get(block)
+        if partition is None or self._file is None:
+            return []
+        numbers = partition.index.find(ids)
+        return partition.arrays.want(numbers[numbers >= 0])
+
     def rows(self, block: int, ids: Ids, out: Rows | None = None) -> Rows:
         """A copy of the rows of these ids of a partition, in `out`; InvalidKeys if one is of
         another.
@@ -575,7 +616,8 @@ class RowStore:
         partition = self._partition(block)
         count = partition.index.count
         numbers = np.arange(min(first, count), min(first + most, count))
-        return partition.index.ids[numbers], self._stored_values(partition, numbers)
+        found = at_once(partition.arrays.reading(numbers))
+        return partition.index.ids[numbers], self._storage.unpacked(found[VALUES])
 
     def read(
         self, block: int, codec: Codec | None, clock: int | None
@@ -605,13 +647,16 @@ class RowStore:
         """
         blocks = []
         for block, partition in self._partitions.items():
-            for ids, arrays in pieces_of(partition):
+            for begin in begins_of(partition):
+                ids, arrays = yield from piece_at(partition, begin)
                 values = self._storage.unpacked(arrays.pop(VALUES)).tobytes()
                 slots = ((IDS, ids), *((name, each.tobytes()) for name, each in arrays.items()))
                 blocks.append(BlockCopy(block, partition.version, (0,), values, slots))
                 yield
             if block in self._candidates:
-                for ids, arrays in pieces_of(self._candidates[block].known):
+                known = self._candidates[block].known
+                for begin in begins_of(known):
+                    ids, arrays = yield from piece_at(known, begin)
                     named = ((prefixed(name), each.tobytes()) for name, each in arrays.items())
                     slots = ((CANDIDATES, ids), *named)
                     blocks.append(BlockCopy(block, partition.version, (0,), b"", slots))
@@ -680,6 +725,7 @@ class RowStore:
         self.abandon()
         self.lineage = object()
         changes.begin(tuple(self._partitions))
+        self._begin_file()
         for block in self._partitions:
             self._begin(block)
         for each in copy.blocks:
@@ -699,10 +745,14 @@ class RowStore:
         )
 
     def saved_rows(self, block: int, snapshot: PartitionSnapshot) -> SavedBlock:
+        """`saving_rows`, at once."""
+        return at_once(self.saving_rows(block, snapshot))
+
+    def saving_rows(self, block: int, snapshot: PartitionSnapshot) -> Work[SavedBlock]:
         """The next rows of a captured partition, or its next candidates."""
         rows = snapshot.rows
         if not rows.is_done or snapshot.candidates is None:
-            piece, total = rows.next(), rows.count
+            piece, total = (yield from rows.taking()), rows.count
             arrays = dict(piece.arrays)
             values = self._storage.unpacked(arrays.pop(VALUES))
             ordered = {VALUES: values, IDS: piece.ids, **arrays}
@@ -772,6 +822,13 @@ class RowStore:
                 raise InvalidKeys(f"partition {block} of table '{self._name}' has an id twice")
             part = {name: rows[some] for name, rows in piece.arrays.items()}
             at_once(self._adding(block, RowPiece(piece.ids[some], part, piece.are_rows)))
+
+    def audit(self) -> None:
+        """Check that each row is where it is said to be; for tests."""
+        found = [each.arrays.audit() for each in self._partitions.values()]
+        records = np.concatenate(found)
+        count = 0 if self._file is None else self._file.positions.used_count
+        check(len(np.unique(records)) == len(records) == count, "RF-1", f"{len(records)} records")
 
     def _partition(self, block: int) -> RowPartition:
         found = self._partitions.get(block)

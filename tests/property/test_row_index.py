@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from ps_core.rows import mixed_ids, partitions_of, salt_of
 from ps_core.work import at_once
 from ps_server.rows import row_kernels, row_loops, row_passes
-from ps_server.rows.row_partition import Column, RowArrays, RowIndex, RowPartition
+from ps_server.rows.row_arrays import Column, RowArrays
+from ps_server.rows.row_index import RowIndex
+from ps_server.rows.row_partition import RowPartition
 
 SEED = 3
 IDS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 2**64 - 1)), max_size=40)
@@ -88,7 +90,9 @@ class Asked:
 
 def test_pages_are_asked_for_before_rows_come_to_them_and_once() -> None:
     asked = Asked()
-    partition = RowPartition(salt_of(SEED), {"values": Column(256, np.dtype("f4"))}, asked)
+    partition = RowPartition(
+        salt_of(SEED), RowArrays({"values": Column(256, np.dtype("f4"))}, prefault=asked), asked
+    )
     arrays, step = partition.arrays, 1_000
     for begin in range(0, 30_000, step):
         ids = np.arange(begin, begin + step, dtype=np.uint64)

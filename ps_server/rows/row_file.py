@@ -1,0 +1,236 @@
+"""Rows on disk: records of one length, by position, in a file without a name.
+
+    free --taken--> in use --freed--> free, when every transfer that was open then has ended
+
+The file is memory of the server, and nothing more: it ends with the process, and what must outlive
+that is with the backups, in checkpoints and in the update log.
+
+Rules:
+    - A read gives what the position had when it began, even if its row is written anew, or leaves.
+    - Transfers are made by other threads, in pieces, so that a disk has several to do.
+    - Positions are taken at the file's end until half of the file is free, so that most writes
+      are one piece; then the free ones are taken, in order.
+
+Invariants:
+    RF-1  A position that a transfer is under way for is not taken.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+
+from ps_core.errors import check
+from ps_core.work import Waiting
+from ps_server.rows import row_kernels
+from ps_server.rows.row_kernels import Numbers, Records
+
+Submit = Callable[[Callable[[], OSError | None]], Waiting]
+"""Has another thread call something, whose result `Waiting` gives."""
+
+_PIECE_COUNT = 64
+_MOST_PIECES = 8
+"""A transfer has at most so many pieces, of at least so many records each."""
+
+_LEAST_COUNT = 1024
+_WINDOW_COUNT = 65_536
+"""Positions that are looked at together."""
+
+
+class RowDisk:
+    """The system's operations. Thread-safe, blocking; all raise OSError."""
+
+    def create(self, directory: Path) -> int:
+        """Create a file without a name; returns its descriptor."""
+        with tempfile.TemporaryFile(dir=directory) as file:
+            return os.dup(file.fileno())
+
+    def read(self, file: int, records: Records, positions: Numbers, places: Numbers) -> None:
+        """Read the records of these positions into these places."""
+        failed = row_kernels.read_records(file, records, positions, places)
+        if failed >= 0:
+            self._read_again(file, records.shape[1], int(positions[failed]))
+
+    def _read_again(self, file: int, size: int, position: int) -> None:
+        found = len(os.pread(file, size, position * size))  # raises what is wrong
+        raise OSError(f"read {found} of {size} bytes")
+
+    def write(self, file: int, records: Records, positions: Numbers) -> None:
+        """Write the records to these ascending positions."""
+        failed = row_kernels.write_records(file, records, positions)
+        if failed >= 0:
+            count = os.pwrite(
+                file, records[failed:].data, int(positions[failed]) * records.shape[1]
+            )
+            raise OSError(f"wrote {count} of {records.shape[1]} bytes")
+
+
+ROW_DISK = RowDisk()
+
+
+@dataclass
+class _Era:
+    """The transfers that began in a stretch of time, and the positions freed in it."""
+
+    open_count: int = 0
+    freed: list[Numbers] = field(default_factory=list)
+
+
+class Positions:
+    """Which positions of a file are in use."""
+
+    def __init__(self) -> None:
+        self._is_free = np.zeros(0, bool)
+        self._free_count = 0
+        self._hand = 0
+        self._eras: deque[_Era] = deque((_Era(),))
+        self.end = 0  # of those that were ever in use
+        self.used_count = 0
+
+    def take(self, count: int) -> Numbers:
+        """Positions that are free, ascending."""
+        self.used_count += count
+        if self._free_count < max(count, self.end // 2):
+            begin, self.end = self.end, self.end + count
+            if self.end > len(self._is_free):
+                more = np.zeros(max(self.end, _LEAST_COUNT), bool)  # twice as many
+                self._is_free = np.concatenate((self._is_free, more))
+            return np.arange(begin, self.end)
+        found: list[Numbers] = []
+        left = count
+        while left:
+            if self._hand >= self.end:
+                self._hand = 0
+            window = self._is_free[self._hand : min(self._hand + _WINDOW_COUNT, self.end)]
+            some = np.flatnonzero(window)[:left]
+            window[some] = False
+            found.append(some + self._hand)
+            left -= len(some)
+            self._hand += len(window) if left else int(some[-1]) + 1
+        self._free_count -= count
+        return np.sort(np.concatenate(found))
+
+    def free(self, positions: Numbers) -> None:
+        """Free positions, each once."""
+        if len(positions):
+            self.used_count -= len(positions)
+            self._eras[-1].freed.append(positions)
+            self._free_now()
+
+    def open(self) -> _Era:
+        """Begin a transfer; what is freed from now on is not taken before it ends."""
+        if self._eras[-1].freed:
+            self._eras.append(_Era())
+        self._eras[-1].open_count += 1
+        return self._eras[-1]
+
+    def close(self, era: _Era) -> None:
+        """End a transfer."""
+        check(era.open_count > 0, "RF-1", "a transfer ends twice")
+        era.open_count -= 1
+        self._free_now()
+
+    def _free_now(self) -> None:
+        while not self._eras[0].open_count:
+            for positions in self._eras[0].freed:
+                self._is_free[positions] = True
+                self._free_count += len(positions)
+            self._eras[0].freed.clear()
+            if len(self._eras) == 1:
+                return
+            self._eras.popleft()
+
+
+class Transfer(NamedTuple):
+    """Records on their way between memory and the file."""
+
+    positions: Numbers
+    records: Records
+    pieces: Sequence[Waiting]
+    era: _Era
+
+    @property
+    def is_done(self) -> bool:
+        return all(piece.done() for piece in self.pieces)
+
+    @property
+    def failure(self) -> OSError | None:
+        """The first error. Waits for the end."""
+        failures: list[OSError | None] = [piece.result() for piece in self.pieces]
+        return next((each for each in failures if each is not None), None)
+
+
+class RowFile:
+    """A file of records of `record_bytes`, which is created when something is written. Belongs to
+    one thread, but for its transfers.
+    """
+
+    def __init__(
+        self, directory: Path, record_bytes: int, submit: Submit, disk: RowDisk = ROW_DISK
+    ) -> None:
+        self._directory = directory
+        self.record_bytes = record_bytes
+        self._submit = submit
+        self._disk = disk
+        self.positions = Positions()
+        self._descriptor: int | None = None
+        self._opening = Lock()
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of the file that were ever in use."""
+        return self.positions.end * self.record_bytes
+
+    def read(self, positions: Numbers) -> Transfer:
+        """Begin to read the records at these positions, in this order."""
+        order = np.argsort(positions)
+        ascending = positions[order]
+        records = np.empty((len(positions), self.record_bytes), np.uint8)
+
+        def piece(some: slice) -> Waiting:
+            return self._submit(lambda: self._reads(records, ascending[some], order[some]))
+
+        count = max(_PIECE_COUNT, -(-len(positions) // _MOST_PIECES))
+        begins = range(0, len(positions), count)
+        pieces = [piece(slice(begin, begin + count)) for begin in begins]
+        return Transfer(positions, records, pieces, self.positions.open())
+
+    def write(self, records: Records) -> Transfer:
+        """Begin to write records to free positions, which these are then in use."""
+        era, positions = self.positions.open(), self.positions.take(len(records))
+        pieces = (self._submit(lambda: self._writes(records, positions)),)
+        return Transfer(positions, records, pieces, era)
+
+    def end(self, transfer: Transfer) -> None:
+        """Forget a transfer. A caller that drops one does this, too, when it is done."""
+        self.positions.close(transfer.era)
+
+    def _reads(self, records: Records, positions: Numbers, places: Numbers) -> OSError | None:
+        try:
+            self._disk.read(self._opened(), records, positions, places)
+        except OSError as error:
+            return error
+        return None
+
+    def _writes(self, records: Records, positions: Numbers) -> OSError | None:
+        try:
+            self._disk.write(self._opened(), records, positions)
+        except OSError as error:
+            return error
+        return None
+
+    def _opened(self) -> int:
+        with self._opening:
+            if self._descriptor is None:
+                self._descriptor = self._disk.create(self._directory)
+                weakref.finalize(self, os.close, self._descriptor)
+            return self._descriptor

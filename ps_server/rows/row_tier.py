@@ -1,0 +1,59 @@
+"""The disk that rows go to when a server's memory for tables is full."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ps_server.rows.row_file import ROW_DISK, RowDisk, RowFile, Submit
+
+_LEAST_FRAME_COUNT = 4096
+
+
+class RowTier:
+    """The directory for one server's rows, and what its disk did.
+
+    Attributes:
+        fetched_count, written_count: rows that were read from files, and written to them.
+        frame_bytes: of memory for rows that could be on disk.
+        failure: the disk's last answer was this error; None: it took what it got.
+        least_frame_count: rows of a partition that are in memory, whatever they take.
+
+    Args:
+        submit: has another thread do the disk's operations.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        submit: Submit,
+        disk: RowDisk = ROW_DISK,
+        least_frame_count: int = _LEAST_FRAME_COUNT,
+    ) -> None:
+        self._directory = directory
+        self._submit = submit
+        self._disk = disk
+        self.least_frame_count = least_frame_count
+        self.fetched_count = self.written_count = self.frame_bytes = 0
+        self.failure: OSError | None = None
+        self._is_tried = True
+
+    def file(self, record_bytes: int) -> RowFile:
+        """A file for rows of one table."""
+        return RowFile(self._directory, record_bytes, self._submit, self._disk)
+
+    @property
+    def takes(self) -> bool:
+        """True if rows may be written: the disk took the last ones, or may be tried again."""
+        return self._is_tried
+
+    def measured(self, frame_bytes: int) -> None:
+        """Take the bytes of all frames. Since the last call the disk may have got space."""
+        self.frame_bytes, self._is_tried = frame_bytes, True
+
+    def took(self) -> None:
+        """The disk took some rows."""
+        self.failure, self._is_tried = None, True
+
+    def refused(self, failure: OSError) -> None:
+        """The disk did not take some rows."""
+        self.failure, self._is_tried = failure, False

@@ -1,0 +1,209 @@
+"""A store whose rows are mostly on disk, against one with all of them in memory (TA-1, RF-1)."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ps_core.keys import TableId
+from ps_core.rows import Ids, mixed_ids, partitions_of, salt_of
+from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind
+from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
+from ps_core.tables.table import Table
+from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
+from ps_core.work import Work, at_once
+from ps_server.rows.row_memory import RowMemory
+from ps_server.rows.row_tier import RowTier
+from ps_server.rows.tiered_arrays import RowsLost
+from ps_server.values.row_gradients import payload_of
+from ps_server.values.row_pieces import PartitionSnapshot
+from ps_server.values.row_store import RowStore
+from tests.examples import examples
+from tests.property.deferred_disk import DeferredDisk
+
+LENGTH, PARTITIONS, SEED = 3, 2, 5
+ID_COUNT = 40
+IDS = st.lists(st.integers(0, ID_COUNT - 1), min_size=1, max_size=14, unique=True)
+POLICIES = st.sampled_from(
+    [
+        RowsSpec(PARTITIONS, SEED),
+        RowsSpec(PARTITIONS, SEED, max_row_count=20),
+        RowsSpec(PARTITIONS, SEED, max_row_count=24, eviction=Eviction.LFU, admit_after=2),
+        RowsSpec(PARTITIONS, SEED, evict_after=3),
+        RowsSpec(PARTITIONS, SEED, max_row_count=20, storage=RowStorage.INT8),
+        RowsSpec(PARTITIONS, SEED, storage=RowStorage.BFLOAT16),
+    ]
+)
+KINDS = st.sampled_from(
+    [OptimizerKind.SGD, OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.ADAM, OptimizerKind.FTRL]
+)
+
+
+class Push(NamedTuple):
+    ids: list[int]
+
+
+class Pull(NamedTuple):
+    ids: list[int]
+
+
+class Want(NamedTuple):
+    ids: list[int]
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.builds(Push, IDS),
+        st.builds(Push, IDS),
+        st.builds(Pull, IDS),
+        st.builds(Want, IDS),
+        st.sampled_from(["listing", "capture", "taking", "copy", "restore", "measured"]),
+    ),
+    max_size=24,
+)
+
+
+def table_of(rows: RowsSpec, kind: OptimizerKind) -> Table:
+    spec = TableSpec(
+        "rows",
+        DType.FLOAT32,
+        LENGTH,
+        OptimizerSpec(kind, (("lr", 0.5),)),
+        initializer=Initializer(InitializerKind.UNIFORM, scale=1.0),
+        rows=rows,
+    )
+    return Table(TableId(1), 0, spec.validated())
+
+
+def tiered(table: Table, disk: DeferredDisk, directory: str) -> RowStore:
+    tier = RowTier(Path(directory), disk.submit, disk, least_frame_count=3)
+    return RowStore(table, range(PARTITIONS), RowMemory(1, tier=tier))
+
+
+def some_steps(work: Work[object], draws: Random) -> None:
+    """Do a work as a server does it: it waits for the disk, or finishes at once."""
+    if draws.random() < 0.2:
+        at_once(work)
+        return
+    for waiting in work:
+        while waiting is not None and not waiting.done():
+            pass
+
+
+class Both:
+    """The same actions for two stores."""
+
+    def __init__(self, table: Table, disk: DeferredDisk, directory: str, seed: int) -> None:
+        self.disk, self.draws = disk, Random(seed)
+        self.plain = RowStore(table, range(PARTITIONS))
+        self.tiered = tiered(table, disk, directory)
+        self.clock = 0
+        self.captured: list[PartitionSnapshot] = []
+
+    def by_partition(self, ids: list[int]) -> dict[int, Ids]:
+        row_ids = np.array(ids, np.uint64)
+        places = partitions_of(mixed_ids(row_ids, salt_of(SEED)), PARTITIONS)
+        return {block: row_ids[places == block] for block in sorted(set(places.tolist()))}
+
+    def push(self, ids: list[int]) -> None:
+        for store in (self.plain, self.tiered):
+            for block, own in self.by_partition(ids).items():
+                values = np.full((len(own), LENGTH), 1 + self.clock % 3, np.float32)
+                payload = payload_of(own, values)
+                part = store.decode(block, Codec.FP32, payload, b"", is_pushed=False)
+                store.accumulate(self.clock, [(block, part)], 1.0)
+            some_steps(store.applying(self.clock, store.take(self.clock), (), 1), self.draws)
+        self.clock += 1
+
+    def pull(self, ids: list[int]) -> None:
+        for block, own in self.by_partition(ids).items():
+            found = [store.rows(block, own).tobytes() for store in (self.plain, self.tiered)]
+            assert found[0] == found[1]
+
+    def do(self, action: object) -> None:
+        match action:
+            case Push(ids):
+                self.push(ids)
+            case Pull(ids):
+                self.pull(ids)
+            case Want(ids):
+                for block, wanted in self.by_partition(ids).items():
+                    self.tiered.want(block, wanted)
+            case "listing":
+                for block in range(PARTITIONS):
+                    assert self.plain.listing(block, 1) == self.tiered.listing(block, 1)
+            case "capture" if not self.captured:
+                stores = self.plain, self.tiered
+                self.captured = [store.capture(block) for block in (0, 1) for store in stores]
+            case "taking" if self.captured:
+                plain, own = self.captured[:2]
+                block = PARTITIONS - len(self.captured) // 2
+                saved = self.plain.saved_rows(block, plain)
+                assert saved == at_once(self.tiered.saving_rows(block, own))
+                if plain.is_done:
+                    del self.captured[:2]
+            case "copy":
+                assert self.plain.snapshot() == self.tiered.snapshot()
+            case "restore" if not self.captured:
+                copy = self.tiered.snapshot()
+                for store in (self.plain, self.tiered):
+                    some_steps(store.restoring(copy), self.draws)
+            case "measured":
+                memory = self.tiered.memory
+                assert memory.tier is not None
+                memory.measured(self.tiered.memory_bytes, self.tiered.frame_bytes)
+        self.tiered.audit()
+
+
+@given(st.lists(IDS, max_size=3), ACTIONS, POLICIES, KINDS, st.integers(0, 999), st.booleans())
+@settings(max_examples=examples(300))
+def test_rows_on_disk_are_as_rows_in_memory(
+    before: list[list[int]],
+    actions: list[object],
+    rows: RowsSpec,
+    kind: OptimizerKind,
+    seed: int,
+    is_full: bool,
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        disk = DeferredDisk(seed, 0.3 if is_full else 0.0)
+        both = Both(table_of(rows, kind), disk, directory, seed)
+        for ids in before:
+            both.push(ids)
+        for action in actions:
+            both.do(action)
+        both.pull(list(range(ID_COUNT)))
+        both.tiered.audit()
+
+
+def test_most_rows_go_to_the_disk_and_come_back(tmp_path: Path) -> None:
+    disk = DeferredDisk(1)
+    both = Both(
+        table_of(RowsSpec(PARTITIONS, SEED), OptimizerKind.ADAM), disk, str(tmp_path), seed=1
+    )
+    for _ in range(3):
+        for begin in range(0, ID_COUNT, 5):
+            both.push(list(range(begin, begin + 5)))
+    both.pull(list(range(ID_COUNT)))
+    assert both.tiered.row_count == ID_COUNT
+    assert disk.read_count > ID_COUNT
+    assert disk.write_count > ID_COUNT
+    assert both.tiered.memory_bytes < both.plain.memory_bytes
+
+
+def test_rows_that_the_disk_does_not_give_back_are_lost_with_a_word(tmp_path: Path) -> None:
+    disk = DeferredDisk(1)
+    table = table_of(RowsSpec(PARTITIONS, SEED), OptimizerKind.SGD)
+    both = Both(table, disk, str(tmp_path), seed=1)
+    both.push(list(range(ID_COUNT)))
+    both.push(list(range(8)))
+    disk.fails_reads = True
+    with pytest.raises(RowsLost, match="Input/output error"):
+        both.pull(list(range(ID_COUNT)))
