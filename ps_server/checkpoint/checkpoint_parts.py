@@ -44,6 +44,7 @@ from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable, WrittenP
 from ps_runtime.observe import logs
 from ps_runtime.system.background import give_way
 from ps_runtime.system.disk import DISK, Disk
+from ps_runtime.system.waiting import driven
 from ps_server.checkpoint.copy_memory import CopyMemory, MemorySpan
 from ps_server.checkpoint.unchanged_blocks import (
     BlockKey,
@@ -406,7 +407,7 @@ class _CheckpointPart:
             await self._wait()
             return
         if not self._copied and self._quota.waiting_bytes <= self._copies.byte_count // 2:
-            found = self._snapshots.next(self._quota.turns)
+            found = await driven(self._snapshots.taking(self._quota.turns))
             if found is not None:
                 self._take(*found)
         if not self._copied or self._writing_count >= 2 * _THREAD_COUNT:

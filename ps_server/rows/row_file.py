@@ -54,6 +54,9 @@ class RowDisk:
         with tempfile.TemporaryFile(dir=directory) as file:
             return os.dup(file.fileno())
 
+    def close(self, file: int) -> None:
+        os.close(file)
+
     def read(self, file: int, records: Records, positions: Numbers, places: Numbers) -> None:
         """Read the records of these positions into these places."""
         failed = row_kernels.read_records(file, records, positions, places)
@@ -232,5 +235,5 @@ class RowFile:
         with self._opening:
             if self._descriptor is None:
                 self._descriptor = self._disk.create(self._directory)
-                weakref.finalize(self, os.close, self._descriptor)
+                weakref.finalize(self, self._disk.close, self._descriptor)
             return self._descriptor

@@ -52,6 +52,9 @@ _OWN = {
     _WRITING: Column(1, np.dtype(np.uint8)),
 }
 
+_NOWHERE = int(np.iinfo(np.int32).min)
+"""The row of this number has moved, or is gone."""
+
 _MOST_RECENT = 2
 _SWEPT_COUNT = 16_384
 _FREE_SHARE, _WRITTEN_SHARE = 64, 32
@@ -170,12 +173,14 @@ class TieredArrays:
             self._file.positions.free(-1 - at[at < 0])
             self._resident_count -= int(np.count_nonzero(at >= 0))
             self._free_frames(at[at >= 0])
+            self._put_kept(_AT, gone[begin : begin + _SWEPT_COUNT], np.full(len(at), _NOWHERE))
             yield
         for of, to in moves.pieces(_SWEPT_COUNT):
             at = self._at(of)
             for name in self._kept.names:
                 self._put_kept(name, to, self.kept(name, of)[:, 0])
             self._put_frames(_OWNER, at[at >= 0], to[at >= 0])
+            self._put_kept(_AT, of, np.full(len(of), _NOWHERE))
             yield
         self._count = moves.left_count
 
@@ -240,13 +245,13 @@ class TieredArrays:
     # --- what is on disk
 
     def want(self, numbers: Numbers) -> list[Waiting]:
-        """Begin to fetch rows that are on disk; returns what to wait for before `settle`."""
-        at = self._at(numbers)
-        if not bool((at < 0).any()):
+        """Begin to fetch rows that are on disk; returns what to wait for."""
+        if self._resident_count == self._count or not bool((self._at(numbers) < 0).any()):
             return []
         self._settle()
-        wanted = np.unique(numbers)
-        wanted = wanted[self._at(wanted) < 0]
+        wanted = np.unique(numbers[numbers < self._count])
+        at = self._at(wanted)
+        wanted = wanted[(at < 0) & (at != _NOWHERE)]
         coming = [fetch for fetch in self._fetches if np.isin(wanted, fetch.numbers).any()]
         waits = [piece for fetch in coming for piece in fetch.transfer.pieces]
         if coming:

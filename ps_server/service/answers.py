@@ -33,6 +33,7 @@ from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables.elements import NATIVE_CODEC, Codec
+from ps_core.work import Waiting
 from ps_runtime.cluster import wire
 from ps_server.lane.answer_ring import AnswerRing
 from ps_server.lane.shards import Shards, SharedValues
@@ -40,7 +41,7 @@ from ps_server.ranges.events import AnswerPull, Place, PullEvent, ReplyTo, Sende
 from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.server_machine import ServerMachine
-from ps_server.values.row_store import RowStore
+from ps_server.values.row_store import RowStore, Store
 from ps_server.wire.parameter_wire import block_answer, push_response, range_error
 from pushpull.v1 import parameters_pb2
 
@@ -402,6 +403,16 @@ class RangeRead:
     @property
     def is_done(self) -> bool:
         return self._refusal is None and self._at >= len(self._blocks)
+
+    def wanted(self, store: Store | None) -> list[Waiting]:
+        """Have rows that are on disk fetched; returns what to wait for."""
+        if not isinstance(store, RowStore):
+            return []
+        return [each for block, ids in self._ids.items() for each in store.want_bytes(block, ids)]
+
+    def coming(self) -> list[Waiting]:
+        """What to wait for before `next`, so that it does not wait for the disk."""
+        return [] if self._refusal is not None else self.wanted(self._store)
 
     @property
     def next_bytes(self) -> int:

@@ -26,6 +26,7 @@ from ps_core.errors import InvalidKeys, Overloaded, PushpullError
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.tables.elements import Codec
 from ps_runtime.cluster import wire
+from ps_runtime.system.waiting import arrival
 from ps_server.ranges.events import Place
 from ps_server.service.answers import AnswerPart, PullTerms, PushStream, RangeRead
 from ps_server.service.node import ParameterNode
@@ -99,6 +100,8 @@ class Pull:
             self._begin_next()
         if not all(read.is_answered for read in self._reads):
             return None
+        if self._has_ids and any(read.coming() for read in self._reads):
+            return None
         parts: list[AnswerPart] = []
         for read in self._reads:
             while not read.is_done:
@@ -150,6 +153,8 @@ class Pull:
                         yield message
                     there = []
                     await read.arrival()
+                for waiting in read.coming() if self._has_ids else ():
+                    await arrival(waiting)
                 while not read.is_done:
                     byte_count = read.next_bytes
                     await reader.put(byte_count)
@@ -180,6 +185,7 @@ class Pull:
         except InvalidKeys as problem:
             read.refuse(problem)
         else:
+            read.wanted(self._node.shards.stores.get((self._table_id, range_id)))
             self._node.begin_read(read)
 
     def close(self) -> None:

@@ -19,7 +19,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from ps_core import limits
 from ps_core.errors import check
 from ps_core.work import Waiting, Work
 from ps_runtime.system.turns import Turns
+from ps_runtime.system.waiting import arrival
 
 ResultT = TypeVar("ResultT")
 
@@ -150,9 +150,11 @@ class WorkQueue:
 
     def _has_come(self, has_time: HasTime) -> bool:
         """True if the next step waits for nothing, any more."""
-        if self.waits_for is not None and has_time is always:
-            self.waits_for.result()
-        return self.waits_for is None
+        waiting = self.waits_for
+        if waiting is not None and has_time is always:
+            waiting.result()
+            return True
+        return waiting is None
 
 
 class Works:
@@ -242,8 +244,9 @@ class Works:
     async def _run(self) -> None:
         try:
             while self._queue.is_busy:
-                if self._queue.waits_for is not None:
-                    await arrival(self._queue.waits_for)
+                waiting = self._queue.waits_for
+                if waiting is not None:
+                    await arrival(waiting)
                 await self._turns.next_turn()
                 until_s = self._now() + limits.SLICE_S
 
@@ -257,15 +260,3 @@ class Works:
 
 def always() -> bool:
     return True
-
-
-async def arrival(waiting: Waiting) -> None:
-    """Wait until another thread has done it."""
-    loop, come = asyncio.get_running_loop(), asyncio.Event()
-
-    def done(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(come.set)
-
-    waiting.add_done_callback(done)
-    await come.wait()

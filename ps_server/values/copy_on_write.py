@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ps_core.keys import RangeId, TableId
+from ps_core.work import Work, at_once
 from ps_server.values.row_pieces import PartitionSnapshot
 from ps_server.values.row_store import RowStore, Store
 from ps_server.values.store_copy import SavedBlock
@@ -77,12 +78,17 @@ class RangeSnapshots:
         return key in self._captured
 
     def next(self, of: Iterable[Key]) -> tuple[Key, SavedBlock] | None:
-        """A block of the first of these ranges that has one, or its next rows: views, valid until
-        any change.
+        """`taking`, at once."""
+        return at_once(self.taking(of))
+
+    def taking(self, of: Iterable[Key]) -> Work[tuple[Key, SavedBlock] | None]:
+        """A block of the first of these ranges that has one: views, valid until any change. Or its
+        next rows, copied, for which the disk may be waited for; anything may change meanwhile.
         """
         for key in of:
             if key in self._captured:
-                return key, self._handed_over(key, next(iter(self._captured[key].blocks)))
+                block = next(iter(self._captured[key].blocks))
+                return key, (yield from self._handing_over(key, block))
         return None
 
     def end(self) -> None:
@@ -93,17 +99,20 @@ class RangeSnapshots:
         self._captured.clear()
 
     def _handed_over(self, key: Key, block: int) -> SavedBlock:
+        return at_once(self._handing_over(key, block))
+
+    def _handing_over(self, key: Key, block: int) -> Work[SavedBlock]:
         captured = self._captured[key]
         store, snapshot = captured.store, captured.rows.get(block)
         if snapshot is None or not isinstance(store, RowStore):
             found = store.saved(block)
         else:
-            found = store.saved_rows(block, snapshot)
+            found = yield from store.saving_rows(block, snapshot)
             if not snapshot.is_done:
                 return found
-        del captured.blocks[block]
+        captured.blocks.pop(block, None)
         if not captured.blocks:
-            del self._captured[key]
+            self._captured.pop(key, None)
         return found
 
 

@@ -30,30 +30,23 @@ from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor, check
 from ps_core.keys import Incarnation
 from ps_core.rows import (
     Ids,
-    first_values,
-    mixed_ids,
     partition_of,
-    rounding_draws,
     salt_of,
 )
 from ps_core.tables.elements import Codec
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
-from ps_core.tables.table_spec import Reduction, RowsSpec
+from ps_core.tables.table_spec import Reduction
 from ps_core.work import PIECE_COUNT, Waiting, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
-from ps_server.rows.row_arrays import Column, Place, RowArrays, Rows
+from ps_server.rows.row_arrays import Place, RowArrays, Rows
 from ps_server.rows.row_candidates import COLUMNS, Candidates
-from ps_server.rows.row_file import RowFile
 from ps_server.rows.row_heat import RowHeat
 from ps_server.rows.row_kernels import Numbers
-from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
-from ps_server.rows.row_optimizers import RowOptimizer
+from ps_server.rows.row_memory import RowMemory
 from ps_server.rows.row_partition import RowPartition
-from ps_server.rows.row_retention import COUNT, MOST, TALLY, UPDATED, RowRetention
-from ps_server.rows.row_storage import row_storage
-from ps_server.rows.tiered_arrays import TieredArrays, kept_bytes, record_bytes
+from ps_server.rows.row_retention import COUNT, MOST, TALLY, UPDATED
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.row_gradients import (
     RowAccumulator,
@@ -64,6 +57,7 @@ from ps_server.values.row_gradients import (
     payload_of,
     slices_of,
 )
+from ps_server.values.row_layout import RowLayout
 from ps_server.values.row_pieces import (
     CANDIDATE_BYTES,
     CANDIDATE_COLUMNS,
@@ -110,39 +104,23 @@ class RowStore:
         self, table: Table, blocks: Iterable[int], memory: RowMemory | None = None
     ) -> None:
         spec = table.spec
-        rows = spec.rows
-        if rows is None:
-            raise InvalidConfig(f"table '{spec.name}' is not one of rows")
+        self._layout = RowLayout(spec)
         self.table = table
         self.lineage = object()
         self.memory = memory or RowMemory()
         self._name = spec.name
-        self._rows: RowsSpec = rows
+        self._rows = self._layout.rows
         self._length = spec.element_count
         self._dtype: np.dtype[Any] = np.dtype(spec.dtype.value)
         self._row_bytes = self._length * self._dtype.itemsize
         self._most_pulled = limits.most_pulled_rows(self._row_bytes)
         self._codec = spec.arithmetic_codec
-        self._salt = salt_of(rows.seed)
+        self._salt = salt_of(self._rows.seed)
         self._is_mean = spec.reduction is Reduction.MEAN
-        self._optimizer = RowOptimizer(spec.optimizer, self._length)
-        self._retention = RowRetention(rows, self._salt)
-        widths = {VALUES: self._length, **self._optimizer.widths}
-        self._columns = {name: Column(width, self._dtype) for name, width in widths.items()}
-        self._columns |= {name: Column(1, TALLY) for name in self._retention.names}
-        self._storage = row_storage(rows.storage, self._length, self._dtype)
-        self._stored_columns = {**self._columns, VALUES: self._storage.column}
-        stored_bytes = sum(each.row_bytes for each in self._stored_columns.values())
-        self._made_bytes = stored_bytes + INDEX_BYTES
-        self._begin_file()
-        if self._file is not None:
-            self._made_bytes = kept_bytes(self._stored_columns, self._retention.names) + INDEX_BYTES
+        self._storage, self._retention = self._layout.storage, self._layout.retention
+        self._made_bytes = self._layout.made_bytes(self.memory)
+        self._file = self._layout.file(self.memory)
         self._partitions: dict[int, RowPartition] = {}
-        self._taken = self._optimizer.arrays  # the arrays that an update reads and writes
-        self._work_bytes = self._row_bytes  # of a row, as the bounds of a turn count them
-        if self._storage.is_packed:
-            self._work_bytes *= 2  # packing takes as long as the optimizer
-            self._taken = tuple(dict.fromkeys((VALUES, *self._taken)))
         self._candidates: dict[int, Candidates] = {}  # empty if each row is made at once
         for block in sorted(blocks):
             table.block_length(block)  # refuses one that the table does not have
@@ -155,23 +133,13 @@ class RowStore:
         """A partition without rows."""
         if self._rows.admit_after > 1:
             terms = self._retention, self._rows.admit_after
-            arrays = RowArrays(COLUMNS, prefault=self.memory.prefault)
-            known = RowPartition(self._salt, arrays, self.memory.prefault)
+            own = RowArrays(COLUMNS, prefault=self.memory.prefault)
+            known = RowPartition(self._salt, own, self.memory.prefault)
             self._candidates[block] = Candidates(known, *terms)
-        made = RowPartition(self._salt, self._arrays(), self.memory.prefault)
+        arrays = self._layout.arrays(self.memory, self._file)
+        made = RowPartition(self._salt, arrays, self.memory.prefault)
         self._partitions[block] = made
         return made
-
-    def _begin_file(self) -> None:
-        """A file for rows that find no memory, without rows."""
-        size, tier = record_bytes(self._stored_columns, self._retention.names), self.memory.tier
-        self._file: RowFile | None = None if tier is None else tier.file(size)
-
-    def _arrays(self) -> RowArrays | TieredArrays:
-        columns, tier = self._stored_columns, self.memory.tier
-        if tier is None or self._file is None:
-            return RowArrays(columns, prefault=self.memory.prefault)
-        return TieredArrays(columns, self._retention.names, self._file, tier, self.memory)
 
     @property
     def state_bytes(self) -> int:
@@ -246,6 +214,7 @@ class RowStore:
             self._check_space(block, found.ids)
         if is_pushed:
             self.pushed.note(found.ids)
+        self.want(block, found.ids)  # before the update that needs them
         return found
 
     def _check_space(self, block: int, ids: Ids) -> None:
@@ -363,7 +332,7 @@ class RowStore:
         counts = {block: total.row_count for block, total in sums.items()}
         return (
             block_count <= PIECE_COUNT
-            and sum(counts.values()) <= min(_PIECE_COUNT, _BRIEF_BYTES // self._work_bytes)
+            and sum(counts.values()) <= min(_PIECE_COUNT, _BRIEF_BYTES // self._layout.work_bytes)
             and all(self._has_space(block, count) for block, count in counts.items())
         )
 
@@ -432,7 +401,7 @@ class RowStore:
         self, block: int, ids: Ids, gradients: Rows, merged: Mapping[str, float]
     ) -> Work[None]:
         partition = self._partitions[block]
-        count = max(1, min(_PIECE_COUNT, _PIECE_BYTES // self._work_bytes))
+        count = max(1, min(_PIECE_COUNT, _PIECE_BYTES // self._layout.work_bytes))
         for begin in range(0, len(ids), count):
             some = slice(begin, begin + count)
             here, steps = ids[some], gradients[some]
@@ -445,14 +414,14 @@ class RowStore:
             if partition.snapshot is not None:
                 partition.snapshot.keep(numbers)
             places = arrays.places(numbers)
-            taken = {name: arrays.get(name, places, len(numbers)) for name in self._taken}
+            taken = {name: arrays.get(name, places, len(numbers)) for name in self._layout.taken}
             if VALUES in taken:
                 taken[VALUES] = self._storage.unpacked(taken[VALUES])
-            change = self._optimizer.step(taken, steps, merged)
+            change = self._layout.optimizer.step(taken, steps, merged)
             if VALUES in taken:
                 if change is not None:
                     taken[VALUES] += change
-                taken[VALUES] = self._rounded(taken[VALUES], here, partition.version)
+                taken[VALUES] = self._layout.rounded(taken[VALUES], here, partition.version)
             elif change is not None:
                 arrays.add(VALUES, places, change)
             for name, rows in taken.items():
@@ -484,20 +453,10 @@ class RowStore:
             self.memory.made((candidates.known.index.count - known_count) * CANDIDATE_BYTES)
         if len(missing):
             new = ids[missing]
-            first = self._as_stored(self._first_arrays(new))
+            first = self._layout.as_stored(self._layout.first_arrays(new))
             numbers[missing] = yield from partition.adding(new, first)
             self.memory.made(len(new) * self._made_bytes)
         return numbers
-
-    def _rounded(self, values: Rows, ids: Ids, version: int) -> Rows:
-        """The values as update `version` stores them."""
-        if not self._storage.is_packed:
-            return values
-        draws = rounding_draws(mixed_ids(ids, self._salt), version, self._length)
-        return self._storage.packed(values, draws)
-
-    def _as_stored(self, arrays: Mapping[str, Rows]) -> dict[str, Rows]:
-        return {**arrays, VALUES: self._storage.packed(arrays[VALUES])}
 
     def _stored_values(
         self, partition: RowPartition, numbers: Numbers, out: Rows | None = None
@@ -511,14 +470,6 @@ class RowStore:
             return found
         out[...] = found
         return out
-
-    def _first_arrays(self, ids: Ids) -> dict[str, Rows]:
-        """Everything of rows before their first update."""
-        return {
-            VALUES: self._first_values(ids),
-            **self._optimizer.first_state(len(ids), self._dtype),
-            **{name: np.zeros((len(ids), 1), TALLY) for name in self._retention.names},
-        }
 
     def _evicting(self, block: int) -> Work[None]:
         """Remove the rows, and the candidates, that leave after the newest update."""
@@ -534,10 +485,6 @@ class RowStore:
                 self.memory.evicted(gone_count, gone_count * self._made_bytes)
         if candidates is not None:
             yield from candidates.evicting(partition.version)
-
-    def _first_values(self, ids: Ids) -> Rows:
-        mixed = mixed_ids(ids, self._salt)
-        return first_values(mixed, self.table.spec.initializer, self._length, self._dtype)
 
     def assign(
         self, parts: Sequence[tuple[int, object]], array: str = "", edit: bytes = b""
@@ -584,6 +531,13 @@ class RowStore:
         numbers = partition.index.find(ids)
         return partition.arrays.want(numbers[numbers >= 0])
 
+    def want_bytes(self, block: int, ids: bytes | memoryview) -> list[Waiting]:
+        """As `want`; there is nothing to fetch for what no read may have."""
+        count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
+        if rest or count > self._most_pulled or self._file is None:
+            return []
+        return self.want(block, np.frombuffer(ids, "<u8"))
+
     def rows(self, block: int, ids: Ids, out: Rows | None = None) -> Rows:
         """A copy of the rows of these ids of a partition, in `out`; InvalidKeys if one is of
         another.
@@ -600,7 +554,7 @@ class RowStore:
         here = np.flatnonzero(numbers >= 0)
         if len(here):
             rows[here] = self._stored_values(partition, numbers[here])
-        rows[missing] = self._first_values(ids[missing])
+        rows[missing] = self._layout.first_values(ids[missing])
         return rows
 
     def listing(self, block: int, first: int) -> bytes:
@@ -687,7 +641,7 @@ class RowStore:
         what = f"a copy of partition {copy.block} of table '{self._name}'"
         given = dict(copy.slots)
         are_rows = IDS in given
-        columns, ids_name = self._columns, IDS
+        columns, ids_name = self._layout.columns, IDS
         if are_rows:
             given[VALUES] = copy.values
         elif self._candidates:
@@ -709,7 +663,7 @@ class RowStore:
 
     def _adding(self, block: int, piece: RowPiece) -> Work[None]:
         if piece.are_rows:
-            arrays = self._as_stored(piece.arrays)
+            arrays = self._layout.as_stored(piece.arrays)
             yield from self._partitions[block].adding(piece.ids, arrays)
         else:
             own = {name: piece.arrays[prefixed(name)] for name in COLUMNS}
@@ -725,7 +679,7 @@ class RowStore:
         self.abandon()
         self.lineage = object()
         changes.begin(tuple(self._partitions))
-        self._begin_file()
+        self._file = self._layout.file(self.memory)
         for block in self._partitions:
             self._begin(block)
         for each in copy.blocks:
@@ -802,8 +756,10 @@ class RowStore:
         candidates = {n: arrays.pop(n) for n in (CANDIDATES, *CANDIDATE_COLUMNS) if n in arrays}
         values = arrays.pop(VALUES, memoryview(b""))
         if not version and arrays.keys() == {IDS}:  # imported rows: everything else begins anew
-            first = self._first_arrays(np.frombuffer(arrays[IDS], "<u8"))
-            arrays |= {n: memoryview(first[n].tobytes()) for n in self._columns if n != VALUES}
+            first = self._layout.first_arrays(np.frombuffer(arrays[IDS], "<u8"))
+            arrays |= {
+                n: memoryview(first[n].tobytes()) for n in self._layout.columns if n != VALUES
+            }
             candidates = dict.fromkeys((CANDIDATES, *CANDIDATE_COLUMNS), memoryview(b""))
         found = [BlockCopy(block, version, (0,), values, tuple(arrays.items()))]
         if self._candidates:

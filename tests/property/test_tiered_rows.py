@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -19,14 +18,13 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Eviction, RowsSpec, RowStorage, TableSpec
 from ps_core.work import Work, at_once
-from ps_server.rows.row_memory import RowMemory
 from ps_server.rows.row_tier import RowTier
 from ps_server.rows.tiered_arrays import RowsLost
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_pieces import PartitionSnapshot
 from ps_server.values.row_store import RowStore
+from tests.deferred_disk import DeferredDisk, FewFrames
 from tests.examples import examples
-from tests.property.deferred_disk import DeferredDisk
 
 LENGTH, PARTITIONS, SEED = 3, 2, 5
 ID_COUNT = 40
@@ -82,9 +80,9 @@ def table_of(rows: RowsSpec, kind: OptimizerKind) -> Table:
     return Table(TableId(1), 0, spec.validated())
 
 
-def tiered(table: Table, disk: DeferredDisk, directory: str) -> RowStore:
-    tier = RowTier(Path(directory), disk.submit, disk, least_frame_count=3)
-    return RowStore(table, range(PARTITIONS), RowMemory(1, tier=tier))
+def tiered(table: Table, disk: DeferredDisk) -> RowStore:
+    tier = RowTier(Path(), disk.submit, disk, least_frame_count=3)
+    return RowStore(table, range(PARTITIONS), FewFrames(tier=tier))
 
 
 def some_steps(work: Work[object], draws: Random) -> None:
@@ -100,10 +98,10 @@ def some_steps(work: Work[object], draws: Random) -> None:
 class Both:
     """The same actions for two stores."""
 
-    def __init__(self, table: Table, disk: DeferredDisk, directory: str, seed: int) -> None:
+    def __init__(self, table: Table, disk: DeferredDisk, seed: int) -> None:
         self.disk, self.draws = disk, Random(seed)
         self.plain = RowStore(table, range(PARTITIONS))
-        self.tiered = tiered(table, disk, directory)
+        self.tiered = tiered(table, disk)
         self.clock = 0
         self.captured: list[PartitionSnapshot] = []
 
@@ -172,22 +170,18 @@ def test_rows_on_disk_are_as_rows_in_memory(
     seed: int,
     is_full: bool,
 ) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        disk = DeferredDisk(seed, 0.3 if is_full else 0.0)
-        both = Both(table_of(rows, kind), disk, directory, seed)
-        for ids in before:
-            both.push(ids)
-        for action in actions:
-            both.do(action)
-        both.pull(list(range(ID_COUNT)))
-        both.tiered.audit()
+    both = Both(table_of(rows, kind), DeferredDisk(seed, 0.3 if is_full else 0.0), seed)
+    for ids in before:
+        both.push(ids)
+    for action in actions:
+        both.do(action)
+    both.pull(list(range(ID_COUNT)))
+    both.tiered.audit()
 
 
-def test_most_rows_go_to_the_disk_and_come_back(tmp_path: Path) -> None:
+def test_most_rows_go_to_the_disk_and_come_back() -> None:
     disk = DeferredDisk(1)
-    both = Both(
-        table_of(RowsSpec(PARTITIONS, SEED), OptimizerKind.ADAM), disk, str(tmp_path), seed=1
-    )
+    both = Both(table_of(RowsSpec(PARTITIONS, SEED), OptimizerKind.ADAM), disk, seed=1)
     for _ in range(3):
         for begin in range(0, ID_COUNT, 5):
             both.push(list(range(begin, begin + 5)))
@@ -198,10 +192,10 @@ def test_most_rows_go_to_the_disk_and_come_back(tmp_path: Path) -> None:
     assert both.tiered.memory_bytes < both.plain.memory_bytes
 
 
-def test_rows_that_the_disk_does_not_give_back_are_lost_with_a_word(tmp_path: Path) -> None:
+def test_rows_that_the_disk_does_not_give_back_are_lost_with_a_word() -> None:
     disk = DeferredDisk(1)
     table = table_of(RowsSpec(PARTITIONS, SEED), OptimizerKind.SGD)
-    both = Both(table, disk, str(tmp_path), seed=1)
+    both = Both(table, disk, seed=1)
     both.push(list(range(ID_COUNT)))
     both.push(list(range(8)))
     disk.fails_reads = True

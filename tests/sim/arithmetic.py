@@ -26,6 +26,8 @@ from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -50,12 +52,15 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Accumulate, AssignValues, Forget, Record
 from ps_server.ranges.server_machine import ShardAdded
+from ps_server.rows.row_memory import RowMemory
+from ps_server.rows.row_tier import RowTier
 from ps_server.values.contributions import Contribution, elements
 from ps_server.values.mutations import Assigned, Dropped, KeptSum, Mutation, Put, SentAccumulator
 from ps_server.values.row_gradients import RowGradients, payload_of
 from ps_server.values.row_store import RowStore
 from ps_server.values.store_copy import StoreCopy
 from ps_server.values.update_arithmetic import Accumulator
+from tests.deferred_disk import DeferredDisk, FewFrames
 from tests.sim.grads import FIRST, LAID_VALUES, SECOND, STEP, VALUES, Arrived, Grad
 
 if TYPE_CHECKING:
@@ -224,6 +229,10 @@ def _payload(table: Table, grad: Grad) -> tuple[bytes, bytes]:
     return np.repeat(values, lengths).tobytes(), presence
 
 
+TIER_SHARE = 0.5
+"""Of servers, those that have a disk for rows, and memory for one or a few."""
+
+
 class Sum(NamedTuple):
     """What was summed for an update: the identities, and the numbers here and as they are sent."""
 
@@ -233,10 +242,16 @@ class Sum(NamedTuple):
 
 
 class Numbers:
-    """The values of one server."""
+    """The values of one server. Most of its rows are on a disk, for some seeds."""
 
-    def __init__(self, lanes: SharedLanes | None = None) -> None:
-        self.shards = Shards(lanes or SharedLanes(), {})
+    def __init__(self, seed: object, lanes: SharedLanes | None = None) -> None:
+        draws = Random(f"rows of {seed}")
+        memory = RowMemory()
+        if draws.random() < TIER_SHARE:
+            disk = DeferredDisk(seed, draws.choice((0.0, 0.0, 0.3)))
+            tier = RowTier(Path(), disk.submit, disk, least_frame_count=draws.randint(1, 3))
+            memory = FewFrames(tier=tier)
+        self.shards = Shards(lanes or SharedLanes(), {}, memory)
 
     def hold(self, table: Table, range_id: RangeId, blocks: Sequence[int]) -> None:
         """There is room for them, from now on."""

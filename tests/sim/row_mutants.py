@@ -5,7 +5,11 @@ from __future__ import annotations
 from tests.sim.mutation import Mutant
 
 _STORE = "ps_server/values/row_store.py"
-_PARTITION = "ps_server/rows/row_partition.py"
+_LAYOUT = "ps_server/values/row_layout.py"
+_ARRAYS = "ps_server/rows/row_arrays.py"
+_INDEX = "ps_server/rows/row_index.py"
+_TIERS = "ps_server/rows/tiered_arrays.py"
+_FILE = "ps_server/rows/row_file.py"
 _CANDIDATES = "ps_server/rows/row_candidates.py"
 _GRADIENTS = "ps_server/values/row_gradients.py"
 _STEPS = ("steps",)
@@ -99,16 +103,16 @@ ROW_MUTANTS = (
     Mutant(
         "a row that moves leaves its optimizer state behind",
         "S11",
-        _PARTITION,
-        "                arrays.put(name, own_places, arrays.get(name, places, len(of)))",
+        _ARRAYS,
+        "                self.put(name, own_places, self.get(name, places, len(of)))",
         "                if name == 'values':\n"
-        "                    arrays.put(name, own_places, arrays.get(name, places, len(of)))",
+        "                    self.put(name, own_places, self.get(name, places, len(of)))",
         _STEPS,
     ),
     Mutant(
         "a row that moves is found where it was",
         "S11",
-        _PARTITION,
+        _INDEX,
         "            self._ids[to] = self._ids[of]",
         "            pass",
         _STEPS,
@@ -125,15 +129,15 @@ ROW_MUTANTS = (
         "a backup that joins takes all rows for old",
         "S11",
         _STORE,
-        "            arrays = self._as_stored(piece.arrays)\n",
-        "            arrays = self._as_stored(piece.arrays)\n"
+        "            arrays = self._layout.as_stored(piece.arrays)\n",
+        "            arrays = self._layout.as_stored(piece.arrays)\n"
         "            arrays |= {n: a * 0 for n, a in arrays.items() if n == UPDATED}\n",
         _FAILOVER,
     ),
     Mutant(
         "rows are rounded by draws of this server's own",
         "S11",
-        _STORE,
+        _LAYOUT,
         "        draws = rounding_draws(mixed_ids(ids, self._salt), version, self._length)",
         "        mixed = mixed_ids(ids, self._salt) ^ np.uint64(id(self) % 2**32)\n"
         "        draws = rounding_draws(mixed, version, self._length)",
@@ -142,9 +146,9 @@ ROW_MUTANTS = (
     Mutant(
         "a backup that joins has rows rounded once more",
         "S11",
-        _STORE,
-        "        return {**arrays, VALUES: self._storage.packed(arrays[VALUES])}",
-        "        return {**arrays, VALUES: self._storage.packed(arrays[VALUES] * 1.01)}",
+        _LAYOUT,
+        "        return {**arrays, VALUES: self.storage.packed(arrays[VALUES])}",
+        "        return {**arrays, VALUES: self.storage.packed(arrays[VALUES] * 1.01)}",
         _FAILOVER,
     ),
     Mutant(

@@ -59,7 +59,7 @@ class SimServer:
         self.node_id = node_id
         self.machine = ServerMachine(node_id, worker_count)
         self.values: dict[tuple[TableId, int], list[Grad]] = defaultdict(list)
-        self.numbers = Numbers()
+        self.numbers = Numbers(f"{world.seed} {node_id}")
         self.sums: dict[tuple[TableId, RangeId, int], list[Grad]] = defaultdict(list)
         self.updates: dict[tuple[TableId, int], list[set[Incarnation]]] = defaultdict(
             list

@@ -75,7 +75,7 @@ class LendingServer(ReplicatedServer):
 
     def lend(self) -> None:
         """Before it holds anything."""
-        self.numbers = Numbers(OpenLanes())
+        self.numbers = Numbers(f"{self.world.seed} {self.node_id}", OpenLanes())
 
     def reading(self, effect: AnswerPull, block: int) -> tuple[list[Grad], Reading]:
         """A block, as it is read; some is read again where it lies."""

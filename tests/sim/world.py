@@ -81,6 +81,7 @@ class World:
     """Runs callbacks at their virtual times; counts what happens; writes a transcript."""
 
     def __init__(self, seed: int, *, narrate: bool = False) -> None:
+        self.seed = seed
         self.draw = random.Random(seed)
         self.pauses = Pauses(seed)
         self.faults = Faults.drawn(self.draw)
