@@ -73,8 +73,6 @@ _MEMORY_LOOK_S = 1.0
 _LEAST_GRACE_S = 0.5
 
 _FAILED = 1
-_REFUSED = 2
-"""Exit codes. After the second one a restart with the same settings would change nothing."""
 
 
 def main() -> None:
@@ -90,7 +88,8 @@ def main() -> None:
         channels.run(_serve(settings))
     except PushpullError as error:
         logs.error("failed", error=error.code, message=error.message)
-        sys.exit(_REFUSED if isinstance(error, InvalidConfig | Unauthenticated) else _FAILED)
+        is_refused = isinstance(error, InvalidConfig | Unauthenticated)
+        sys.exit(process_end.REFUSED_EXIT_CODE if is_refused else _FAILED)
 
 
 async def _serve(settings: ServerConfig) -> None:
