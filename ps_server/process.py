@@ -46,7 +46,6 @@ from ps_server.checkpoint.restored_values import RestoredValues
 from ps_server.config import ServerConfig, parser
 from ps_server.installed_updates import installed_updates
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.rows.row_memory import RowMemory
@@ -62,6 +61,7 @@ from ps_server.service.scheduler_requests import (
     until_kept,
 )
 from ps_server.service.servicer import FEATURES, ParameterServicer, ViewAtLeast
+from ps_server.stores import Shards
 from ps_server.update_log.recovery import RecoveredLog, open_log
 from ps_server.update_log.writer import LogSetting
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
