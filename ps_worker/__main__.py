@@ -29,7 +29,7 @@ from ps_runtime.settings.config import fields_of, resolve, variable_name
 from ps_runtime.system import process_end
 from ps_runtime.system.capacity import follow_limit
 from ps_runtime.system.collector import spare_import_of
-from ps_worker.client.client import connect
+from ps_worker.client.connect import connect
 from ps_worker.client.open_clients import close_all
 from ps_worker.transport.config import ProcessConfig, WorkerConfig, job_place, parser, worker_config
 from ps_worker.transport.metrics import open_ports
