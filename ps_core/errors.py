@@ -135,6 +135,12 @@ class InvalidUpdateLog(PushpullError, code="INVALID_CHECKPOINT"):
     """
 
 
+class JoinRefused(InvalidConfig, code="INVALID_CONFIG"):
+    """This worker joins others that train, and a hybrid run takes nobody in: start all workers
+    again, together. It stays in the process of that worker.
+    """
+
+
 class InvalidJournal(PushpullError, code="INVALID_CONFIG"):
     """The scheduler's journal is damaged, of another cluster or version, open in another scheduler,
     or cannot be written. It stays in the process that has the journal.

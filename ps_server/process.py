@@ -46,7 +46,6 @@ from ps_server.checkpoint.restored_values import RestoredValues
 from ps_server.config import ServerConfig, parser
 from ps_server.installed_updates import installed_updates
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.rows.row_memory import RowMemory
@@ -62,6 +61,7 @@ from ps_server.service.scheduler_requests import (
     until_kept,
 )
 from ps_server.service.servicer import FEATURES, ParameterServicer, ViewAtLeast
+from ps_server.stores import Shards
 from ps_server.update_log.recovery import RecoveredLog, open_log
 from ps_server.update_log.writer import LogSetting
 from ps_server.values.kernel_fingerprint import kernel_fingerprint
@@ -73,8 +73,6 @@ _MEMORY_LOOK_S = 1.0
 _LEAST_GRACE_S = 0.5
 
 _FAILED = 1
-_REFUSED = 2
-"""Exit codes. After the second one a restart with the same settings would change nothing."""
 
 
 def main() -> None:
@@ -90,7 +88,8 @@ def main() -> None:
         channels.run(_serve(settings))
     except PushpullError as error:
         logs.error("failed", error=error.code, message=error.message)
-        sys.exit(_REFUSED if isinstance(error, InvalidConfig | Unauthenticated) else _FAILED)
+        is_refused = isinstance(error, InvalidConfig | Unauthenticated)
+        sys.exit(process_end.REFUSED_EXIT_CODE if is_refused else _FAILED)
 
 
 async def _serve(settings: ServerConfig) -> None:

@@ -33,7 +33,8 @@ from ps_core.errors import (
     WaitExpired,
     WorkerLost,
 )
-from ps_worker.client.client import Client, connect
+from ps_worker.client.client import Client
+from ps_worker.client.connect import connect
 from ps_worker.client.local_cluster import LocalCluster, local_cluster
 from ps_worker.spec.optimizers import (
     FTRL,

@@ -16,20 +16,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from ps_core.errors import Fenced, InvalidConfig, PushpullError, Unauthenticated
+from ps_core.errors import (
+    Fenced,
+    InvalidConfig,
+    JoinRefused,
+    PushpullError,
+    Unauthenticated,
+    WorkerLost,
+)
 from ps_runtime.observe import logs
 from ps_runtime.settings.config import fields_of, resolve, variable_name
 from ps_runtime.system import process_end
 from ps_runtime.system.capacity import follow_limit
 from ps_runtime.system.collector import spare_import_of
-from ps_worker.client.client import connect
+from ps_worker.client.connect import connect
 from ps_worker.client.open_clients import close_all
 from ps_worker.transport.config import ProcessConfig, WorkerConfig, job_place, parser, worker_config
 from ps_worker.transport.metrics import open_ports
 
 _FAILED = 1
-_REFUSED = 2
-"""Exit status of a script that the cluster refused: a restart would change nothing."""
 _SIGNALLED = 128
 
 
@@ -135,11 +140,13 @@ def _show(failure: BaseException, script: Path) -> int:
         where = f"{script}, line {lines[-1]}" if lines else str(script)
         sys.stderr.write(f"{where}: this worker cannot join: {failure.message}\n")
         is_refused = isinstance(failure, InvalidConfig | Unauthenticated | Fenced)
-        return _REFUSED if is_refused else _FAILED
+        return process_end.REFUSED_EXIT_CODE if is_refused else _FAILED
     while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
         trace = trace.tb_next
     traceback.print_exception(type(failure), failure, trace or failure.__traceback__)
-    return _FAILED
+    if isinstance(failure, WorkerLost):
+        return process_end.WORKER_LOST_EXIT_CODE
+    return process_end.REFUSED_EXIT_CODE if isinstance(failure, JoinRefused) else _FAILED
 
 
 if __name__ == "__main__":

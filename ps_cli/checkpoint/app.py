@@ -198,7 +198,7 @@ def import_command(
     file: Annotated[
         Path,
         typer.Argument(
-            help="A .safetensors file, or a state dict written by torch.save; nothing in it is "
+            help="A safetensors file, or a state dict written by torch.save; nothing in it is "
             "unpickled.",
             exists=True,
             dir_okay=False,

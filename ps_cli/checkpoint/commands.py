@@ -26,6 +26,7 @@ from ps_core.errors import InvalidCheckpoint, listed
 from ps_core.manifest import Manifest, number_of, to_json
 from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 
@@ -136,7 +137,7 @@ def progress_bars(output: Output, count: ProgressColumn) -> Progress:
 
 def prune_checkpoints(url: str, keep: int, output: Output) -> int:
     store = CheckpointStore(url)
-    for name in store.prune(keep):
+    for name in prune(store, keep):
         output.say(f"removed {name}")
     output.say(f"{len(store.names())} left under {store.url}")
     return 0

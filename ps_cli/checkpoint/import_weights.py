@@ -1,7 +1,8 @@
 """`pushpull checkpoint import`: a plain state dict as a checkpoint that a run can start from.
 
 Rules:
-    - Nothing is unpickled: a `.pt` file is loaded with `weights_only`.
+    - A file is known by its content, whatever its name. Nothing is unpickled: what torch.save made
+      is loaded with `weights_only`.
     - There is one table for each element type, with its tensors in the order of the file; integers
       and booleans are float64, as the buffers of a model are. At most one tensor is in memory.
     - Everything is read again before the manifest is written; a failed import removes its files.
@@ -31,7 +32,7 @@ from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
-from ps_runtime.checkpoint.part_file import VALUES
+from ps_runtime.checkpoint.part_file import LENGTH_BYTES, VALUES
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
 from ps_runtime.checkpoint.reader import problems_with
 from ps_runtime.checkpoint.store import CheckpointStore
@@ -97,7 +98,7 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
 
     with contextlib.ExitStack() as stack:
         try:
-            if file.suffix == ".safetensors":
+            if _is_safetensors(file):
                 opened = stack.enter_context(safe_open(file, framework="pt"))
                 tensor_of = opened.get_tensor
                 # Each is read, and freed: only then is its type known.
@@ -107,7 +108,8 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
                     for name in opened.keys()  # noqa: SIM118 - it is no mapping
                 ]
             else:
-                found = torch.load(file, map_location="cpu", weights_only=True)
+                raw = stack.enter_context(file.open("rb"))  # by its name, torch would judge it
+                found = torch.load(raw, map_location="cpu", weights_only=True)
                 if not isinstance(found, Mapping):
                     said = type(found).__name__
                     raise InvalidConfig(f"{file} is a {said}; expected a state dict")
@@ -122,10 +124,16 @@ def _opened(file: Path) -> Iterator[list[_Source]]:
         except Exception as error:  # noqa: BLE001 - torch.load raises any for a foreign file
             said = (str(error) or type(error).__name__).splitlines()[0]
             raise InvalidConfig(
-                f"{file} cannot be read: {said}; expected a .safetensors file, or what torch.save "
+                f"{file} cannot be read: {said}; expected a safetensors file, or what torch.save "
                 "makes of a state dict"
             ) from None
         yield sources
+
+
+def _is_safetensors(file: Path) -> bool:
+    """True if the file begins with the length of a header, and the header's brace."""
+    with file.open("rb") as opened:
+        return opened.read(LENGTH_BYTES + 1)[LENGTH_BYTES:] == b"{"
 
 
 def _source(

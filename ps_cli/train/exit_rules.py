@@ -2,6 +2,8 @@
 
     worker, finished               -> the run ends well if all have finished; else it goes on
     worker that died               -> started again while restarts are left; else the run ends
+    worker that lost another one   -> likewise; all that end with it are one restart together
+    worker that was refused        -> the run ends
     server that died, with backups -> started again while restarts are left; the run goes on anyway
     server that died, with a log   -> started again while restarts are left; else the run ends
     server that died, without      -> the run ends: nothing can bring its values back
@@ -28,11 +30,9 @@ from dataclasses import dataclass
 from ps_cli.console.options import LOGGED_RESTARTS
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import RoleExit, describe_exit
+from ps_runtime.system.process_end import REFUSED_EXIT_CODE, WORKER_LOST_EXIT_CODE
 
 FAILURE_EXIT_CODE = 1
-
-REFUSED_EXIT_CODE = 2
-"""The exit code of a role that was refused, by the scheduler or for its settings."""
 
 SCHEDULER_RESTARTS = 20
 """Restarts of a scheduler. It loses nothing by them; the limit ends a run where it always dies."""
@@ -86,6 +86,8 @@ class ExitRules:
         if max_restarts is None and self._has_update_log:
             self._max_server_restarts = LOGGED_RESTARTS
         self._quick_ends: Counter[str] = Counter()
+        self._followers: set[str] = set()  # may end because a worker that was counted did
+        self._is_cause_due = False  # the worker that those which ended have lost is still to end
         self._restart_count = 0
         self._scheduler_count = 0
         self._finished_count = 0
@@ -112,9 +114,30 @@ class ExitRules:
         if role_exit.returncode == 0:
             self._finished_count += 1
             return RunEnd(0) if self._finished_count == self._worker_count else GoOn()
-        if self._restart_count < self._max_restarts:
-            return self._restart(role_exit, "it", ", and takes its rank over")
+        consequence = ", and takes its rank over"
+        is_refused = role_exit.returncode == REFUSED_EXIT_CODE
+        if not is_refused and self._was_counted(role_exit):
+            of = f"part of restart {self._restart_count} of {self._max_restarts}"
+            return self._again(role_exit, "it", of, consequence)
+        if not is_refused and self._restart_count < self._max_restarts:
+            workers = {f"worker {index}" for index in range(self._worker_count)}
+            self._followers = workers - {role_exit.command.name}
+            self._is_cause_due = role_exit.returncode == WORKER_LOST_EXIT_CODE
+            return self._restart(role_exit, "it", consequence)
         return self._the_end(role_exit, _CANNOT_GO_ON)
+
+    def _was_counted(self, role_exit: RoleExit) -> bool:
+        """True if the worker ends together with one whose restart was counted: because it lost that
+        one, or because that one lost it, whose own end came to light first.
+        """
+        name = role_exit.command.name
+        has_lost = role_exit.returncode == WORKER_LOST_EXIT_CODE
+        if name not in self._followers or not (has_lost or self._is_cause_due):
+            return False
+        self._followers.discard(name)
+        if not has_lost:
+            self._is_cause_due = False
+        return True
 
     def _of_server(
         self, role_exit: RoleExit, serving_count: int, has_served: bool, is_refused: bool

@@ -9,7 +9,7 @@ Rules:
       checkpoint that they name changes.
     - The copy is read again before its manifest makes it exist. A failed copy is removed.
 
-One block, or worker's state, is in memory at a time. `CheckpointStore.prune` removes the others.
+One block, or worker's state, is in memory at a time. `prune` removes the others.
 """
 
 from __future__ import annotations

@@ -1,24 +1,21 @@
-"""The checkpoints under one URL: the good ones, the newest one, and those to remove.
+"""The checkpoints under one URL: the good ones, and the newest one.
 
 Rules:
     - Numbers grow under one URL, whichever cluster writes. The newer of two checkpoints has the
       larger number, or else the later name.
     - A good checkpoint can be opened: its manifest, and the length and the header of each of its
       files. A damaged tensor is found when it is read (`problems_of`).
-    - A checkpoint newer than the oldest kept one is not removed, because it may be about to be
-      written; nor is one that a kept one refers to.
-    - The newest go first, so that a removal that breaks off leaves no dangling reference.
-    - Several runs may write under one URL. A cluster removes only its own run's.
+
+`ps_runtime.checkpoint.pruning` deletes old ones.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection
 from dataclasses import dataclass
 
-from ps_core.errors import InvalidCheckpoint, InvalidConfig
+from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import Manifest, directory_name, number_of
 from ps_runtime.checkpoint.directory import CheckpointDirectory, Location, locate
 from ps_runtime.checkpoint.reader import CheckpointReader
@@ -76,12 +73,12 @@ class CheckpointStore:
         """Every checkpoint by its name, newest last: its manifest, or the fault of a bad one.
         Blocking: reads every manifest and header.
         """
-        return [(name, self._judged(name)) for name in self.names()]
+        return [(name, self.judged(name)) for name in self.names()]
 
     def newest_good(self) -> CheckpointDirectory | None:
         """The newest good checkpoint. Blocking: reads manifests and headers until it is found."""
         for name in reversed(self.names()):
-            if isinstance(self._judged(name), Manifest):
+            if isinstance(self.judged(name), Manifest):
                 return self.named(name)
         return None
 
@@ -94,52 +91,16 @@ class CheckpointStore:
         except InvalidCheckpoint as error:
             raise InvalidCheckpoint(f"{error.message}; {self._advice()}") from error
 
-    def prune(self, keep: int, run: Collection[bytes] | None = None) -> list[str]:
-        """Remove all checkpoints older than the newest `keep` good ones, save those referred to;
-        returns their names. InvalidConfig if `keep` is below 1.
-
-        `run` has one run's timelines: checkpoints of others neither count nor go. None: all runs.
-        """
-        if keep < 1:
-            raise InvalidConfig(f"keep is {keep}; expected at least 1")
-        names = self.names() if run is None else self._names_of(run)
-        kept: dict[str, Manifest] = {}
-        for name in reversed(names):
-            found = self._judged(name) if len(kept) < keep else None
-            if isinstance(found, Manifest):
-                kept[name] = found
-        if not kept:
-            return []
-        older = names[: min(names.index(name) for name in kept)]
-        stay = {*kept, *(base for manifest in kept.values() for base in manifest.bases)}
-        removed = [name for name in older if name not in stay]
-        for name in reversed(removed):
-            self.named(name).remove()
-        return removed
-
     def runs(self) -> dict[frozenset[bytes], str]:
         """The newest checkpoint of each run, by its timelines, newest last; reads all manifests."""
         found: dict[frozenset[bytes], str] = {}
-        for name, manifest in self._manifests().items():
+        for name, manifest in self.manifests().items():
             for known in [run for run in found if run & manifest.run]:
                 del found[known]
             found[manifest.run] = name
         return found
 
-    def _names_of(self, run: Collection[bytes]) -> list[str]:
-        """The directories of a run. A directory without a manifest, which was given up, belongs to
-        the run if others of its cluster do.
-        """
-        manifests = self._manifests()
-        own = {name for name, manifest in manifests.items() if manifest.timeline in run}
-        clusters = {name.partition("-")[2] for name in own}
-        return [
-            name
-            for name in self.names()
-            if name in own or (name not in manifests and name.partition("-")[2] in clusters)
-        ]
-
-    def _manifests(self) -> dict[str, Manifest]:
+    def manifests(self) -> dict[str, Manifest]:
         """The manifests that can be read, by their directories, newest last."""
         found = {}
         for name in self.names():
@@ -147,7 +108,8 @@ class CheckpointStore:
                 found[name] = self.named(name).read_manifest()
         return found
 
-    def _judged(self, name: str) -> Manifest | InvalidCheckpoint:
+    def judged(self, name: str) -> Manifest | InvalidCheckpoint:
+        """The manifest of a good checkpoint, or the fault; reads its manifest and headers."""
         try:
             with CheckpointReader(self.named(name)) as reader:
                 return reader.manifest

@@ -1,4 +1,6 @@
-"""The end of this process: by a signal, and never later than that of its starter."""
+"""The end of this process: by a signal, and never later than that of its starter; and the exit
+codes that its starter tells apart.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,13 @@ from ps_core.errors import InvalidConfig
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DIE_WITH_PARENT = "PUSHPULL_DIE_WITH_PARENT"
 PARENT_PID = "PUSHPULL_PARENT_PID"
+
+REFUSED_EXIT_CODE = 2
+"""The exit code of a role that was refused: started again with the same settings, it would be
+refused again."""
+
+WORKER_LOST_EXIT_CODE = 75
+"""The exit code of a worker that ended because another one had (sysexits: a temporary failure)."""
 
 _PR_SET_PDEATHSIG = 1
 

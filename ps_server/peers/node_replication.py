@@ -25,7 +25,6 @@ from ps_runtime.cluster import wire
 from ps_runtime.http2.protocol.streams import MessagePiece
 from ps_runtime.observe import logs
 from ps_server.fail_stop import FailStop, decides
-from ps_server.lane.shards import Shards, fixed_for_backup, for_backup
 from ps_server.peers.peer_links import PeerLinks
 from ps_server.ranges.events import Effect
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
@@ -36,6 +35,7 @@ from ps_server.replication.output_commit import CommittedEffect, OutputCommit
 from ps_server.replication.peer_pacing import BEATS_A_LEASE, PeerPacing
 from ps_server.replication.peer_queues import PeerQueues
 from ps_server.replication.range_roles import Replication
+from ps_server.stores import Shards, fixed_for_backup, for_backup
 from ps_server.update_log.encoder import EncodedLog
 from ps_server.update_log.logged_ranges import LoggedRanges
 from ps_server.update_log.writer import UpdateLog, Written

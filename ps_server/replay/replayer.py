@@ -32,7 +32,6 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction
 from ps_core.work import at_once
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replay.partitions import (
     RowDifference,
@@ -56,6 +55,7 @@ from ps_server.replay.versions import (
     torn_at,
 )
 from ps_server.replication.messages import LogRecord, RangeCopy
+from ps_server.stores import Shards
 from ps_server.values import contributions
 from ps_server.values.block_values import arithmetic_dtype
 from ps_server.values.buffer_pool import BufferPool

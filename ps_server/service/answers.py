@@ -36,11 +36,12 @@ from ps_core.tables.elements import NATIVE_CODEC, Codec
 from ps_core.work import Waiting
 from ps_runtime.cluster import wire
 from ps_server.lane.answer_ring import AnswerRing
-from ps_server.lane.shards import Shards, SharedValues
+from ps_server.lane.value_segments import SharedValues
 from ps_server.ranges.events import AnswerPull, Place, PullEvent, ReplyTo, Sender
 from ps_server.ranges.range_state import RangeState
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.ranges.server_machine import ServerMachine
+from ps_server.stores import Shards
 from ps_server.values.row_store import RowStore, Store
 from ps_server.wire.parameter_wire import block_answer, push_response, range_error
 from pushpull.v1 import parameters_pb2

@@ -37,7 +37,6 @@ from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.turns import Turns
 from ps_server.fail_stop import FailStop, carries_out, decides
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicatedRanges, ReplicationSetting
 from ps_server.ranges.events import (
     Accumulate,
@@ -62,6 +61,7 @@ from ps_server.replication.output_commit import CommittedEffect
 from ps_server.service.answers import PushStream, RangeRead, ReadWaits, UnreadAnswers
 from ps_server.service.collective_waits import CollectiveWaits
 from ps_server.service.works import Works
+from ps_server.stores import Shards
 from ps_server.update_log.writer import UpdateLog
 from ps_server.values.mutations import Assigned, Dropped, Mutation, Put
 from ps_server.values.row_store import RowStore

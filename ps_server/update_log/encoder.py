@@ -8,9 +8,9 @@ from ps_core.keys import RangeId, TableId
 from ps_core.tables.table import Table
 from ps_core.work import Work
 from ps_runtime.cluster import wire
-from ps_server.lane.shards import Shards
 from ps_server.replication.messages import LogRecord, Snapshot
 from ps_server.replication.replication_log import RangeLog
+from ps_server.stores import Shards
 from ps_server.update_log.format import FrameKind
 from ps_server.update_log.writer import LogItem, UpdateLog
 from ps_server.wire.replication_wire import Pieces

@@ -20,11 +20,11 @@ from ps_core.errors import InvalidUpdateLog, PushpullError
 from ps_core.keys import AssignmentEpoch, RangeId, TableId
 from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
-from ps_server.lane.shards import Shards
 from ps_server.ranges.range_copy import fresh_copy
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.backup import Replica
 from ps_server.replication.messages import LogRecord, RangeCopy
+from ps_server.stores import Shards
 from ps_server.update_log.format import FrameKind
 from ps_server.update_log.reader import LogContents, LogFrame, RangeStart
 from ps_server.wire.replication_reader import ReplicationReader

@@ -20,8 +20,8 @@ from ps_core.errors import InvalidUpdateLog, Recovering
 from ps_core.keys import RangeId
 from ps_runtime.observe import logs
 from ps_runtime.system import clock
-from ps_server.lane.shards import Shards
 from ps_server.replication.backup import Replica
+from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.reader import FORMAT_VERSION, LogContents, RangeStart, scan
 from ps_server.update_log.recovered_ranges import replayed

@@ -24,8 +24,7 @@ from ps_server.values import contributions
 from ps_server.values.block_values import encoded
 from ps_server.values.buffer_pool import BufferPool
 from ps_server.values.contributions import Contribution
-from ps_server.values.custom_optimizer import CustomOptimizer
-from ps_server.values.custom_updates import CheckedUpdate
+from ps_server.values.custom_updates import CheckedUpdate, CustomOptimizer
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.optimizers import KERNELS, BlockState, Optimizer
 

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from ps_core.errors import InvalidConfig
-from ps_server.values.custom_optimizer import padded_copy
-from ps_server.values.custom_updates import Broken, CheckedUpdate, checked
+from ps_server.values.custom_updates import Broken, CheckedUpdate, checked, padded_copy
 from ps_server.values.kernel_fingerprint import fixed_input
 
 _MOST_ELEMENTS = 400

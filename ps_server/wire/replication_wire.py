@@ -142,7 +142,7 @@ def change_from_proto(
 
 def log_record_messages(log_record: LogRecord) -> list[bytes]:
     """A log record as serialized requests, to be sent in this order with nothing between them. Its
-    changes are as backups are told them (`ps_server.lane.shards.for_backup`); payloads are copied.
+    changes are as backups are told them (`ps_server.stores.for_backup`); payloads are copied.
     """
     return [b"".join(pieces) for pieces in at_once(cutting_log_record(log_record))]
 

@@ -6,25 +6,23 @@ For code that moves blocks itself, as `DistributedOptimizer` does, a second leve
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Self, TypeAlias, TypeVar, Unpack, overload
 
 import numpy.typing as npt
 
 from ps_core.cluster_view import Session
 from ps_core.consistency import Consistency, parsed
-from ps_core.errors import InvalidConfig, PushpullError
+from ps_core.errors import InvalidConfig
 from ps_core.tables.optimizers import OptimizerSpec
-from ps_runtime.observe import logs
 from ps_worker.checkpoint.save_points import HasState
 from ps_worker.client.checkpoints import CheckpointTicket, ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.open_clients import OPEN, has_worker
-from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
+from ps_worker.client.shown_options import THE_CLIENTS, shows
 from ps_worker.client.tables import ClientTables, Pulls
 from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, rows_of
 from ps_worker.spec.settings import (
@@ -55,101 +53,12 @@ from ps_worker.steps.steps import (
     check_handle,
     checked_hyperparameters,
 )
-from ps_worker.transport.config import WorkerConfig, job_place, worker_config
+from ps_worker.transport.config import WorkerConfig
 
 ResultT = TypeVar("ResultT")
 
 TableSlice: TypeAlias = slice | str | None
 """A slice of a table's elements, a tensor's name, or None for the whole table."""
-
-
-class ConnectOptions(TypedDict, total=False):
-    """The keyword arguments of `connect`, which has their meaning."""
-
-    role: str
-    rank: int | None
-    world_size: int
-    run: str
-    identity: str
-    cluster_id: str
-    connect_deadline_s: float
-    request_deadline_s: float
-    lane: str
-    window_bytes: int
-    consistency: str
-    compute: str
-    record: str
-    http_listen: str
-
-
-@shows(ConnectOptions, defaults_of(WorkerConfig))
-def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> Client:
-    """Join a cluster as a worker or as a reader.
-
-    Args:
-        scheduler: "host:port", or several of them with commas; None means PUSHPULL_SCHEDULER.
-
-    Options (one that is left out comes from its PUSHPULL_* variable, else it has its default):
-        role (str, 'worker'): "worker" trains, "reader" only pulls, "operator" looks after the
-            cluster: consistency, checkpoints.
-        rank (int | None, None): the rank to ask for; None takes that of torchrun, Slurm, MPI or
-            Kubernetes, and where there is none the lowest free one.
-        world_size (int, 0): the number of workers of the job; a cluster that was started for
-            another number refuses this worker at once. 0: the job's number if the rank comes from
-            the job, else unknown.
-        run (str, ''): the name of this worker's run, which has ranks and tables of its own
-            (docs/guides/RUNS.md); empty: the run without a name.
-        identity (str, ''): a name that this worker keeps when its process is started again: with
-            the same identity it gets its rank back at once. "hostname" means this host's name. If a
-            process has several workers, the first has it. Empty: none.
-        cluster_id (str, ''): the cluster to join; empty: whichever answers.
-        connect_deadline_s (float, 60.0): seconds to go on trying to reach the cluster.
-        request_deadline_s (float, 300.0): seconds that a push, a pull or a wait may take.
-        lane (str, 'auto'): "auto" shares memory with the servers on this host and sends the others
-            bytes, "shm" is an error where memory cannot be shared, "grpc" always sends bytes.
-        window_bytes (int, 33554432): payload bytes in flight: sent and not yet received.
-        consistency (str, ''): the consistency of tables that name none: "bsp" (also if empty),
-            "ssp:4", "asp", ...
-        compute (str, ''): emulated computation of a step of `DistributedOptimizer`, such as "30ms",
-            or "rotating:30ms,90ms,burst=2,seed=1"; empty emulates none.
-        record (str, ''): a directory for a record of the steps, as `pushpull compare` reads it;
-            empty records nothing.
-        http_listen (str, ''): "host:port" where this process serves /metrics and /healthz; port 0
-            takes a free one (`Client.http_address`). Empty: only `pushpull worker` and
-            `pushpull train` serve them.
-
-    Returns:
-        The client, a context manager. It leaves the cluster when its `with` block ends normally,
-        when `close` is called, and when the process ends normally.
-
-    Blocking: until the cluster has answered, at most `connect_deadline_s`.
-
-    Raises:
-        InvalidConfig: a wrong setting; a rank that is taken; more workers than the cluster admits.
-        Fenced: the scheduler's cluster is not `cluster_id`.
-        Unauthenticated: this process lacks the cluster's join secret.
-        WaitExpired: no scheduler answered in time.
-    """
-    unknown = set(options) - set(ConnectOptions.__annotations__)
-    if unknown:
-        raise InvalidConfig(
-            f"connect has no option {', '.join(sorted(unknown))}; it has "
-            f"{', '.join(sorted(ConnectOptions.__annotations__))}"
-        )
-    place = None
-    try:
-        place = job_place(options, os.environ)
-        if place is not None:
-            logs.info("rank_of_job", rank=place.rank, workers=place.world_size, source=place.source)
-        client = Client(worker_config({"scheduler": scheduler, **options}))
-    except PushpullError as refusal:
-        if place is not None and isinstance(refusal, InvalidConfig):
-            refusal = InvalidConfig(f"{refusal.message}; this process is {place}")
-        # The frames within do not help the caller, and would hide the reason.
-        raise refusal.with_traceback(None) from None
-    if not client.is_reader:
-        logs.info("worker_joined", rank=client.rank, workers=client.world_size)
-    return client
 
 
 class Client:

@@ -29,7 +29,8 @@ from ps_runtime.launch.launcher import (
     start_scheduler,
     start_server,
 )
-from ps_worker.client.client import Client, ConnectOptions, connect
+from ps_worker.client.client import Client
+from ps_worker.client.connect import ConnectOptions, connect
 
 _STOP_WITHIN_S = 15.0
 _FAILED = 1

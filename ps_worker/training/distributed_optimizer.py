@@ -44,11 +44,11 @@ from ps_worker.spec.flat_layout import (
 from ps_worker.spec.optimizers import Add, Aggregate, Custom, ServerOptimizer, check_optimizer
 from ps_worker.spec.settings import consistency_of
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
-from ps_worker.steps.steps import StepResult, TableHandle
+from ps_worker.steps.steps import StepResult
 from ps_worker.training import joining
 from ps_worker.training.embedding import has_embeddings, owned_rows
 from ps_worker.training.local_optimizer import inner_optimizer
-from ps_worker.training.model_pull import birth_clock, known_birth, table_prefix
+from ps_worker.training.model_pull import known_birth, table_prefix
 from ps_worker.training.module_buffers import BufferTable, buffer_layouts
 from ps_worker.training.optimizer_state import OptimizerState, checked_groups, fill_groups, numbered
 from ps_worker.training.served_state import pulled_arrays, torch_state
@@ -193,7 +193,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for rows in self._rows:
             rows.on_gradient = partial(_row_gradient_came, weakref.ref(self))
         self._is_made = True
-        client.checkpoints.save_points.add_model(self._trained)
+        client.checkpoints.save_points.add_model(self._model.awake_handles)
         self._own_state = OptimizerState(self, self._model.aggregates)
         client.attach_state(f"optimizer/{checked.name}", self._own_state)
 
@@ -202,7 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         options, imported = self._model.options, self._client.checkpoints.imported
         if self._module is not None:
             self._rows.extend(owned_rows(self._module, self._client, self))
-            self._check_rows_fit(options.consistency)
+            self._model.check_rows_fit(options.consistency)
         for number in range(len(self.param_groups)):
             self._tables.extend(self._tables_of_group(number))
         if self._module is not None and options.buffers is not None:
@@ -215,13 +215,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             _check_known(imported, options.name, self._module, of_rows)
         self._start_from_rank_zero([*self._tables, *self._buffers], self._rows)
         self._model.begin()
-
-    def _trained(self) -> list[tuple[TableHandle, bool]]:
-        return [
-            *((table.handle, not table.is_asleep) for table in self._tables),
-            *((buffers.handle, True) for buffers in self._buffers),
-            *((rows.handle, True) for rows in self._rows),
-        ]
 
     @property
     def results(self) -> tuple[StepResult, ...]:
@@ -285,7 +278,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     self._loss = closure()
         self._hook_trainable()
         try:
-            self._model.step(self.param_groups, amp_scale_of(self, self.rows_name), closure)
+            self._model.step(self.param_groups, amp_scale_of(self, self._model.rows_name), closure)
             return self._loss
         finally:
             if not self._model.is_repeated:
@@ -294,22 +287,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- for `HybridOptimizer`, whose other half decides with it
 
     @property
-    def is_repeated(self) -> bool:
-        """True if `step` would only end the last step, because no gradient has come since."""
-        return self._model.is_repeated
-
-    @property
-    def rows_name(self) -> str:
-        """The name of a table of rows that it trains; empty without one."""
-        return self._rows[0].name if self._rows else ""
-
-    def non_finite_rows(self) -> str:
-        """Words for a gradient of rows with an infinity or a NaN; empty without one."""
-        return next((words for rows in self._rows if (words := rows.non_finite())), "")
-
-    def push_rows_ahead(self) -> None:
-        """Push the gradients of rows, where they will not change before the next `step_scaled`."""
-        self._model.push_rows_ahead()
+    def trained_model(self) -> TrainedModel:
+        """All that it trains on the servers."""
+        return self._model
 
     def step_scaled(self, scale: StepScale, meanwhile: Callable[[], object] | None = None) -> None:
         """As `step`, with the scale of the gradients given; `meanwhile` is called before the wait
@@ -317,10 +297,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._hook_trainable()
         self._model.step(self.param_groups, scale, meanwhile=meanwhile)
-
-    def end_step(self) -> None:
-        """End a step whose end an earlier call has not seen. Blocks and raises as `step`."""
-        self._model.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch; blocks of the zeroed gradients that have left take no part in the step.
@@ -486,9 +462,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 `buffers="mean"` and `Aggregate` need BSP.
             WaitExpired: a server did not prepare in time; call again to change the other tables.
         """
-        wanted = consistency_of(consistency)
-        self._check_rows_fit(wanted)
-        return self._model.set_consistency(wanted, after_clock, timeout_s)
+        return self._model.set_consistency(consistency_of(consistency), after_clock, timeout_s)
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Pull the same parameters at every worker, with every step of all workers in them: a model
@@ -549,7 +523,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer = optimizer.with_group(group)
         name = self._model.options.name
         birth = known_birth(name, number, self._client.checkpoints.tables_before)
-        prefix = table_prefix(name, number, self._birth_clock() if birth is None else birth)
+        if birth is None:
+            birth = self._model.birth_clock if self._is_made else 0
+        prefix = table_prefix(name, number, birth)
         tables = [
             TrainedTable(self._client, layout, number, optimizer, self._model.options)
             for layout in table_layouts(prefix, group)
@@ -560,27 +536,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 group.setdefault(name, value)
                 self.defaults.setdefault(name, value)
         return tables
-
-    def _birth_clock(self) -> int:
-        """The model's present clock; 0 if workers' clocks may differ."""
-        if not self._is_made or not self._model.options.is_in_lockstep:
-            return 0
-        return max((birth_clock(t.name) + t.handle.clock for t in self._tables), default=0)
-
-    def _check_rows_fit(self, consistency: Consistency) -> None:
-        """Refuse settings that Embeddings in the module do not have."""
-        name = self._model.options.name
-        if self._rows and consistency.backup_workers:
-            raise InvalidConfig(
-                f"'{name}' would be under {consistency}, and has rows of '{self._rows[0].name}': a "
-                "worker whose step came too late would skip clocks that the rows do not; expected "
-                "BSP without backup workers, SSP or ASP"
-            )
-        if self._rows and self._model.aggregates and self._model.options.clip_norm is not None:
-            raise InvalidConfig(
-                f"clip_norm with Aggregate does not reach rows of '{self._rows[0].name}': the "
-                "servers update them; expected an optimizer on the servers, or no clip_norm"
-            )
 
     def _start_from_rank_zero(
         self, tables: Sequence[TrainedTable | BufferTable], rows: Sequence[TrainedRows] = ()

@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import starmap, zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -30,12 +29,13 @@ from ps_core.tables.optimizers import VALUES_ARRAY, Hyperparameters
 from ps_runtime.system.clock import now_s
 from ps_worker.spec.optimizers import Add, ServerOptimizer, check_switches, hyperparameters_of
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.steps.steps import Pulled, PushTicket, StepResult
+from ps_worker.steps.steps import Pulled, PushTicket, StepResult, TableHandle
 from ps_worker.training.clipping import UpdateScaling, multiply_gradients, norm_and_factor
 from ps_worker.training.common_model import CommonModel
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.joining import clocks_to_pass, joins_nobody
 from ps_worker.training.local_optimizer import StateBefore
+from ps_worker.training.model_pull import birth_clock
 from ps_worker.training.module_buffers import BufferTable
 from ps_worker.training.planned_edits import (
     ASLEEP,
@@ -50,12 +50,8 @@ from ps_worker.training.planned_edits import (
 )
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
-from ps_worker.training.tables.staging import (
-    column_sums,
-    is_finite,
-    place_of,
-    sums_differ,
-)
+from ps_worker.training.tables.gradient_marks import GradientMarks
+from ps_worker.training.tables.staging import is_finite
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_rows import TrainedRows
@@ -66,11 +62,6 @@ if TYPE_CHECKING:
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 """torch's parameter groups."""
-
-
-_Mark: TypeAlias = tuple[object, torch.Tensor | None] | None
-"""A gradient's place and version, and the sums of its bits if it is on a device, where a graph may
-write it without a trace; None: there is no gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,7 +78,7 @@ class _SealedStep:
     is_staged: bool = False  # it is an edit that a later one puts in place
     refused: EditRefused | None = None  # the error, if the edit was refused
     is_taken_over: bool = False  # its result was written into the parameters
-    marks: list[_Mark] | None = None  # of its gradients, if hooks do not tell of all
+    marks: GradientMarks | None = None  # of its gradients, if hooks do not tell of all
     has_gradients: bool = False  # gradients of the next step have come since
 
 
@@ -146,6 +137,40 @@ class TrainedModel:
     def _parts(self) -> list[TrainedTable | BufferTable]:
         return [*self.tables, *self.buffers]
 
+    @property
+    def birth_clock(self) -> int:
+        """The clock of a table that is made now; 0 if workers' clocks may differ."""
+        if not self.options.is_in_lockstep:
+            return 0
+        return max((birth_clock(t.name) + t.handle.clock for t in self.tables), default=0)
+
+    def awake_handles(self) -> list[tuple[TableHandle, bool]]:
+        """The handles of all tables, and whether each takes steps."""
+        return [
+            *((table.handle, not table.is_asleep) for table in self.tables),
+            *((buffers.handle, True) for buffers in self.buffers),
+            *((rows.handle, True) for rows in self.rows),
+        ]
+
+    @property
+    def rows_name(self) -> str:
+        """The name of one of its embedding tables; empty without one."""
+        return self.rows[0].name if self.rows else ""
+
+    def check_rows_fit(self, consistency: Consistency) -> None:
+        """Refuse settings that Embeddings in the module do not have."""
+        if self.rows and consistency.backup_workers:
+            raise InvalidConfig(
+                f"'{self.options.name}' would be under {consistency}, and has rows of "
+                f"'{self.rows_name}': a worker whose step came too late would skip clocks that the "
+                "rows do not; expected BSP without backup workers, SSP or ASP"
+            )
+        if self.rows and self.aggregates and self.options.clip_norm is not None:
+            raise InvalidConfig(
+                f"clip_norm with Aggregate does not reach rows of '{self.rows_name}': the servers "
+                "update them; expected an optimizer on the servers, or no clip_norm"
+            )
+
     def begin(self) -> None:
         """Begin the first step's computation; blocks as `StepTimes`."""
         self._times = StepTimes(self._client)
@@ -171,6 +196,7 @@ class TrainedModel:
     def set_consistency(
         self, wanted: Consistency, after_clock: int, timeout_s: float | None
     ) -> int:
+        self.check_rows_fit(wanted)
         options = replace(self.options, consistency=wanted)
         settings = [(table.handle, wanted) for table in self.tables]
         settings += [(buffers.handle, wanted.without_policy()) for buffers in self.buffers]
@@ -215,16 +241,11 @@ class TrainedModel:
         if sealed is None or sealed.is_edit:
             return False
         if not sealed.has_gradients and sealed.marks is not None:
-            sealed.has_gradients = self._have_changed(sealed.marks)
+            sealed.has_gradients = self._marks().differ_from(sealed.marks)
         return not sealed.has_gradients
 
-    def _marks(self) -> list[_Mark]:
-        placed = (entry for table in self.tables for entry in table.layout.placed)
-        return [_mark_of(entry.tensor.grad) for entry in placed]
-
-    def _have_changed(self, marks: list[_Mark]) -> bool:
-        """True if any gradient differs from its mark; waits for the devices."""
-        return any(starmap(_differ, zip_longest(marks, self._marks())))
+    def _marks(self) -> GradientMarks:
+        return GradientMarks(e.tensor.grad for table in self.tables for e in table.layout.placed)
 
     def gradient_came(self) -> None:
         """A backward pass runs, so the next `step` takes a step of its own. Refuses one whose
@@ -565,10 +586,9 @@ class TrainedModel:
         """Push the rest of the step, up to the first gradient that is not finite; returns its name,
         in words, or nothing. Rows are pushed with their seal.
         """
-        if not self.options.allow_non_finite and not self.options.applies_on_arrival:
-            for rows in self.rows:
-                if words := rows.non_finite():
-                    return words
+        may_be_infinite = self.options.allow_non_finite or self.options.applies_on_arrival
+        if not may_be_infinite and (words := self.non_finite_rows()):
+            return words
         for table, hyperparameters in awake.items():
             name = table.push_rest(hyperparameters)
             if name is not None:
@@ -728,6 +748,10 @@ class TrainedModel:
             part.pending.add(ticket)
         return scaling
 
+    def non_finite_rows(self) -> str:
+        """Words for a gradient of rows with an infinity or a NaN; empty without one."""
+        return next((words for rows in self.rows if (words := rows.non_finite())), "")
+
     def _not_finite_words(self, norm: float) -> str:
         for table in self.tables:
             for entry in table.layout.placed:
@@ -735,9 +759,8 @@ class TrainedModel:
                 is_dense = gradient is not None and gradient.layout is torch.strided
                 if gradient is not None and is_dense and not is_finite(gradient.detach()):
                     return _not_finite(entry.name, table)
-        for rows in self.rows:
-            if words := rows.non_finite():
-                return words
+        if words := self.non_finite_rows():
+            return words
         step = f"step {1 + self.clock} of '{self.options.name}'"
         return f"the norm of the gradients is {norm} at {step}"
 
@@ -751,21 +774,6 @@ def _finished(table: TrainedTable, sealed: _SealedStep) -> Pulled | None:
             return table.finish()
         except EditRefused as error:  # each ticket raises once
             sealed.refused = sealed.refused or error
-
-
-def _differ(before: _Mark, now: _Mark) -> bool:
-    if before is None or now is None:
-        return before is not now
-    (place, sums), (place_now, sums_now) = before, now
-    if place != place_now:
-        return True
-    return sums is not None and sums_now is not None and bool(sums_differ(sums, sums_now))
-
-
-def _mark_of(gradient: torch.Tensor | None) -> _Mark:
-    if gradient is None or gradient.layout is not torch.strided:
-        return None
-    return place_of(gradient), None if gradient.is_cpu else column_sums(gradient.detach())
 
 
 def _parameters(groups: Groups) -> Iterator[torch.Tensor]:

@@ -35,7 +35,7 @@ from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.links import LinkSetting, ServerLinks
 from ps_worker.transport.metrics import MEASURES
 from ps_worker.transport.pulls import ConsistentPuller, Puller, PullOrder
-from ps_worker.transport.pushes import PushDriver
+from ps_worker.transport.push_driver import PushDriver
 from ps_worker.window.push_window import StepTerms
 from pushpull.v1 import scheduler_pb2
 

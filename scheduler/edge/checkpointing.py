@@ -43,6 +43,7 @@ from ps_core.manifest import (
 from ps_core.tables.elements import Initializer, InitializerKind
 from ps_core.tables.table import Table
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.checkpoint.worker_copies import WorkerCopies
 from ps_runtime.cluster import wire
@@ -274,7 +275,7 @@ class Checkpointing:
         url, keep = self._cluster.settings.checkpoint_url, self._keep
         run = {self._cluster.settings.timeline, *lineage_of(self._cluster.settings)}
         try:
-            for name in await asyncio.to_thread(lambda: CheckpointStore(url).prune(keep, run)):
+            for name in await asyncio.to_thread(lambda: prune(CheckpointStore(url), keep, run)):
                 logs.info("checkpoint_removed", name=name)
         except PushpullError as error:
             logs.warning("checkpoints_not_pruned", url=url, reason=error.message)

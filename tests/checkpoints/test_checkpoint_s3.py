@@ -15,6 +15,7 @@ import pytest
 import ps_worker as ps
 from ps_core.errors import InvalidCheckpoint
 from ps_runtime.checkpoint.directory import locate
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.reader import problems_of
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from tests.integration.command_line import ROOT, Tool, environment
@@ -127,7 +128,7 @@ def test_checkpoints_are_written_read_and_pruned(store: CheckpointStore, tmp_pat
         assert problems_of(store.named(name)) == []
     with pytest.raises(InvalidCheckpoint, match="is a checkpoint; expected a new directory"):
         store.directory(2, CLUSTER_ID).create()
-    assert store.prune(1) == ["00000001-3fa9c1d2"]
+    assert prune(store, 1) == ["00000001-3fa9c1d2"]
     assert store.names() == ["00000002-3fa9c1d2"]
     directory = store.directory(3, CLUSTER_ID)
     spooled = directory.begin("part", tmp_path)

@@ -216,6 +216,16 @@ class ReplicatedCluster:
         node_id = self.node_id(server)
         return [r for r in self.views.newest.ranges if r.primary == node_id]
 
+    def a_primary(self) -> Served:
+        """A living server that is primary of something, once one is: the oldest of them."""
+
+        def found(view: ClusterView) -> list[Served]:
+            primaries = {r.primary for r in view.ranges}
+            newest = {n.address: n.node_id for n in sorted(view.nodes, key=lambda n: n.node_id)}
+            return [server for server in self.living if newest.get(server.address) in primaries]
+
+        return found(self.views.until(lambda view: bool(found(view)), "one is a primary"))[0]
+
     def taken_over_from(self, server: Served) -> ClusterView:
         """Wait until it is primary of nothing."""
         node_id = self.node_id(server)

@@ -87,9 +87,9 @@ def progress(loads: list[Load], count: int = 5) -> None:
 
 def test_a_killed_servers_ranges_go_on_under_load(scene: Scene) -> None:
     cluster = scene.cluster
-    dying = cluster.have(3)[0]
-    assert cluster.primary_of(dying)
+    cluster.have(3)
     with under_load(scene) as loads:
+        dying = cluster.a_primary()
         cluster.kill(dying)
         cluster.taken_over_from(dying)
         progress(loads)
@@ -142,9 +142,10 @@ def _nothing(step: int) -> None:
 @pytest.mark.slow
 def test_a_server_paused_for_longer_than_the_lease_comes_back_as_a_backup(scene: Scene) -> None:
     cluster = scene.cluster
-    paused, other = cluster.have(2)
-    assert cluster.primary_of(paused)
+    cluster.have(2)
     with under_load(scene) as loads:
+        paused = cluster.a_primary()
+        (other,) = (server for server in cluster.living if server is not paused)
         paused.process.send(signal.SIGSTOP)
         try:
             cluster.taken_over_from(paused)
@@ -161,9 +162,10 @@ def test_a_server_paused_for_longer_than_the_lease_comes_back_as_a_backup(scene:
 
 def test_a_read_at_a_paused_server_is_answered_by_another_one(scene: Scene) -> None:
     cluster = scene.cluster
-    paused = cluster.have(3)[0]
+    cluster.have(3)
     (client, table), _ = scene.create(COUNTED.create)
     client.wait(client.push(table, COUNTED.gradient(client.rank)))
+    paused = cluster.a_primary()
     paused.process.send(signal.SIGSTOP)
     try:
         COUNTED.check(client.pull(table, timeout_s=GOES_ON_S), [1, 0])

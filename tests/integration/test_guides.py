@@ -74,7 +74,8 @@ def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
     assert re.search(r"users: \d+ of 40 rows changed", said[3])
     assert said[4] == "40 users, as in model.safetensors\n"
     page.type(bring_in)
-    for each in (trained, page.type(go_on)):
+    resumed = page.type(go_on.replace("runs/pretrained", "runs/taste"))  # after its last step
+    for each in (trained, page.type(go_on), resumed):
         loss = re.search(r"loss (\d+\.\d+)", each)
         assert loss
         assert float(loss[1]) < 0.3

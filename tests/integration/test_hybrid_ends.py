@@ -238,7 +238,7 @@ def test_a_process_ends_though_a_worker_is_paused(cluster: LaneCluster, tmp_path
         for process in started:
             process.kill()
     assert started[1].communicate()[0] == "pauses\n"
-    assert started[0].returncode == 1
+    assert started[0].returncode == 75
     gone = re.search(r"WorkerLost: worker 1 was declared gone after [\d.]+ s of silence", said)
     assert gone, said
     assert REMEDY in said

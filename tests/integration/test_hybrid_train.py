@@ -103,3 +103,16 @@ def test_what_a_hybrid_run_survives_and_what_ends_it(tmp_path: Path) -> None:
     newest = CheckpointStore(root).newest_good()
     assert newest is not None
     assert f"pushpull: to go on from its newest checkpoint: --resume {newest.url}\n" in tool.text
+
+
+def test_workers_that_end_together_use_up_one_restart(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    arguments = ("train", "train.py", "-w", "2", "-s", "1", "--max-restarts", "3")
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+        tool.wait_for("took step", 2)
+        os.kill(tool.role_pids()["worker"][1], signal.SIGKILL)
+        assert tool.end(ENDS_WITHIN_S) == 1, tool.text
+    assert tool.text.count("is started again") == tool.text.count("restart 1 of 3") <= 2
+    assert "WorkerLost: worker 1 was declared gone" in tool.text
+    assert "ended with exit code 2 after 1 restarts (see --max-restarts) and the run" in tool.text
+    assert "takes nobody in: start all workers again" in tool.text

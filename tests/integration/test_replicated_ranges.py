@@ -33,7 +33,6 @@ from ps_runtime.grpc.channels import aio_channel
 from ps_runtime.grpc.errors import from_rpc_error
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicatedRanges, ReplicationSetting
 from ps_server.peers.peer_links import REPLICATE
 from ps_server.ranges.events import Contributor, Record
@@ -44,6 +43,7 @@ from ps_server.replication.messages import Ack, Beat, LogRecord, RangeCopy, Snap
 from ps_server.replication.range_roles import PLACED_EPOCH
 from ps_server.service.node import ParameterNode
 from ps_server.service.replication_service import ReplicationServicer, add_to_server
+from ps_server.stores import Shards
 from ps_server.values.mutations import Elements, Mutation, Put, SentAccumulator
 from ps_server.wire.replication_reader import ReplicationReader
 from ps_server.wire.replication_wire import SERVICE, answers_message, greeting_from

@@ -15,10 +15,10 @@ from ps_core.tables.optimizers import Hyperparameters, Kernels, OptimizerKind, O
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import Reduction
 from ps_core.work import at_once
-from ps_server.lane.shards import for_backup
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import RangeDelta, fresh_copy
 from ps_server.replication.messages import LogRecord
+from ps_server.stores import for_backup
 from ps_server.values.mutations import KeptSum, Mutation, Put
 from ps_server.values.shard_store import ShardStore
 from ps_server.wire.replication_reader import ReplicationReader
@@ -93,7 +93,7 @@ def over_the_wire(change: Mutation, small_bytes: int) -> Mutation:
 
 
 def told(store: ShardStore, change: Mutation) -> None:
-    """What a backup makes of a change, as `ps_server.lane.shards` does."""
+    """What a backup makes of a change, as `ps_server.stores` does."""
     record = change.record
     if isinstance(change, KeptSum):
         store.put_accumulator(record.clock, at_once(store.receiving(change.accumulator)))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from ps_core.errors import InvalidCheckpoint
 from ps_core.manifest import MANIFEST_FILE
 from ps_runtime.checkpoint.compaction import compact
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.reader import problems_of
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from tests.examples import examples
@@ -44,10 +45,10 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     ):  # fmt: skip
         write_checkpoint(store.directory(number, CLUSTER_ID), number, disk, base)
         ends.append((number, len(disk.operations)))
-        assert store.prune(1) == removed
+        assert prune(store, 1) == removed
     with store.open(store.directory(5, CLUSTER_ID).name) as reader:
         compact(store, reader, disk)
-    assert len(store.prune(1)) == 2
+    assert len(prune(store, 1)) == 2
     return root, disk.operations, ends
 
 
@@ -164,7 +165,7 @@ def test_an_object_store_whose_writer_is_gone_after_any_change(
 
 def write_and_prune(store: CheckpointStore) -> None:
     write_checkpoint(store.directory(2, CLUSTER_ID), 2)
-    store.prune(1)
+    prune(store, 1)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from ps_core.manifest import Manifest, SavedPart, SavedTable, place_in
 from ps_core.tables.elements import Codec
 from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_server.checkpoint.unchanged_blocks import BlockKey, WrittenBlock, WrittenBlocks, unchanged
@@ -169,7 +170,7 @@ class Row:
 
     def prune(self, keep: int) -> None:
         before = [name for name, found in self.files.entries() if isinstance(found, Manifest)]
-        removed = self.files.prune(keep)
+        removed = prune(self.files, keep)
         assert not {*before[-keep:]} & {*removed}
         for name in removed:
             self.copies.pop(name, None)

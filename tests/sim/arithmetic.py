@@ -4,7 +4,7 @@ A table of rows has a few ids in each partition: to the twin a row is what a ten
 block is, and an id that is left out of a push a tensor without a gradient.
 
 Beside the identities that say what is in a block, servers hold real values: `Numbers` runs the real
-stores (`ps_server.lane.shards`) on gradients of small whole numbers. `Twin` is one process that
+stores (`ps_server.stores`) on gradients of small whole numbers. `Twin` is one process that
 sums in rank order, divides by those who sealed the clock, and steps the optimizer, in plain Python.
 
 Oracles:
@@ -49,11 +49,11 @@ from ps_core.tables.table_spec import (
 )
 from ps_core.work import Work, at_once
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Accumulate, AssignValues, Forget, Record
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.rows.row_memory import RowMemory
 from ps_server.rows.row_tier import RowTier
+from ps_server.stores import Shards
 from ps_server.values.contributions import Contribution, elements
 from ps_server.values.mutations import Assigned, Dropped, KeptSum, Mutation, Put, SentAccumulator
 from ps_server.values.row_gradients import RowGradients, payload_of

@@ -95,7 +95,7 @@ EDIT_MUTANTS = (
     Mutant(
         "a backup takes laid state for values",
         "S16",
-        "ps_server/lane/shards.py",
+        "ps_server/stores.py",
         "self.assigning(AssignValues(record, tuple(values.parts.items())))",
         'self.assigning(AssignValues(record._replace(array=""), tuple(values.parts.items())))',
         ("failover",),

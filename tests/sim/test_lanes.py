@@ -19,7 +19,7 @@ from ps_core import sequence_locks
 from ps_core.keys import NodeId
 from ps_core.sequence_locks import Bytes, SequenceLocks
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import SharedValues
+from ps_server.lane.value_segments import SharedValues
 from ps_server.ranges.events import AnswerPull
 from tests.sim.arithmetic import Numbers, Reading
 from tests.sim.grads import Grad

@@ -22,10 +22,10 @@ from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_runtime.system.disk import DISK, Disk
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.events import Place, PushEvent, ReplyTo, SealEvent, SealTerms, Sender
 from ps_server.service.node import ParameterNode
+from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory
 from ps_server.update_log.recovery import RecoveredLog, read_log
 from ps_server.update_log.writer import LogSetting, UpdateLog, Written

@@ -15,6 +15,7 @@ from ps_core.manifest import Manifest
 from ps_runtime.checkpoint.compaction import compact
 from ps_runtime.checkpoint.directory import CheckpointDirectory
 from ps_runtime.checkpoint.part_file import StoredBlock
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from ps_runtime.system.disk import Disk, Payload
@@ -207,19 +208,19 @@ def test_the_manifest_counts_what_is_referred_to(store: CheckpointStore) -> None
 
 def test_what_a_kept_one_needs_is_kept(store: CheckpointStore) -> None:
     before = content(store.named(THIRD))
-    assert store.prune(2) == []
-    assert store.prune(1) == [SECOND]
+    assert prune(store, 2) == []
+    assert prune(store, 1) == [SECOND]
     assert store.names() == [FIRST, THIRD]
     assert content(store.named(THIRD)) == before
-    assert store.prune(1) == []
+    assert prune(store, 1) == []
     write_checkpoint(store.directory(4, CLUSTER_ID), 4)
-    assert store.prune(1) == [FIRST, THIRD]
+    assert prune(store, 1) == [FIRST, THIRD]
 
 
 def test_a_bad_one_keeps_nothing(store: CheckpointStore) -> None:
     write_checkpoint(store.directory(4, CLUSTER_ID), 4)
     file_of(store, THIRD, "server-1.safetensors").unlink()
-    assert store.prune(1) == [FIRST, SECOND, THIRD]
+    assert prune(store, 1) == [FIRST, SECOND, THIRD]
 
 
 class Order(Disk):
@@ -237,7 +238,7 @@ class Order(Disk):
 def test_what_refers_goes_before_what_is_referred_to(store: CheckpointStore) -> None:
     write_checkpoint(store.directory(4, CLUSTER_ID), 4)
     disk = Order()
-    CheckpointStore(store.location, disk).prune(1)
+    prune(CheckpointStore(store.location, disk), 1)
     assert disk.removed == [THIRD, SECOND, FIRST]
 
 
@@ -264,7 +265,7 @@ def test_compacting_makes_a_full_one_of_the_same_content(store: CheckpointStore)
         assert lost.problem == "it was killed"
         for key, block in other.headers["server-2.safetensors"].blocks.items():
             assert reader.block(*key) == replace(block, place="")
-    assert store.prune(1) == [FIRST, SECOND, THIRD]
+    assert prune(store, 1) == [FIRST, SECOND, THIRD]
     with resolve(str(store.url)).reader as reader:
         assert problems_of(reader.directory) == []
 
@@ -325,10 +326,10 @@ def test_a_row_on_an_object_store() -> None:
     for number, base in ((1, ""), (2, FIRST), (3, SECOND)):
         write_checkpoint(store.directory(number, CLUSTER_ID), number, base=base)
     before = content(store.named(THIRD))
-    assert store.prune(1) == [SECOND]
+    assert prune(store, 1) == [SECOND]
     assert content(store.named(THIRD)) == before
     with store.open(THIRD) as reader:
         compact(store, reader)
-    assert store.prune(1) == [FIRST, THIRD]
+    assert prune(store, 1) == [FIRST, THIRD]
     assert content(store.named(FULL)) == before
     store.named(FULL).remove()

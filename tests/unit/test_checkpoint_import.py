@@ -112,13 +112,37 @@ def test_what_was_imported_has_values_only(tmp_path: Path) -> None:
             blocks.read_into(0, "exp_avg", memoryview(bytearray(60)))
 
 
+@pytest.mark.parametrize("written", ["model.pt", "model.safetensors"])
+@pytest.mark.parametrize("name", ["model.bin", "model", "model.pt", "model.safetensors"])
+def test_a_file_is_known_by_its_content_whatever_its_name(
+    tmp_path: Path, written: str, name: str
+) -> None:
+    found = {"one": torch.tensor(7.5)}
+    other = tmp_path / "other"
+    other.mkdir()
+    imported(other, found, written)
+    (other / written).rename(tmp_path / name)
+    import_model(tmp_path / name, str(tmp_path / "root"), "", Output())
+    with resolve(str(tmp_path / "root")).reader as reader:
+        assert values_of(reader, table_of(DType.FLOAT32, found)) == torch.tensor([7.5])
+
+
 def nested(path: Path) -> None:
     torch.save({"model": {"layer.weight": torch.zeros(3)}, "epoch": 4}, path)
 
 
 BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "no torch file": ("model.pt", lambda p: p.write_text("hello"), "cannot be read: .*expected a"),
-    "no safetensors": ("m.safetensors", lambda p: p.write_bytes(b"x" * 30), "cannot be read: "),
+    "no safetensors": (
+        "m.safetensors",
+        lambda p: p.write_bytes(b"x" * 30),
+        "cannot be read: .*expected a safetensors file, or",
+    ),
+    "torn": (
+        "model.bin",
+        lambda p: p.write_bytes(safetensors.torch.save({"w": torch.zeros(3)})[:-1]),
+        "cannot be read: Error while deserializing header",
+    ),
     "gone": ("model.pt", lambda _: None, "cannot be read: .*No such file"),
     "code": (
         "model.pt",

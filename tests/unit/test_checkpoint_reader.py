@@ -17,6 +17,7 @@ from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table_spec import TableSpec, TensorSpec
 from ps_runtime.checkpoint.directory import CheckpointDirectory, locate
 from ps_runtime.checkpoint.part_writer import PartWriter, PlannedTable
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.reader import CheckpointReader, problems_of
 from ps_runtime.checkpoint.store import CheckpointStore, resolve
 from tests.unit.checkpoint_files import (
@@ -245,7 +246,7 @@ def test_what_is_no_place_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidConfig):
             locate(lacking)
     with pytest.raises(InvalidConfig, match="keep is 0; expected at least 1"):
-        CheckpointStore(str(tmp_path)).prune(0)
+        prune(CheckpointStore(str(tmp_path)), 0)
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidCheckpoint, match="cannot be made: Not a directory"):
         CheckpointStore(str(tmp_path / "file")).directory(1, "c").create()
@@ -254,5 +255,5 @@ def test_what_is_no_place_is_refused(tmp_path: Path) -> None:
 def test_nothing_is_removed_where_nothing_is_good(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path))
     store.directory(1, CLUSTER_ID).create()
-    assert store.prune(1) == []
+    assert prune(store, 1) == []
     assert store.names() == ["00000001-3fa9c1d2"]

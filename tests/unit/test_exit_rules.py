@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -202,6 +203,53 @@ def test_a_worker_that_was_started_again_and_finishes_counts_once() -> None:
     assert isinstance(rules.judge(worker(0), 1), RestartRole)
     assert rules.judge(worker(0, 0), 1) == GoOn()
     assert rules.judge(worker(1, 0), 1) == RunEnd(0)
+
+
+LOST = 75
+"""The exit code of a worker that has lost another one."""
+
+
+def counts_of(rules: ExitRules, *ends: RoleExit) -> list[str]:
+    """What is said of each restart's count."""
+    messages = [message_of(rules.judge(end, 1)) for end in ends]
+    return [re.findall(r"\(((?:part of )?restart \d of \d)\)", said)[0] for said in messages]
+
+
+def test_workers_that_end_because_one_has_are_one_restart_together() -> None:
+    rules = rules_of(worker_count=3, max_restarts=2)
+    first = counts_of(rules, worker(1), worker(0, LOST), worker(2, LOST))
+    assert first == ["restart 1 of 2", "part of restart 1 of 2", "part of restart 1 of 2"]
+    second = counts_of(rules, worker(0), worker(2, LOST), worker(1, LOST))
+    assert second == ["restart 2 of 2", "part of restart 2 of 2", "part of restart 2 of 2"]
+    assert isinstance(rules.judge(worker(2), 1), RunEnd)
+
+
+def test_the_one_that_the_others_have_lost_may_end_after_them() -> None:
+    rules = rules_of(worker_count=3, max_restarts=2)
+    assert counts_of(rules, worker(0, LOST), worker(1, 1), worker(2, LOST)) == [
+        "restart 1 of 2", "part of restart 1 of 2", "part of restart 1 of 2",
+    ]  # fmt: skip
+    assert counts_of(rules, worker(1, 1)) == ["restart 2 of 2"]
+    assert isinstance(rules.judge(worker(0), 1), RunEnd)
+
+
+def test_a_worker_that_loses_others_again_and_again_is_counted() -> None:
+    rules = rules_of(worker_count=2, max_restarts=3)
+    assert counts_of(rules, worker(1), worker(0, LOST), worker(0, LOST), worker(0, LOST)) == [
+        "restart 1 of 3", "part of restart 1 of 3", "restart 2 of 3", "restart 3 of 3",
+    ]  # fmt: skip
+    assert isinstance(rules.judge(worker(0, LOST), 1), RunEnd)
+
+
+def test_a_worker_that_was_refused_is_not_started_again() -> None:
+    rules = rules_of(worker_count=2, max_restarts=3)
+    assert counts_of(rules, worker(1), worker(0, LOST)) == [
+        "restart 1 of 3",
+        "part of restart 1 of 3",
+    ]
+    refused = rules.judge(worker(1, 2), 1)
+    assert isinstance(refused, RunEnd)
+    assert "worker 1 ended with exit code 2 after 1 restarts" in refused.message
 
 
 @pytest.mark.parametrize("replica_count", [1, 2])

@@ -21,11 +21,11 @@ from ps_core.work import Work
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.fail_stop import FailStop, carries_out, decides
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.events import Place, PushEvent, SealEvent, SealTerms, Sender
 from ps_server.replication.messages import Ack
 from ps_server.service.node import ParameterNode
+from ps_server.stores import Shards
 from ps_server.wire.replication_wire import answers_message
 
 SERVER = Session("cluster", b"t" * 16, NodeId(1), Incarnation(10), Role.SERVER)

@@ -27,7 +27,7 @@ from ps_runtime.checkpoint.part_writer import (
 )
 from ps_runtime.system.disk import DISK, Payload
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
+from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, segments_in
 from ps_server.update_log.recovery import read_log
 from tests.unit.logged_server import KERNELS, LoggedServer, Setting, recovered

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ps_runtime.system.disk import DISK
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
+from ps_server.stores import Shards
 from ps_server.update_log.recovery import open_log
 from tests.loop_files import watched
 from tests.unit.logged_server import KERNELS, LoggedServer, Setting

@@ -14,7 +14,7 @@ import pushpull as ps
 from docs.api import BELOW
 from ps_core import errors as core_errors
 from ps_core.errors import PushpullError
-from ps_worker.client.client import ConnectOptions
+from ps_worker.client.connect import ConnectOptions
 from ps_worker.spec.settings import TABLE_DEFAULTS, TableOptions
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.transport.config import WorkerConfig

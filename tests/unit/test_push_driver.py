@@ -24,7 +24,7 @@ from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import PushBody, StepResult
 from ps_worker.transport.links import ServerLinks
 from ps_worker.transport.metrics import MEASURES
-from ps_worker.transport.pushes import PushDriver
+from ps_worker.transport.push_driver import PushDriver
 from ps_worker.window.push_window import StepTerms
 from pushpull.v1 import parameters_pb2, types_pb2
 from tests.property.shard_twin import table

@@ -13,8 +13,8 @@ from ps_core.cluster_view import Role, Session
 from ps_core.keys import Incarnation, NodeId
 from ps_runtime.system.disk import Disk
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.replay.run_log import read_run
+from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC
 from ps_server.update_log.recovery import RecoveredLog, open_log, read_log

@@ -17,9 +17,9 @@ from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.ledger import Ending, Outcome
 from ps_core.tables.table import Table
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.replay.replayer import Replay, Version, read_run
 from ps_server.replay.versions import Origin, arranged_by_clock
+from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id
 from ps_server.update_log.recovery import read_log
 from ps_server.values.mutations import Put

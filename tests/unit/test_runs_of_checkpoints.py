@@ -13,6 +13,7 @@ from ps_cli.console.output import Output
 from ps_cli.train.run_checkpoints import warn_of_earlier_runs
 from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Manifest
+from ps_runtime.checkpoint.pruning import prune
 from ps_runtime.checkpoint.store import CheckpointStore
 from ps_runtime.launch.cluster_shape import CheckpointPlan
 from scheduler.edge.restoring import AUTO, restored_at_start
@@ -44,8 +45,8 @@ def test_retention_leaves_other_runs_alone(store: CheckpointStore) -> None:
     for number in (4, 5, 6):
         written(store, number, SECOND)
     before = store.names()
-    assert store.prune(1, {THIRD}) == []
-    assert store.prune(2, {SECOND}) == [before[3]]
+    assert prune(store, 1, {THIRD}) == []
+    assert prune(store, 2, {SECOND}) == [before[3]]
     assert store.names() == [*before[:3], *before[4:]]
 
 
@@ -55,7 +56,7 @@ def test_what_a_run_went_on_from_is_its_own(store: CheckpointStore) -> None:
     written(store, 3, SECOND, FIRST)
     written(store, 4, THIRD)
     before = store.names()
-    assert store.prune(1, {SECOND, FIRST}) == before[:2]
+    assert prune(store, 1, {SECOND, FIRST}) == before[:2]
 
 
 def test_one_that_was_given_up_goes_with_its_cluster(store: CheckpointStore) -> None:
@@ -65,7 +66,7 @@ def test_one_that_was_given_up_goes_with_its_cluster(store: CheckpointStore) -> 
     foreign.create()
     gone = written(store, 3, SECOND)
     newest = written(store, 4, SECOND)
-    assert store.prune(1, {SECOND}) == [given_up.name, gone.directory]
+    assert prune(store, 1, {SECOND}) == [given_up.name, gone.directory]
     assert store.names() == [foreign.name, newest.directory]
 
 

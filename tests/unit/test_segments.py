@@ -20,7 +20,7 @@ from ps_core.tables.table_spec import TableSpec
 from ps_core.work import at_once
 from ps_runtime.system.turns import Turns
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import SharedValues, ValueSegments
+from ps_server.lane.value_segments import SharedValues, ValueSegments
 from ps_server.ranges.server_machine import ShardAdded
 from ps_worker.transport.lane import SharedLane
 from pushpull.v1 import parameters_pb2

@@ -14,11 +14,11 @@ from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId
 from ps_core.tables.elements import Codec
 from ps_core.work import at_once
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards, for_backup
 from ps_server.ranges.events import Accumulate, Contributor, Place, Record
 from ps_server.ranges.range_copy import fresh_copy
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
+from ps_server.stores import Shards, for_backup
 from ps_server.values.mutations import (
     Assigned,
     Dropped,

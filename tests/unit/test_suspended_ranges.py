@@ -27,7 +27,6 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe.metrics import ServerMetrics
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.events import (
     Place,
@@ -44,6 +43,7 @@ from ps_server.replication.messages import Beat
 from ps_server.replication.range_roles import Replication
 from ps_server.service.answers import PushStream
 from ps_server.service.node import ParameterNode
+from ps_server.stores import Shards
 
 ME, HEIR = NodeId(1), NodeId(7)
 SERVER = Session("cluster", b"t" * 16, ME, Incarnation(10), Role.SERVER)

@@ -21,7 +21,7 @@ from ps_core.tables.table import Table
 from ps_runtime.cluster import wire
 from ps_runtime.system.disk import Disk
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
+from ps_server.stores import Shards
 from ps_server.update_log.directory import LogDirectory, boot_id, segments_in
 from ps_server.update_log.format import MAGIC, FrameKind, frame_bytes, head_at
 from ps_server.update_log.reader import scan

@@ -18,11 +18,11 @@ from ps_core.tables.table import Table
 from ps_core.work import at_once
 from ps_runtime.cluster import wire
 from ps_server.lane.lane_socket import SharedLanes
-from ps_server.lane.shards import Shards
 from ps_server.ranges.events import Contributor, Record
 from ps_server.ranges.range_copy import RangeDelta, ShardCopy, WorkerFacts, fresh_copy
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import LogRecord, Snapshot
+from ps_server.stores import Shards
 from ps_server.update_log.format import MAGIC, FrameKind, Head, packed, padding
 from ps_server.update_log.reader import FORMAT_VERSION
 from ps_server.values.mutations import Assigned, Elements, KeptSum, Mutation, Put, SentAccumulator

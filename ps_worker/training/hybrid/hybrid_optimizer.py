@@ -286,16 +286,16 @@ class HybridOptimizer(torch.optim.Optimizer):
         if self._open is not None:
             self._end_open()
             return None
-        if self.servers.is_repeated:
+        if self.servers.trained_model.is_repeated:
             self.servers.step()
             return None
-        self.servers.end_step()
+        self.servers.trained_model.end_step()
         self._client.checkpoints.save_points.reach(is_explicit=False)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step(amp_scale_of(self, self.servers.rows_name))
+        self._step(amp_scale_of(self, self.servers.trained_model.rows_name))
         return loss
 
     @torch.no_grad()
@@ -310,7 +310,7 @@ class HybridOptimizer(torch.optim.Optimizer):
             self._reduction.begin(control, scale.contribution_scale)
             self._open = _OpenStep(scale, problem)
             if not scale.skip and not problem:
-                self.servers.push_rows_ahead()
+                self.servers.trained_model.push_rows_ahead()
         self._end_open()
 
     @torch.no_grad()
@@ -392,7 +392,7 @@ class HybridOptimizer(torch.optim.Optimizer):
         torch has reduced; empty without one.
         """
         found = self._not_finite(self._served | self._elsewhere)
-        return f"the gradient of {found}" if found else self.servers.non_finite_rows()
+        return f"the gradient of {found}" if found else self.servers.trained_model.non_finite_rows()
 
     def _not_finite(self, parameters: AbstractSet[torch.Tensor]) -> str:
         """The first of these whose gradient is not finite, in words; empty if all are."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from ps_core.errors import InvalidConfig, listed
+from ps_core.errors import InvalidConfig, JoinRefused, listed
 from ps_runtime.observe import logs
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ _Place = Sequence[int] | None
 def init_process_group(client: Client) -> None:
     """As `HybridOptimizer.init_process_group`."""
     if client.is_late_joiner:
-        raise InvalidConfig(
+        raise JoinRefused(
             f"worker {client.rank} joins others that train, and their torch.distributed process "
             "group takes nobody in: start all workers again, together, from the last checkpoint "
             "(pushpull train --resume)"

@@ -1,0 +1,54 @@
+"""Deletes checkpoints that are older than those to keep.
+
+Rules:
+    - A checkpoint newer than the oldest kept one is not removed, because it may be about to be
+      written; nor is one that a kept one refers to.
+    - The newest go first, so that a removal that breaks off leaves no dangling reference.
+    - Several runs may write under one URL. A cluster removes only its own run's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ps_core.errors import InvalidConfig
+from ps_core.manifest import Manifest
+from ps_runtime.checkpoint.store import CheckpointStore
+
+
+def prune(store: CheckpointStore, keep: int, run: Collection[bytes] | None = None) -> list[str]:
+    """Remove all checkpoints older than the newest `keep` good ones, save those referred to;
+    returns their names. InvalidConfig if `keep` is below 1.
+
+    `run` has one run's timelines: checkpoints of others neither count nor go. None: all runs.
+    """
+    if keep < 1:
+        raise InvalidConfig(f"keep is {keep}; expected at least 1")
+    names = store.names() if run is None else _names_of(store, run)
+    kept: dict[str, Manifest] = {}
+    for name in reversed(names):
+        found = store.judged(name) if len(kept) < keep else None
+        if isinstance(found, Manifest):
+            kept[name] = found
+    if not kept:
+        return []
+    older = names[: min(names.index(name) for name in kept)]
+    stay = {*kept, *(base for manifest in kept.values() for base in manifest.bases)}
+    removed = [name for name in older if name not in stay]
+    for name in reversed(removed):
+        store.named(name).remove()
+    return removed
+
+
+def _names_of(store: CheckpointStore, run: Collection[bytes]) -> list[str]:
+    """The directories of a run. A directory without a manifest, which was given up, belongs to
+    the run if others of its cluster do.
+    """
+    manifests = store.manifests()
+    own = {name for name, manifest in manifests.items() if manifest.timeline in run}
+    clusters = {name.partition("-")[2] for name in own}
+    return [
+        name
+        for name in store.names()
+        if name in own or (name not in manifests and name.partition("-")[2] in clusters)
+    ]
