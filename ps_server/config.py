@@ -53,6 +53,11 @@ class ServerConfig:
         "MiB that tables may take here; 0: nine tenths of what the machine has, or the container, "
         "shared with the other servers there",
     )
+    rows_dir: Path | None = setting(
+        None,
+        "directory on a fast disk for rows of embedding tables that memory_mb has no space for; "
+        "what lies there is of use to this process alone; unset: such rows are refused",
+    )
     checkpoint_buffer_mb: int = setting(
         limits.CHECKPOINT_BUFFER_BYTES // 2**20,
         "MiB of copies that may wait to be written to a checkpoint; where a step would need more "

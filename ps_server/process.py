@@ -49,6 +49,7 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.rows.row_memory import RowMemory
+from ps_server.rows.row_tier import RowTier, submit_to_threads
 from ps_server.service import replication_service
 from ps_server.service import servicer as parameter_service
 from ps_server.service.change_doubts import ChangeDoubts
@@ -276,7 +277,11 @@ class _Membership:
             memory=await asyncio.to_thread(_memory, settings.memory_mb * 2**20),
         )
         machine_bytes = await asyncio.to_thread(capacity.memory_bytes)
-        rows = RowMemory(request.memory.byte_count, machine_bytes, Prefaulting().begin)
+        tier = None
+        if settings.rows_dir is not None:
+            tier = RowTier(settings.rows_dir, submit_to_threads())
+            await asyncio.to_thread(tier.check)
+        rows = RowMemory(request.memory.byte_count, machine_bytes, Prefaulting().begin, tier)
         shards = Shards(SharedLanes(), installed.updates, rows)
         stack.callback(shards.segments.close)
         stack.callback(shards.lanes.close)
@@ -335,6 +340,11 @@ class _Membership:
         metrics.rows.set_function(lambda: shards.row_count)
         metrics.candidate_rows.set_function(lambda: shards.candidate_count)
         metrics.evicted_rows.set_function(lambda: shards.row_memory.evicted_count)
+        metrics.disk_rows.set_function(lambda: shards.disk_row_count)
+        tier = shards.row_memory.tier
+        if tier is not None:
+            metrics.fetched_rows.set_function(lambda: tier.fetched_count)
+            metrics.written_rows.set_function(lambda: tier.written_count)
         for cause in WaitCause:
             parked = metrics.parked_pulls.labels(cause=cause.value)
             parked.set_function(partial(node.parked_count, cause))

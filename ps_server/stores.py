@@ -137,6 +137,12 @@ class Shards:
         return sum(each.row_count for each in self.stores.values() if isinstance(each, RowStore))
 
     @property
+    def disk_row_count(self) -> int:
+        """Rows that are not in memory."""
+        stores = (store for store in self.stores.values() if isinstance(store, RowStore))
+        return sum(store.disk_row_count for store in stores)
+
+    @property
     def candidate_count(self) -> int:
         """The candidates of all tables of rows."""
         stores = (each for each in self.stores.values() if isinstance(each, RowStore))

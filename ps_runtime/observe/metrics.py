@@ -246,6 +246,12 @@ class ServerMetrics:
         self.evicted_rows = loop_counter(
             "pushpull_server_evicted_rows_total", "Rows of embedding tables that were evicted."
         )
+        self.fetched_rows = loop_counter(
+            "pushpull_server_fetched_rows_total", "Rows that were read from the disk."
+        )
+        self.written_rows = loop_counter(
+            "pushpull_server_written_rows_total", "Rows that were written to the disk."
+        )
         self.quota_refusals = counter(
             "pushpull_server_quota_refusals_total",
             "Entries refused or given back because staging memory is over quota.",
@@ -267,6 +273,9 @@ class ServerMetrics:
         self.candidate_rows = gauge(
             "pushpull_server_candidate_rows",
             "Ids of embedding tables that have had too few gradients to be rows.",
+        )
+        self.disk_rows = gauge(
+            "pushpull_server_disk_rows", "Rows of embedding tables that are not in memory."
         )
         self.parked_pulls = gauge(
             "pushpull_server_parked_pulls",

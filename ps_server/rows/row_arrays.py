@@ -90,6 +90,11 @@ class RowArrays:
         return count * self.row_bytes
 
     @property
+    def disk_row_count(self) -> int:
+        """Rows that are not in memory."""
+        return 0
+
+    @property
     def frame_bytes(self) -> int:
         """Bytes of memory that rows could leave for the disk."""
         return 0

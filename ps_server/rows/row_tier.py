@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from ps_core.errors import InvalidConfig
 from ps_server.rows.row_file import ROW_DISK, RowDisk, RowFile, Submit
 
 _LEAST_FRAME_COUNT = 4096
+_THREAD_COUNT = 8
+"""A disk does so many reads in little more time than one."""
+
+
+def submit_to_threads() -> Submit:
+    """Threads for the disk's operations."""
+    return ThreadPoolExecutor(_THREAD_COUNT, "rows").submit
 
 
 class RowTier:
@@ -36,6 +45,17 @@ class RowTier:
         self.fetched_count = self.written_count = self.frame_bytes = 0
         self.failure: OSError | None = None
         self._is_tried = True
+
+    def check(self) -> None:
+        """Raise InvalidConfig if no file can be made. Blocking."""
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._disk.close(self._disk.create(self._directory))
+        except OSError as error:
+            raise InvalidConfig(
+                f"rows_dir is '{self._directory}', where no file can be made: {error.strerror}; "
+                "expected a directory that the server may write to"
+            ) from error
 
     def file(self, record_bytes: int) -> RowFile:
         """A file for rows of one table."""

@@ -122,9 +122,9 @@ class TieredArrays:
         return self._frame_count * self._frames.row_bytes
 
     @property
-    def resident_count(self) -> int:
-        """The rows in memory."""
-        return self._resident_count
+    def disk_row_count(self) -> int:
+        """Rows that are not in memory."""
+        return self._count - self._resident_count
 
     def empty(self) -> RowArrays:
         """As of `RowArrays`: all in memory."""

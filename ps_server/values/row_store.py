@@ -165,6 +165,11 @@ class RowStore:
         return sum(partition.index.count for partition in self._partitions.values())
 
     @property
+    def disk_row_count(self) -> int:
+        """Rows that are not in memory."""
+        return sum(each.arrays.disk_row_count for each in self._partitions.values())
+
+    @property
     def candidate_count(self) -> int:
         return sum(each.count for each in self._candidates.values())
 
