@@ -39,7 +39,8 @@ from ps_runtime.settings import config
 from ps_runtime.system import capacity, clock, process_end
 from ps_runtime.system.background import switch_often
 from ps_runtime.system.collector import Collector
-from ps_runtime.system.prefault import Prefaulting
+from ps_runtime.system.prefault import Prefaulting, release
+from ps_runtime.system.record_disk import RecordDisk
 from ps_runtime.system.trimming import trim_often
 from ps_server.checkpoint.checkpoint_parts import CheckpointParts
 from ps_server.checkpoint.restored_values import RestoredValues
@@ -49,7 +50,7 @@ from ps_server.lane.lane_socket import SharedLanes
 from ps_server.peers.node_replication import ReplicationSetting
 from ps_server.ranges.read_gate import WaitCause
 from ps_server.rows.row_memory import RowMemory
-from ps_server.rows.row_tier import RowTier, submit_to_threads
+from ps_server.rows.row_tier import RowTier
 from ps_server.service import replication_service
 from ps_server.service import servicer as parameter_service
 from ps_server.service.change_doubts import ChangeDoubts
@@ -279,8 +280,9 @@ class _Membership:
         machine_bytes = await asyncio.to_thread(capacity.memory_bytes)
         tier = None
         if settings.rows_dir is not None:
-            tier = RowTier(settings.rows_dir, submit_to_threads())
-            await asyncio.to_thread(tier.check)
+            disk = RecordDisk(settings.rows_dir)
+            await asyncio.to_thread(disk.check)
+            tier = RowTier(disk, release=release)
         rows = RowMemory(request.memory.byte_count, machine_bytes, Prefaulting().begin, tier)
         shards = Shards(SharedLanes(), installed.updates, rows)
         stack.callback(shards.segments.close)
@@ -340,7 +342,7 @@ class _Membership:
         metrics.rows.set_function(lambda: shards.row_count)
         metrics.candidate_rows.set_function(lambda: shards.candidate_count)
         metrics.evicted_rows.set_function(lambda: shards.row_memory.evicted_count)
-        metrics.disk_rows.set_function(lambda: shards.disk_row_count)
+        metrics.disk_rows.set_function(lambda: shards.memory_use.disk_row_count)
         tier = shards.row_memory.tier
         if tier is not None:
             metrics.fetched_rows.set_function(lambda: tier.fetched_count)
@@ -505,7 +507,7 @@ async def _watch_memory(shards: Shards) -> None:
     """Tell now and then how much memory tables take, and the machine has left, for new rows."""
     while True:
         if shards.has_rows:
-            shards.row_memory.measured(shards.memory_bytes, shards.frame_bytes)
+            shards.row_memory.measured(shards.memory_use)
             left_bytes = await asyncio.to_thread(capacity.available_bytes)
             shards.row_memory.measured_left(left_bytes)
         await asyncio.sleep(_MEMORY_LOOK_S)

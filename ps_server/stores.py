@@ -13,6 +13,7 @@ Everything belongs to one event loop.
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -40,6 +41,7 @@ from ps_server.ranges.events import (
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
 from ps_server.rows import row_kernels
+from ps_server.rows.row_arrays import MemoryUse
 from ps_server.rows.row_memory import RowMemory
 from ps_server.values import contributions
 from ps_server.values.block_values import ReadyBlock, ready_block
@@ -119,28 +121,21 @@ class Shards:
         return sum(store.state_bytes for store in self.stores.values())
 
     @property
-    def memory_bytes(self) -> int:
-        """As `state_bytes`, without rows that are on disk alone."""
-        return sum(
-            each.memory_bytes if isinstance(each, RowStore) else each.state_bytes
-            for each in self.stores.values()
+    def memory_use(self) -> MemoryUse:
+        """The memory of all tables."""
+        return functools.reduce(
+            MemoryUse.plus,
+            (
+                each.memory_use if isinstance(each, RowStore) else MemoryUse(each.state_bytes)
+                for each in self.stores.values()
+            ),
+            MemoryUse(),
         )
-
-    @property
-    def frame_bytes(self) -> int:
-        """Of these, those of rows that could be on disk alone."""
-        return sum(s.frame_bytes for s in self.stores.values() if isinstance(s, RowStore))
 
     @property
     def row_count(self) -> int:
         """The rows of all tables."""
         return sum(each.row_count for each in self.stores.values() if isinstance(each, RowStore))
-
-    @property
-    def disk_row_count(self) -> int:
-        """Rows that are not in memory."""
-        stores = (store for store in self.stores.values() if isinstance(store, RowStore))
-        return sum(store.disk_row_count for store in stores)
 
     @property
     def candidate_count(self) -> int:

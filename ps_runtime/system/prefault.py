@@ -1,4 +1,4 @@
-"""Pages of memory that are asked for before they are written.
+"""Pages of memory that are asked for before they are written, and given back.
 
 The system gives a page when it is first touched, and clears it: 0.2 ms for 2 MiB, and up to 18 ms
 where a host has to find the memory. Asked for in a thread, nobody waits.
@@ -17,6 +17,7 @@ import numpy.typing as npt
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14. An older one refuses it, and pages come with their touch."""
 
+_DONTNEED = 4
 _PAGE_BYTES = 4096
 
 
@@ -36,9 +37,19 @@ class Prefaulting:
         return None
 
 
+def release(memory: npt.NDArray[np.uint8]) -> None:
+    """Give the whole pages of this memory back to the system; they are zeros when touched again."""
+    if sys.platform == "linux":
+        begin = -(-memory.ctypes.data // _PAGE_BYTES) * _PAGE_BYTES
+        _advise(begin, memory.ctypes.data + memory.nbytes, _DONTNEED)
+
+
 def _populate(memory: npt.NDArray[np.uint8]) -> None:
     begin = memory.ctypes.data // _PAGE_BYTES * _PAGE_BYTES
-    end = memory.ctypes.data + memory.nbytes
+    _advise(begin, memory.ctypes.data + memory.nbytes, _POPULATE_WRITE)
+
+
+def _advise(begin: int, end: int, advice: int) -> None:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    madvise(begin, (end - begin) // _PAGE_BYTES * _PAGE_BYTES, _POPULATE_WRITE)
+    madvise(begin, max(0, end - begin) // _PAGE_BYTES * _PAGE_BYTES, advice)

@@ -55,6 +55,12 @@ class Ahead:
             begin, self._end = self._end, self._end + PAGE_BYTES
             self._prefault(self._memory[begin : self._end])
 
+    def release(self, byte_count: int, release: Prefault) -> None:
+        """Give back what lies behind the first bytes."""
+        if byte_count < self._end:
+            release(self._memory[byte_count : self._end])
+            self._end = byte_count
+
 
 def reserved(make: Callable[[int], MadeT], size: int, least: int) -> tuple[int, MadeT]:
     """Arrays of `size` places, or of as many as there are addresses for; MemoryError if these are

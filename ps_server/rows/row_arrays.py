@@ -26,6 +26,18 @@ from ps_server.rows.reserved_memory import (
 from ps_server.rows.row_index import Moves
 from ps_server.rows.row_kernels import Numbers
 
+
+class MemoryUse(NamedTuple):
+    """Memory of rows: all bytes, those of rows that could be on disk, and the rows that are."""
+
+    byte_count: int = 0
+    frame_bytes: int = 0
+    disk_row_count: int = 0
+
+    def plus(self, other: MemoryUse) -> MemoryUse:
+        return MemoryUse(*map(int.__add__, self, other))
+
+
 Rows = npt.NDArray[Any]
 """Elements of rows. Shapes: (rows, elements)."""
 
@@ -85,19 +97,9 @@ class RowArrays:
     def names(self) -> Iterable[str]:
         return self._columns
 
-    def memory_bytes(self, count: int) -> int:
-        """Bytes of memory that so many rows take."""
-        return count * self.row_bytes
-
-    @property
-    def disk_row_count(self) -> int:
-        """Rows that are not in memory."""
-        return 0
-
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of memory that rows could leave for the disk."""
-        return 0
+    def memory_use(self, count: int) -> MemoryUse:
+        """The memory that so many rows take."""
+        return MemoryUse(count * self.row_bytes)
 
     def empty(self) -> RowArrays:
         """Arrays of the same columns, without rows."""
@@ -140,6 +142,12 @@ class RowArrays:
                 self._ahead[name] = Ahead(array, self._prefault)
         for name, ahead in self._ahead.items():
             ahead.use((count - int(self._begins[-1])) * self._columns[name].row_bytes)
+
+    def release(self, count: int, release: Prefault) -> None:
+        """Give back the memory of rows behind the first `count`, if it is in the last slab."""
+        begin = int(self._begins[-1]) if len(self._begins) else 0
+        for name, ahead in self._ahead.items():
+            ahead.release(max(0, count - begin) * self._columns[name].row_bytes, release)
 
     def _new(self, count: int) -> dict[str, Rows]:
         return {n: np.empty((count, each.width), each.dtype) for n, each in self._columns.items()}

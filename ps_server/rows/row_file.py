@@ -17,25 +17,20 @@ Invariants:
 
 from __future__ import annotations
 
-import os
-import tempfile
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from threading import Lock
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ps_core.errors import check
 from ps_core.work import Waiting
-from ps_server.rows import row_kernels
-from ps_server.rows.row_kernels import Numbers, Records
+from ps_server.rows.row_kernels import Numbers
 
-Submit = Callable[[Callable[[], OSError | None]], Waiting]
-"""Has another thread call something, whose result `Waiting` gives."""
+Records = npt.NDArray[np.uint8]
+"""Shapes: (records, bytes of one), C-contiguous."""
 
 _PIECE_COUNT = 64
 _MOST_PIECES = 8
@@ -46,38 +41,22 @@ _WINDOW_COUNT = 65_536
 """Positions that are looked at together."""
 
 
-class RowDisk:
-    """The system's operations. Thread-safe, blocking; all raise OSError."""
+class RecordFile(Protocol):
+    """A file of records, as `ps_runtime.system.record_disk.RecordFile`: thread-safe and blocking;
+    its operations raise OSError.
+    """
 
-    def create(self, directory: Path) -> int:
-        """Create a file without a name; returns its descriptor."""
-        with tempfile.TemporaryFile(dir=directory) as file:
-            return os.dup(file.fileno())
+    def read(self, records: Records, positions: Numbers, places: Numbers) -> None: ...
 
-    def close(self, file: int) -> None:
-        os.close(file)
-
-    def read(self, file: int, records: Records, positions: Numbers, places: Numbers) -> None:
-        """Read the records of these positions into these places."""
-        failed = row_kernels.read_records(file, records, positions, places)
-        if failed >= 0:
-            self._read_again(file, records.shape[1], int(positions[failed]))
-
-    def _read_again(self, file: int, size: int, position: int) -> None:
-        found = len(os.pread(file, size, position * size))  # raises what is wrong
-        raise OSError(f"read {found} of {size} bytes")
-
-    def write(self, file: int, records: Records, positions: Numbers) -> None:
-        """Write the records to these ascending positions."""
-        failed = row_kernels.write_records(file, records, positions)
-        if failed >= 0:
-            count = os.pwrite(
-                file, records[failed:].data, int(positions[failed]) * records.shape[1]
-            )
-            raise OSError(f"wrote {count} of {records.shape[1]} bytes")
+    def write(self, records: Records, positions: Numbers) -> None: ...
 
 
-ROW_DISK = RowDisk()
+class RecordDisk(Protocol):
+    """Files, and threads for them, as `ps_runtime.system.record_disk.RecordDisk`."""
+
+    def file(self) -> RecordFile: ...
+
+    def submit(self, operation: Callable[[], OSError | None]) -> Waiting: ...
 
 
 @dataclass
@@ -173,20 +152,13 @@ class Transfer(NamedTuple):
 
 
 class RowFile:
-    """A file of records of `record_bytes`, which is created when something is written. Belongs to
-    one thread, but for its transfers.
-    """
+    """A file of records of `record_bytes`. Belongs to one thread, but for its transfers."""
 
-    def __init__(
-        self, directory: Path, record_bytes: int, submit: Submit, disk: RowDisk = ROW_DISK
-    ) -> None:
-        self._directory = directory
+    def __init__(self, disk: RecordDisk, record_bytes: int) -> None:
         self.record_bytes = record_bytes
-        self._submit = submit
-        self._disk = disk
+        self._submit = disk.submit
+        self._file = disk.file()
         self.positions = Positions()
-        self._descriptor: int | None = None
-        self._opening = Lock()
 
     @property
     def byte_count(self) -> int:
@@ -219,21 +191,14 @@ class RowFile:
 
     def _reads(self, records: Records, positions: Numbers, places: Numbers) -> OSError | None:
         try:
-            self._disk.read(self._opened(), records, positions, places)
+            self._file.read(records, positions, places)
         except OSError as error:
             return error
         return None
 
     def _writes(self, records: Records, positions: Numbers) -> OSError | None:
         try:
-            self._disk.write(self._opened(), records, positions)
+            self._file.write(records, positions)
         except OSError as error:
             return error
         return None
-
-    def _opened(self) -> int:
-        with self._opening:
-            if self._descriptor is None:
-                self._descriptor = self._disk.create(self._directory)
-                weakref.finalize(self, self._disk.close, self._descriptor)
-            return self._descriptor

@@ -1,8 +1,6 @@
 """Loops over the ids of rows: compiled by numba and without the GIL, where it is installed (the
 extra `rows`), else as passes of numpy.
 
-Records of a file are read and written in one call for many, so that the loop's thread has the GIL.
-
 A row's slot is found by linear probing from its mixed id (`ps_core.rows`). Ids are looked up in
 groups: their slots are loaded first, then what the slots name, so that a group waits for memory
 twice and not twice an id.
@@ -18,9 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ps_core.rows import Ids
-
-Records = npt.NDArray[np.uint8]
-"""Shapes: (records, bytes of one), C-contiguous."""
 
 Slots = npt.NDArray[np.int32]
 Numbers = npt.NDArray[np.int64]
@@ -63,19 +58,3 @@ def put(slots: Slots, first: int, ids: Ids, salt: np.uint64) -> None:
     free slots than ids.
     """
     _loops().put(slots, first, ids, salt)
-
-
-def read_records(file: int, records: Records, positions: Numbers, places: Numbers) -> int:
-    """Read the records at these positions of a file into these places of `records`; -1, or the
-    index of the first that was not read. Blocking.
-    """
-    address, size = records.ctypes.data, records.shape[1]
-    return int(_loops().read_records(file, address, size, positions, places))
-
-
-def write_records(file: int, records: Records, positions: Numbers) -> int:
-    """Write the records to these ascending positions; -1, or the index of the first of a stretch
-    that was not written whole. Blocking.
-    """
-    address, size = records.ctypes.data, records.shape[1]
-    return int(_loops().write_records(file, address, size, positions))

@@ -11,9 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, types, uint64
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit, uint64
 
 from ps_core.rows import GOLDEN, MIX_FACTORS, MIX_SHIFTS
 
@@ -90,43 +88,3 @@ def put(slots: Any, first: Any, ids: Any, salt: Any) -> None:
         while slots[place] != 0:
             place = (place + _ONE) & mask
         slots[place] = first + at + 1
-
-
-_SIZE, _OFFSET = types.intp, types.int64
-_pread = types.ExternalFunction("pread", _SIZE(types.int32, types.voidptr, types.uintp, _OFFSET))
-_pwrite = types.ExternalFunction("pwrite", _SIZE(types.int32, types.voidptr, types.uintp, _OFFSET))
-
-
-def _as_pointer(_: Any, address: Any) -> Any:
-    """An address as a pointer."""
-
-    def generated(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(address), generated
-
-
-_pointer: Any = intrinsic(_as_pointer)
-
-
-@_compiled("int64(int32, intp, int64, int64[::1], int64[::1])")
-def read_records(file: Any, address: Any, size: Any, positions: Any, places: Any) -> int:
-    for at in range(len(positions)):
-        place = _pointer(address + places[at] * size)
-        if _pread(file, place, size, positions[at] * size) != size:
-            return at
-    return -1
-
-
-@_compiled("int64(int32, intp, int64, int64[::1])")
-def write_records(file: Any, address: Any, size: Any, positions: Any) -> int:
-    at = 0
-    while at < len(positions):
-        end = at + 1
-        while end < len(positions) and positions[end] == positions[end - 1] + 1:
-            end += 1
-        place, byte_count = _pointer(address + at * size), (end - at) * size
-        if _pwrite(file, place, byte_count, positions[at] * size) != byte_count:
-            return at
-        at = end
-    return -1

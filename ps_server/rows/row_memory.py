@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from ps_core.errors import TableFull
 from ps_server.rows.reserved_memory import Prefault, no_prefault
+from ps_server.rows.row_arrays import MemoryUse
 from ps_server.rows.row_tier import RowTier
 
 _MIB = 2**20
@@ -53,11 +54,11 @@ class RowMemory:
         self._used_bytes = 0
         self.evicted_count = 0
 
-    def measured(self, used_bytes: int, frame_bytes: int = 0) -> None:
-        """Take the bytes of all tables here, and those of their frames."""
-        self._used_bytes = used_bytes
+    def measured(self, use: MemoryUse) -> None:
+        """Take what all tables here use."""
+        self._used_bytes = use.byte_count
         if self.tier is not None:
-            self.tier.measured(frame_bytes)
+            self.tier.measured(use.frame_bytes)
 
     def measured_left(self, left_bytes: int) -> None:
         """Take the bytes that the machine has left; below 0: it does not say."""
@@ -81,11 +82,11 @@ class RowMemory:
         self.made(byte_count)
 
     def frames_that_fit(self, count: int, frame_bytes: int) -> int:
-        """Of so many frames, those that there is memory for."""
+        """The frames that find memory, so many at most; below 0: those that are too many."""
         left_bytes = [self._limit_bytes - self._used_bytes] if self._limit_bytes else []
         if self._left_bytes is not None:
             left_bytes.append(self._left_bytes - self._least_left_bytes)
-        return min([count, *(max(0, each) // frame_bytes for each in left_bytes)])
+        return min([count, *(each // frame_bytes for each in left_bytes)])
 
     def has_space(self, byte_count: int) -> bool:
         """True if rows of so many bytes may be made."""

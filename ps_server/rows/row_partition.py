@@ -21,7 +21,7 @@ from ps_core.errors import check
 from ps_core.rows import Ids
 from ps_core.work import Work, at_once
 from ps_server.rows.reserved_memory import Prefault, no_prefault
-from ps_server.rows.row_arrays import RowArrays, Rows
+from ps_server.rows.row_arrays import MemoryUse, RowArrays, Rows
 from ps_server.rows.row_index import Moves, RowIndex
 from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.tiered_arrays import TieredArrays
@@ -44,13 +44,12 @@ class RowPartition:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all rows and their index."""
+        """Bytes of all rows and their index, in memory or not."""
         return self.index.byte_count + self.index.count * self.arrays.row_bytes
 
     @property
-    def memory_bytes(self) -> int:
-        """Of these, those in memory, and frames that are free."""
-        return self.index.byte_count + self.arrays.memory_bytes(self.index.count)
+    def memory_use(self) -> MemoryUse:
+        return MemoryUse(self.index.byte_count).plus(self.arrays.memory_use(self.index.count))
 
     def has_space(self, count: int) -> bool:
         """True if so many more rows are added in one turn."""

@@ -4,8 +4,6 @@ the same results. Arguments are as those of `row_loops`.
 
 from __future__ import annotations
 
-import ctypes
-import os
 from typing import Any
 
 import numpy as np
@@ -52,23 +50,3 @@ def put(slots: npt.NDArray[np.int32], first: int, ids: Ids, salt: np.uint64) -> 
 
 def _slots_of(ids: Ids, salt: np.uint64, mask: int) -> _Numbers:
     return (mixed_ids(ids, salt) & np.uint64(mask)).astype(np.int64)
-
-
-def read_records(file: int, address: int, size: int, positions: _Numbers, places: _Numbers) -> int:
-    for at, (position, place) in enumerate(zip(positions.tolist(), places.tolist(), strict=True)):
-        if os.preadv(file, [_memory(address + place * size, size)], position * size) != size:
-            return at
-    return -1
-
-
-def write_records(file: int, address: int, size: int, positions: _Numbers) -> int:
-    ends: list[int] = [*(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]
-    for at, end in zip([0, *ends], ends, strict=False):
-        record = _memory(address + at * size, (end - at) * size)
-        if os.pwrite(file, record, int(positions[at]) * size) != len(record):
-            return at
-    return -1
-
-
-def _memory(address: int, byte_count: int) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * byte_count).from_address(address)

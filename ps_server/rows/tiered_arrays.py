@@ -7,8 +7,9 @@ A row in memory has a frame. The columns that say which rows leave are in memory
 
 Rules:
     - Where a row lies changes nothing that anybody reads: replicas may differ in it.
-    - There are as many frames as find memory, and some at least. When they run out, rows are
-      written that were not used for long (the clock algorithm), and dropped when the disk has them.
+    - There are as many frames as find memory, and some at least; the last ones are given back where
+      there is less of it than before. When frames run out, rows are written that were not used for
+      long (the clock algorithm), and dropped when the disk has them.
     - A row is fetched before an update or a pull needs it. One that is not there yet is read at
       once, which holds the caller up; and if all frames are in use, there is one more.
     - A clean row is dropped without another write. A change makes its record free.
@@ -30,10 +31,10 @@ import numpy.typing as npt
 
 from ps_core.errors import check
 from ps_core.work import Waiting, Work, at_once
-from ps_server.rows.row_arrays import Column, Place, RowArrays, Rows
-from ps_server.rows.row_file import RowFile, Transfer
+from ps_server.rows.row_arrays import Column, MemoryUse, Place, RowArrays, Rows
+from ps_server.rows.row_file import Records, RowFile, Transfer
 from ps_server.rows.row_index import Moves
-from ps_server.rows.row_kernels import Numbers, Records
+from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.row_memory import RowMemory
 from ps_server.rows.row_tier import RowTier
 
@@ -58,7 +59,7 @@ _NOWHERE = int(np.iinfo(np.int32).min)
 _MOST_RECENT = 2
 _SWEPT_COUNT = 16_384
 _FREE_SHARE, _WRITTEN_SHARE = 64, 32
-"""Of the frames, so many are free for rows to come; so many rows are written together."""
+"""Shares of all frames: those that are free for rows to come, and those written together."""
 
 
 class _Write(NamedTuple):
@@ -112,19 +113,11 @@ class TieredArrays:
     def names(self) -> Iterable[str]:
         return self._columns
 
-    def memory_bytes(self, count: int) -> int:
+    def memory_use(self, count: int) -> MemoryUse:
         """As of `RowArrays`, with frames that are free."""
-        return count * self._kept.row_bytes + self.frame_bytes
-
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of frames."""
-        return self._frame_count * self._frames.row_bytes
-
-    @property
-    def disk_row_count(self) -> int:
-        """Rows that are not in memory."""
-        return self._count - self._resident_count
+        frame_bytes = self._frame_count * self._frames.row_bytes
+        byte_count = count * self._kept.row_bytes + frame_bytes
+        return MemoryUse(byte_count, frame_bytes, self._count - self._resident_count)
 
     def empty(self) -> RowArrays:
         """As of `RowArrays`: all in memory."""
@@ -149,11 +142,11 @@ class TieredArrays:
         """As of `RowArrays`. Waits for frames, if rows are being written."""
         yield from self._kept.extending(count)
         numbers = np.arange(self._count, count)
-        self._settle()
+        self._end_transfers()
         self._make_space(len(numbers))
         while self._free_count < len(numbers) and self._writes:
             yield from self._waiting(self._writes[0].transfer)
-            self._settle()
+            self._end_transfers()
             self._make_space(len(numbers))
         frames = self._take(len(numbers))
         self._put_frames(_OWNER, frames, numbers)
@@ -203,7 +196,7 @@ class TieredArrays:
         """As of `RowArrays`. Blocking, if a row is not in memory: see `fetching`."""
         at = self._at(numbers)
         if bool((at < 0).any()):
-            self._settle()
+            self._end_transfers()
             self._read_now(np.unique(numbers))
             at = self._at(numbers)
         places = self._frames.places(at)
@@ -248,7 +241,7 @@ class TieredArrays:
         """Begin to fetch rows that are on disk; returns what to wait for."""
         if self._resident_count == self._count or not bool((self._at(numbers) < 0).any()):
             return []
-        self._settle()
+        self._end_transfers()
         wanted = np.unique(numbers[numbers < self._count])
         at = self._at(wanted)
         wanted = wanted[(at < 0) & (at != _NOWHERE)]
@@ -265,7 +258,8 @@ class TieredArrays:
     def fetching(self, numbers: Numbers) -> Work[None]:
         """Have these rows in memory, as far as there are frames for them."""
         yield from self.want(numbers)
-        self._settle()
+        self._end_transfers()
+        self._make_space(0)
 
     def reading(self, numbers: Numbers) -> Work[dict[str, Rows]]:
         """Copies of all arrays of these rows, in passing. Shapes: (rows, width)."""
@@ -303,7 +297,7 @@ class TieredArrays:
     def _waiting(self, transfer: Transfer) -> Work[None]:
         yield from transfer.pieces
 
-    def _settle(self) -> None:
+    def _end_transfers(self) -> None:
         """Take what the disk has done meanwhile."""
         while self._writes and self._writes[0].transfer.is_done:
             self._written(self._writes.pop(0))
@@ -387,16 +381,40 @@ class TieredArrays:
         lacking = count - self._free_count - on_the_way
         if self._frame_count >= self._tier.least_frame_count:
             lacking += self._frame_count // _FREE_SHARE
+        most = self._memory.frames_that_fit(max(lacking, 0), self._frames.row_bytes)
+        least = self._tier.least_frame_count - self._frame_count
+        if most < 0 and least < 0:
+            too_many_count = min(-most, -least, _SWEPT_COUNT)
+            self._shrink(min(too_many_count, self._free_count - count))
+            lacking += too_many_count
         if lacking <= 0:
             return
-        most = self._memory.frames_that_fit(lacking, self._frames.row_bytes)
-        least = min(lacking, self._tier.least_frame_count - self._frame_count)
-        more = max(most, least)
+        more = max(most, min(lacking, least))
         if more > 0:
             self._grow(more)
             lacking -= more
         if lacking > 0:
             self._give_up(max(lacking, self._frame_count // _WRITTEN_SHARE))
+
+    def _shrink(self, count: int) -> None:
+        """Give back the last frames, whose rows move to others, which are free."""
+        left_count = self._frame_count - count
+        last = np.arange(left_count, self._frame_count)
+        if count <= 0 or bool(self._get_frames(_WRITING, last).any()):
+            return
+        free = np.concatenate(self._free)
+        free = free[free < left_count]
+        of = last[self._get_frames(_OWNER, last) >= 0]
+        to, rest = free[: len(of)], free[len(of) :]
+        places, own_places = self._frames.places(of), self._frames.places(to)
+        for name in self._frames.names:
+            self._frames.put(name, own_places, self._frames.get(name, places, len(of)))
+        self._put_kept(_AT, self._get_frames(_OWNER, to), to)
+        self._free, self._free_count = [rest] if len(rest) else [], len(rest)
+        self._frame_count = left_count
+        self._hand = min(self._hand, left_count - 1)
+        self._frames.release(left_count, self._tier.release)
+        self._memory.framed(-count * self._frames.row_bytes)
 
     def _give_up(self, count: int) -> None:
         """Drop rows that were not used for long; write them first, if the disk lacks them."""

@@ -412,7 +412,7 @@ class RangeRead:
         return [each for block, ids in self._ids.items() for each in store.want_bytes(block, ids)]
 
     def coming(self) -> list[Waiting]:
-        """What to wait for before `next`, so that it does not wait for the disk."""
+        """As `wanted`; once all have come, `next` does not wait for the disk."""
         return [] if self._refusal is not None else self.wanted(self._store)
 
     @property

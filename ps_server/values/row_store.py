@@ -13,10 +13,12 @@ Invariants:
     RS-1  A row that is here lives in its partition.
     RS-2  Rows have no delay compensation, and nothing is assigned to them.
     RS-3  A sum has contributors.
+    RS-4  A position in use of the table's file has the record of one row.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,7 +42,7 @@ from ps_core.tables.table_spec import Reduction
 from ps_core.work import PIECE_COUNT, Waiting, Work, at_once
 from ps_server.ranges.events import Compensation
 from ps_server.rows import row_kernels
-from ps_server.rows.row_arrays import Place, RowArrays, Rows
+from ps_server.rows.row_arrays import MemoryUse, Place, RowArrays, Rows
 from ps_server.rows.row_candidates import COLUMNS, Candidates
 from ps_server.rows.row_heat import RowHeat
 from ps_server.rows.row_kernels import Numbers
@@ -103,9 +105,8 @@ class RowStore:
     def __init__(
         self, table: Table, blocks: Iterable[int], memory: RowMemory | None = None
     ) -> None:
-        spec = table.spec
+        self.table, spec = table, table.spec
         self._layout = RowLayout(spec)
-        self.table = table
         self.lineage = object()
         self.memory = memory or RowMemory()
         self._name = spec.name
@@ -150,24 +151,14 @@ class RowStore:
         return sum(each.byte_count for each in (*self._partitions.values(), *candidates))
 
     @property
-    def memory_bytes(self) -> int:
-        """As `state_bytes`, without rows that are on disk alone."""
+    def memory_use(self) -> MemoryUse:
         candidates = (each.known for each in self._candidates.values())
-        return sum(each.memory_bytes for each in (*self._partitions.values(), *candidates))
-
-    @property
-    def frame_bytes(self) -> int:
-        """Of these, those of rows that could be on disk alone."""
-        return sum(each.arrays.frame_bytes for each in self._partitions.values())
+        parts = (each.memory_use for each in (*self._partitions.values(), *candidates))
+        return functools.reduce(MemoryUse.plus, parts, MemoryUse())
 
     @property
     def row_count(self) -> int:
         return sum(partition.index.count for partition in self._partitions.values())
-
-    @property
-    def disk_row_count(self) -> int:
-        """Rows that are not in memory."""
-        return sum(each.arrays.disk_row_count for each in self._partitions.values())
 
     @property
     def candidate_count(self) -> int:
@@ -537,7 +528,7 @@ class RowStore:
         return partition.arrays.want(numbers[numbers >= 0])
 
     def want_bytes(self, block: int, ids: bytes | memoryview) -> list[Waiting]:
-        """As `want`; there is nothing to fetch for what no read may have."""
+        """As `want`; nothing for what no read may have."""
         count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
         if rest or count > self._most_pulled or self._file is None:
             return []
@@ -785,11 +776,11 @@ class RowStore:
             at_once(self._adding(block, RowPiece(piece.ids[some], part, piece.are_rows)))
 
     def audit(self) -> None:
-        """Check that each row is where it is said to be; for tests."""
-        found = [each.arrays.audit() for each in self._partitions.values()]
-        records = np.concatenate(found)
-        count = 0 if self._file is None else self._file.positions.used_count
-        check(len(np.unique(records)) == len(records) == count, "RF-1", f"{len(records)} records")
+        """Check TA-1 and RS-4; for tests."""
+        records = np.concatenate([each.arrays.audit() for each in self._partitions.values()])
+        used_count = 0 if self._file is None else self._file.positions.used_count
+        are_own = len(np.unique(records)) == len(records) == used_count
+        check(are_own, "RS-4", f"{len(records)} records at {used_count} positions")
 
     def _partition(self, block: int) -> RowPartition:
         found = self._partitions.get(block)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
@@ -81,7 +80,7 @@ def table_of(rows: RowsSpec, kind: OptimizerKind) -> Table:
 
 
 def tiered(table: Table, disk: DeferredDisk) -> RowStore:
-    tier = RowTier(Path(), disk.submit, disk, least_frame_count=3)
+    tier = RowTier(disk, least_frame_count=3)
     return RowStore(table, range(PARTITIONS), FewFrames(tier=tier))
 
 
@@ -156,7 +155,7 @@ class Both:
             case "measured":
                 memory = self.tiered.memory
                 assert memory.tier is not None
-                memory.measured(self.tiered.memory_bytes, self.tiered.frame_bytes)
+                memory.measured(self.tiered.memory_use)
         self.tiered.audit()
 
 
@@ -185,19 +184,23 @@ def test_most_rows_go_to_the_disk_and_come_back() -> None:
     for _ in range(3):
         for begin in range(0, ID_COUNT, 5):
             both.push(list(range(begin, begin + 5)))
-    both.pull(list(range(ID_COUNT)))
     assert both.tiered.row_count == ID_COUNT
     assert disk.read_count > ID_COUNT
     assert disk.write_count > ID_COUNT
-    assert both.tiered.memory_bytes < both.plain.memory_bytes
+    assert both.tiered.memory_use.disk_row_count >= ID_COUNT // 2
+    both.pull(list(range(ID_COUNT)))  # nobody waits for the disk, so all find frames
+    assert both.tiered.memory_use.disk_row_count == 0
+    for _ in range(40):
+        both.push([0, 1, 2])
+    assert both.tiered.memory_use.disk_row_count >= ID_COUNT // 2
 
 
 def test_rows_that_the_disk_does_not_give_back_are_lost_with_a_word() -> None:
     disk = DeferredDisk(1)
     table = table_of(RowsSpec(PARTITIONS, SEED), OptimizerKind.SGD)
     both = Both(table, disk, seed=1)
-    both.push(list(range(ID_COUNT)))
-    both.push(list(range(8)))
+    for begin in range(0, ID_COUNT, 4):
+        both.push(list(range(begin, begin + 4)))
     disk.fails_reads = True
     with pytest.raises(RowsLost, match="Input/output error"):
         both.pull(list(range(ID_COUNT)))

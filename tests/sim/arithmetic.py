@@ -26,7 +26,6 @@ from collections.abc import Set as AbstractSet
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -249,7 +248,7 @@ class Numbers:
         memory = RowMemory()
         if draws.random() < TIER_SHARE:
             disk = DeferredDisk(seed, draws.choice((0.0, 0.0, 0.3)))
-            tier = RowTier(Path(), disk.submit, disk, least_frame_count=draws.randint(1, 3))
+            tier = RowTier(disk, least_frame_count=draws.randint(1, 3))
             memory = FewFrames(tier=tier)
         self.shards = Shards(lanes or SharedLanes(), {}, memory)
 

@@ -163,9 +163,8 @@ ROW_MUTANTS = (
         "a backup that joins knows no candidate",
         "S11",
         _STORE,
-        "            if block in self._candidates:\n"
-        "                for ids, arrays in pieces_of(self._candidates[block].known):",
-        "            if block in self._candidates:\n                for ids, arrays in ():",
+        "                for begin in begins_of(known):",
+        "                for begin in ():",
         _FAILOVER,
     ),
     Mutant(

@@ -15,6 +15,7 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import RowsSpec, TableSpec
 from ps_core.work import at_once
 from ps_runtime.system.capacity import available_bytes, memory_bytes
+from ps_server.rows.row_arrays import MemoryUse
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_store import RowStore
@@ -44,12 +45,12 @@ def test_a_server_takes_as_many_rows_as_it_may() -> None:
     push(store, range(30, 100))  # 40 of them are new
     with pytest.raises(TableFull, match=r"for 1 new rows .* tables take 0 MiB .*\(memory_mb\)"):
         push(store, range(50, 101))
-    memory.measured(120 * ROW_BYTES)  # other tables have grown
+    memory.measured(MemoryUse(120 * ROW_BYTES))  # other tables have grown
     push(store, range(100))  # none is new
     assert store.row_count == 100
-    memory.measured(99 * ROW_BYTES)  # something has left
+    memory.measured(MemoryUse(99 * ROW_BYTES))  # something has left
     push(store, range(100, 101))
-    memory.measured(store.state_bytes)
+    memory.measured(MemoryUse(store.state_bytes))
     assert store.state_bytes <= 101 * ROW_BYTES + 4096
     assert store.read_rows(0, np.array([500], np.uint64).tobytes()).nbytes == 4 * LENGTH
 
