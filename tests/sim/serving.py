@@ -123,10 +123,8 @@ class Watch:
 
     def deciding(self, server: ReplicatedServer, place: Place) -> Callable[[], None]:
         """The server decides on an event in a table shard. Returns what to call once it has."""
-        primary, shard = (
-            server.replication.primaries.get(place[1]),
-            server.machine.shards.get(place),
-        )
+        primary = server.replication.primaries.get(place[1])
+        shard = server.machine.shards.get(place)
         if primary is None or shard is None:
             return lambda: None
         log, facts = primary.log, _growing(facts_of(shard.state))
