@@ -67,7 +67,7 @@ def test_a_spec_is_filled_in() -> None:
     assert (found.mode, found.consistency) == (Mode.BSP, Consistency())
     assert (found.reduction, found.optimizer.kernels) == (Reduction.MEAN, Kernels.FAST)
     assert (found.initializer.kind, found.initializer.constant) == (InitializerKind.ZEROS, 0.0)
-    assert found.initializer.inline == b""
+    assert (found.initializer.inline, found.initializer.scale) == (b"", 0.0)
     assert (found.allow_non_finite, found.gate_bytes) == (False, 0)
     settings = found.optimizer
     assert not any((settings.nesterov, settings.amsgrad, settings.centered, settings.maximize))
@@ -449,6 +449,24 @@ def test_there_is_no_other_block() -> None:
     for block in (-1, 3):
         with pytest.raises(InvalidKeys, match=f"has blocks 0 to 2; got {block}"):
             found.block_length(block)
+
+
+def test_a_block_of_rows_is_a_partition_and_is_laid_out_as_one_row() -> None:
+    found = Table(TableId(1), 0, spec_of(rows=RowsSpec(partition_count=3)).validated())
+    assert found.block_count == 3
+    for block in range(3):
+        assert found.block_length(block) == 10
+        assert found.segments(block) == (TensorSegment(0, 0, 10),)
+    with pytest.raises(InvalidKeys, match="has blocks 0 to 2; got 3"):
+        found.block_length(3)
+
+
+def test_weight_decay_in_a_step_is_refused_by_tables_of_rows_alone() -> None:
+    decay = (("weight_decay", 0.1),)
+    assert dict(table(10).step_hyperparameters.merged(decay))["weight_decay"] == 0.1
+    of_rows = Table(TableId(1), 0, spec_of(rows=RowsSpec()).validated())
+    with pytest.raises(InvalidConfig, match="'weight_decay' of sgd is"):
+        of_rows.step_hyperparameters.merged(decay)
 
 
 def test_segments_are_where_tensors_and_blocks_overlap() -> None:
