@@ -37,7 +37,7 @@ from ps_core.tables.optimizers import (
     array_words,
 )
 from ps_core.tables.table import Table, TensorSegment
-from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec, TensorSpec
+from ps_core.tables.table_spec import Eviction, Reduction, RowsSpec, TableSpec, TensorSpec
 
 SGD = OptimizerSpec(OptimizerKind.SGD)
 SPEC = TableSpec("t", DType.FLOAT32, 10, SGD)
@@ -459,6 +459,32 @@ def test_a_block_of_rows_is_a_partition_and_is_laid_out_as_one_row() -> None:
         assert found.segments(block) == (TensorSegment(0, 0, 10),)
     with pytest.raises(InvalidKeys, match="has blocks 0 to 2; got 3"):
         found.block_length(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("partition_count", 1, limits.MAX_PARTITION_COUNT),
+        ("seed", 0, 2**64 - 1),
+        ("max_row_count", 0, 2**63 - 1),
+        ("evict_after", 0, limits.MAX_ROW_AGE_COUNT),
+        ("admit_after", 1, limits.MAX_ROW_AGE_COUNT),
+    ],
+)
+def test_numbers_of_rows_have_bounds(name: str, low: int, high: int) -> None:
+    for value in (low, high):
+        found = spec_of(rows=replace(RowsSpec(), **{name: value})).validated()
+        assert getattr(found.rows, name) == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(InvalidConfig, match=str(value)):
+            spec_of(rows=replace(RowsSpec(), **{name: value})).validated()
+
+
+def test_rows_are_evicted_by_use_where_a_number_of_them_is_given() -> None:
+    by_use = replace(RowsSpec(), eviction=Eviction.LFU)
+    with pytest.raises(InvalidConfig, match="without max_rows"):
+        spec_of(rows=by_use).validated()
+    assert spec_of(rows=replace(by_use, max_row_count=1)).validated().rows is not None
 
 
 def test_weight_decay_in_a_step_is_refused_by_tables_of_rows_alone() -> None:
