@@ -51,6 +51,10 @@ def optimizer(kind: OptimizerKind, **fields: object) -> OptimizerSpec:
     return replace(OptimizerSpec(kind), **fields)  # type: ignore[arg-type]
 
 
+def rows_of(**fields: object) -> RowsSpec:
+    return replace(RowsSpec(), **fields)  # type: ignore[arg-type]  # what a test changes
+
+
 def refuses(spec: TableSpec, words: str) -> None:
     with pytest.raises(InvalidConfig, match=re.escape(words)):
         spec.validated()
@@ -473,11 +477,11 @@ def test_a_block_of_rows_is_a_partition_and_is_laid_out_as_one_row() -> None:
 )
 def test_numbers_of_rows_have_bounds(name: str, low: int, high: int) -> None:
     for value in (low, high):
-        found = spec_of(rows=replace(RowsSpec(), **{name: value})).validated()
+        found = spec_of(rows=rows_of(**{name: value})).validated()
         assert getattr(found.rows, name) == value
     for value in (low - 1, high + 1):
         with pytest.raises(InvalidConfig, match=str(value)):
-            spec_of(rows=replace(RowsSpec(), **{name: value})).validated()
+            spec_of(rows=rows_of(**{name: value})).validated()
 
 
 def test_rows_are_evicted_by_use_where_a_number_of_them_is_given() -> None:
