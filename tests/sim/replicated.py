@@ -19,10 +19,12 @@ from ps_server.ranges.events import (
     Apply,
     Effect,
     EntryEvent,
+    Forget,
     PullEvent,
     Record,
     RefusePull,
     ReplyTo,
+    place_of,
 )
 from ps_server.ranges.range_copy import ShardCopy, fresh_copy
 from ps_server.ranges.schedule import CutId
@@ -435,8 +437,11 @@ class ReplicatedServer(SimServer):
 
     def _carrying_out(self, effects: Sequence[Effect]) -> Work[None]:
         """What anybody could see when the backups have it."""
-        decided = (yield from self.output.deciding(effects, self.now)) if effects else ()
-        yield from self._doing(decided)
+        notes = [self.watch.deciding(self, place) for place in sorted(set(_places(effects)))]
+        committed = (yield from self.output.deciding(effects, self.now)) if effects else ()
+        for note in notes:
+            note()
+        yield from self._doing(committed)
 
     def _release(self, range_ids: Iterable[RangeId]) -> None:
         self.works.begin(self._releasing(tuple(range_ids)))
@@ -624,6 +629,8 @@ class ReplicatedServer(SimServer):
         is_taken, ack = self.replication.take(log_record, lambda: self._fresh(log_record))
         is_removed = self._view is not None and self._view.is_removed(log_record.table_id)
         self.world.counts["decisions of removed tables"] += is_removed
+        if ack is not None:
+            self.watch.acknowledges(self, ack.range_id)
         if is_taken:
             yield from self._making(log_record)
         return ack
@@ -714,6 +721,8 @@ class ReplicatedServer(SimServer):
             }
         copies = {t: c.twin() for t, c in snapshot.copies.items()}  # both go on
         ack = self.replication.join(snapshot._replace(copies=copies))
+        if ack is not None:
+            self.watch.acknowledges(self, ack.range_id)
         if ack is None or self.replication.replicas.get(snapshot.range_id) is before:
             return ack
         yield from self._becoming(snapshot, values)
@@ -744,6 +753,14 @@ class ReplicatedServer(SimServer):
 
 def _key_of(record: Record) -> tuple[TableId, RangeId, int]:
     return record.table_id, record.range_id, record.clock
+
+
+def _places(effects: Iterable[Effect]) -> Iterable[tuple[TableId, RangeId]]:
+    """Where something is decided by these effects; credit and receipts decide nothing."""
+    for effect in effects:
+        is_said_at_once = isinstance(effect, ReplyTo) and effect.ending is None
+        if not is_said_at_once and not isinstance(effect, Accumulate | Forget):
+            yield place_of(effect)
 
 
 def _shows(effect: CommittedEffect) -> RangeId | None:

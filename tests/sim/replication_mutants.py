@@ -350,8 +350,7 @@ REPLICATION_MUTANTS = (
         _OUTPUT,
         "                primary.log.decide_alone()\n",
         "                pass\n",
-        ("starts",),
-        first_seed=2005,
+        ("starts", "away", "failover"),
     ),
     Mutant(
         "one joins that is behind",

@@ -3,11 +3,14 @@
 Oracles:
     G2    One server serves a range: when another begins to, no lease of the one before holds any
           more, on that one's own clock, and nothing that it decided is seen from then on.
-    HELD  What was seen of a range is at every server that the scheduler could name its primary; or
-          that one has lost track of the range, has nothing of it, and will say so.
+    HELD  What was seen of a range, and what the scheduler or another server was told of it, is at
+          every server that the scheduler could name its primary, when it is seen or told and when
+          such a server joins; or that one has lost track of the range, has nothing of it, and will
+          say so.
     LOST  A range is lost only where no server that lives has all that was seen of it.
     LIVE  Who was made primary serves when the lease that it granted can have run out everywhere,
           or waits no more, since it knows that another is.
+    COPY  Who acknowledges a record has what its primary had decided by then, in a record or not.
     HEARD A backup that knows the newest view, and to which a stream lasts, has within a lease what
           was decided: what it could not take when it came is sent again.
 """
@@ -15,7 +18,7 @@ Oracles:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ps_core.change import ChangeOutcome, ChangeResult
 from ps_core.cluster_view import ClusterView, RangeAssignment
@@ -32,6 +35,29 @@ PATIENCE_S = 1.0
 """That a server may take beyond a lease and its drift: ticks, and what it is doing."""
 _HEARD_LEASES = 1.2
 """Half a lease until it is sent again, and what messages take."""
+
+
+class _Decided(NamedTuple):
+    """What a primary had decided of a table shard when its log was at a record."""
+
+    term: int
+    number: int
+    facts: tuple[int, ...]
+
+
+def _growing(facts: RangeFacts) -> tuple[int, ...]:
+    """The facts that never get smaller."""
+    return (
+        facts.clock,
+        facts.formed_clock,
+        facts.changed_clock,
+        facts.newest_join_clock,
+        facts.update_count,
+        facts.record_count,
+        facts.change_number,
+        facts.prepared,
+        facts.taken[0],
+    )
 
 
 class Watch:
@@ -54,6 +80,9 @@ class Watch:
         self._lease_s = lease_s
         self._newest: dict[RangeId, tuple[int, NodeId]] = {}  # term and server
         self._seen: dict[RangeId, tuple[int, int]] = {}  # term and number
+        self._prepared: dict[Place, int] = {}
+        self._told: dict[Place, tuple[int, ChangeResult]] = {}
+        self._decided: dict[Place, list[_Decided]] = {}  # of the newest term, by number
         self._without: set[tuple[NodeId, RangeId]] = set()
         self._lacks: dict[tuple[NodeId, NodeId, RangeId], tuple[int, float]] = {}
         self._looked_s: dict[NodeId, float] = {}
@@ -92,6 +121,69 @@ class Watch:
                 f"{node_id}, which could be its primary, has {has}"
             )
 
+    def deciding(self, server: ReplicatedServer, place: Place) -> Callable[[], None]:
+        """The server decides on an event in a table shard. Returns what to call once it has."""
+        primary = server.replication.primaries.get(place[1])
+        shard = server.machine.shards.get(place)
+        if primary is None or shard is None:
+            return lambda: None
+        log, facts = primary.log, _growing(facts_of(shard.state))
+
+        def decided() -> None:
+            newest = _Decided(log.term, log.number + log._is_past, facts)
+            before = self._decided.setdefault(place, [])
+            if before and before[-1].term < log.term:
+                before.clear()
+            while before and before[-1].term == log.term and before[-1].number >= newest.number:
+                before.pop()
+            if not before or before[-1].term == log.term:  # else another has begun to serve
+                before.append(newest)
+
+        return decided
+
+    def acknowledges(self, server: ReplicatedServer, range_id: RangeId) -> None:
+        """The server says of a range that it has all up to the newest record that it knows."""
+        replica = server.replication.replicas[range_id]
+        for table_id, copy in replica.copies.items():
+            all_decided = self._decided.get((table_id, range_id), ())
+            has = _growing(copy.facts)
+            for decided in reversed(all_decided):
+                if decided.term == replica.term and decided.number <= replica.number:
+                    assert all(map(int.__ge__, has, decided.facts)), (
+                        f"COPY: {decided} in range {range_id} of table {table_id}; "
+                        f"{server.node_id} acknowledges {replica.number} and has {has}"
+                    )
+                    break
+
+    def configured(self, range_ids: Sequence[RangeId]) -> None:
+        """The scheduler has given these ranges the backups that their primaries asked for."""
+        view = self._view()
+        for range_id in range_ids:
+            seen = self._seen.get(range_id, (0, 0))
+            _, serving = self._newest.get(range_id, (0, None))
+            for node_id in view.ranges[range_id].backups:
+                # Another transition that is told with this one may have deposed who serves it.
+                if node_id == serving or self._is_without(node_id, range_id):
+                    continue
+                backup = self._servers[node_id]
+                has = self._history(backup, range_id)
+                assert has >= seen, (
+                    f"HELD: {seen} of range {range_id} was seen; {node_id}, which joins, has {has}"
+                )
+                self._check_told(backup, range_id)
+
+    def _check_has_told(self, backup: ReplicatedServer, place: Place) -> None:
+        facts, prepared = self._facts(backup, place), self._prepared[place]
+        assert facts is not None and facts.prepared >= prepared, (  # noqa: PT018
+            f"HELD: change {prepared} is prepared in {place}, the scheduler was told; "
+            f"{backup.node_id}, which joins, does not have it"
+        )
+        number, told = self._told.get(place, (0, None))
+        assert told is None or _knows(backup, place, number, told), (
+            f"HELD: change {number} of {place} is {told.outcome.value}, others were told; "
+            f"{backup.node_id}, which joins, has not heard of it"
+        )
+
     def seen_of(self, range_id: RangeId) -> tuple[int, int] | None:
         """What was seen of a range: under which term, and up to which record; None: nothing."""
         return self._seen.get(range_id)
@@ -129,6 +221,7 @@ class Watch:
         for range_id, primary in server.replication.primaries.items():
             log = primary.log
             for peer in log.backups:
+                self._check_counts(server, peer, range_id)
                 key, number = (server.node_id, peer, range_id), log.acked_by(peer)
                 before = self._lacks.pop(key, None)
                 is_behind = number < log.number and peer not in log.candidates
@@ -140,6 +233,21 @@ class Watch:
                     f"HEARD: {peer} has range {range_id} of {server.node_id} up to record {number} "
                     f"of {log.number} since {now_s - since_s:.1f} s, and nothing is in its way"
                 )
+
+    def _check_counts(self, server: ReplicatedServer, peer: NodeId, range_id: RangeId) -> None:
+        """A server that counts, and has all that was shown, has what others were told (S9)."""
+        log = server.replication.primaries[range_id].log
+        if self._newest.get(range_id) != (log.term, server.node_id):  # another serves it
+            return
+        replica = self._servers[peer].replication.replicas.get(range_id)
+        is_told = peer not in log.candidates and log.acked_by(peer) >= log.shown
+        if is_told and replica is not None and replica.term == log.term:
+            self._check_told(self._servers[peer], range_id)
+
+    def _check_told(self, backup: ReplicatedServer, range_id: RangeId) -> None:
+        tables = self._view().tables_by_id
+        for place in [p for p in self._prepared if p[1] == range_id and p[0] in tables]:
+            self._check_has_told(backup, place)
 
     def _may_hear(self, server: ReplicatedServer, peer: NodeId, range_id: RangeId) -> bool:
         other = self._servers[peer]
@@ -161,6 +269,8 @@ class Watch:
         for (table_id, range_id), part in server.machine.shards.items():
             if table_id != prepared.table_id or range_id not in server.replication.primaries:
                 continue
+            place = table_id, range_id
+            self._prepared[place] = max(self._prepared.get(place, 0), prepared.number)
             for node_id in set(self._view().ranges[range_id].backups) - {server.node_id}:
                 if self._is_without(node_id, range_id):
                     continue
@@ -192,6 +302,7 @@ class Watch:
         """Somebody is told by the server what became of a change, which the range decides."""
         view = self._view()
         assignment = view.ranges[place[1]]
+        self._told[place] = number, told
         for node_id in {assignment.primary, *assignment.backups} - {server.node_id, None}:
             assert node_id is not None
             if place[0] in view.tables_by_id and not self._is_without(node_id, place[1]):

@@ -277,6 +277,8 @@ class FailoverSimulation(ScheduledSimulation):
                 self.world.say(f"range {range_id}: {ranges[range_id]}")
             counts["reconfigured"] += len(transition.range_ids)
             counts["failovers"] += isinstance(transition, RangesFailedOver)
+        if isinstance(transition, BackupsSet):
+            self.watch.configured(transition.range_ids)
         if isinstance(transition, RangesLost):
             self.watch.lost(transition.range_ids)
         counts["silent servers"] += isinstance(transition, NodeSilent) and (

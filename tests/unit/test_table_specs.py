@@ -37,7 +37,7 @@ from ps_core.tables.optimizers import (
     array_words,
 )
 from ps_core.tables.table import Table, TensorSegment
-from ps_core.tables.table_spec import Reduction, RowsSpec, TableSpec, TensorSpec
+from ps_core.tables.table_spec import Eviction, Reduction, RowsSpec, TableSpec, TensorSpec
 
 SGD = OptimizerSpec(OptimizerKind.SGD)
 SPEC = TableSpec("t", DType.FLOAT32, 10, SGD)
@@ -49,6 +49,10 @@ def spec_of(**fields: object) -> TableSpec:
 
 def optimizer(kind: OptimizerKind, **fields: object) -> OptimizerSpec:
     return replace(OptimizerSpec(kind), **fields)  # type: ignore[arg-type]
+
+
+def rows_of(**fields: object) -> RowsSpec:
+    return replace(RowsSpec(), **fields)  # type: ignore[arg-type]  # what a test changes
 
 
 def refuses(spec: TableSpec, words: str) -> None:
@@ -67,7 +71,7 @@ def test_a_spec_is_filled_in() -> None:
     assert (found.mode, found.consistency) == (Mode.BSP, Consistency())
     assert (found.reduction, found.optimizer.kernels) == (Reduction.MEAN, Kernels.FAST)
     assert (found.initializer.kind, found.initializer.constant) == (InitializerKind.ZEROS, 0.0)
-    assert found.initializer.inline == b""
+    assert (found.initializer.inline, found.initializer.scale) == (b"", 0.0)
     assert (found.allow_non_finite, found.gate_bytes) == (False, 0)
     settings = found.optimizer
     assert not any((settings.nesterov, settings.amsgrad, settings.centered, settings.maximize))
@@ -449,6 +453,50 @@ def test_there_is_no_other_block() -> None:
     for block in (-1, 3):
         with pytest.raises(InvalidKeys, match=f"has blocks 0 to 2; got {block}"):
             found.block_length(block)
+
+
+def test_a_block_of_rows_is_a_partition_and_is_laid_out_as_one_row() -> None:
+    found = Table(TableId(1), 0, spec_of(rows=RowsSpec(partition_count=3)).validated())
+    assert found.block_count == 3
+    for block in range(3):
+        assert found.block_length(block) == 10
+        assert found.segments(block) == (TensorSegment(0, 0, 10),)
+    with pytest.raises(InvalidKeys, match="has blocks 0 to 2; got 3"):
+        found.block_length(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("partition_count", 1, limits.MAX_PARTITION_COUNT),
+        ("seed", 0, 2**64 - 1),
+        ("max_row_count", 0, 2**63 - 1),
+        ("evict_after", 0, limits.MAX_ROW_AGE_COUNT),
+        ("admit_after", 1, limits.MAX_ROW_AGE_COUNT),
+    ],
+)
+def test_numbers_of_rows_have_bounds(name: str, low: int, high: int) -> None:
+    for value in (low, high):
+        found = spec_of(rows=rows_of(**{name: value})).validated()
+        assert getattr(found.rows, name) == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(InvalidConfig, match=str(value)):
+            spec_of(rows=rows_of(**{name: value})).validated()
+
+
+def test_rows_are_evicted_by_use_where_a_number_of_them_is_given() -> None:
+    by_use = replace(RowsSpec(), eviction=Eviction.LFU)
+    with pytest.raises(InvalidConfig, match="without max_rows"):
+        spec_of(rows=by_use).validated()
+    assert spec_of(rows=replace(by_use, max_row_count=1)).validated().rows is not None
+
+
+def test_weight_decay_in_a_step_is_refused_by_tables_of_rows_alone() -> None:
+    decay = (("weight_decay", 0.1),)
+    assert dict(table(10).step_hyperparameters.merged(decay))["weight_decay"] == 0.1
+    of_rows = Table(TableId(1), 0, spec_of(rows=RowsSpec()).validated())
+    with pytest.raises(InvalidConfig, match="'weight_decay' of sgd is"):
+        of_rows.step_hyperparameters.merged(decay)
 
 
 def test_segments_are_where_tensors_and_blocks_overlap() -> None:
