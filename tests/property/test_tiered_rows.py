@@ -190,7 +190,7 @@ def test_most_rows_go_to_the_disk_and_come_back() -> None:
     assert both.tiered.memory_use.disk_row_count >= ID_COUNT // 2
     both.pull(list(range(ID_COUNT)))  # nobody waits for the disk, so all find frames
     assert both.tiered.memory_use.disk_row_count == 0
-    for _ in range(40):
+    for _ in range(120):
         both.push([0, 1, 2])
     assert both.tiered.memory_use.disk_row_count >= ID_COUNT // 2
 
