@@ -187,12 +187,12 @@ def test_most_rows_go_to_the_disk_and_come_back() -> None:
     assert both.tiered.row_count == ID_COUNT
     assert disk.read_count > ID_COUNT
     assert disk.write_count > ID_COUNT
-    assert both.tiered.memory_use.disk_row_count >= ID_COUNT // 2
+    assert both.tiered.memory_use.disk_row_count > 0
     both.pull(list(range(ID_COUNT)))  # nobody waits for the disk, so all find frames
     assert both.tiered.memory_use.disk_row_count == 0
     for _ in range(120):
         both.push([0, 1, 2])
-    assert both.tiered.memory_use.disk_row_count >= ID_COUNT // 2
+    assert both.tiered.memory_use.disk_row_count == ID_COUNT - 2 * 3
 
 
 def test_rows_that_the_disk_does_not_give_back_are_lost_with_a_word() -> None:
