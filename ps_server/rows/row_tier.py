@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ps_server.rows.reserved_memory import Prefault, no_prefault
 from ps_server.rows.row_file import RecordDisk, RowFile
 
@@ -16,6 +18,7 @@ class RowTier:
         frame_bytes: of memory for rows that could be on disk.
         failure: the disk's last answer was this error; None: it took what it got.
         least_frame_count: rows of a partition that are in memory, whatever they take.
+        on_loss: called when the disk does not give back what it took.
         release: gives pages of memory back to the system.
     """
 
@@ -26,6 +29,7 @@ class RowTier:
         release: Prefault = no_prefault,
     ) -> None:
         self._disk = disk
+        self.on_loss: Callable[[Exception], object] = _nothing
         self.release = release
         self.least_frame_count = least_frame_count
         self.fetched_count = self.written_count = self.frame_bytes = 0
@@ -52,3 +56,6 @@ class RowTier:
     def refused(self, failure: OSError) -> None:
         """The disk did not take some rows."""
         self.failure, self._is_tried = failure, False
+
+
+def _nothing(_: Exception) -> None: ...

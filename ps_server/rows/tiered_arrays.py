@@ -332,7 +332,9 @@ class TieredArrays:
 
     def _check(self, transfer: Transfer) -> None:
         if transfer.failure is not None:
-            raise RowsLost(str(transfer.failure)) from transfer.failure
+            lost = RowsLost(f"the disk does not give back rows that it took: {transfer.failure}")
+            self._tier.on_loss(lost)
+            raise lost from transfer.failure
 
     def _written(self, write: _Write) -> None:
         """Drop rows that the disk has, unless they were used or changed meanwhile."""

@@ -165,6 +165,9 @@ class ParameterNode:
         self.machine = ServerMachine(NodeId(session.node_id), worker_count)
         self.shards = shards if shards is not None else Shards(SharedLanes(), {})
         self.lanes = self.shards.lanes
+        tier = self.shards.row_memory.tier
+        if tier is not None:
+            tier.on_loss = self.health.failed
         self.now = now
         self.metrics = metrics
         self.is_alone = False

@@ -202,5 +202,9 @@ def test_rows_that_the_disk_does_not_give_back_are_lost_with_a_word() -> None:
     for begin in range(0, ID_COUNT, 4):
         both.push(list(range(begin, begin + 4)))
     disk.fails_reads = True
+    told: list[Exception] = []
+    assert both.tiered.memory.tier is not None
+    both.tiered.memory.tier.on_loss = told.append
     with pytest.raises(RowsLost, match="Input/output error"):
         both.pull(list(range(ID_COUNT)))
+    assert isinstance(told[0], RowsLost)
