@@ -130,7 +130,7 @@ def pieces_of_rows(store: RowStore, block: int) -> Iterator[tuple[Ids, npt.NDArr
     """Copies of a partition's ids and rows, some at a time, in the order of their numbers."""
     begin = 0
     while True:
-        ids, rows = store.listed(block, begin, _PIECE_COUNT)
+        ids, rows = at_once(store.listed(block, begin, _PIECE_COUNT))
         if not len(ids):
             return
         yield ids, rows

@@ -33,7 +33,7 @@ from ps_core.errors import InvalidKeys, InvariantViolation, PushpullError
 from ps_core.keys import NodeId, RangeId, TableId
 from ps_core.ledger import ReplyKind
 from ps_core.tables.elements import NATIVE_CODEC, Codec
-from ps_core.work import Waiting
+from ps_core.work import Waiting, Work, at_once
 from ps_runtime.cluster import wire
 from ps_server.lane.answer_ring import AnswerRing
 from ps_server.lane.value_segments import SharedValues
@@ -415,6 +415,14 @@ class RangeRead:
         """As `wanted`; once all have come, `next` does not wait for the disk."""
         return [] if self._refusal is not None else self.wanted(self._store)
 
+    def listing(self) -> Work[None]:
+        """Have the next block of a listing ready, for which the disk may be waited for."""
+        block = None if self.is_done or self._refusal is not None else self._blocks[self._at]
+        if block in self._skips and block not in self._kept and isinstance(self._store, RowStore):
+            with contextlib.suppress(PushpullError):  # `next` says what is wrong
+                payload = yield from self._store.listing(block, self._skips[block])
+                self._kept[block] = block, payload, b""
+
     @property
     def next_bytes(self) -> int:
         """Payload bytes of the next piece, or a few more; those in shared memory do not count."""
@@ -489,7 +497,7 @@ class RangeRead:
             if not isinstance(self._store, RowStore):
                 raise InvalidKeys(f"a pull of table '{self._name}' names ids; it is not of rows")
             if self._skips:
-                return (block, self._store.listing(block, self._skips[block]), b"")
+                return (block, at_once(self._store.listing(block, self._skips[block])), b"")
             if self._ring is not None:
                 return self._ring_value(self._ring, self._store, block)
             return (block, self._store.read_rows(block, self._ids[block]), b"")

@@ -158,6 +158,8 @@ class Pull:
                 while not read.is_done:
                     byte_count = read.next_bytes
                     await reader.put(byte_count)
+                    if self._lists_rows:
+                        await self._node.works.done(read.listing())
                     there += read.next()
                     if len(there) >= limits.SLICE_BLOCK_COUNT or not self._is_one:
                         for message in _messages(there):

@@ -553,20 +553,20 @@ class RowStore:
         rows[missing] = self._layout.first_values(ids[missing])
         return rows
 
-    def listing(self, block: int, first: int) -> bytes:
+    def listing(self, block: int, first: int) -> Work[bytes]:
         """The ids of rows from number `first` on, and behind them the rows, as a payload: as many
         as fit a message. InvalidKeys: the partition is not here.
         """
-        return payload_of(*self.listed(block, first, self._most_pulled))
+        return payload_of(*(yield from self.listed(block, first, self._most_pulled)))
 
-    def listed(self, block: int, first: int, most: int) -> tuple[Ids, Rows]:
+    def listed(self, block: int, first: int, most: int) -> Work[tuple[Ids, Rows]]:
         """Copies of at most so many rows of a partition and of their ids, in the order of their
         numbers, from number `first` on: an order that stays while the partition's version does.
         """
         partition = self._partition(block)
         count = partition.index.count
         numbers = np.arange(min(first, count), min(first + most, count))
-        found = at_once(partition.arrays.reading(numbers))
+        found = yield from partition.arrays.reading(numbers)
         return partition.index.ids[numbers], self._storage.unpacked(found[VALUES])
 
     def read(

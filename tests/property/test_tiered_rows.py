@@ -135,7 +135,10 @@ class Both:
                     self.tiered.want(block, wanted)
             case "listing":
                 for block in range(PARTITIONS):
-                    assert self.plain.listing(block, 1) == self.tiered.listing(block, 1)
+                    found = [
+                        at_once(store.listing(block, 1)) for store in (self.plain, self.tiered)
+                    ]
+                    assert found[0] == found[1]
             case "capture" if not self.captured:
                 stores = self.plain, self.tiered
                 self.captured = [store.capture(block) for block in (0, 1) for store in stores]
