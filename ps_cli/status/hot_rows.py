@@ -33,6 +33,7 @@ class RowRangeEntry(TypedDict):
     range_id: int
     server: int
     row_count: int
+    disk_row_count: int
     state_bytes: int
     pulled_share: float
     pushed_share: float
@@ -43,6 +44,7 @@ class RowTableEntry(TypedDict):
 
     name: str
     row_count: int
+    disk_row_count: int
     candidate_count: int
     state_bytes: int
     pulled_count: int
@@ -106,6 +108,7 @@ def _entry(name: str, parts: list[_Part], count: int) -> RowTableEntry:
             range_id=stats.range_id,
             server=server,
             row_count=stats.rows.row_count,
+            disk_row_count=stats.rows.disk_row_count,
             state_bytes=stats.state_bytes,
             pulled_share=stats.rows.pulled_count / max(1, pulled),
             pushed_share=stats.rows.pushed_count / max(1, pushed),
@@ -116,6 +119,7 @@ def _entry(name: str, parts: list[_Part], count: int) -> RowTableEntry:
     return RowTableEntry(
         name=name,
         row_count=sum(each.row_count for each in rows),
+        disk_row_count=sum(each.disk_row_count for each in rows),
         candidate_count=sum(each.candidate_count for each in rows),
         state_bytes=sum(part.stats.state_bytes for part in parts),
         pulled_count=pulled,
@@ -158,8 +162,11 @@ def hot_rows_view(document: HotRowsDocument) -> RenderableType:
 
 def _head(table: RowTableEntry) -> Text:
     candidates = table["candidate_count"]
+    on_disk = table["disk_row_count"] / max(1, table["row_count"])
     words = [
-        f"{table['row_count']:,} rows" + (f" and {candidates:,} candidates" if candidates else ""),
+        f"{table['row_count']:,} rows"
+        + (f", {on_disk:.1%} of them on disk," if on_disk else "")
+        + (f" and {candidates:,} candidates" if candidates else ""),
         size(table["state_bytes"]),
         f"{table['pulled_count']:,} ids pulled",
     ]
@@ -177,13 +184,14 @@ def _body(table: RowTableEntry) -> Iterable[RenderableType]:
     if not table["ranges"]:
         return
     grid = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 2))
-    for column in ("range", "server", "rows", "memory", "of pulls", "of pushes"):
+    for column in ("range", "server", "rows", "on disk", "bytes", "of pulls", "of pushes"):
         grid.add_column(column)
     for each in table["ranges"]:
         grid.add_row(
             str(each["range_id"]),
             str(each["server"]),
             f"{each['row_count']:,}",
+            f"{each['disk_row_count']:,}",
             size(each["state_bytes"]),
             f"{each['pulled_share']:.1%}",
             f"{each['pushed_share']:.1%}",

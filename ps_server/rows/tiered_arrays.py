@@ -58,6 +58,10 @@ _NOWHERE = int(np.iinfo(np.int32).min)
 
 _MOST_RECENT = 2
 _SWEPT_COUNT = 16_384
+_MOST_SWEPT_COUNT = 16 * _SWEPT_COUNT
+"""Frames that are looked at in one turn, and together: some milliseconds, and a fraction of one."""
+
+_MOST_WRITTEN_COUNT = 8192
 _FREE_SHARE, _WRITTEN_SHARE = 64, 32
 """Shares of all frames: those that are free for rows to come, and those written together."""
 
@@ -396,7 +400,8 @@ class TieredArrays:
             self._grow(more)
             lacking -= more
         if lacking > 0:
-            self._give_up(max(lacking, self._frame_count // _WRITTEN_SHARE))
+            written_count = min(self._frame_count // _WRITTEN_SHARE, _MOST_WRITTEN_COUNT)
+            self._give_up(max(lacking, written_count))
 
     def _shrink(self, count: int) -> None:
         """Give back the last frames, whose rows move to others, which are free."""
@@ -435,7 +440,8 @@ class TieredArrays:
         """Frames whose rows were not used for long: a hand goes around them."""
         found: list[Numbers] = [np.empty(0, np.int64)]
         left, swept_count = count, 0
-        while left > 0 and swept_count <= (_MOST_RECENT + 1) * self._frame_count:
+        most = min((_MOST_RECENT + 1) * self._frame_count, _MOST_SWEPT_COUNT)
+        while left > 0 and swept_count <= most:
             end = min(self._hand + _SWEPT_COUNT, self._frame_count)
             frames = np.arange(self._hand, end)
             is_used = self._get_frames(_OWNER, frames) >= 0

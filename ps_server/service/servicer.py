@@ -316,6 +316,7 @@ def _row_stats(store: RowStore) -> parameters_pb2.RowStats:
         pushed_count=store.pushed.count,
         pulled=hottest(store.pulled),
         pushed=hottest(store.pushed),
+        disk_row_count=store.memory_use.disk_row_count,
     )
 
 

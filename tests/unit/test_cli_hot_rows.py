@@ -39,7 +39,8 @@ def document() -> HotRowsDocument:
     response.view.tables.extend(map(table_to_proto, tables))
     small = stats(3, row_count=5, pulled_count=100, found_count=10, pulled=hot((2**64 - 1, 0.9)))
     large = stats(
-        7, row_count=50, candidate_count=2, pulled_count=300, found_count=290, pushed_count=80,
+        7, row_count=50, disk_row_count=22, candidate_count=2,
+        pulled_count=300, found_count=290, pushed_count=80,
         pulled=hot((4, 0.5), (6, 0.1)), pushed=hot((4, 0.25)),
     )  # fmt: skip
     answers: dict[int, ServerAnswer] = {
@@ -55,6 +56,8 @@ def test_ranges_are_added_up_and_shares_are_of_the_whole_table() -> None:
     assert found["silent"] == ["server 10 does not answer: no answer"]
     (users,) = found["tables"]
     assert (users["row_count"], users["candidate_count"], users["state_bytes"]) == (55, 2, 2000)
+    assert users["disk_row_count"] == 22
+    assert [each["disk_row_count"] for each in users["ranges"]] == [22, 0]
     assert (users["pulled_count"], users["pushed_count"]) == (400, 80)
     assert users["found_share"] == 0.75
     assert users["pulled"] == [{"id": 4, "share": 0.375}, {"id": 2**64 - 1, "share": 0.225}]
@@ -69,7 +72,10 @@ def test_people_read_the_same() -> None:
     Console(file=out, width=120).print(hot_rows_view(document()))
     shown = out.getvalue()
     assert "warning: server 10 does not answer: no answer" in shown
-    assert "users: 55 rows and 2 candidates; 2.0 KiB; 400 ids pulled, 75.0% of them rows" in shown
+    assert (
+        "users: 55 rows, 40.0% of them on disk, and 2 candidates; 2.0 KiB; 400 ids pulled" in shown
+    )
+    assert "400 ids pulled, 75.0% of them rows" in shown
     assert "pulled most: 4 (37.50%), 18446744073709551615 (22.50%)" in shown
     assert "of pushes" in shown
     nothing = HotRowsDocument(tables=[], silent=[])

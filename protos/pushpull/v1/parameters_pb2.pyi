@@ -564,7 +564,7 @@ class RangeStats(_message.Message):
     def __init__(self, range_id: _Optional[int] = ..., table_id: _Optional[int] = ..., assignment_epoch: _Optional[int] = ..., clock: _Optional[int] = ..., block_count: _Optional[int] = ..., state_bytes: _Optional[int] = ..., update_count: _Optional[int] = ..., waits: _Optional[_Iterable[str]] = ..., workers: _Optional[_Iterable[_Union[WorkerStats, _Mapping]]] = ..., initialized: _Optional[bool] = ..., failure: _Optional[str] = ..., rows: _Optional[_Union[RowStats, _Mapping]] = ...) -> None: ...
 
 class RowStats(_message.Message):
-    __slots__ = ("row_count", "candidate_count", "pulled_count", "found_count", "pushed_count", "pulled", "pushed")
+    __slots__ = ("row_count", "candidate_count", "pulled_count", "found_count", "pushed_count", "pulled", "pushed", "disk_row_count")
     ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     CANDIDATE_COUNT_FIELD_NUMBER: _ClassVar[int]
     PULLED_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -572,6 +572,7 @@ class RowStats(_message.Message):
     PUSHED_COUNT_FIELD_NUMBER: _ClassVar[int]
     PULLED_FIELD_NUMBER: _ClassVar[int]
     PUSHED_FIELD_NUMBER: _ClassVar[int]
+    DISK_ROW_COUNT_FIELD_NUMBER: _ClassVar[int]
     row_count: int
     candidate_count: int
     pulled_count: int
@@ -579,7 +580,8 @@ class RowStats(_message.Message):
     pushed_count: int
     pulled: _containers.RepeatedCompositeFieldContainer[HotRow]
     pushed: _containers.RepeatedCompositeFieldContainer[HotRow]
-    def __init__(self, row_count: _Optional[int] = ..., candidate_count: _Optional[int] = ..., pulled_count: _Optional[int] = ..., found_count: _Optional[int] = ..., pushed_count: _Optional[int] = ..., pulled: _Optional[_Iterable[_Union[HotRow, _Mapping]]] = ..., pushed: _Optional[_Iterable[_Union[HotRow, _Mapping]]] = ...) -> None: ...
+    disk_row_count: int
+    def __init__(self, row_count: _Optional[int] = ..., candidate_count: _Optional[int] = ..., pulled_count: _Optional[int] = ..., found_count: _Optional[int] = ..., pushed_count: _Optional[int] = ..., pulled: _Optional[_Iterable[_Union[HotRow, _Mapping]]] = ..., pushed: _Optional[_Iterable[_Union[HotRow, _Mapping]]] = ..., disk_row_count: _Optional[int] = ...) -> None: ...
 
 class HotRow(_message.Message):
     __slots__ = ("id", "share")
