@@ -50,8 +50,8 @@ class LocalCluster:
         with contextlib.ExitStack() as undo:
             undo.callback(self._launcher.stop)
             self._scheduler = start_scheduler(self._launcher, shape, ready_deadline_s)
-            for process in start_servers(self._launcher, shape, self._scheduler.address):
-                self._launcher.wait_ready(process, ready_deadline_s)
+            servers = start_servers(self._launcher, shape, self._scheduler.address)
+            self._servers = [self._launcher.wait_ready(each, ready_deadline_s) for each in servers]
             undo.pop_all()
 
     @property
@@ -63,6 +63,11 @@ class LocalCluster:
     def http_address(self) -> str:
         """The scheduler's "host:port" for /metrics and /healthz."""
         return self._scheduler.http_address
+
+    @property
+    def server_http_addresses(self) -> tuple[str, ...]:
+        """The "host:port" of each server for /metrics, /healthz and /readyz."""
+        return tuple(server.http_address for server in self._servers)
 
     @property
     def process_ids(self) -> dict[str, int]:

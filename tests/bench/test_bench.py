@@ -40,7 +40,9 @@ def undocumented_keys(name: str, document: dict[str, Any]) -> set[str]:
     """Keys that the benchmark's section of the page does not name."""
     page = (ROOT / "docs/reference/BENCHMARKS.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
-    rows = [*document["rows"], *document.get("compared", ()), *document.get("zipf", ())]
+    rows = [
+        row for table in ("rows", "compared", "zipf", "disk") for row in document.get(table, ())
+    ]
     keys = set(document.get("ceilings", ())).union(*rows)
     return keys - set(re.findall(r"`(\w+)`", section))
 
@@ -175,6 +177,15 @@ def test_sparse_stands_beside_one_core_and_torch_rpc(tmp_path: Path) -> None:
         assert 0.3 < row["hit_rate"] < 0.6
         ratio = row["cached_m_rows_s"] / row["uniform_m_rows_s"]
         assert ratio == pytest.approx(row["cached_over_uniform"], rel=0.01)
+    # A partition keeps more of its rows in memory than a tenth, if there are 16 of so few rows.
+    found = [(row["partitions"], row["lane"], row["call"]) for row in document["disk"]]
+    assert found == list(itertools.product((1,), LANES, ("pull", "pull", "push")))
+    assert document["environment"]["disk_memory_rows"] == 10_000
+    for row in document["disk"]:
+        assert all_positive(row)
+        assert 85_000 < row["disk_row_count"] < 92_000
+        ratio = row["m_rows_s"] / row["memory_m_rows_s"]
+        assert ratio == pytest.approx(row["over_memory"], rel=0.01)
 
 
 def test_rows_are_exact_after_the_death_of_a_server(tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from ps_cli.bench.contenders.child import Child, Done, started
@@ -63,6 +64,7 @@ class MeasuredCluster:
     lane: str
     workers: list[Child]
     server_pids: tuple[int, ...]
+    server_http_addresses: tuple[str, ...]
 
     @property
     def worker_pids(self) -> tuple[int, ...]:
@@ -81,11 +83,14 @@ class MeasuredCluster:
 
 
 class Servers(NamedTuple):
-    """A cluster's servers. Update logs are in the system's temporary folder, so its disk counts."""
+    """A cluster's servers. Update logs are in the system's temporary folder, so its disk counts.
+    `environment` is added to that of its scheduler and servers.
+    """
 
     server_count: int = 1
     replica_count: int = 1
     has_update_log: bool = False
+    environment: Mapping[str, str] = MappingProxyType({})
 
 
 ONE_SERVER = Servers()
@@ -152,6 +157,7 @@ def cluster(
         shape = ClusterShape(
             servers.server_count,
             worker_count or len(commands),
+            environment=servers.environment,
             replica_count=servers.replica_count,
             update_log=log,
         )
@@ -161,4 +167,4 @@ def cluster(
         )
         pids = roles.process_ids
         server_pids = tuple(pids[f"server {index}"] for index in range(servers.server_count))
-        yield MeasuredCluster(lane, workers, server_pids)
+        yield MeasuredCluster(lane, workers, server_pids, roles.server_http_addresses)

@@ -59,6 +59,10 @@ class Batches:
         self._at = (self._at + 1) % len(self.ids)
         return self.ids[self._at]
 
+    def run(self) -> list[npt.NDArray[np.int64]]:
+        """The batches of one run."""
+        return [self.next() for _ in range(CALL_COUNT)]
+
     def filling(self) -> Iterator[npt.NDArray[np.int64]]:
         """All ids, so that each row exists."""
         for begin in range(0, self.row_count, BATCH_COUNT):
@@ -68,18 +72,21 @@ class Batches:
 def _timed(
     start: Callable[[npt.NDArray[np.int64]], Any],
     end: Callable[[Any], object],
-    batches: Batches,
+    draw: Callable[[], list[npt.NDArray[np.int64]]],
     in_flight_count: int,
 ) -> Callable[[], float]:
-    """A function that does CALL_COUNT calls, so many at once, and returns its seconds."""
+    """A function that does a call for each batch of a run, so many at once, and returns its
+    seconds. The run is drawn before.
+    """
 
     def run() -> float:
+        batches = draw()
         began_s = time.perf_counter()
         under_way: deque[Any] = deque()
-        for _ in range(CALL_COUNT):
+        for ids in batches:
             if len(under_way) == in_flight_count:
                 end(under_way.popleft())
-            under_way.append(start(batches.next()))
+            under_way.append(start(ids))
         for call in under_way:
             end(call)
         return time.perf_counter() - began_s
@@ -93,7 +100,7 @@ def _actions(
     batches: Batches,
 ) -> dict[str, Callable[[], float]]:
     return {
-        f"{name} {count}": _timed(*verb, batches, count)
+        f"{name} {count}": _timed(*verb, batches.run, count)
         for name, verb in (("pull", pull), ("push", push))
         for count in (1, IN_FLIGHT_COUNT)
     }
@@ -184,12 +191,16 @@ def member(scheduler: str, lane: str, row_count: str, partition_count: str) -> I
         def start_push(ids: npt.NDArray[np.int64]) -> ps.PushTicket:
             return client.push_rows(table, ids, batches.gradient)
 
+        def zipf_run() -> list[npt.NDArray[np.int64]]:
+            return [zipf.next(BATCH_COUNT) for _ in range(CALL_COUNT)]
+
         plain = _Lookups(opened(), zipf)
         with_cache = opened(cached_row_count(int(row_count)), CACHE_STEP_COUNT)
         cached = _Lookups(with_cache, zipf, CACHE_STEP_COUNT)
         yield {
             **_actions((start_pull, end_pull), (start_push, client.wait), batches),
             **{f"zipf {count}": partial(plain.timed, count) for count in (1, IN_FLIGHT_COUNT)},
+            "zipf_push 1": _timed(start_push, client.wait, zipf_run, 1),
             **{f"cached {count}": partial(cached.timed, count) for count in (1, IN_FLIGHT_COUNT)},
             "counts": cached.counts,
         }

@@ -1,7 +1,7 @@
 """Pull and push of rows of an embedding table, in millions of rows a second.
 
-Ids are uniform, except of the pulls that a cache at the worker is measured with: these follow
-Zipf's law. A row counts each time that an id comes, in both.
+Ids are uniform, except where a cache at the worker is measured, or rows on a server's disk: these
+follow Zipf's law. A row counts each time that an id comes, in both.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ps_cli.bench.contenders.rows import (
     cached_row_count,
 )
 from ps_cli.bench.contenders.zipf import EXPONENT
-from ps_cli.bench.instruments.sampling import figures_table, rounded, take_turns
+from ps_cli.bench.instruments.sampling import MIB, figures_table, rounded, take_turns
+from ps_cli.bench.measurements import disk_rows
 from ps_cli.bench.settings import BenchSettings
 from ps_core import limits
 from ps_core.errors import InvalidConfig
@@ -49,6 +50,7 @@ _SHARES: dict[str, Callable[[int, int, int], float]] = {
 }
 """Shares by the hits and misses of a worker's cache, of distinct rows, and the ids looked up."""
 
+_ENDS = (*_SHARES, *disk_rows.ENDS)
 _CALLS = [(verb, count) for verb in VERBS for count in (1, IN_FLIGHT_COUNT)]
 _BYTES_PER_ROW = 1.2 * 4 * LENGTH
 """Memory of a contender, with its index and its state."""
@@ -64,6 +66,7 @@ def sparse(settings: BenchSettings) -> dict[str, Any]:
             f"{settings.size_mb} MB out"
         )
     row_count = QUICK_ROW_COUNT if settings.quick else ROW_COUNT
+    disk_rows.check_space(row_count, len(settings.lanes))
     legs = {
         count: _leg(settings.within(f"{count} partitions"), row_count, count)
         for count in PARTITION_COUNTS
@@ -78,6 +81,7 @@ def sparse(settings: BenchSettings) -> dict[str, Any]:
             "zipf_exponent": EXPONENT,
             "cache_rows": cached_row_count(row_count),
             "cache_steps": CACHE_STEP_COUNT,
+            **disk_rows.disk_environment(row_count),
             "round_count": settings.round_count,
         },
         "ceilings": {
@@ -97,6 +101,13 @@ def sparse(settings: BenchSettings) -> dict[str, Any]:
             for partition_count, rates in legs.items()
             for lane in settings.lanes
             for count in (1, IN_FLIGHT_COUNT)
+        ],
+        "disk": [
+            disk_rows.disk_row(rates, row_count, partition_count, lane, action)
+            for partition_count, rates in legs.items()
+            if disk_rows.is_measured(row_count, partition_count)
+            for lane in settings.lanes
+            for action in disk_rows.ACTIONS
         ],
     }
 
@@ -136,8 +147,9 @@ def _row(
 
 
 def _leg(settings: BenchSettings, row_count: int, partition_count: int) -> dict[str, float]:
-    """The median rates of all contenders, in millions of rows a second, and `_SHARES`. They take
-    turns; where memory does not hold the rows of all, they are measured one after the other.
+    """The median rates of all contenders, in millions of rows a second, and the figures at their
+    ends. They take turns; where memory does not hold the rows of all, they are measured one after
+    the other, but a lane's cluster with rows on disk always beside that without.
     """
     contexts: dict[str, contextlib.AbstractContextManager[_Runs]] = {
         "one core": _core(row_count),
@@ -145,21 +157,23 @@ def _leg(settings: BenchSettings, row_count: int, partition_count: int) -> dict[
         **{lane: _lane(lane, row_count, partition_count) for lane in settings.lanes},
     }
     needed_bytes = len(contexts) * row_count * _BYTES_PER_ROW
+    if disk_rows.is_measured(row_count, partition_count):
+        needed_bytes += len(settings.lanes) * disk_rows.memory_mb(row_count, partition_count) * MIB
     groups = [list(contexts)] if 1.3 * needed_bytes < memory_bytes() else [[n] for n in contexts]
     samples: dict[str, list[float]] = {}
-    shares: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for names in groups:
         with contextlib.ExitStack() as stack:
             runs: _Runs = {}
             for name in names:
                 settings.on_progress(f"making the rows of {name}")
                 runs |= stack.enter_context(contexts[name])
-            ends = {name: runs.pop(name) for name in list(runs) if name.endswith(tuple(_SHARES))}
+            ends = {name: runs.pop(name) for name in list(runs) if name.endswith(_ENDS)}
             samples |= take_turns(runs, settings.round_count, settings.on_progress)
-            shares |= {name: rounded(share()) for name, share in ends.items()}
+            figures |= {name: end() for name, end in ends.items()}
     moved = BATCH_COUNT * CALL_COUNT / 1e6
     rates = {name: rounded(moved / statistics.median(taken)) for name, taken in samples.items()}
-    return rates | shares
+    return rates | figures
 
 
 @contextlib.contextmanager
@@ -184,21 +198,26 @@ def _result(pair: Pair, name: str) -> float:
 @contextlib.contextmanager
 def _lane(lane: str, row_count: int, partition_count: int) -> Iterator[_Runs]:
     command = ("rows:member", str(row_count), str(partition_count))
-    with contenders.cluster(lane, [command]) as cluster:
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(contenders.cluster(lane, [command]))
         worker = cluster.workers[0]
         calls = [f"{name} {count}" for name, count in (*_CALLS, *_ZIPF_CALLS)]
-        yield {
+        runs: _Runs = {
             **{f"{lane} {call}": worker.timed(call) for call in calls},
             **{f"{lane} {name}": partial(_share, worker, name) for name in _SHARES},
         }
+        if disk_rows.is_measured(row_count, partition_count):
+            disk = disk_rows.disk_cluster(lane, command, row_count, partition_count)
+            runs |= disk_rows.disk_runs(lane, stack.enter_context(disk), cluster)
+        yield runs
 
 
 def _share(worker: Child, name: str) -> float:
-    return _SHARES[name](*map(int, worker.do("counts").result))
+    return rounded(_SHARES[name](*map(int, worker.do("counts").result)))
 
 
 def sparse_view(document: dict[str, Any]) -> Group:
-    return Group(_uniform_view(document), _zipf_view(document))
+    return Group(_uniform_view(document), _zipf_view(document), disk_rows.disk_view(document))
 
 
 def _uniform_view(document: dict[str, Any]) -> TextTable:
