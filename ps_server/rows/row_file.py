@@ -17,8 +17,9 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -151,6 +152,15 @@ class Transfer(NamedTuple):
         return next((each for each in failures if each is not None), None)
 
 
+class _Read(NamedTuple):
+    """Records to read into their places; `pieces` gets what to wait for."""
+
+    records: Records
+    positions: Numbers
+    places: Numbers
+    pieces: list[Waiting]
+
+
 class RowFile:
     """A file of records of `record_bytes`. Belongs to one thread, but for its transfers."""
 
@@ -159,25 +169,57 @@ class RowFile:
         self._submit = disk.submit
         self._file = disk.file()
         self.positions = Positions()
+        self._gathered: list[_Read] | None = None
 
     @property
     def byte_count(self) -> int:
         """Bytes of the file that were ever in use."""
         return self.positions.end * self.record_bytes
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Reads that begin in this context are made as one, at its end."""
+        gathered: list[_Read] = []
+        self._gathered = gathered
+        try:
+            yield
+        finally:
+            self._gathered = None
+            self._begin(gathered)
+
     def read(self, positions: Numbers) -> Transfer:
         """Begin to read the records at these positions, in this order."""
         order = np.argsort(positions)
-        ascending = positions[order]
         records = np.empty((len(positions), self.record_bytes), np.uint8)
+        read = _Read(records, positions[order], order, [])
+        if self._gathered is None:
+            self._begin([read])
+        else:
+            self._gathered.append(read)
+        return Transfer(positions, records, read.pieces, self.positions.open())
 
-        def piece(some: slice) -> Waiting:
-            return self._submit(lambda: self._reads(records, ascending[some], order[some]))
+    def _begin(self, reads: Sequence[_Read]) -> None:
+        """Have other threads make some reads, each a part of all."""
+        count = max(_PIECE_COUNT, -(-sum(len(read.positions) for read in reads) // _MOST_PIECES))
+        parts: list[_Read] = []
+        left = count
+        for read in reads:
+            begin = 0
+            while begin < len(read.positions):
+                some = slice(begin, begin + left)
+                part = read._replace(positions=read.positions[some], places=read.places[some])
+                parts.append(part)
+                begin, left = begin + len(part.positions), left - len(part.positions)
+                if not left:
+                    self._submit_parts(parts)
+                    parts, left = [], count
+        if parts:
+            self._submit_parts(parts)
 
-        count = max(_PIECE_COUNT, -(-len(positions) // _MOST_PIECES))
-        begins = range(0, len(positions), count)
-        pieces = [piece(slice(begin, begin + count)) for begin in begins]
-        return Transfer(positions, records, pieces, self.positions.open())
+    def _submit_parts(self, parts: Sequence[_Read]) -> None:
+        waiting = self._submit(lambda: self._reads(parts))
+        for part in parts:
+            part.pieces.append(waiting)
 
     def write(self, records: Records) -> Transfer:
         """Begin to write records to free positions, which these are then in use."""
@@ -189,9 +231,10 @@ class RowFile:
         """Forget a transfer. A caller that drops one does this, too, when it is done."""
         self.positions.close(transfer.era)
 
-    def _reads(self, records: Records, positions: Numbers, places: Numbers) -> OSError | None:
+    def _reads(self, parts: Sequence[_Read]) -> OSError | None:
         try:
-            self._file.read(records, positions, places)
+            for records, positions, places, _ in parts:
+                self._file.read(records, positions, places)
         except OSError as error:
             return error
         return None

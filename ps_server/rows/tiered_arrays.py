@@ -241,27 +241,29 @@ class TieredArrays:
 
     # --- what is on disk
 
-    def want(self, numbers: Numbers) -> list[Waiting]:
-        """Begin to fetch rows that are on disk; returns what to wait for."""
+    def want(self, numbers: Numbers) -> None:
+        """Begin to fetch rows that are on disk."""
         if self._resident_count == self._count or not bool((self._at(numbers) < 0).any()):
-            return []
+            return
         self._end_transfers()
         wanted = np.unique(numbers[numbers < self._count])
         at = self._at(wanted)
         wanted = wanted[(at < 0) & (at != _NOWHERE)]
-        coming = [fetch for fetch in self._fetches if np.isin(wanted, fetch.numbers).any()]
-        waits = [piece for fetch in coming for piece in fetch.transfer.pieces]
-        if coming:
-            wanted = np.setdiff1d(wanted, np.concatenate([fetch.numbers for fetch in coming]))
+        if len(wanted) and self._fetches:
+            coming = np.concatenate([fetch.numbers for fetch in self._fetches])
+            wanted = wanted[~np.isin(wanted, coming)]
         if len(wanted):
-            fetch = _Fetch(wanted, self._read(-1 - self._at(wanted)))
-            self._fetches.append(fetch)
-            waits += fetch.transfer.pieces
-        return waits
+            self._fetches.append(_Fetch(wanted, self._read(-1 - self._at(wanted))))
+
+    def coming(self) -> list[Waiting]:
+        """The fetches that are under way."""
+        pieces = (piece for fetch in self._fetches for piece in fetch.transfer.pieces)
+        return [piece for piece in pieces if not piece.done()]
 
     def fetching(self, numbers: Numbers) -> Work[None]:
         """Have these rows in memory, as far as there are frames for them."""
-        yield from self.want(numbers)
+        self.want(numbers)
+        yield from self.coming()
         self._end_transfers()
         self._make_space(0)
 

@@ -407,9 +407,7 @@ class RangeRead:
 
     def wanted(self, store: Store | None) -> list[Waiting]:
         """Have rows that are on disk fetched; returns what to wait for."""
-        if not isinstance(store, RowStore):
-            return []
-        return [each for block, ids in self._ids.items() for each in store.want_bytes(block, ids)]
+        return store.want_all(self._ids) if isinstance(store, RowStore) else []
 
     def coming(self) -> list[Waiting]:
         """As `wanted`; once all have come, `next` does not wait for the disk."""

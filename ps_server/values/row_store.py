@@ -519,20 +519,23 @@ class RowStore:
         rows = memory.view(self._dtype).reshape(-1, self._length)
         self.rows(block, np.frombuffer(ids, "<u8"), rows)
 
-    def want(self, block: int, ids: Ids) -> list[Waiting]:
-        """Begin to fetch the rows of these ids that are on disk; returns what to wait for."""
+    def want(self, block: int, ids: Ids) -> None:
+        """Begin to fetch the rows of these ids that are on disk."""
         partition = self._partitions.get(block)
-        if partition is None or self._file is None:
-            return []
-        numbers = partition.index.find(ids)
-        return partition.arrays.want(numbers[numbers >= 0])
+        if partition is not None and self._file is not None:
+            numbers = partition.index.find(ids)
+            partition.arrays.want(numbers[numbers >= 0])
 
-    def want_bytes(self, block: int, ids: bytes | memoryview) -> list[Waiting]:
-        """As `want`; nothing for what no read may have."""
-        count, rest = divmod(len(ids), limits.ROW_ID_BYTES)
-        if rest or count > self._most_pulled or self._file is None:
+    def want_all(self, ids: Mapping[int, bytes]) -> list[Waiting]:
+        """As `want`, of several partitions, but what no read may have; returns what to wait for."""
+        if self._file is None:
             return []
-        return self.want(block, np.frombuffer(ids, "<u8"))
+        size, partitions = limits.ROW_ID_BYTES, self._partitions
+        with self._file.together():
+            for block, own in ids.items():
+                if len(own) % size == 0 and len(own) <= size * self._most_pulled:
+                    self.want(block, np.frombuffer(own, "<u8"))
+        return [p for b in ids if b in partitions for p in partitions[b].arrays.coming()]
 
     def rows(self, block: int, ids: Ids, out: Rows | None = None) -> Rows:
         """A copy of the rows of these ids of a partition, in `out`; InvalidKeys if one is of
@@ -694,10 +697,6 @@ class RowStore:
             None if candidates is None else candidates.known.capture(),
         )
 
-    def saved_rows(self, block: int, snapshot: PartitionSnapshot) -> SavedBlock:
-        """`saving_rows`, at once."""
-        return at_once(self.saving_rows(block, snapshot))
-
     def saving_rows(self, block: int, snapshot: PartitionSnapshot) -> Work[SavedBlock]:
         """The next rows of a captured partition, or its next candidates."""
         rows = snapshot.rows
@@ -718,7 +717,7 @@ class RowStore:
         snapshot = self.capture(block)
         whole: defaultdict[str, bytes] = defaultdict(bytes)
         while not snapshot.is_done:
-            for name, payload in self.saved_rows(block, snapshot).tensors:
+            for name, payload in at_once(self.saving_rows(block, snapshot)).tensors:
                 whole[name] += payload
         tensors = tuple((name, memoryview(payload)) for name, payload in whole.items())
         return SavedBlock(block, snapshot.rows.version, (0,), tensors)

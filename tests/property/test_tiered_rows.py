@@ -145,7 +145,7 @@ class Both:
             case "taking" if self.captured:
                 plain, own = self.captured[:2]
                 block = PARTITIONS - len(self.captured) // 2
-                saved = self.plain.saved_rows(block, plain)
+                saved = at_once(self.plain.saving_rows(block, plain))
                 assert saved == at_once(self.tiered.saving_rows(block, own))
                 if plain.is_done:
                     del self.captured[:2]
