@@ -66,9 +66,11 @@ class RecordFile:
         """Write the records to these ascending positions."""
         file, size = self.create(), records.shape[1]
         failed = _loops().write_records(file, records.ctypes.data, size, positions)
-        if failed >= 0:
-            count = os.pwrite(file, records[failed].data, int(positions[failed]) * size)  # as above
-            raise OSError(f"wrote {count} of {size} bytes")
+        if failed >= 0:  # of a stretch some bytes may be there: only the next write says why
+            for record, position in zip(records[failed:], positions[failed:].tolist(), strict=True):
+                done = 0
+                while done < size:
+                    done += os.pwrite(file, record[done:].data, position * size + done)
 
 
 class RecordDisk:
