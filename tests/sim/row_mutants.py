@@ -200,6 +200,7 @@ ROW_MUTANTS = (
         "            records[:, span] = rows.view(np.uint8).reshape(len(frames), -1)\n"
         "            records[:, span] *= name == 'values'",
         _STEPS,
+        20,
     ),
     Mutant(
         "a disk that is full takes rows",
@@ -227,6 +228,7 @@ ROW_MUTANTS = (
         "        else",
         "            self._frames.put(name, places, rows)\n        else",
         _STEPS,
+        10,
     ),
     Mutant(
         "rows come from the disk in another order",
@@ -235,22 +237,6 @@ ROW_MUTANTS = (
         "ascending[some], order[some])",
         "ascending[some], np.arange(len(order))[some])",
         _STEPS,
-    ),
-    Mutant(
-        "a row on disk that moves leaves behind when it was used",
-        "S11",
-        _TIERS,
-        "            for name in self._kept.names:\n                self._put_kept(name, to",
-        "            for name in (_AT,):\n                self._put_kept(name, to",
-        _STEPS,
-    ),
-    Mutant(
-        "a row on disk that moves is not found there",
-        "S11",
-        _TIERS,
-        "            for name in self._kept.names:\n                self._put_kept(name, to",
-        "            for name in set(self._kept.names) - {_AT}:\n"
-        "                self._put_kept(name, to",
-        _STEPS,
+        20,
     ),
 )
