@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -31,9 +30,9 @@ SCATTERED = np.array([0, 1, 2, 7, 9, 10, 40, 1000, 1001, 5000])
 
 
 @pytest.fixture(params=[record_loops, record_disk], ids=["compiled", "plain"])
-def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions that files read and write with."""
-    monkeypatch.setattr(record_disk, "_loops", lambda: request.param)
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> RecordFile:
+    """One that is read and written with these loops."""
+    return RecordFile(tmp_path, request.param)
 
 
 def drawn(count: int) -> record_disk.Records:
@@ -47,9 +46,8 @@ def read(file: RecordFile, positions: np.ndarray, count: int) -> record_disk.Rec
     return records[::-1]
 
 
-@pytest.mark.usefixtures("loops")
-def test_scattered_records_are_read_as_they_were_written(tmp_path: Path) -> None:
-    file, written = RecordFile(tmp_path), drawn(len(SCATTERED))
+def test_scattered_records_are_read_as_they_were_written(file: RecordFile, tmp_path: Path) -> None:
+    written = drawn(len(SCATTERED))
     file.write(written, SCATTERED)
     order = np.random.default_rng(1).permutation(len(SCATTERED))
     assert np.array_equal(read(file, SCATTERED[order], len(order)), written[order])
@@ -60,9 +58,7 @@ def test_scattered_records_are_read_as_they_were_written(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [], "the file has no name"
 
 
-@pytest.mark.usefixtures("loops")
-def test_a_read_beyond_the_end_says_how_much_there_was(tmp_path: Path) -> None:
-    file = RecordFile(tmp_path)
+def test_a_read_beyond_the_end_says_how_much_there_was(file: RecordFile) -> None:
     file.write(drawn(2), np.array([3, 4]))
     with pytest.raises(OSError, match=f"read 0 of {SIZE} bytes"):
         read(file, np.array([4, 5]), 2)
@@ -71,50 +67,20 @@ def test_a_read_beyond_the_end_says_how_much_there_was(tmp_path: Path) -> None:
         file.read(wide, np.array([2]), np.array([0]))
 
 
-@pytest.mark.usefixtures("loops")
-def test_a_file_that_is_gone_says_what_is_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = RecordFile(tmp_path)
-    file.write(drawn(2), np.array([3, 4]))
-    monkeypatch.setattr(file, "create", lambda: -1)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        read(file, np.array([3]), 1)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        file.write(drawn(1), np.array([3]))
-
-
-FULL = """
-import resource, signal, sys
-from pathlib import Path
-import numpy as np
-from ps_runtime.system import record_disk, record_loops
-from ps_runtime.system.record_disk import RecordFile
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-for loops in (record_loops, record_disk):
-    record_disk._loops = lambda loops=loops: loops
-    file = RecordFile(Path(sys.argv[1]))
-    written = np.arange(40 * 24, dtype=np.uint8).reshape(40, 24)
+def test_a_write_to_a_full_disk_raises_what_the_system_says(file: RecordFile) -> None:
+    """The records that were written before are read as before."""
+    written = drawn(40)
     file.write(written, np.arange(40))
-    for positions in (np.array([41]), np.arange(20, 60), np.array([4, 900])):
-        try:
-            file.write(written[: len(positions)], positions)
-        except OSError as error:
-            print(error)
-    found = np.zeros((20, 24), np.uint8)
-    file.read(found, np.arange(5, 20), np.arange(15))
-    assert np.array_equal(found[:15], written[5:20])
-"""
-
-
-def test_a_write_to_a_full_disk_raises_what_the_system_says(tmp_path: Path) -> None:
-    """What was written before is read as before."""
-    ended = subprocess.run(
-        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.splitlines() == 6 * [f"[Errno {errno.EFBIG}] File too large"]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        for positions in (np.array([41]), np.arange(30, 60), np.array([30, 900])):
+            with pytest.raises(OSError, match="File too large") as raised:
+                file.write(drawn(len(positions)), positions)
+            assert raised.value.errno == errno.EFBIG
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert np.array_equal(read(file, np.arange(30), 30), written[:30])
 
 
 def test_a_directory_is_made_and_one_that_cannot_be_is_named(tmp_path: Path) -> None:
