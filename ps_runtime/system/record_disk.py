@@ -40,8 +40,9 @@ class RecordFile:
     raise OSError.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, loops: ModuleType | None = None) -> None:
         self._directory = directory
+        self._loops = loops or _loops()
         self._file: int | None = None
         self._lock = Lock()
 
@@ -57,7 +58,7 @@ class RecordFile:
     def read(self, records: Records, positions: Numbers, places: Numbers) -> None:
         """Read the records at these positions into these places of `records`."""
         file, size = self.create(), records.shape[1]
-        failed = _loops().read_records(file, records.ctypes.data, size, positions, places)
+        failed = self._loops.read_records(file, records.ctypes.data, size, positions, places)
         if failed >= 0:
             found = os.pread(file, size, int(positions[failed]) * size)  # raises what is wrong
             raise OSError(f"read {len(found)} of {size} bytes")
@@ -65,10 +66,12 @@ class RecordFile:
     def write(self, records: Records, positions: Numbers) -> None:
         """Write the records to these ascending positions."""
         file, size = self.create(), records.shape[1]
-        failed = _loops().write_records(file, records.ctypes.data, size, positions)
-        if failed >= 0:
-            count = os.pwrite(file, records[failed].data, int(positions[failed]) * size)  # as above
-            raise OSError(f"wrote {count} of {size} bytes")
+        failed = self._loops.write_records(file, records.ctypes.data, size, positions)
+        if failed >= 0:  # of a stretch some bytes may be there: only the next write says why
+            for record, position in zip(records[failed:], positions[failed:].tolist(), strict=True):
+                done = 0
+                while done < size:
+                    done += os.pwrite(file, record[done:].data, position * size + done)
 
 
 class RecordDisk:

@@ -185,12 +185,9 @@ class RowArrays:
         """A copy of a column of these rows."""
         return self.get(name, self.places(numbers), len(numbers))
 
-    def want(self, numbers: Numbers) -> None:
-        """Nothing: all rows are here."""
+    def want(self, numbers: Numbers) -> list[Sequence[Waiting]]:
+        """All rows are here."""
         del numbers
-
-    def coming(self) -> list[Waiting]:
-        """None."""
         return []
 
     def fetching(self, numbers: Numbers) -> Work[None]:

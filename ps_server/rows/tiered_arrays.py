@@ -241,29 +241,29 @@ class TieredArrays:
 
     # --- what is on disk
 
-    def want(self, numbers: Numbers) -> None:
-        """Begin to fetch rows that are on disk."""
+    def want(self, numbers: Numbers) -> list[Sequence[Waiting]]:
+        """Begin to fetch rows that are on disk; returns what to wait for, once it has begun."""
         if self._resident_count == self._count or not bool((self._at(numbers) < 0).any()):
-            return
+            return []
         self._end_transfers()
         wanted = np.unique(numbers[numbers < self._count])
         at = self._at(wanted)
         wanted = wanted[(at < 0) & (at != _NOWHERE)]
-        if len(wanted) and self._fetches:
-            coming = np.concatenate([fetch.numbers for fetch in self._fetches])
-            wanted = wanted[~np.isin(wanted, coming)]
+        coming: list[Sequence[Waiting]] = []
+        for fetch in self._fetches:
+            is_coming = np.isin(wanted, fetch.numbers)
+            if bool(is_coming.any()):
+                coming.append(fetch.transfer.pieces)
+                wanted = wanted[~is_coming]
         if len(wanted):
             self._fetches.append(_Fetch(wanted, self._read(-1 - self._at(wanted))))
-
-    def coming(self) -> list[Waiting]:
-        """The fetches that are under way."""
-        pieces = (piece for fetch in self._fetches for piece in fetch.transfer.pieces)
-        return [piece for piece in pieces if not piece.done()]
+            coming.append(self._fetches[-1].transfer.pieces)
+        return coming
 
     def fetching(self, numbers: Numbers) -> Work[None]:
         """Have these rows in memory, as far as there are frames for them."""
-        self.want(numbers)
-        yield from self.coming()
+        for pieces in self.want(numbers):
+            yield from pieces
         self._end_transfers()
         self._make_space(0)
 

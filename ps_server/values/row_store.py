@@ -19,6 +19,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -133,10 +134,9 @@ class RowStore:
     def _begin(self, block: int) -> RowPartition:
         """A partition without rows."""
         if self._rows.admit_after > 1:
-            terms = self._retention, self._rows.admit_after
             own = RowArrays(COLUMNS, prefault=self.memory.prefault)
             known = RowPartition(self._salt, own, self.memory.prefault)
-            self._candidates[block] = Candidates(known, *terms)
+            self._candidates[block] = Candidates(known, self._retention, self._rows.admit_after)
         arrays = self._layout.arrays(self.memory, self._file)
         made = RowPartition(self._salt, arrays, self.memory.prefault)
         self._partitions[block] = made
@@ -519,23 +519,24 @@ class RowStore:
         rows = memory.view(self._dtype).reshape(-1, self._length)
         self.rows(block, np.frombuffer(ids, "<u8"), rows)
 
-    def want(self, block: int, ids: Ids) -> None:
-        """Begin to fetch the rows of these ids that are on disk."""
+    def want(self, block: int, ids: Ids) -> list[Sequence[Waiting]]:
+        """Begin to fetch the rows of these ids that are on disk; returns what to wait for."""
         partition = self._partitions.get(block)
-        if partition is not None and self._file is not None:
-            numbers = partition.index.find(ids)
-            partition.arrays.want(numbers[numbers >= 0])
+        if partition is None or self._file is None:
+            return []
+        numbers = partition.index.find(ids)
+        return partition.arrays.want(numbers[numbers >= 0])
 
     def want_all(self, ids: Mapping[int, bytes]) -> list[Waiting]:
-        """As `want`, of several partitions, but what no read may have; returns what to wait for."""
+        """As `want`, of several partitions; nothing for what no read may have."""
         if self._file is None:
             return []
-        size, partitions = limits.ROW_ID_BYTES, self._partitions
+        coming, size = [], limits.ROW_ID_BYTES
         with self._file.together():
             for block, own in ids.items():
                 if len(own) % size == 0 and len(own) <= size * self._most_pulled:
-                    self.want(block, np.frombuffer(own, "<u8"))
-        return [p for b in ids if b in partitions for p in partitions[b].arrays.coming()]
+                    coming += self.want(block, np.frombuffer(own, "<u8"))
+        return list(itertools.chain(*coming))
 
     def rows(self, block: int, ids: Ids, out: Rows | None = None) -> Rows:
         """A copy of the rows of these ids of a partition, in `out`; InvalidKeys if one is of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from ps_server.rows.tiered_arrays import RowsLost
 from ps_server.values.row_gradients import payload_of
 from ps_server.values.row_pieces import PartitionSnapshot
 from ps_server.values.row_store import RowStore
-from tests.deferred_disk import DeferredDisk, FewFrames
+from tests.deferred_disk import Deferred, DeferredDisk, FewFrames
 from tests.examples import examples
 
 LENGTH, PARTITIONS, SEED = 3, 2, 5
@@ -211,3 +212,50 @@ def test_rows_that_the_disk_does_not_give_back_are_lost_with_a_word() -> None:
     with pytest.raises(RowsLost, match="Input/output error"):
         both.pull(list(range(ID_COUNT)))
     assert isinstance(told[0], RowsLost)
+
+
+class HoldingDisk(DeferredDisk):
+    """Operations end at once, but those that began while it `holds`: these end with `let_go`, or
+    when somebody waits for them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("held")
+        self.holds = False
+        self._gate = _Gate()
+
+    def submit(self, operation: Callable[[], OSError | None]) -> Deferred:
+        return Deferred(self._gate if self.holds else self, operation)
+
+    def ends_now(self) -> bool:
+        return True
+
+    def let_go(self) -> None:
+        self._gate.is_open = True
+
+
+class _Gate(DeferredDisk):
+    def __init__(self) -> None:
+        super().__init__("gate")
+        self.is_open = False
+
+    def ends_now(self) -> bool:
+        return self.is_open
+
+
+def test_a_row_that_comes_from_the_disk_late_is_the_newest() -> None:
+    """It was read by another one meanwhile, changed, and written elsewhere."""
+    disk = HoldingDisk()
+    both = Both(table_of(RowsSpec(PARTITIONS, SEED), OptimizerKind.SGD), disk, seed=1)
+    for row_id in range(ID_COUNT):
+        both.push([row_id])
+    disk.holds = True
+    both.do(Want([0]))
+    disk.holds = False
+    both.pull([0])
+    both.push([0])
+    for row_id in range(1, ID_COUNT):
+        both.push([row_id])
+    disk.let_go()
+    both.pull([0])
+    both.tiered.audit()

@@ -183,4 +183,60 @@ ROW_MUTANTS = (
         "",
         _STEPS,
     ),
+    Mutant(
+        "rows that changed while they were written are left to the disk",
+        "S11",
+        _TIERS,
+        "        same = self._get_frames(_POSITION, frames) == transfer.positions\n",
+        "        same = self._get_frames(_OWNER, frames) >= 0\n"
+        "        self._put_frames(_POSITION, frames[same], transfer.positions[same])\n",
+        _STEPS,
+    ),
+    Mutant(
+        "rows on disk have no optimizer state",
+        "S11",
+        _TIERS,
+        "            records[:, span] = rows.view(np.uint8).reshape(len(frames), -1)",
+        "            records[:, span] = rows.view(np.uint8).reshape(len(frames), -1)\n"
+        "            records[:, span] *= name == 'values'",
+        _STEPS,
+        20,
+    ),
+    Mutant(
+        "a disk that is full takes rows",
+        "S11",
+        _TIERS,
+        "        if transfer.failure is None:\n            self._tier.took()",
+        "        if True:\n            self._tier.took()",
+        _STEPS,
+    ),
+    Mutant(
+        "a frame that moves forgets whose it is",
+        "S11",
+        _TIERS,
+        "        for name in self._frames.names:\n            self._frames.put(name, own_places",
+        "        for name in set(self._frames.names) - {_OWNER}:\n"
+        "            self._frames.put(name, own_places",
+        _STEPS,
+    ),
+    Mutant(
+        "a row that changes is left to the disk as it was",
+        "S11",
+        _TIERS,
+        "            self._changes(places, len(rows))\n"
+        "            self._frames.put(name, places, rows)\n"
+        "        else",
+        "            self._frames.put(name, places, rows)\n        else",
+        _STEPS,
+        10,
+    ),
+    Mutant(
+        "rows come from the disk in another order",
+        "S11",
+        _FILE,
+        "_Read(records, positions[order], order, [])",
+        "_Read(records, positions[order], np.arange(len(order)), [])",
+        _STEPS,
+        20,
+    ),
 )
