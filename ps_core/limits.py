@@ -42,6 +42,9 @@ MAX_ROW_COUNT = 32_768
 """Rows of one partition in a push or a pull: they are hashed, and perhaps sorted, in one turn of
 the loop."""
 
+LEAST_FRAME_COUNT = 4096
+"""Rows of one partition that a server has in memory, if it has so many, whatever they take."""
+
 MAX_PULLED_ROW_BYTES = 2 * 1024 * 1024
 """Bytes of rows of one partition in an answer: those that no update has made are computed in one
 turn of the loop."""

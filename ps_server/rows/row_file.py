@@ -171,11 +171,6 @@ class RowFile:
         self.positions = Positions()
         self._gathered: list[_Read] | None = None
 
-    @property
-    def byte_count(self) -> int:
-        """Bytes of the file that were ever in use."""
-        return self.positions.end * self.record_bytes
-
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """Reads that begin in this context are made as one, at its end."""

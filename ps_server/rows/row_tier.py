@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ps_core import limits
 from ps_server.rows.reserved_memory import Prefault, no_prefault
 from ps_server.rows.row_file import RecordDisk, RowFile
-
-LEAST_FRAME_COUNT = 4096
 
 
 class RowTier:
@@ -25,7 +24,7 @@ class RowTier:
     def __init__(
         self,
         disk: RecordDisk,
-        least_frame_count: int = LEAST_FRAME_COUNT,
+        least_frame_count: int = limits.LEAST_FRAME_COUNT,
         release: Prefault = no_prefault,
     ) -> None:
         self._disk = disk

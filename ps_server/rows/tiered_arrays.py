@@ -57,6 +57,9 @@ _NOWHERE = int(np.iinfo(np.int32).min)
 """The row of this number has moved, or is gone."""
 
 _MOST_RECENT = 2
+_HELD = 12
+"""Sweeps that a row survives which is about to be used."""
+
 _SWEPT_COUNT = 16_384
 _MOST_SWEPT_COUNT = 16 * _SWEPT_COUNT
 """Frames that are looked at in one turn, and together: some milliseconds, and a fraction of one."""
@@ -262,10 +265,13 @@ class TieredArrays:
 
     def fetching(self, numbers: Numbers) -> Work[None]:
         """Have these rows in memory, as far as there are frames for them."""
-        for pieces in self.want(numbers):
+        self._make_space(0)
+        coming = self.want(numbers)
+        at = self._at(numbers)
+        self._put_frames(_RECENT, at[at >= 0], _HELD)
+        for pieces in coming:
             yield from pieces
         self._end_transfers()
-        self._make_space(0)
 
     def reading(self, numbers: Numbers) -> Work[dict[str, Rows]]:
         """Copies of all arrays of these rows, in passing. Shapes: (rows, width)."""
@@ -331,7 +337,7 @@ class TieredArrays:
                 self._frames.put(name, places, rows)
             self._put_frames(_OWNER, frames, numbers)
             self._put_frames(_POSITION, frames, positions)
-            self._put_frames(_RECENT, frames, _MOST_RECENT)
+            self._put_frames(_RECENT, frames, _HELD)
             self._put_kept(_AT, numbers, frames)
             self._resident_count += len(come)
         self._file.end(transfer)

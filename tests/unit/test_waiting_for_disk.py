@@ -83,13 +83,13 @@ def session(node_id: int, role: Role) -> Session:
 class Server:
     """One with a partition of whose rows most are on disk."""
 
-    def __init__(self) -> None:
+    def __init__(self, least_frame_count: int = LEAST) -> None:
         self.disk = LateDisk()
         sgd = OptimizerSpec(OptimizerKind.SGD, (("lr", 1.0),))
         spec = TableSpec("users", DType.FLOAT32, LENGTH, sgd, rows=RowsSpec(1))
         table = Table(TableId(1), 0, spec.validated())
         own = session(1, Role.SERVER)
-        memory = FewFrames(tier=RowTier(self.disk, least_frame_count=LEAST))
+        memory = FewFrames(tier=RowTier(self.disk, least_frame_count=least_frame_count))
         shards = Shards(SharedLanes(), {}, memory)
         metrics = ServerMetrics(CollectorRegistry())
         self.node = ParameterNode(own, KEY, 1, metrics, lambda: 0.0, shards)
@@ -157,6 +157,16 @@ def test_an_update_of_rows_on_disk_goes_on_when_they_have_come(server: Server) -
     server.disk.is_patient = True
     rows = server.store.rows(0, np.arange(COUNT - 2, dtype=np.uint64))
     assert (rows == -2.0).all()
+
+
+def test_an_update_of_more_rows_than_there_are_frames_waits_as_well() -> None:
+    server = Server(4)
+    for first in (0, COUNT // 3, 0):
+        asyncio.run(driven(server.step(list(range(first, COUNT)))))
+    server.disk.is_patient = True
+    rows = server.store.rows(0, np.arange(COUNT, dtype=np.uint64))
+    assert (rows[:20] == -3.0).all()
+    assert (rows[20:] == -4.0).all()
 
 
 def test_a_checkpoint_of_rows_on_disk_waits_beside_the_loop(server: Server) -> None:

@@ -21,8 +21,8 @@ from ps_cli.bench.contenders.contenders import MeasuredCluster, Servers
 from ps_cli.bench.contenders.rows import BATCH_COUNT, CALL_COUNT, IN_FLIGHT_COUNT, LENGTH
 from ps_cli.bench.instruments.process_memory import resident
 from ps_cli.bench.instruments.sampling import MB, MIB, figures_table, rounded
+from ps_core import limits
 from ps_core.errors import Internal, InvalidConfig
-from ps_server.rows.row_tier import LEAST_FRAME_COUNT
 
 SHARE = 10
 """One row of so many is in memory."""
@@ -48,7 +48,7 @@ _METRICS_DEADLINE_S = 10.0
 
 def is_measured(row_count: int, partition_count: int) -> bool:
     """True if a partition may have as few rows in memory as a tenth of its own."""
-    return row_count >= SHARE * LEAST_FRAME_COUNT * partition_count
+    return row_count >= SHARE * limits.LEAST_FRAME_COUNT * partition_count
 
 
 def memory_mb(row_count: int, partition_count: int) -> int:
