@@ -46,6 +46,7 @@ from ps_core.keys import TableId
 from ps_core.manifest import PartReport, ReportedTable
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
+from ps_runtime.system.future_waits import result_of
 from ps_worker.steps.steps import TableHandle
 
 _LEAVING = 0
@@ -213,7 +214,7 @@ class SavePoints:
         end_s = now_s() + timeout_s
         for each in writing:
             try:
-                each.result(max(end_s - now_s(), 0.0))
+                result_of(each, max(end_s - now_s(), 0.0))
             except TimeoutError:
                 logs.warning("checkpoint_part_not_waited_for", waited_s=timeout_s)
                 break

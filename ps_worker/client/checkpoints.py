@@ -14,6 +14,7 @@ from ps_core.manifest import Imported, PartReport
 from ps_runtime.checkpoint.calls import MadeCheckpoint, create_checkpoint, restore_checkpoint
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
+from ps_runtime.system.future_waits import result_of
 from ps_worker.checkpoint.save_points import HasState, SavePoints
 from ps_worker.client.connection import GRACE_S, ClientConnection
 from ps_worker.client.tables import ClientTables
@@ -64,7 +65,7 @@ class CheckpointTicket:
         if self._save_points is not None and threading.get_ident() == self._thread:
             self._save_points.stay(self.future.done, waits_s + GRACE_S)
         try:
-            made = self.future.result(max(end_s - now_s(), 0.0))
+            made = result_of(self.future, max(end_s - now_s(), 0.0))
         except TimeoutError:
             raise WaitExpired(
                 f"the checkpoint is not complete after {waits_s:g} s, and goes on being made; wait "

@@ -18,8 +18,9 @@ from ps_core.consistency import Mode
 from ps_core.errors import InvalidConfig, NotPermitted, PushpullError, WaitExpired
 from ps_core.keys import NodeId
 from ps_core.tables.table import Table
+from ps_runtime.system.future_waits import result_of, wait_until_ended
 from ps_worker.client.step_record import StepRecord
-from ps_worker.steps.steps import PullTicket, PushTicket, wait_until_ended
+from ps_worker.steps.steps import PullTicket, PushTicket
 from ps_worker.transport.config import WorkerConfig
 from ps_worker.transport.engine import STOPPED_WITHIN_S, Engine
 from ps_worker.transport.links import ServerLinks
@@ -94,7 +95,7 @@ class ClientConnection:
     def result(self, future: Future[ResultT], timeout_s: float) -> ResultT:
         """The future's result; a wait that expires or is interrupted cancels its work."""
         try:
-            return future.result(timeout_s)
+            return result_of(future, timeout_s)
         except TimeoutError as late:
             raise WaitExpired(f"no answer after {timeout_s:g} s") from late
         finally:

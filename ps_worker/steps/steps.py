@@ -17,8 +17,6 @@ Rules:
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -116,26 +114,6 @@ class PullTicket(Generic[ResultT]):
     def has_expired(self) -> bool:
         """True if the pull has ended because its deadline passed."""
         return self.done() and isinstance(self.future.exception(), WaitExpired)
-
-
-def wait_until_ended(futures: Sequence[Future[Any]], timeout_s: float) -> None:
-    """Wait until all are done or the first has failed, at most `timeout_s`; Ctrl-C interrupts it.
-    Takes fewer calls than `concurrent.futures.wait`, which a small `push_pull` would feel.
-    """
-    done_counts = itertools.count(1)
-    ended = threading.Lock()
-    ended.acquire()
-
-    def note(future: Future[Any]) -> None:
-        is_last = next(done_counts) == len(futures)
-        if is_last or future.cancelled() or future.exception() is not None:
-            with contextlib.suppress(RuntimeError):  # a failure has ended the wait before
-                ended.release()
-
-    for future in futures:
-        future.add_done_callback(note)
-    if futures:
-        ended.acquire(timeout=timeout_s)
 
 
 MAX_UNCOMMITTED_STEP_COUNT = 8
