@@ -40,7 +40,6 @@ from ps_server.ranges.events import (
 )
 from ps_server.ranges.server_machine import ShardAdded
 from ps_server.replication.messages import RangeCopy, Snapshot
-from ps_server.rows import row_kernels
 from ps_server.rows.row_arrays import MemoryUse
 from ps_server.rows.row_memory import RowMemory
 from ps_server.values import contributions
@@ -60,6 +59,7 @@ from ps_server.values.mutations import (
 )
 from ps_server.values.optimizer_arrays import check_array
 from ps_server.values.row_gradients import RowGradients
+from ps_server.values.row_layout import RowLayout
 from ps_server.values.row_store import RowStore, Store
 from ps_server.values.shard_store import ChangeHooks, ShardStore, nobody
 from ps_server.values.update_arithmetic import Accumulator
@@ -183,8 +183,10 @@ class Shards:
         seconds, in which others have their turns. `on_ready` is called with each shard.
         """
         lacking = await self._lacking(view, node_id, turns)
-        if any(part.table.spec.rows is not None for part in lacking):
-            await asyncio.to_thread(row_kernels.load)
+        specs = {part.table.table_id: part.table.spec for part in lacking}
+        for spec in specs.values():
+            if spec.rows is not None:
+                await asyncio.to_thread(RowLayout(spec).load)
         await self.segments.reserve(view, node_id, turns)
         expected = {(part.table.table_id, part.range_id) for part in lacking}
         self._ready = {key: ready for key, ready in self._ready.items() if key in expected}

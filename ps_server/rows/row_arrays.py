@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from ps_core.work import Waiting, Work, at_once
 from ps_server.rows.reserved_memory import (
@@ -218,9 +217,9 @@ class RowArrays:
         for slab, numbers, positions in places:
             self._slabs[name][slab][numbers] = rows[positions]
 
-    def add(self, name: str, places: Sequence[Place], rows: Rows) -> None:
-        """Add to these rows, each once. Shapes: (rows, width)."""
-        for slab, numbers, positions in places:
-            own = torch.from_numpy(self._slabs[name][slab])
-            terms = torch.from_numpy(rows[positions])
-            own.index_add_(0, torch.from_numpy(numbers), terms)  # in half the time of numpy's
+    def change(self, places: Sequence[Place], count: int) -> None:
+        """These rows are about to change in the arrays that `slab` gives."""
+
+    def slab(self, names: Iterable[str], number: int) -> dict[str, Rows]:
+        """Arrays of a slab, as they are."""
+        return {name: self._slabs[name][number] for name in names}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +23,17 @@ Numbers = npt.NDArray[np.int64]
 
 
 def load() -> None:
-    """Load the compiled loops, which takes a second, and some more if they were never compiled
-    here. Any thread; what needs them first would do it otherwise.
-    """
+    """Load the compiled loops. Any thread; what needs them first would do it otherwise."""
     _loops()
+
+
+@functools.cache
+def step_loops() -> Any:
+    """The module `row_step_loops`; None without numba."""
+    try:
+        return importlib.import_module("ps_server.rows.row_step_loops")
+    except ImportError:
+        return None
 
 
 @functools.cache

@@ -217,20 +217,20 @@ class TieredArrays:
 
     def put(self, name: str, places: Sequence[Place], rows: Rows) -> None:
         if name in self._spans:
-            self._changes(places, len(rows))
+            self.change(places, len(rows))
             self._frames.put(name, places, rows)
         else:
             self._kept.put(name, self._kept_places(places, len(rows)), rows)
 
-    def add(self, name: str, places: Sequence[Place], rows: Rows) -> None:
-        self._changes(places, len(rows))
-        self._frames.add(name, places, rows)
+    def slab(self, names: Iterable[str], number: int) -> dict[str, Rows]:
+        """As of `RowArrays`, of the rows that are in memory."""
+        return self._frames.slab(names, number)
 
     def kept(self, name: str, numbers: Numbers) -> Rows:
         """A copy of a column of these rows that is in memory for all."""
         return self._kept.get(name, self._kept.places(numbers), len(numbers))
 
-    def _changes(self, places: Sequence[Place], count: int) -> None:
+    def change(self, places: Sequence[Place], count: int) -> None:
         """The records of these rows are about to be old."""
         positions = self._frames.get(_POSITION, places, count)
         has_record = positions >= 0

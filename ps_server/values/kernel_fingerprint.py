@@ -74,12 +74,10 @@ def _run_rows(spec: OptimizerSpec, dtype: torch.dtype, digest: hashlib._Hash) ->
     optimizer = RowOptimizer(spec, _ROW_ELEMENTS)
     values = fixed_input(0, _ELEMENT_COUNT, dtype).numpy().reshape(shape)
     arrays = {VALUES_ARRAY: values, **optimizer.first_state(shape[0], values.dtype)}
+    numbers = np.arange(shape[0])
     for step in range(1, _STEP_COUNT + 1):
         gradients = fixed_input(step, _ELEMENT_COUNT, dtype).numpy().reshape(shape)
-        taken = {name: arrays[name] for name in optimizer.arrays}
-        change = optimizer.step(taken, gradients, dict(spec.merged(())))
-        if change is not None:
-            values += change
+        optimizer.step(arrays, numbers, gradients, dict(spec.merged(())))
     for rows in arrays.values():
         digest.update(rows.tobytes())
 

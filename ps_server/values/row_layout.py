@@ -14,8 +14,10 @@ import numpy as np
 from ps_core.errors import InvalidConfig
 from ps_core.rows import Ids, first_values, mixed_ids, rounding_draws, salt_of
 from ps_core.tables.table_spec import TableSpec
+from ps_server.rows import row_kernels
 from ps_server.rows.row_arrays import Column, RowArrays, Rows
 from ps_server.rows.row_file import RowFile
+from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
 from ps_server.rows.row_optimizers import RowOptimizer
 from ps_server.rows.row_retention import TALLY, RowRetention
@@ -30,7 +32,6 @@ class RowLayout:
     Attributes:
         columns: the arrays as they are computed with, and as copies and checkpoints have them.
         storage: of the values.
-        taken: the arrays that an update reads and writes.
         work_bytes: of a row, as the bounds of a turn count them.
 
     Raises:
@@ -46,6 +47,7 @@ class RowLayout:
         self._dtype: np.dtype[Any] = np.dtype(spec.dtype.value)
         self._salt = salt_of(rows.seed)
         self._initializer = spec.initializer
+        self._hyperparameters = spec.optimizer.merged(())
         self.optimizer = RowOptimizer(spec.optimizer, self._length)
         self.retention = RowRetention(rows, self._salt)
         self.storage = row_storage(rows.storage, self._length, self._dtype)
@@ -53,11 +55,17 @@ class RowLayout:
         self.columns = {name: Column(width, self._dtype) for name, width in widths.items()}
         self.columns |= {name: Column(1, TALLY) for name in self.retention.names}
         self._stored = {**self.columns, VALUES: self.storage.column}
-        self.taken = self.optimizer.arrays
         self.work_bytes = self._length * self._dtype.itemsize
         if self.storage.is_packed:
             self.work_bytes *= 2  # packing takes as long as the optimizer
-            self.taken = tuple(dict.fromkeys((VALUES, *self.taken)))
+
+    def load(self) -> None:
+        """Load the compiled loops that these rows need, which takes a second, and some more if
+        they were never compiled here. Any thread; who needs them first would do it otherwise.
+        """
+        none = {name: np.empty((0, each.width), each.dtype) for name, each in self.columns.items()}
+        row_kernels.load()
+        self.step(none, np.empty(0, np.int64), none[VALUES].copy(), dict(self._hyperparameters))
 
     def made_bytes(self, memory: RowMemory) -> int:
         """The most memory that a new row needs at once."""
@@ -91,6 +99,17 @@ class RowLayout:
 
     def as_stored(self, arrays: Mapping[str, Rows]) -> dict[str, Rows]:
         return {**arrays, VALUES: self.storage.packed(arrays[VALUES])}
+
+    def step(
+        self,
+        arrays: Mapping[str, Rows],
+        numbers: Numbers,
+        gradients: Rows,
+        hyperparameters: Mapping[str, float],
+    ) -> None:
+        """As `RowOptimizer.step`, compiled if it can be."""
+        loops = row_kernels.step_loops()
+        self.optimizer.step(arrays, numbers, gradients, hyperparameters, loops)
 
     def rounded(self, values: Rows, ids: Ids, version: int) -> Rows:
         """The values as update `version` stores them."""

@@ -1,0 +1,117 @@
+"""The optimizers of `row_optimizers` as loops over rows, compiled by numba: a row is read and
+written once. The results are the same, to the bit: each element goes through the same operations,
+in the same order. Only `row_kernels` imports this module.
+
+`values` and the arrays of state are those of all rows of a slab; `gradients` has those of the rows
+`numbers`, each of which comes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+
+def _compiled(function: Callable[..., None]) -> Any:
+    """Compile a function for a dtype when it is first called; `cache` where a file can be."""
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # no directory can be written
+        return njit(nogil=True, error_model="numpy")(function)
+
+
+@_compiled
+def sgd(values: Any, numbers: Any, gradients: Any, rate: Any) -> None:
+    for at in range(len(numbers)):
+        own, row = gradients[at], values[numbers[at]]
+        for j in range(len(row)):
+            row[j] += own[j] * rate
+
+
+@_compiled
+def rowwise_adagrad(
+    values: Any, sums: Any, numbers: Any, gradients: Any, rate: Any, eps: Any, length: Any
+) -> None:
+    count = values.shape[1]
+    whole_count = count - count % 8
+    for at in range(len(numbers)):
+        number = numbers[at]
+        own, row = gradients[at], values[number]
+        zero = own.dtype.type(0)
+        a, b, c, d, e, f, g, h = zero, zero, zero, zero, zero, zero, zero, zero
+        for j in range(0, whole_count, 8):
+            a += own[j] * own[j]
+            b += own[j + 1] * own[j + 1]
+            c += own[j + 2] * own[j + 2]
+            d += own[j + 3] * own[j + 3]
+            e += own[j + 4] * own[j + 4]
+            f += own[j + 5] * own[j + 5]
+            g += own[j + 6] * own[j + 6]
+            h += own[j + 7] * own[j + 7]
+        total = ((a + e) + (c + g)) + ((b + f) + (d + h))
+        for j in range(whole_count, count):
+            total += own[j] * own[j]
+        sums[number, 0] += total / length
+        factor = rate / (np.sqrt(sums[number, 0]) + eps)
+        for j in range(count):
+            row[j] += own[j] * factor
+
+
+@_compiled
+def adagrad(values: Any, sums: Any, numbers: Any, gradients: Any, rate: Any, eps: Any) -> None:
+    for at in range(len(numbers)):
+        own, row, held = gradients[at], values[numbers[at]], sums[numbers[at]]
+        for j in range(len(row)):
+            held[j] += own[j] * own[j]
+            row[j] += own[j] / (np.sqrt(held[j]) + eps) * rate
+
+
+@_compiled
+def adam(
+    values: Any,
+    first: Any,
+    second: Any,
+    numbers: Any,
+    gradients: Any,
+    divisors: Any,
+    factors: Any,
+    terms: Any,
+) -> None:
+    new_first, old_second, new_second, eps = terms[0], terms[1], terms[2], terms[3]
+    for at in range(len(numbers)):
+        number, divisor, factor = numbers[at], divisors[at], factors[at]
+        own, row, m, v = gradients[at], values[number], first[number], second[number]
+        for j in range(len(row)):
+            m[j] += (own[j] - m[j]) * new_first
+            v[j] = v[j] * old_second + own[j] * own[j] * new_second
+            row[j] += m[j] / (np.sqrt(v[j]) / divisor + eps) * factor
+
+
+@_compiled
+def ftrl(
+    values: Any, sums: Any, helds: Any, numbers: Any, gradients: Any, terms: Any, has_beta: bool
+) -> None:
+    sign, l1, l2, beta, inverse_rate = terms[0], terms[1], terms[2], terms[3], terms[4]
+    most = terms[5]
+    for at in range(len(numbers)):
+        number = numbers[at]
+        own, row, total, held = gradients[at], values[number], sums[number], helds[number]
+        for j in range(len(row)):
+            s = total[j] + own[j] * own[j]
+            s = most if s > most else s
+            total[j] = s
+            rate = (np.sqrt(s) + beta) * inverse_rate
+            h, w = held[j] + own[j] * sign, row[j]
+            z = h - rate * w
+            end = -l1 if z < -l1 else (l1 if z > l1 else z)
+            has_rate = has_beta or rate > 0
+            if has_rate:
+                w = w - (h + l2 * w - end) / (rate + l2)
+                if z == end:
+                    w = own.dtype.type(0)
+                row[j] = w
+                h = end - l2 * w
+            held[j] = h
