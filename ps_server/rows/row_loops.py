@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import int64, njit, uint64
 
 from ps_core.rows import GOLDEN, MIX_FACTORS, MIX_SHIFTS
+from ps_server.rows.prefetching import to_read
 
-_GROUP_COUNT = 32
+_AHEAD_COUNT = 32
+"""Elements after which one is used that the processor was told of."""
 
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = (uint64(int(shift)) for shift in MIX_SHIFTS)
 _FACTOR_1, _FACTOR_2 = (uint64(int(factor)) for factor in MIX_FACTORS)
@@ -57,27 +59,39 @@ def elsewhere(ids: Any, salt: Any, partition_count: Any, partition: Any) -> int:
     " Array(uint64, 1, 'C', readonly=True), uint64, int64[::1])"
 )
 def find(slots: Any, known: Any, ids: Any, salt: Any, found: Any) -> None:
-    mask = uint64(len(slots)) - _ONE
-    places = np.empty(_GROUP_COUNT, np.uint64)
-    taken = np.empty(_GROUP_COUNT, np.int64)
-    there = np.empty(_GROUP_COUNT, np.uint64)
-    for begin in range(0, len(ids), _GROUP_COUNT):
-        count = min(_GROUP_COUNT, len(ids) - begin)
-        for at in range(count):
-            places[at] = _mixed(ids[begin + at] ^ salt) & mask
-        for at in range(count):
-            taken[at] = slots[places[at]]
-        for at in range(count):
-            there[at] = known[max(taken[at] - 1, 0)]
-        for at in range(count):
-            row_id, number = ids[begin + at], taken[at]
-            if number != 0 and there[at] != row_id:
-                place = (places[at] + _ONE) & mask
-                number = slots[place]
-                while number != 0 and known[number - 1] != row_id:
-                    place = (place + _ONE) & mask
-                    number = slots[place]
-            found[begin + at] = number - 1
+    mask, count = uint64(len(slots)) - _ONE, len(ids)
+    places = np.empty(count, np.uint64)
+    for at in range(count):
+        places[at] = _mixed(ids[at] ^ salt) & mask
+    for at in range(count):
+        if at + _AHEAD_COUNT < count:
+            to_read(slots, int64(places[at + _AHEAD_COUNT]))
+        found[at] = slots[places[at]]
+    for at in range(count):
+        if at + _AHEAD_COUNT < count:
+            to_read(known, max(found[at + _AHEAD_COUNT] - 1, 0))
+        number, place = found[at], places[at]
+        while number != 0 and known[uint64(number - 1)] != ids[at]:
+            place = (place + _ONE) & mask
+            number = int64(slots[place])
+        found[at] = number - 1
+
+
+_TAKE = "void({0}[:, ::1], int64[::1], {0}[:, ::1])"
+
+
+@_compiled(_TAKE.format("float32"), _TAKE.format("float64"))
+def take(rows: Any, numbers: Any, out: Any) -> None:
+    count, width = len(numbers), rows.shape[1]
+    line = 64 // rows.itemsize
+    for at in range(count):
+        if at + _AHEAD_COUNT < count:
+            ahead = numbers[at + _AHEAD_COUNT]
+            for j in range(0, width, line):
+                to_read(rows, ahead, j)
+        row, own = rows[numbers[at]], out[at]
+        for j in range(width):
+            own[j] = row[j]
 
 
 @_compiled("void(int32[::1], int64, Array(uint64, 1, 'C', readonly=True), uint64)")
