@@ -92,40 +92,40 @@ class RowOptimizer:
             gradients: (numbers, width of the values).
         """
         number = gradients.dtype.type
-        values = arrays[VALUES_ARRAY]
         gradients = gradients.view()
         gradients.flags.writeable = False  # or the loops would be compiled for each of both
-        if self._kind is OptimizerKind.FTRL:
-            terms = _ftrl_terms(number, -self._sign, hyperparameters)
-            ftrl = _ftrl if loops is None else loops.ftrl
-            ftrl(values, arrays[SUM], arrays[HELD], numbers, gradients, terms, terms[3] > 0.0)
-            return
+        found = tuple(arrays[name] for name in self.arrays if name != STEP_ARRAY)
         rate = number(self._sign * hyperparameters["lr"])
-        if self._kind is OptimizerKind.SGD:
-            (_sgd if loops is None else loops.sgd)(values, numbers, gradients, rate)
-            return
-        eps = number(hyperparameters["eps"])
-        if self._kind is OptimizerKind.ADAM:
-            state = arrays[FIRST], arrays[SECOND]
-            scales = _adam_scales(arrays[STEP_ARRAY], numbers, rate, hyperparameters)
-            beta1, beta2 = hyperparameters["beta1"], hyperparameters["beta2"]
-            terms = np.array([1 - beta1, beta2, 1 - beta2, eps], number)
-            adam = _adam if loops is None else loops.adam
-            adam(values, *state, numbers, gradients, *scales, terms)
-            return
-        if self._kind is OptimizerKind.ROWWISE_ADAGRAD:
-            length = number(gradients.shape[1])
-            rowwise = _rowwise_adagrad if loops is None else loops.rowwise_adagrad
-            rowwise(values, arrays[SUM], numbers, gradients, rate, eps, length)
-            return
-        adagrad = _adagrad if loops is None else loops.adagrad
-        adagrad(values, arrays[SUM], numbers, gradients, rate, eps)
+        match self._kind:
+            case OptimizerKind.SGD:
+                _add(found[0], numbers, gradients * rate)  # a loop would be slower
+            case OptimizerKind.ADAM:
+                scales = _adam_scales(arrays[STEP_ARRAY], numbers, rate, hyperparameters)
+                beta1, beta2 = hyperparameters["beta1"], hyperparameters["beta2"]
+                terms = np.array([1 - beta1, beta2, 1 - beta2, hyperparameters["eps"]], number)
+                adam = _adam if loops is None else loops.adam
+                adam(found, numbers, gradients, scales, terms)
+            case OptimizerKind.ADAGRAD:
+                terms = np.array([rate, hyperparameters["eps"]], number)
+                adagrad = _adagrad if loops is None else loops.adagrad
+                adagrad(found, numbers, gradients, terms)
+            case OptimizerKind.ROWWISE_ADAGRAD:
+                terms = np.array([rate, hyperparameters["eps"], gradients.shape[1]], number)
+                rowwise_adagrad = _rowwise_adagrad if loops is None else loops.rowwise_adagrad
+                rowwise_adagrad(found, numbers, gradients, terms)
+            case _:
+                terms = _ftrl_terms(number, -self._sign, hyperparameters)
+                ftrl = _ftrl if loops is None else loops.ftrl
+                ftrl(found, numbers, gradients, terms)
 
 
 class StepLoops(Protocol):
-    """The functions below as compiled loops: `ps_server.rows.row_step_loops`."""
+    """The functions below as compiled loops: `ps_server.rows.row_step_loops`.
 
-    sgd: Callable[..., None]
+    arrays: the values and the state; numbers, gradients: as of `RowOptimizer.step`; terms: numbers
+    of the optimizer, in the rows' dtype.
+    """
+
     adam: Callable[..., None]
     adagrad: Callable[..., None]
     rowwise_adagrad: Callable[..., None]
@@ -137,19 +137,11 @@ def _add(values: Rows, numbers: Numbers, change: Rows) -> None:
     own.index_add_(0, torch.from_numpy(numbers), torch.from_numpy(change))
 
 
-def _sgd(values: Rows, numbers: Numbers, gradients: Rows, rate: Number) -> None:
-    _add(values, numbers, gradients * rate)
-
-
 def _rowwise_adagrad(
-    values: Rows,
-    sums: Rows,
-    numbers: Numbers,
-    gradients: Rows,
-    rate: Number,
-    eps: Number,
-    length: Number,
+    arrays: tuple[Rows, ...], numbers: Numbers, gradients: Rows, terms: Rows
 ) -> None:
+    values, sums = arrays
+    rate, eps, length = terms
     held = sums[numbers]
     held[:, 0] += _square_sums(gradients) / length
     _add(values, numbers, gradients * (rate / (np.sqrt(held) + eps)))
@@ -171,9 +163,9 @@ def _square_sums(rows: Rows) -> npt.NDArray[Any]:
     return sums
 
 
-def _adagrad(
-    values: Rows, sums: Rows, numbers: Numbers, gradients: Rows, rate: Number, eps: Number
-) -> None:
+def _adagrad(arrays: tuple[Rows, ...], numbers: Numbers, gradients: Rows, terms: Rows) -> None:
+    values, sums = arrays
+    rate, eps = terms
     held = sums[numbers]
     held += np.square(gradients)
     sums[numbers] = held
@@ -186,9 +178,9 @@ def _adagrad(
 
 def _adam_scales(
     steps: Rows, numbers: Numbers, rate: Number, hyperparameters: Mapping[str, float]
-) -> tuple[Rows, Rows]:
+) -> Rows:
     """Count a step of each row; what its root of squares is divided by, and its mean multiplied
-    with. Shapes: (numbers,) each.
+    with. Shapes: (numbers, 2).
     """
     counted = steps[numbers]
     counted += 1
@@ -196,19 +188,13 @@ def _adam_scales(
     counts = counted[:, 0].astype(np.float64)
     divisors = np.sqrt(1 - hyperparameters["beta2"] ** counts).astype(steps.dtype)
     factors = (rate / (1 - hyperparameters["beta1"] ** counts)).astype(steps.dtype)
-    return divisors, factors
+    return np.stack((divisors, factors), axis=1)
 
 
 def _adam(
-    values: Rows,
-    firsts: Rows,
-    seconds: Rows,
-    numbers: Numbers,
-    gradients: Rows,
-    divisors: Rows,
-    factors: Rows,
-    terms: Rows,
+    arrays: tuple[Rows, ...], numbers: Numbers, gradients: Rows, scales: Rows, terms: Rows
 ) -> None:
+    values, firsts, seconds = arrays
     new_first, old_second, new_second, eps = terms
     first, second = firsts[numbers], seconds[numbers]
     first += (gradients - first) * new_first
@@ -216,10 +202,10 @@ def _adam(
     second += np.square(gradients) * new_second
     firsts[numbers], seconds[numbers] = first, second
     roots = np.sqrt(second)
-    roots /= divisors[:, np.newaxis]
+    roots /= scales[:, :1]
     roots += eps
     np.divide(first, roots, out=roots)
-    roots *= factors[:, np.newaxis]
+    roots *= scales[:, 1:]
     _add(values, numbers, roots)
 
 
@@ -232,15 +218,8 @@ def _ftrl_terms(
     return np.append(terms, np.finfo(terms.dtype).max)
 
 
-def _ftrl(
-    all_values: Rows,
-    all_sums: Rows,
-    all_held: Rows,
-    numbers: Numbers,
-    gradients: Rows,
-    terms: Rows,
-    has_beta: bool,
-) -> None:
+def _ftrl(arrays: tuple[Rows, ...], numbers: Numbers, gradients: Rows, terms: Rows) -> None:
+    all_values, all_sums, all_held = arrays
     sign, l1, l2, beta, inverse_rate, most = terms
     values, sums, held = all_values[numbers], all_sums[numbers], all_held[numbers]
     sums += np.square(gradients)
@@ -248,7 +227,7 @@ def _ftrl(
     rates = np.sqrt(sums)
     rates += beta
     rates *= inverse_rate
-    has_rate = np.True_ if has_beta else rates > 0.0
+    has_rate = np.True_ if beta > 0.0 else rates > 0.0
     held += gradients * sign
     z = held - rates * values
     # What the penalty of l1 holds back of z.

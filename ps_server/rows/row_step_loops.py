@@ -2,8 +2,7 @@
 written once. The results are the same, to the bit: each element goes through the same operations,
 in the same order. Only `row_kernels` imports this module.
 
-`values` and the arrays of state are those of all rows of a slab; `gradients` has those of the rows
-`numbers`, each of which comes once.
+Arguments are as of the functions of the same names there.
 """
 
 from __future__ import annotations
@@ -13,6 +12,11 @@ from typing import Any
 
 import numpy as np
 from numba import njit
+
+from ps_server.rows.prefetching import to_write
+
+_AHEAD_COUNT = 8
+"""Rows after which one is changed that the processor was told of."""
 
 
 def _compiled(function: Callable[..., None]) -> Any:
@@ -24,20 +28,23 @@ def _compiled(function: Callable[..., None]) -> Any:
 
 
 @_compiled
-def sgd(values: Any, numbers: Any, gradients: Any, rate: Any) -> None:
-    for at in range(len(numbers)):
-        own, row = gradients[at], values[numbers[at]]
-        for j in range(len(row)):
-            row[j] += own[j] * rate
+def _announce(rows: Any, numbers: Any, at: Any) -> None:
+    """Have a row loaded that comes a little later."""
+    if at + _AHEAD_COUNT < len(numbers):
+        number, line = numbers[at + _AHEAD_COUNT], 64 // rows.itemsize
+        for j in range(0, rows.shape[1], line):
+            to_write(rows, number, j)
 
 
 @_compiled
-def rowwise_adagrad(
-    values: Any, sums: Any, numbers: Any, gradients: Any, rate: Any, eps: Any, length: Any
-) -> None:
+def rowwise_adagrad(arrays: Any, numbers: Any, gradients: Any, terms: Any) -> None:
+    values, sums = arrays
+    rate, eps, length = terms[0], terms[1], terms[2]
     count = values.shape[1]
     whole_count = count - count % 8
     for at in range(len(numbers)):
+        _announce(values, numbers, at)
+        _announce(sums, numbers, at)
         number = numbers[at]
         own, row = gradients[at], values[number]
         zero = own.dtype.type(0)
@@ -61,8 +68,12 @@ def rowwise_adagrad(
 
 
 @_compiled
-def adagrad(values: Any, sums: Any, numbers: Any, gradients: Any, rate: Any, eps: Any) -> None:
+def adagrad(arrays: Any, numbers: Any, gradients: Any, terms: Any) -> None:
+    values, sums = arrays
+    rate, eps = terms[0], terms[1]
     for at in range(len(numbers)):
+        _announce(values, numbers, at)
+        _announce(sums, numbers, at)
         own, row, held = gradients[at], values[numbers[at]], sums[numbers[at]]
         for j in range(len(row)):
             held[j] += own[j] * own[j]
@@ -70,19 +81,14 @@ def adagrad(values: Any, sums: Any, numbers: Any, gradients: Any, rate: Any, eps
 
 
 @_compiled
-def adam(
-    values: Any,
-    first: Any,
-    second: Any,
-    numbers: Any,
-    gradients: Any,
-    divisors: Any,
-    factors: Any,
-    terms: Any,
-) -> None:
+def adam(arrays: Any, numbers: Any, gradients: Any, scales: Any, terms: Any) -> None:
+    values, first, second = arrays
     new_first, old_second, new_second, eps = terms[0], terms[1], terms[2], terms[3]
     for at in range(len(numbers)):
-        number, divisor, factor = numbers[at], divisors[at], factors[at]
+        _announce(values, numbers, at)
+        _announce(first, numbers, at)
+        _announce(second, numbers, at)
+        number, divisor, factor = numbers[at], scales[at, 0], scales[at, 1]
         own, row, m, v = gradients[at], values[number], first[number], second[number]
         for j in range(len(row)):
             m[j] += (own[j] - m[j]) * new_first
@@ -91,12 +97,14 @@ def adam(
 
 
 @_compiled
-def ftrl(
-    values: Any, sums: Any, helds: Any, numbers: Any, gradients: Any, terms: Any, has_beta: bool
-) -> None:
+def ftrl(arrays: Any, numbers: Any, gradients: Any, terms: Any) -> None:
+    values, sums, helds = arrays
     sign, l1, l2, beta, inverse_rate = terms[0], terms[1], terms[2], terms[3], terms[4]
-    most = terms[5]
+    most, has_beta = terms[5], terms[3] > 0
     for at in range(len(numbers)):
+        _announce(values, numbers, at)
+        _announce(sums, numbers, at)
+        _announce(helds, numbers, at)
         number = numbers[at]
         own, row, total, held = gradients[at], values[number], sums[number], helds[number]
         for j in range(len(row)):

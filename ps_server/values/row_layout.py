@@ -6,7 +6,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from ps_core.errors import InvalidConfig
 from ps_core.rows import Ids, first_values, mixed_ids, rounding_draws, salt_of
 from ps_core.tables.table_spec import TableSpec
 from ps_server.rows import row_kernels
-from ps_server.rows.row_arrays import Column, RowArrays, Rows
+from ps_server.rows.row_arrays import Column, Place, RowArrays, Rows
 from ps_server.rows.row_file import RowFile
 from ps_server.rows.row_kernels import Numbers
 from ps_server.rows.row_memory import INDEX_BYTES, RowMemory
@@ -23,6 +23,7 @@ from ps_server.rows.row_optimizers import RowOptimizer
 from ps_server.rows.row_retention import TALLY, RowRetention
 from ps_server.rows.row_storage import row_storage
 from ps_server.rows.tiered_arrays import TieredArrays, kept_bytes, record_bytes
+from ps_server.values.row_gradients import RowGradients
 from ps_server.values.store_copy import VALUES
 
 
@@ -65,7 +66,7 @@ class RowLayout:
         """
         none = {name: np.empty((0, each.width), each.dtype) for name, each in self.columns.items()}
         row_kernels.load()
-        self.step(none, np.empty(0, np.int64), none[VALUES].copy(), dict(self._hyperparameters))
+        self._step(none, np.empty(0, np.int64), none[VALUES].copy(), dict(self._hyperparameters))
 
     def made_bytes(self, memory: RowMemory) -> int:
         """The most memory that a new row needs at once."""
@@ -100,20 +101,36 @@ class RowLayout:
     def as_stored(self, arrays: Mapping[str, Rows]) -> dict[str, Rows]:
         return {**arrays, VALUES: self.storage.packed(arrays[VALUES])}
 
-    def step(
+    def update(
+        self,
+        arrays: RowArrays | TieredArrays,
+        places: Sequence[Place],
+        gradients: RowGradients,
+        hyperparameters: Mapping[str, float],
+        version: int,
+    ) -> None:
+        """Update rows where they lie, by these gradients; `version` is the partition's now."""
+        names, ids = self.optimizer.arrays, gradients.ids
+        if not self.storage.is_packed:
+            arrays.change(places, len(ids))
+            for slab, numbers, positions in places:
+                some = gradients.values[positions]
+                self._step(arrays.slab(names, slab), numbers, some, hyperparameters)
+            return
+        taken = {name: arrays.get(name, places, len(ids)) for name in names}
+        taken[VALUES] = self.storage.unpacked(taken[VALUES])
+        self._step(taken, np.arange(len(ids)), gradients.values, hyperparameters)
+        draws = rounding_draws(mixed_ids(ids, self._salt), version, self._length)
+        taken[VALUES] = self.storage.packed(taken[VALUES], draws)
+        for name, rows in taken.items():
+            arrays.put(name, places, rows)
+
+    def _step(
         self,
         arrays: Mapping[str, Rows],
         numbers: Numbers,
         gradients: Rows,
         hyperparameters: Mapping[str, float],
     ) -> None:
-        """As `RowOptimizer.step`, compiled if it can be."""
         loops = row_kernels.step_loops()
         self.optimizer.step(arrays, numbers, gradients, hyperparameters, loops)
-
-    def rounded(self, values: Rows, ids: Ids, version: int) -> Rows:
-        """The values as update `version` stores them."""
-        if not self.storage.is_packed:
-            return values
-        draws = rounding_draws(mixed_ids(ids, self._salt), version, self._length)
-        return self.storage.packed(values, draws)

@@ -410,32 +410,10 @@ class RowStore:
             if partition.snapshot is not None:
                 partition.snapshot.keep(numbers)
             places = arrays.places(numbers)
-            if self._storage.is_packed:
-                self._update_packed(partition, places, here, steps, merged)
-            else:
-                arrays.change(places, len(numbers))
-                for slab, own, positions in places:
-                    rows = arrays.slab(self._layout.optimizer.arrays, slab)
-                    self._layout.step(rows, own, steps[positions], merged)
+            found = RowGradients(block, here, steps)
+            self._layout.update(arrays, places, found, merged, partition.version)
             self._tally(partition, places, len(numbers))
             yield
-
-    def _update_packed(
-        self,
-        partition: RowPartition,
-        places: Sequence[Place],
-        ids: Ids,
-        gradients: Rows,
-        merged: Mapping[str, float],
-    ) -> None:
-        """Update rows of which the values are packed, in a copy."""
-        arrays, optimizer = partition.arrays, self._layout.optimizer
-        taken = {name: arrays.get(name, places, len(ids)) for name in optimizer.arrays}
-        taken[VALUES] = self._storage.unpacked(taken[VALUES])
-        self._layout.step(taken, np.arange(len(ids)), gradients, merged)
-        taken[VALUES] = self._layout.rounded(taken[VALUES], ids, partition.version)
-        for name, rows in taken.items():
-            arrays.put(name, places, rows)
 
     def _tally(self, partition: RowPartition, places: Sequence[Place], count: int) -> None:
         """Note that the newest update had gradients of these rows."""

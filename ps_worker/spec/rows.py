@@ -142,6 +142,11 @@ def gradients_of(table: Table, ids: Ids, given: Values) -> npt.NDArray[Any]:
 def cut_ids(ids: Ids, rows: RowsSpec) -> RowBatch:
     """Cut ids by partition."""
     groups = Groups.of(ids)
+    if rows.partition_count == 1:
+        places = np.empty(len(ids), np.int64)
+        places[groups.order] = np.repeat(np.arange(len(groups.keys)), groups.counts)
+        spans = {0: (0, len(groups.keys))} if len(ids) else {}
+        return RowBatch(groups.keys, spans, places, groups)
     partitions = partitions_of(mixed_ids(groups.keys, salt_of(rows.seed)), rows.partition_count)
     order = np.argsort(partitions.astype(np.uint16), kind="stable")  # sorts short numbers by radix
     places = np.empty(len(ids), np.int64)

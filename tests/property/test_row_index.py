@@ -137,7 +137,8 @@ def test_rows_keep_their_values_where_they_move_and_in_further_slabs(reserved_by
         arrays.put("values", places, np.repeat(terms, 256, axis=1))
     numbers = np.random.default_rng(0).permutation(count)
     places = arrays.places(numbers)
-    arrays.add("values", places, np.ones((count, 256), np.float32))
+    for slab, own, _ in places:
+        arrays.slab(("values",), slab)["values"][own] += 1.0
     assert np.array_equal(arrays.get("step", places, count)[:, 0], numbers)
     found = np.empty((count, 256), np.float32)
     assert arrays.get("values", places, count, found) is found

@@ -59,9 +59,10 @@ ROW_MUTANTS = (
     Mutant(
         "an update that makes a row forgets its state",
         "S11",
-        _STORE,
-        "            for name, rows in taken.items():",
-        "            for name, rows in ():",
+        _LAYOUT,
+        "self._step(arrays.slab(names, slab), numbers",
+        "own = {n: a if n == VALUES else a.copy() for n, a in arrays.slab(names, slab).items()}\n"
+        "                self._step(own, numbers",
         _STEPS,
     ),
     Mutant(
@@ -154,9 +155,9 @@ ROW_MUTANTS = (
     Mutant(
         "a change of rounded rows is lost",
         "S11",
-        _STORE,
-        "                    taken[VALUES] += change\n",
-        "                    pass\n",
+        _LAYOUT,
+        "        self._step(taken, ",
+        "        self._step({name: rows.copy() for name, rows in taken.items()}, ",
         _STEPS,
     ),
     Mutant(
@@ -222,11 +223,9 @@ ROW_MUTANTS = (
     Mutant(
         "a row that changes is left to the disk as it was",
         "S11",
-        _TIERS,
-        "            self._changes(places, len(rows))\n"
-        "            self._frames.put(name, places, rows)\n"
-        "        else",
-        "            self._frames.put(name, places, rows)\n        else",
+        _LAYOUT,
+        "            arrays.change(places, len(ids))\n",
+        "",
         _STEPS,
         10,
     ),

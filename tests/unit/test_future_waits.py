@@ -44,8 +44,8 @@ def test_a_signal_that_does_not_wake_the_wait_is_seen_all_the_same() -> None:
 def test_a_wait_ends_when_all_are_done_or_one_has_failed() -> None:
     first: Future[int] = Future()
     second: Future[int] = Future()
-    done = threading.Timer(LOOK_S * 1.2, lambda: (first.set_result(1), second.set_result(2)))
-    done.start()
+    first.set_result(1)
+    threading.Timer(LOOK_S * 1.2, second.set_result, [2]).start()
     wait_until_ended([first, second], TIMEOUT_S)
     assert (first.result(0), second.result(0)) == (1, 2)
     failed: Future[int] = Future()
