@@ -32,7 +32,7 @@ PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # has installed, whose warnings are not ours to heed. A PYTHON given on the command line goes before both.
 GPU_PYTHON = $(if $(filter command,$(firstword $(origin PYTHON)))$(if $(wildcard $(BIN)/python),,none),$(PYTHON),$(BIN)/python)
 
-.PHONY: help demo test check protos protos-check reference image-lock lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
+.PHONY: help demo test thorough check protos protos-check reference image-lock lint format fuzz sim sim-mutants core-mutants chaos bench bench-check checkpoint-check lanes-check gpu-check system-deps test-system pods-check clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,9 +51,12 @@ demo: $(READY) ## Train a CNN on handwritten digits: 1 scheduler, 2 servers, 2 w
 test: $(READY) ## Run the quick tests, which need pip packages only, on up to four cores
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(FAST_TESTS)
 
-check: lint ## All that CI runs: lint, every test, the simulator's seeds, demo, system tests
-	$(BIN)/python -m pytest $(PARALLEL) $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
-	$(MAKE) sim SEEDS=40
+thorough: $(READY) ## Run the tests that take longest, which `make check` leaves out, on up to four cores
+	$(BIN)/python -m pytest $(PARALLEL) -m thorough $(FAST_TESTS)
+
+check: lint ## All that CI runs: lint, the tests but for the longest, the simulator's seeds, demo, system tests
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not thorough' $(filter-out tests/sim,$(FAST_TESTS)) tests/sim/test_mutants.py
+	$(MAKE) sim SEEDS=20
 	$(MAKE) demo
 	$(MAKE) system-deps
 	$(MAKE) test-system

@@ -152,6 +152,7 @@ def test_blocks_of_every_size_arrive(team: Team, block_elements: int) -> None:
             assert equal(found, expected)
 
 
+@pytest.mark.thorough
 def test_blocks_of_the_largest_size_fill_the_ring(team: Team) -> None:
     """Four of them do; nobody may wait for a fifth before the first are answered."""
     block_elements = limits.MAX_BLOCK_ELEMENTS
@@ -202,6 +203,7 @@ def test_sums_alone_are_kept_where_workers_optimize(team: Team) -> None:
             assert equal(found, gradients[0] + gradients[1])
 
 
+@pytest.mark.thorough
 def test_more_than_the_ring_holds_is_pushed_at_once(team: Team) -> None:
     size = 27_000_001
     assert size * 4 > 6 * limits.LANE_RING_BYTES
@@ -357,6 +359,7 @@ def test_consistent_reads_keep_up_with_training(team: Team) -> None:
         steps.result(DEADLINE_S)
 
 
+@pytest.mark.thorough
 def test_no_read_is_torn_while_others_push(team: Team) -> None:
     """ASP: all that a range holds changes together, so a read of it has one value, a whole one
     (SH-2).

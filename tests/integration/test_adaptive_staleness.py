@@ -117,6 +117,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PUSHPULL_HEARTBEAT_INTERVAL_S", "0.1")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_slow_worker_raises_it_to_the_most_and_one_that_keeps_up_lets_it_come_back(
     tmp_path: Path,
@@ -133,6 +134,7 @@ def test_a_slow_worker_raises_it_to_the_most_and_one_that_keeps_up_lets_it_come_
         until(lambda: cluster.setting == "ssp:1..6", "the workers see it")
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_loss_that_rises_lowers_it_while_workers_wait_and_a_fixed_setting_ends_it() -> None:
     with training("ssp:1..6") as cluster:

@@ -528,6 +528,7 @@ def _pushed(wire: Wire, bad: RawWorker, made: RawTable, number: int, count: int)
 # --- last, since it waits for what began with the first test
 
 
+@pytest.mark.thorough
 def test_a_stranger_that_says_nothing_is_shown_out(scene: Scene) -> None:
     scene.stranger.settimeout(limits.STREAM_HEADER_DEADLINE_S + DEADLINE_S)
     assert scene.stranger.recv(1) == b""

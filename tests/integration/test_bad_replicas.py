@@ -99,6 +99,7 @@ def test_more_replicas_than_servers_are_refused_by_the_scheduler() -> None:
     assert "Traceback" not in said
 
 
+@pytest.mark.thorough
 def test_a_server_of_another_cluster_ends_with_a_line(scene: Scene) -> None:
     ended = _ended("ps_server", f"--scheduler={scene.cluster.address}", "--cluster-id=another")
     assert ended.returncode == 1, ended
@@ -266,6 +267,7 @@ def _wrong_record(table: Table, assignment: RangeAssignment, number: int) -> lis
     )
 
 
+@pytest.mark.thorough
 def test_a_backup_that_was_told_what_does_not_fit_begins_anew(
     scene: Scene, session: types.SessionIdentity
 ) -> None:

@@ -137,6 +137,7 @@ def all_rows(bag: ps.EmbeddingBag) -> torch.Tensor:
         return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["sums", "means", "weighted sums", "batches of TorchRec's"])
 def test_it_computes_and_trains_as_torchs_bags(client: ps.Client, kind: str) -> None:
     is_weighted = kind == "weighted sums"

@@ -12,6 +12,7 @@ from tests.bench.cli import run_cli
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

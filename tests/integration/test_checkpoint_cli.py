@@ -171,6 +171,7 @@ def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.detach().to(torch.float64).reshape(-1) for tensor in tensors.values()])
 
 
+@pytest.mark.thorough
 def test_an_exported_model_is_the_module(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Model()

@@ -177,6 +177,7 @@ def test_a_prefix_keeps_it_from_the_tables_of_others(tmp_path: Path) -> None:
         together(cluster.address, 1, both)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_the_checkpoints_that_it_makes(tmp_path: Path) -> None:
     torch.save(Model(5).state_dict(), tmp_path / "model.pt")
     url = imported(tmp_path, tmp_path / "model.pt")
@@ -248,6 +249,7 @@ class Tastes(nn.Module):
         return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("optimizer", [ps.Adagrad(lr=0.1), ps.SGD(lr=0.1)])
 def test_rows_of_a_state_dict_train_on_and_are_exported_and_imported_again(
     tmp_path: Path, optimizer: ps.Adagrad | ps.SGD

@@ -459,6 +459,7 @@ def test_diff_counts_rows(root: Path) -> None:
     assert "users: its rows are spread over other partitions, and are not compared" in ended.stdout
 
 
+@pytest.mark.thorough
 def test_rows_of_a_cluster_that_evicts(tmp_path: Path) -> None:
     """Through incremental checkpoints, and a restore on one server more."""
     draws = np.random.default_rng(7)

@@ -154,6 +154,7 @@ def test_who_does_not_know_of_a_cut_is_told(tmp_path: Path) -> None:
         assert isinstance(from_rpc_error(caught.value), StaleAssignment)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first", [0, 1])
 def test_all_wait_after_the_same_step_whatever_they_have_begun(tmp_path: Path, first: int) -> None:
     """The second to ask had begun its next step when the first one's was cut, and takes none."""
@@ -198,6 +199,7 @@ def test_a_wait_that_expires_says_so() -> None:
         ticket.wait(-GRACE_S)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("says_so", [True, False], ids=["save_point", "at zero_grad"])
 def test_one_waits_for_it_while_the_others_wait_for_that_one(tmp_path: Path, says_so: bool) -> None:
     """`if client.is_main: client.checkpoint().wait()` before a barrier: all are at one step."""

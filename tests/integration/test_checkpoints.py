@@ -85,6 +85,7 @@ def counts_of(root: Path | str) -> tuple[dict[int, np.ndarray[Any, Any]], Any]:
     return blocks, table
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:3"])
 def test_the_cut_of_a_table_that_is_trained(tmp_path: Path, consistency: str) -> None:
@@ -134,6 +135,7 @@ def check_cut(tmp_path: Path, consistency: str) -> None:
             assert {values[0] for values in blocks.values()} == {-2 * table.clock}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_it_goes_on_with_more_workers(tmp_path: Path) -> None:
     check_other_workers(tmp_path, "ssp:2", 3)
@@ -245,6 +247,7 @@ def test_values_that_are_damaged_are_never_trained_on(root: Path) -> None:
         client.close(leave=False)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("consistency", ["bsp", "asp"])
 def test_the_last_checkpoint_has_what_workers_had_that_have_left(

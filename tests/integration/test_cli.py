@@ -125,6 +125,7 @@ def test_on_a_terminal_there_is_a_live_table_and_ctrl_c_ends_all(
     assert_all_gone([pid for pids in roles.values() for pid in pids])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_status_of_a_running_cluster_for_programs_and_people(
     tmp_path: Path, script: Callable[[str], str]

@@ -54,6 +54,7 @@ def write(directory: Path, program: str) -> str:
     return "script.py"
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_that_fails_is_told_at_once_is_in_the_status_and_in_the_exit_code(
     tmp_path: Path,
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_dead_server_is_started_again_as_a_new_node(tmp_path: Path) -> None:
         assert tool.end(END_DEADLINE_S) == 143, tool.text
 
 
+@pytest.mark.thorough
 def test_a_server_that_was_paused_for_long_ends_and_is_started_again(tmp_path: Path) -> None:
     arguments = (
         *("train", write(tmp_path, WAITING), "-w", "1", "-s", "2", "--replicas", "2"),

@@ -75,6 +75,7 @@ def test_a_worker_that_leaves_is_not_waited_for(cluster: ps.LocalCluster) -> Non
         first.close(leave=False)
 
 
+@pytest.mark.thorough
 def test_a_worker_whose_work_is_done_ends_well_beside_a_scheduler_that_answers_nothing() -> None:
     """The end of its steps is committed by the servers; the scheduler finds out by its silence."""
     with ps.local_cluster() as cluster:
@@ -301,6 +302,7 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
         ps.connect(address, connect_deadline_s=SHORT_S)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_leaving_a_cluster_that_is_gone_ends_soon(how: signal.Signals) -> None:
     """A script whose cluster ended first, as a notebook's does, is told; it does not hang."""

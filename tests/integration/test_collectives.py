@@ -318,6 +318,7 @@ class Counting:
         return self.found
 
 
+@pytest.mark.thorough
 def test_calls_go_on_when_their_host_is_paused_killed_or_stopped_and_count_once(
     replicated: ReplicatedCluster,
 ) -> None:

@@ -120,6 +120,7 @@ def test_each_epoch_has_every_sample_once_in_another_order() -> None:
     assert len(orders[0]) == len(orders[1]) == SAMPLES // 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_run_goes_on_with_what_was_left_of_its_epoch(tmp_path: Path, workers: int) -> None:
     """Two workers stop in their second epoch; then as many, more or fewer go on."""
@@ -133,6 +134,7 @@ def test_a_run_goes_on_with_what_was_left_of_its_epoch(tmp_path: Path, workers: 
     assert counted(second, 2) == ONCE
 
 
+@pytest.mark.thorough
 def test_it_goes_on_twice_within_an_epoch(tmp_path: Path) -> None:
     root = str(tmp_path / "checkpoints")
     first = run(2, partial(train, epochs=1, stop_after=3), checkpoint_url=root)
@@ -153,6 +155,7 @@ def test_where_workers_run_apart_each_goes_on_from_where_it_was(tmp_path: Path) 
     assert counted([*first, *second], 0) == ONCE
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("consistency", ["bsp", "ssp:3"])
 def test_a_batch_that_is_in_the_scripts_hands_does_not_count(
     tmp_path: Path, consistency: str

@@ -377,6 +377,7 @@ def test_two_workers_are_averaged_and_a_killed_server_loses_nothing(lane: str) -
             assert np.array_equal(client.pull_rows(table, np.arange(IDS))[:, 0], expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", ["grpc", "shm"])
 def test_the_hottest_rows_are_shown(lane: str, tmp_path: Path) -> None:
     draws, everything = np.random.default_rng(8), np.arange(IDS)
@@ -404,6 +405,7 @@ def test_the_hottest_rows_are_shown(lane: str, tmp_path: Path) -> None:
     assert "no table is 'none'" in nothing.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("lane", "options"),
     [
@@ -452,6 +454,7 @@ def test_rows_leave_and_are_admitted_and_rounded_alike_on_every_server(
         train(client, create(client), alone, 8)
 
 
+@pytest.mark.thorough
 def test_the_state_of_ftrl_is_in_a_checkpoint(tmp_path: Path) -> None:
     draws = np.random.default_rng(6)
     steps = [(draws.integers(20, size=30), draws.standard_normal((30, 3))) for _ in range(6)]
@@ -488,6 +491,7 @@ def test_the_state_of_ftrl_is_in_a_checkpoint(tmp_path: Path) -> None:
     assert all(array.abs().max() > 0 for array in arrays.values())
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_restores_rows_and_state_on_another_number_of_servers(tmp_path: Path) -> None:
     draws = np.random.default_rng(4)
     steps = [

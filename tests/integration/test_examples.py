@@ -60,6 +60,7 @@ def test_a_folder_without_the_pictures_is_refused_by_name(
         fashion["find_data"](tmp_path)
 
 
+@pytest.mark.thorough
 def test_an_evaluator_reads_consistent_parameters_beside_the_training() -> None:
     found = run_warm(
         "train", "examples/stdlib_lm.py", "-w", "2", "-s", "2",
@@ -76,6 +77,7 @@ def test_an_evaluator_reads_consistent_parameters_beside_the_training() -> None:
     assert 1 < float(reached.group(1)) < 256
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["hybrid", "served", "rows under ASP"])
 def test_a_model_of_flights_learns_as_it_does_in_one_process(form: str) -> None:
     options = {"hybrid": (), "served": ("--served",), "rows under ASP": ("--rows", "asp")}[form]
@@ -91,6 +93,7 @@ def test_a_model_of_flights_learns_as_it_does_in_one_process(form: str) -> None:
     assert 0.6 < float(reached.group(1)) < 0.65  # as in one process
 
 
+@pytest.mark.thorough
 def test_a_model_of_ratings_learns_more_than_means_say() -> None:
     found = run_warm(
         "train", "examples/movielens.py", "-w", "2", "-s", "2",

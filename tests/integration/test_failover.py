@@ -139,6 +139,7 @@ def _nothing(step: int) -> None:
 # --- SIGSTOP
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_server_paused_for_longer_than_the_lease_comes_back_as_a_backup(scene: Scene) -> None:
     cluster = scene.cluster
@@ -177,6 +178,7 @@ def test_a_read_at_a_paused_server_is_answered_by_another_one(scene: Scene) -> N
 # --- the dead are replaced
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_new_server_is_brought_up_to_date_and_stands_in_for_an_older_one(scene: Scene) -> None:
     cluster = scene.cluster

@@ -40,6 +40,7 @@ def status(cluster: ReplicatedCluster) -> str:
     return shown.get()
 
 
+@pytest.mark.thorough
 def test_pushes_wait_while_too_few_servers_have_them(cluster: ReplicatedCluster) -> None:
     with (
         ps.connect(cluster.address, request_deadline_s=DEADLINE_S) as client,

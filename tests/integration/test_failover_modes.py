@@ -97,6 +97,7 @@ def _nothing(step: int) -> None:
     del step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "step"),
     [
@@ -139,6 +140,7 @@ def test_every_step_is_as_in_a_run_without_a_kill(
 # --- readers, and a setting that changes
 
 
+@pytest.mark.thorough
 def test_a_consistent_read_and_a_change_of_consistency_end_well(
     cluster: ReplicatedCluster, clients: list[ps.Client]
 ) -> None:
@@ -193,6 +195,7 @@ def push_until_killed(address: str, pipe: Connection) -> None:
     os._exit(1)
 
 
+@pytest.mark.thorough
 def test_a_worker_and_a_server_are_killed_at_once() -> None:
     """BSP: what the dead worker was told is in all of the values; of a last step some have it."""
     context = warm_context()

@@ -42,6 +42,7 @@ def trained(example: str, option: str, folder: Path, forker: Forker) -> str:
     return tool.text
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_an_example_trains_and_goes_on(example: str, tmp_path: Path, forker: Forker) -> None:
     option, pattern = EXAMPLES[example]

@@ -73,6 +73,7 @@ def _train(workers: list[ps.Client], run: int) -> list[Floats]:
     return values
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_bsp_is_the_same_bits_every_time_whatever_the_order_of_arrival() -> None:
     """G4, over two servers."""

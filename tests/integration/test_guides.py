@@ -24,6 +24,7 @@ AWAIT_A_READER = """\
 """
 
 
+@pytest.mark.thorough
 def test_the_reader_the_worker_and_the_checkpoint_agree_in_the_end(tmp_path: Path) -> None:
     page = PageFolder("guides/EVALUATION.md", tmp_path)
     page.save("task.py", "train.py", "evaluate.py", "judge.py")
@@ -62,6 +63,7 @@ def test_the_script_for_gpus_trains_on_the_cpu(tmp_path: Path) -> None:
     assert float(loss[1]) < 0.5
 
 
+@pytest.mark.thorough
 def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
     page.save(*EMBEDDINGS)
@@ -81,6 +83,7 @@ def test_the_model_with_rows_on_the_servers_learns(tmp_path: Path) -> None:
         assert float(loss[1]) < 0.3
 
 
+@pytest.mark.thorough
 def test_the_rest_of_that_model_may_stay_at_the_workers(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
     page.save(*EMBEDDINGS)
@@ -93,6 +96,7 @@ def test_the_rest_of_that_model_may_stay_at_the_workers(tmp_path: Path) -> None:
     assert float(loss[1]) < 0.3
 
 
+@pytest.mark.thorough
 def test_a_model_that_was_written_for_torchrec_learns(tmp_path: Path) -> None:
     page = PageFolder("guides/EMBEDDINGS.md", tmp_path)
     page.save(*EMBEDDINGS)

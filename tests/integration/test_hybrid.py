@@ -198,6 +198,7 @@ def test_a_checkpoint_has_both_halves(pool: Pool, saved: Saved) -> None:
         assert_alike([after[name] for _, after in went_on] + [run[2][name] for run in runs])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["plain", "sharded"])
 def test_an_export_has_both_halves_and_begins_another_run(
     pool: Pool, saved: Saved, tmp_path: Path, name: str
@@ -221,6 +222,7 @@ def test_an_export_has_both_halves_and_begins_another_run(
     assert_alike([after for _, after in begun])
 
 
+@pytest.mark.thorough
 def test_fewer_workers_go_on_with_what_is_not_sharded(saved: Saved) -> None:
     """With wrappers or without."""
     url, runs = saved

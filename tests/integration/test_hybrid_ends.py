@@ -141,6 +141,7 @@ def begun(worker: Worker) -> None:
 # --- one of them ends
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_killed_ends_the_step_of_the_others(cluster: LaneCluster) -> None:
     with workers(cluster, "killed") as (first, victim):
         begun(first)
@@ -151,6 +152,7 @@ def test_a_worker_that_is_killed_ends_the_step_of_the_others(cluster: LaneCluste
         assert REMEDY in said
 
 
+@pytest.mark.thorough
 def test_a_worker_whose_script_fails_is_named(cluster: LaneCluster) -> None:
     with workers(cluster, "failed") as (first, victim):
         begun(first)
@@ -174,6 +176,7 @@ def test_a_worker_that_leaves_before_the_others_is_named(cluster: LaneCluster) -
 # --- one of them is late
 
 
+@pytest.mark.thorough
 def test_a_step_that_is_waited_for_in_vain_or_interrupted_is_taken_by_the_next_call(
     cluster: LaneCluster,
 ) -> None:
@@ -220,6 +223,7 @@ with ps.connect() as client:
 """
 
 
+@pytest.mark.thorough
 def test_a_process_ends_though_a_worker_is_paused(cluster: LaneCluster, tmp_path: Path) -> None:
     """In interpreters of their own: gloo would keep one from ending."""
     script = tmp_path / "train.py"

@@ -69,6 +69,7 @@ with ps.connect() as client:
 """
 
 
+@pytest.mark.thorough
 def test_torchruns_processes_train_with_their_own_group_or_none(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

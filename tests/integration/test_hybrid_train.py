@@ -52,6 +52,7 @@ def steps_of(reader: CheckpointReader) -> tuple[int, list[int | None]]:
     return reader.manifest.table("rows").clock, halves
 
 
+@pytest.mark.thorough
 def test_what_a_hybrid_run_survives_and_what_ends_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     root = str(tmp_path / "runs")
@@ -105,6 +106,7 @@ def test_what_a_hybrid_run_survives_and_what_ends_it(tmp_path: Path) -> None:
     assert f"pushpull: to go on from its newest checkpoint: --resume {newest.url}\n" in tool.text
 
 
+@pytest.mark.thorough
 def test_workers_that_end_together_use_up_one_restart(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     arguments = ("train", "train.py", "-w", "2", "-s", "1", "--max-restarts", "3")

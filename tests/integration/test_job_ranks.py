@@ -54,6 +54,7 @@ def run(
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_torchruns_processes_have_its_ranks(cluster: LocalCluster, script: Path) -> None:
     done = run(

@@ -96,6 +96,7 @@ def until_shown(address: str) -> list[Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cluster_id", ["one", "another"])
 def test_a_server_with_values_keeps_them_until_somebody_has_read_them(
     tmp_path: Path, cluster_id: str

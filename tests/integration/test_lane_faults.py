@@ -150,6 +150,7 @@ def test_a_worker_killed_while_it_pushes_leaves_nothing_behind(
 # --- a server is killed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", LANES)
 def test_a_server_killed_while_it_is_used_tears_no_value(lane: str) -> None:
     """The reader goes on reading where the dead server's values lie, or gets its error."""
@@ -183,6 +184,7 @@ def test_a_server_killed_while_it_is_used_tears_no_value(lane: str) -> None:
 # --- a server pauses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", LANES)
 def test_a_server_that_pauses_while_it_is_pushed_to_loses_nothing(
     cluster: LaneCluster, lane: str
@@ -238,6 +240,7 @@ def wire(request: pytest.FixtureRequest) -> Iterator[CutWire]:
         yield made
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", LANES)
 def test_what_a_broken_stream_carried_arrives_once(wire: CutWire, lane: str) -> None:
     """The connection is cut again and again in the middle of a push, and right after it."""

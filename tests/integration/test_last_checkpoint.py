@@ -147,6 +147,7 @@ def test_when_all_workers_have_left_it_makes_one_and_all_ends(tmp_path: Path) ->
     assert check_whole(root, "the end of training") == 5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("last_s", ["1", "0"])
 def test_it_waits_so_long_and_no_longer(tmp_path: Path, last_s: str) -> None:
     root = tmp_path / "checkpoints"
@@ -158,6 +159,7 @@ def test_it_waits_so_long_and_no_longer(tmp_path: Path, last_s: str) -> None:
     assert CheckpointStore(str(root)).newest_good() is None
 
 
+@pytest.mark.thorough
 def test_who_waits_for_its_cut_goes_on_when_it_is_given_up(tmp_path: Path) -> None:
     """Servers that are stopped promise none; a worker is at its save point and holds on."""
     with (

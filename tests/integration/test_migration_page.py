@@ -41,6 +41,7 @@ def differing(some: dict[str, Tensor], others: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in some.items() if not torch.equal(tensor, others[name])]
 
 
+@pytest.mark.thorough
 def test_ddp_ends_with_the_same_bits(folder: Path) -> None:
     assert not differing(saved(folder, "ddp.pt"), saved(folder, "bsp.pt"))
 

@@ -188,6 +188,7 @@ class Loads:
         self.optimizer.step()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", ["server", "add"])
@@ -271,6 +272,7 @@ def step_beyond(address: str, lane: str, consistency: str, pipe: Connection) -> 
         os._exit(0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("lane", ["shm", "grpc"])

@@ -64,6 +64,7 @@ def check_all_equal(histories: list[list[Values]], expected: list[Values]) -> No
             assert differing(ours, theirs) == [], f"rank {rank}, step {step}"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", jobs.PAIRS)
 def test_state_is_that_of_torch_and_goes_on_there_and_here(workers: Workers, kind: str) -> None:
     """Tensors that no step has touched have none; step counts differ by tensor."""

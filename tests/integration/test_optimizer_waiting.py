@@ -153,6 +153,7 @@ def _by_hand(model: nn.Module) -> None:
         parameter.grad = torch.full_like(parameter, 3.0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("write", [_by_backward, _by_hand])
 @pytest.mark.parametrize("kind", ["server", "add"])
 def test_gradients_that_come_after_an_expired_wait_are_a_step_of_their_own(

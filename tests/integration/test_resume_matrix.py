@@ -58,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
 def test_a_scripts_own_files_go_on_on_any_number_of_servers(clusters: Clusters, kind: str) -> None:
     whole = clusters[SERVERS].run(
@@ -75,6 +76,7 @@ def test_a_scripts_own_files_go_on_on_any_number_of_servers(clusters: Clusters, 
             )
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_has_state_that_was_loaded(
     pool: Pool, clusters: Clusters, tmp_path: Path
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_checkpoint_has_state_that_was_loaded(
             assert [differing(*pair) for pair in pairs] == [[], []], f"{servers} servers"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_frameworks_files_go_on_on_any_number_of_servers(
     clusters: Clusters, folder: Path, framework: str

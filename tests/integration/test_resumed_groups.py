@@ -64,6 +64,7 @@ def train(
     return model
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(
     "optimizer",

@@ -103,6 +103,7 @@ def address_of(process: subprocess.Popen[str]) -> str:
     raise AssertionError("".join(seen))
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_the_three_commands_make_a_cluster_in_a_folder_with_files_of_their_names(
     started: Started,

@@ -81,6 +81,7 @@ def is_ready(server: Served) -> tuple[bool, str]:
         return False, error.read().decode()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(150)
 def test_each_server_is_stopped_and_another_comes(
     cluster: ReplicatedCluster, client: ps.Client
@@ -95,6 +96,7 @@ def test_each_server_is_stopped_and_another_comes(
     load.end()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_who_has_the_only_copy_waits_for_another_to_have_it(
     cluster: ReplicatedCluster, client: ps.Client
@@ -117,6 +119,7 @@ def test_who_has_the_only_copy_waits_for_another_to_have_it(
     cluster.healed()
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_two_that_are_stopped_at_once_do_not_both_leave(
     cluster: ReplicatedCluster, client: ps.Client

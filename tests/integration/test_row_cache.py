@@ -321,6 +321,7 @@ def test_after_a_restore_nothing_of_before_is_served(tmp_path: Path) -> None:
         again.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(("lane", "storage"), [("grpc", "float16"), ("shm", "full")])
 def test_a_killed_server_makes_no_row_older(lane: str, storage: str) -> None:

@@ -375,6 +375,7 @@ def test_rows_prefetched_for_another_clock_or_too_long_ago_are_pulled_again(
     assert not damped._ahead
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("lane", "cache_rows"), [("grpc", 0), ("shm", 30)])
 def test_a_killed_server_loses_no_step_of_either(lane: str, cache_rows: int) -> None:
     """Two workers of one process against torch's mean of both gradients; rows are prefetched."""

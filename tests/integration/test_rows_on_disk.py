@@ -90,6 +90,7 @@ def nameless_files(server: Served, directory: Path) -> int:
     return count
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("lane", ["grpc", "shm"])
 def test_rows_on_disk_are_trained_as_rows_in_memory(lane: str, tmp_path: Path) -> None:
     found, disk_row_counts = [], []
@@ -139,6 +140,7 @@ def test_a_killed_server_loses_no_row_and_leaves_no_file(lane: str, tmp_path: Pa
     assert list(directory.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_rows_on_disk_is_restored_on_any_servers(tmp_path: Path) -> None:
     """It is written while training goes on."""
     plan = CheckpointPlan(str(tmp_path / "checkpoints"))

@@ -81,6 +81,7 @@ def test_five_kills_of_the_scheduler_under_load_are_no_event(scene: Scene) -> No
     assert scene.tables("made afterwards")
 
 
+@pytest.mark.thorough
 def test_an_older_copy_of_the_journal_ends_the_scheduler_and_the_newest_goes_on(
     scene: Scene, tmp_path: Path
 ) -> None:
@@ -111,6 +112,7 @@ def test_an_older_copy_of_the_journal_ends_the_scheduler_and_the_newest_goes_on(
         assert not cluster.lines(server.process, "event=(fenced|registering_again)")
 
 
+@pytest.mark.thorough
 def test_a_full_disk_stops_what_is_new_and_nothing_else(scene: Scene) -> None:
     """No file of the scheduler's grows: it says so, and goes on when there is room again; or it is
     killed, and the next one has what was written last.

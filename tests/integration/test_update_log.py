@@ -133,6 +133,7 @@ def test_a_killed_server_comes_back_with_its_rows(scene: Scene) -> None:
         assert np.array_equal(client.pull_rows(table, np.arange(300))[:, 3], expected)
 
 
+@pytest.mark.thorough
 def test_the_rows_that_it_evicted_and_those_it_did_not_admit_are_as_they_were(
     scene: Scene,
 ) -> None:
@@ -167,6 +168,7 @@ def test_the_rows_that_it_evicted_and_those_it_did_not_admit_are_as_they_were(
         assert np.array_equal(found, alone.pull(np.arange(300)))
 
 
+@pytest.mark.thorough
 def test_all_servers_may_be_killed_at_once(scene: Scene) -> None:
     with under_load(scene):
         killed = list(scene.cluster.living)
@@ -191,6 +193,7 @@ def test_a_server_whose_log_takes_no_more_ends_and_has_lost_nothing(scene: Scene
         progress(loads)
 
 
+@pytest.mark.thorough
 def test_the_log_stays_near_its_bound(scene: Scene) -> None:
     """Beyond it goes what the newest bases do not need; a killed server has enough left."""
     with under_load(scene) as loads:

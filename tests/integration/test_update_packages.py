@@ -168,6 +168,7 @@ def blocks(language: str) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(150)
 def test_the_page_has_a_complete_example(tmp_path: Path) -> None:
     (project,) = blocks("toml")

@@ -41,6 +41,7 @@ def test_a_fork_is_a_child_and_leads_its_group() -> None:
         assert any("event=serving" in line for line in roles[0].recent_lines)
 
 
+@pytest.mark.thorough
 def test_what_is_set_before_an_import_needs_a_new_interpreter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -213,6 +213,7 @@ def test_the_others_finish_when_one_is_killed(cluster: LaneCluster, consistency:
             run.result(DEADLINE_S)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("lane", ["shm", "grpc"])
 def test_one_that_was_paused_for_too_long_is_fenced_and_changes_nothing(

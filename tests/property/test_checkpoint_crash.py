@@ -77,6 +77,7 @@ def complete_after(count: int, ends: list[tuple[int, int]]) -> int:
     return max((number for number, end in ends if end <= count), default=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("survival", [0.0, 1.0])
 def test_a_cut_after_every_operation(recorded: Recorded, survival: float, tmp_path: Path) -> None:
     root, operations, ends = recorded

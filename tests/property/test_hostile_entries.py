@@ -126,6 +126,7 @@ def _check_state(machine: RangeMachine, staging: TableStaging) -> None:
     assert staging.held_bytes == staged + machine.state.summed_bytes
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("from_rank_zero", [False, True])
 @pytest.mark.parametrize("mode", list(Mode))
 @settings(max_examples=examples(150))

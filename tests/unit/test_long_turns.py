@@ -125,6 +125,7 @@ class Stage:
         return set(np.frombuffer(b"".join(payloads), np.float32).tolist())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("optimizer", "clip_scale"),
     [(SGD, None), (ADAM, None), (SGD, 1.0)],
@@ -151,6 +152,7 @@ def test_a_seal_of_the_largest_range_takes_many_short_turns(
     assert shortest(scene, turns_of) < most_turn_s()
 
 
+@pytest.mark.thorough
 def test_a_copy_of_the_largest_range_takes_many_short_turns() -> None:
     stages: list[Stage] = []
 
@@ -169,6 +171,7 @@ def test_a_copy_of_the_largest_range_takes_many_short_turns() -> None:
     assert [stage.values() for stage in stages] == [{-1.0}, {-1.0}]
 
 
+@pytest.mark.thorough
 def test_a_worker_that_is_gone_ends_what_it_sent_in_short_turns() -> None:
     def scene() -> Coroutine[Any, Any, None]:
         stage = Stage(limits.MAX_RANGE_BLOCK_COUNT)

@@ -225,6 +225,7 @@ MANY = 20_000
 """Blocks of a table that takes half a second to make."""
 
 
+@pytest.mark.thorough
 def test_a_table_of_many_blocks_is_made_and_read_in_short_turns() -> None:
     """Measured: 13 ms and 6 ms of processor time, for 20,000 blocks as for 200,000."""
     node, _, view = a_view(64, MANY // 64)
@@ -267,6 +268,7 @@ def test_a_range_that_was_prepared_is_what_it_would_have_been() -> None:
             }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "raw",
     [

@@ -69,6 +69,7 @@ class Server:
         await self.node.works.in_turn(lambda: None)
 
 
+@pytest.mark.thorough
 def test_tables_are_taken_up_and_gone_on_with_in_short_turns() -> None:
     """Measured: 10 ms, for 9,000 tables too."""
 
@@ -81,6 +82,7 @@ def test_tables_are_taken_up_and_gone_on_with_in_short_turns() -> None:
     assert shortest(scene, turns_of_server) < most_turn_s()
 
 
+@pytest.mark.thorough
 def test_ranges_of_many_tables_are_backed_up_served_and_lost_in_short_turns() -> None:
     """Measured: 12 ms; with 9,000 tables 18 ms, and a second where each range was given up for
     itself.

@@ -46,6 +46,7 @@ PUSHING = 160
 MODEL = TableId(1)
 
 
+@pytest.mark.thorough
 def test_thousands_of_sessions_end_in_short_turns() -> None:
     """Measured: 10 ms; 60 ms where all of them ended in one."""
     workers = tuple(

@@ -51,6 +51,7 @@ def test_the_pieces_are_the_header(tables: tuple[str, ...], count: int) -> None:
         assert begin == room.to_bytes(8, "little") + whole.encode().ljust(room)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_end_of_a_part_of_many_blocks_keeps_nobody_waiting(tmp_path: Path) -> None:
     """Measured: 7 ms; 70 ms and more where all blocks were in one call."""

@@ -89,6 +89,7 @@ def test_rows_that_no_update_has_made_are_read_in_one_turn(length: int) -> None:
     assert taken_s(lambda: store.read_rows(0, ids)) < most_turn_s()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("storage", [RowStorage.FULL, RowStorage.FLOAT16, RowStorage.INT8])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_an_update_of_the_largest_push_takes_short_turns(length: int, storage: RowStorage) -> None:
@@ -164,6 +165,7 @@ def test_a_captured_partition_is_copied_and_changes_in_short_turns() -> None:
     assert sorted(longest_s)[-2] < most_turn_s(), longest_s  # one may be the machine's
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("are_same", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_sum_of_many_workers_is_reduced_and_applied_in_short_turns(

@@ -176,6 +176,7 @@ def test_a_range_that_came_meanwhile_needs_none() -> None:
     ran(scene)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_loop_that_reserves_goes_on() -> None:
     async def scene(segments: ValueSegments) -> None:

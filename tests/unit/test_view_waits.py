@@ -120,6 +120,7 @@ def test_a_view_that_comes_while_others_are_answered_is_looked_at() -> None:
     run(scene)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ends_by", ["time", "view", "end"])
 def test_many_go_on_in_short_turns(ends_by: str) -> None:
     """Measured: 5 ms."""
