@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ps_core.errors import UpdateFailed
 from ps_core.keys import TableId
@@ -230,3 +233,28 @@ def test_a_factor_of_1_leaves_the_gradients_as_they_are() -> None:
     assert given[0].grad._version == version  # type: ignore[union-attr]
     multiply_gradients(given, 0.5)
     assert given[0].grad.tolist() == [1.5]  # type: ignore[union-attr]
+
+
+class Sizes(TorchDispatchMode):
+    """The bytes of what each operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        del types
+        found = func(*args, **(kwargs or {}))
+        self.made += [each.nbytes for each in pytree.tree_leaves(found) if torch.is_tensor(each)]
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_norm_of_large_gradients_makes_small_tensors(dtype: torch.dtype) -> None:
+    gradients = [torch.ones(1_000, dtype=dtype), torch.ones(3, dtype=torch.float64)]
+    with Sizes() as sizes:
+        norm_and_factor(gradients, 1.0, 1.0)
+    assert sizes.made
+    assert max(sizes.made) <= 16

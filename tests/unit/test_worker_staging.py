@@ -82,16 +82,15 @@ def test_a_short_accumulation_leaves_at_the_end() -> None:
 def test_a_table_whose_gradients_always_change_is_not_streamed_until_they_stop() -> None:
     loop = Loop(ones(64), ones(64))
     streamed = []
-    for change in (True, True, False, False):
+    for change in (True, True, False, False, False):
         loop.zero_grad()
         streamed.append(len(loop.backward(0, 1)))
         for parameter in loop.parameters:
             assert parameter.grad is not None
             parameter.grad.mul_(0.5 if change else 1.0)
-        left = len(loop.staging.take())
-        assert left == 2 - (streamed[-1] if not change else 0)
+        assert len(loop.staging.take()) == (2 if change else 2 - streamed[-1])
         loop.staging.finish()
-    assert streamed == [2, 0, 0, 2]
+    assert streamed == [2, 0, 0, 0, 2]  # the third is not staged
 
 
 @pytest.mark.parametrize("changed_count", [1, 2, 3])
@@ -212,7 +211,7 @@ def test_no_values_are_finite() -> None:
         assert not is_finite(torch.tensor([1.0, bad]))
 
 
-def test_fingerprints_see_new_tensors_versions_and_contents() -> None:
+def test_fingerprints_see_other_bits_and_no_more() -> None:
     gradient = torch.ones(8)
     before = Fingerprint.of(gradient)
     assert not bool(Fingerprint.of(gradient).differs(before))
@@ -220,9 +219,12 @@ def test_fingerprints_see_new_tensors_versions_and_contents() -> None:
     assert bool(Fingerprint.of(gradient).differs(before))
     gradient.data[3] = 1.0
     assert not bool(Fingerprint.of(gradient).differs(before))
+    assert before.is_untouched(gradient)
     gradient.mul_(1.0)
-    assert bool(Fingerprint.of(gradient).differs(before))
-    assert bool(Fingerprint.of(torch.ones(8)).differs(before))
+    assert not before.is_untouched(gradient)
+    assert not bool(Fingerprint.of(gradient).differs(before))
+    assert not bool(Fingerprint.of(torch.ones(8)).differs(before))
+    assert bool(Fingerprint.of(torch.zeros(8)).differs(before))
 
 
 @pytest.mark.parametrize("element_count", [10, 1021, 1022, 5000])
@@ -348,3 +350,54 @@ def test_copies_on_the_host_have_ended_when_the_call_has() -> None:
     back = torch.zeros(2, 3)
     assert from_host([(back, target)]) == []
     assert torch.equal(back, source)
+
+
+def test_a_gradient_of_a_device_that_was_written_with_its_own_bits_leaves_once() -> None:
+    device = SlowDevice(lag_count=1)
+    loop = Loop(ones(64), ones(64), ones(64), copy=device.copy)
+    assert loop.backward(0, 1, 2) == [2]
+    for parameter in loop.parameters:
+        assert parameter.grad is not None
+        parameter.grad.mul_(1.0)  # as `clip_grad_norm_` does with a norm that is small enough
+    later = [part.block for parts in loop.staging.arriving() for part in parts]
+    assert later + [part.block for part in loop.staging.take()] == [0, 1]
+    assert loop.staging.streams
+
+
+def test_a_gradient_of_a_device_in_another_order_of_memory_leaves_again() -> None:
+    device = SlowDevice(lag_count=0)
+    loop = Loop(nn.Parameter(torch.arange(64.0).reshape(8, 8)), copy=device.copy)
+    assert loop.backward(0) == []
+    assert [part.block for parts in loop.staging.arriving() for part in parts] == [0]
+    gradient = loop.parameters[0].grad
+    assert gradient is not None
+    loop.parameters[0].grad = gradient.t()  # the same bits in memory
+    parts = loop.staging.take()
+    assert torch.equal(loop.held(parts)[0].reshape(8, 8), gradient.t())
+
+
+def test_staging_that_is_wasted_step_after_step_pauses_longer_and_longer() -> None:
+    loop = Loop(ones(64))
+    copied: list[int] = []
+    copy = loop.staging._copy_to_host
+
+    def counted(source: torch.Tensor, target: torch.Tensor) -> object:
+        copied[-1] += 1
+        return copy(source, target)
+
+    loop.staging._copy_to_host = counted  # type: ignore[assignment]
+    for step in range(40):
+        copied.append(0)
+        loop.backward(0)
+        gradient = loop.parameters[0].grad
+        assert gradient is not None
+        if step < 30:
+            gradient.mul_(0.5)
+        parts = loop.staging.take() or loop.left
+        assert torch.equal(loop.held(parts)[0], gradient)
+        loop.staging.finish()
+        loop.parameters[0].grad = None
+    # Staged and wasted: 0, 1, 3, 6, 11, 20. From 30 on nothing is: 37 ends the last pause.
+    assert [step for step, count in enumerate(copied) if count == 2] == [0, 1, 3, 6, 11, 20]
+    assert loop.staging.streams
+    assert loop.backward(0) == [0]

@@ -7,10 +7,12 @@ other change that a training loop makes to `.grad` counts.
 
 Rules:
     - A block that changes after it left is sent again before the step's seal.
-    - On the CPU bits decide what has changed. On a device identity, `_version` and sums of bits by
-      column do, because reading the gradient back would cost a transfer.
+    - On the CPU bits decide what has changed. On a device sums of bits by column do, because
+      reading the gradient back would cost a transfer; `_version` says what is certainly the same.
     - A table whose gradients mostly changed after they left (clipping does that in every step) is
       not streamed in the next step; staging goes on, so streaming starts again when that ends.
+      Staging that was wasted twice pauses for a step, then for 2, 4, ... `_MAX_PAUSE_COUNT` steps:
+      gradients are copied once, when the step ends.
     - Backward may change a gradient on a device while it is copied; that is a change after it left,
       like any other.
 
@@ -54,6 +56,10 @@ of ten or of 100,000.
 """
 
 
+_MAX_PAUSE_COUNT = 32
+"""The most steps for which staging pauses that was wasted again and again."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
     """The identity of a gradient on a device without reading it back: its place in memory, and sums
@@ -72,8 +78,11 @@ class Fingerprint:
         return place_of(gradient) == self.place
 
     def differs(self, other: Fingerprint) -> torch.Tensor:
-        """A one-element bool tensor on the device: True if two gradients differ."""
-        if self.place != other.place:
+        """A one-element bool tensor on the device: True if two gradients differ. One that was only
+        written to, with the same bits, does not: `clip_grad_norm_` does that if it clips nothing.
+        """
+        (_, _, strides), (_, _, others) = self.place, other.place
+        if strides != others:  # the sums are in the order of memory
             return torch.ones((), dtype=torch.bool, device=self.sums.device)
         return sums_differ(self.sums, other.sums)
 
@@ -222,6 +231,8 @@ class GradientStaging:
         self._parameters = [_ParameterState(tuple(blocks)) for blocks in blocks_of]
         self._copying: deque[tuple[Arrival, int]] = deque()
         self._only: frozenset[int] | None = None
+        self._wasted_count = 0  # steps in a row of which the staging was wasted, pauses apart
+        self._pause_count = 0  # steps that staging still pauses for
         # Hooks run on autograd's threads: one for each device.
         self._lock = threading.Lock()
 
@@ -242,7 +253,7 @@ class GradientStaging:
             parameter.hook_count += 1
             if gradient is None or parameter.hook_count != self._accumulate:
                 return []  # a later pass of a longer accumulation: `take` will see the difference
-            if not self._is_wanted(index):
+            if self._pause_count or not self._is_wanted(index):
                 return []
             ready = [*self._arrived(), *self._copy(index, gradient)]
             return [self._leave(n) for n in ready if self._may_leave(n)] if self.streams else []
@@ -293,8 +304,7 @@ class GradientStaging:
             for index in self._changed_parameters():
                 self._restage(index)
             self._finish_copies()
-            wasted_count = sum(block.is_wasted for block in self._blocks)
-            self.streams = 2 * wasted_count <= len(self._blocks)
+            self._judge()
             leaving = [n for n in range(len(self._blocks)) if self._must_leave(n)]
             return [self._leave(number) for number in leaving]
 
@@ -319,6 +329,17 @@ class GradientStaging:
                 block.has_left = block.is_changed = block.is_wasted = False
 
     # --- inside, under the lock
+
+    def _judge(self) -> None:
+        """Was this step's staging of use? What the next one does follows."""
+        if self._pause_count:
+            self._pause_count -= 1
+            return
+        wasted_count = sum(block.is_wasted for block in self._blocks)
+        self.streams = 2 * wasted_count <= len(self._blocks)
+        self._wasted_count = 0 if self.streams else self._wasted_count + 1
+        if self._wasted_count > 1:
+            self._pause_count = min(2 ** (self._wasted_count - 2), _MAX_PAUSE_COUNT)
 
     def _restart(self) -> None:
         for parameter in self._parameters:
