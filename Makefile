@@ -22,7 +22,7 @@ BIN := .venv/bin
 READY := .venv/ready
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # In the order in which they begin: the files that take long first, so that no core idles at the end.
-FAST_TESTS := $(wildcard $(addprefix tests/,integration idioms property sim contract unit tidy))
+FAST_TESTS := $(wildcard $(addprefix tests/,integration device idioms property sim contract unit tidy))
 # Tests wait for processes of their own more than they compute, so three files run beside each other for every
 # two cores, and no more than four, each of which may have a cluster running. A file is never divided: its tests
 # share what they started, and those that measure run one after the other.
@@ -121,8 +121,8 @@ lanes-check: $(READY) ## Test failover, update logs and changes of consistency o
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))
 gpu-check: ## On a machine with a GPU: the CUDA tests, some with torch's sanitizer, then a training benchmark as JSON (PYTHON=python3: no network)
 	@$(GPU_PYTHON) -m ps_cli.bench.devices >&2
-	@$(GPU_PYTHON) -m pytest -W default tests/cuda -m cuda >&2
-	@TORCH_CUDA_SANITIZER=1 $(GPU_PYTHON) -m pytest -W default tests/cuda/test_copies.py tests/cuda/test_training.py -m cuda >&2
+	@$(GPU_PYTHON) -m pytest -W default tests/cuda tests/device --device cuda >&2
+	@TORCH_CUDA_SANITIZER=1 $(GPU_PYTHON) -m pytest -W default tests/cuda/test_copies.py tests/device --device cuda >&2
 	@$(GPU_PYTHON) -m ps_cli bench train --device cuda --json -
 
 system-deps: $(READY) ## Install what tests/system needs beside pip packages (Debian and Ubuntu; needs root)

@@ -48,6 +48,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of `make sim`, and of `make lanes-check`."""
+    parser.addoption(
+        "--device", choices=("fake", "cuda"), default="fake", help="of tests/device (default: fake)"
+    )
     parser.addoption("--all-lanes", action="store_true", help="run tests marked second_lane, too")
     group = parser.getgroup("simulation")
     group.addoption(

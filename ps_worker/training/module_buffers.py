@@ -23,7 +23,7 @@ from ps_worker.spec.flat_layout import TABLE_DTYPE, FlatLayout, layout_of, plain
 from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
-from ps_worker.training.tables.device_copies import Arrival, from_host, to_host
+from ps_worker.training.tables.device_copies import Arrival, from_host, has_streams, to_host
 from ps_worker.training.tables.staging import FlatBuffer, blocks_in, flagged
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class BufferTable:
         before, self._left = self._left, {}
         here = self._received.views
         devices = {target.device for _, target, _ in self._current(self._received)}
-        if len(devices) == 1 and (device := devices.pop()).type == "cuda":
+        if len(devices) == 1 and has_streams(device := devices.pop()):
             # One copy for all buffers, which the device then divides.
             far = torch.empty_like(self._received.values, device=device)
             self._arrivals = from_host([(far, self._received.values)])
@@ -178,7 +178,7 @@ class BufferTable:
             check_shape(name, source, staged)
         check_exact((name, source) for name, source, _ in current)
         sources = [source.detach() for _, source, _ in current]
-        if len({source.device for source in sources}) == 1 and sources[0].is_cuda:
+        if len({source.device for source in sources}) == 1 and has_streams(sources[0].device):
             flat = torch.cat([source.reshape(-1).to(self._sent.values.dtype) for source in sources])
             arrival = to_host(flat, self._sent.values)
             if arrival is not None:

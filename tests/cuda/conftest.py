@@ -12,6 +12,7 @@ from torch.cuda import _sanitizer
 import ps_worker as ps
 from ps_cli.bench.devices import CUDA, name_of
 from ps_core.errors import InvalidConfig
+from tests.device.training_pairs import one_worker
 
 # This process has it on by now, if it is wanted; servers compute on the CPU.
 os.environ.pop("TORCH_CUDA_SANITIZER", None)
@@ -41,8 +42,4 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session")
 def client(device: torch.device) -> Iterator[ps.Client]:
-    with (
-        ps.local_cluster(servers=2, workers=1) as cluster,
-        ps.connect(cluster.address, request_deadline_s=30.0) as client,
-    ):
-        yield client
+    yield from one_worker()

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import ps_worker as ps
-from tests.cuda.training_pairs import LEARNING_RATE, Counting, Pair, squared, whole_numbers
+from tests.device.training_pairs import LEARNING_RATE, Counting, Pair, squared, whole_numbers
 from tests.integration.training_models import Branched, batches, seeded
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(180)]

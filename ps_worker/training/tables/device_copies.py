@@ -1,5 +1,8 @@
-"""Copies between CUDA devices and host memory, each way on a stream of its own, so that they run
-beside the device's computation.
+"""Copies between devices and host memory, each way on a stream of its own, so that they run beside
+the device's computation.
+
+A device has streams if torch's module for its type has (`torch.cuda`, for ROCm too, and
+`torch.xpu`). Copies to and from others (`torch.mps`) block.
 
 Rules:
     - To the host: later work of the current stream does not wait, and may change the source during
@@ -14,7 +17,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,28 +34,45 @@ class Arrival(Protocol):
         """Wait until they have ended."""
 
 
-@cache
-def stream_to_host(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def has_streams(device: torch.device) -> bool:
+    return _runtime(device.type) is not None
 
 
 @cache
-def stream_from_host(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def _runtime(device_type: str) -> Any:
+    """Torch's module for devices of a type; None if they have no streams."""
+    module = None if device_type in ("cpu", "meta") else getattr(torch, device_type, None)
+    return module if hasattr(module, "Stream") and hasattr(module, "Event") else None
+
+
+def can_pin(device: torch.device) -> bool:
+    """True if torch pins host memory for copies to and from this device."""
+    return device.type in ("cuda", "xpu")
+
+
+@cache
+def stream_to_host(device: torch.device) -> Any:
+    return _runtime(device.type).Stream(device)
+
+
+@cache
+def stream_from_host(device: torch.device) -> Any:
+    return _runtime(device.type).Stream(device)
 
 
 def to_host(source: torch.Tensor, target: torch.Tensor) -> Arrival | None:
-    """Copy a tensor into host memory: `target` has its shape and dtype, and is pinned if `source`
-    is on a CUDA device. Returns the copy's arrival; None: it is complete, as from any other device.
+    """Copy a tensor into host memory: `target` has its shape and dtype, and is pinned if it can be.
+    Returns the copy's arrival; None: it is complete, as from a device without streams.
     """
-    if source.device.type != "cuda":
+    runtime = _runtime(source.device.type)
+    if runtime is None:
         target.copy_(source)
         return None
     stream = stream_to_host(source.device)
-    stream.wait_stream(torch.cuda.current_stream(source.device))
-    with torch.cuda.stream(stream):
+    stream.wait_stream(runtime.current_stream(source.device))
+    with runtime.stream(stream):
         target.copy_(source, non_blocking=True)
-        arrival = _recorded(stream)
+        arrival = _recorded(stream, source.device)
     # Its owner may drop it during the copy; the allocator must not give its memory away until then.
     source.record_stream(stream)
     return arrival
@@ -60,12 +80,12 @@ def to_host(source: torch.Tensor, target: torch.Tensor) -> Arrival | None:
 
 def from_host(moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arrival]:
     """Copy host memory into tensors on any devices, by (target, source) pairs; sources are pinned
-    if their targets are on CUDA devices. Returns the arrivals after which the sources may be
+    if they can be. Returns the arrivals after which the sources may be
     written again; empty: at once.
     """
     by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for target, source in moves:
-        if target.device.type == "cuda":
+        if has_streams(target.device):
             by_device.setdefault(target.device, []).append((target, source))
         else:
             target.copy_(source)
@@ -73,12 +93,13 @@ def from_host(moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arriva
 
 
 def _to_device(device: torch.device, moves: list[tuple[torch.Tensor, torch.Tensor]]) -> Arrival:
-    stream, current = stream_from_host(device), torch.cuda.current_stream(device)
+    runtime, stream = _runtime(device.type), stream_from_host(device)
+    current = runtime.current_stream(device)
     stream.wait_stream(current)  # its work may still read the old values
-    with torch.cuda.stream(stream):
+    with runtime.stream(stream):
         for target, source in moves:
             target.copy_(source, non_blocking=True)
-        arrival = _recorded(stream)
+        arrival = _recorded(stream, device)
     # So targets need no `record_stream`: the next user of their memory waits too.
     current.wait_event(arrival)
     return arrival
@@ -86,8 +107,10 @@ def _to_device(device: torch.device, moves: list[tuple[torch.Tensor, torch.Tenso
 
 def pin_in_place(array: npt.NDArray[np.uint8], device: torch.device) -> bool:
     """Pin memory that was not allocated pinned, for copies to and from `device`, until the array is
-    dropped. False: the driver refuses.
+    dropped. False: the driver refuses, or it is none of CUDA.
     """
+    if device.type != "cuda":
+        return False
     driver = torch.cuda.cudart()
     address = array.ctypes.data
     with torch.cuda.device(device):
@@ -105,8 +128,11 @@ def _unpin(address: int, device: torch.device) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-def _recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _recorded(stream: Any, device: torch.device) -> Arrival:
     """The end of all present work of `stream`."""
-    event = torch.cuda.Event(blocking=True)  # waits sleep; a spin would take the transfer's core
+    # Of CUDA, waits sleep: a spin would take the transfer's core.
+    options = {"blocking": True} if device.type == "cuda" else {}
+    event: Any = _runtime(device.type).Event(**options)
     event.record(stream)
-    return event
+    found: Arrival = event
+    return found

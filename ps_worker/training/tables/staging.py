@@ -37,7 +37,7 @@ from ps_core.tables.elements import pack_presence
 from ps_core.tables.table import Table
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.values import BlockValues, Raw
-from ps_worker.training.tables.device_copies import Arrival, pin_in_place, to_host
+from ps_worker.training.tables.device_copies import Arrival, can_pin, pin_in_place, to_host
 from ps_worker.transport.lane import empty_shared
 
 CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
@@ -171,21 +171,22 @@ class _BlockState:
 
 class FlatBuffer:
     """Host memory in the shape of a table: shared with servers on this host, if `is_shared` and the
-    system can; pinned if its tensors are on a CUDA device.
+    system can; pinned if its tensors are on a device for which it can be.
     """
 
     def __init__(self, layout: FlatLayout, *, is_shared: bool = False) -> None:
         devices = [entry.tensor.device for entry in layout.placed]
-        cuda = next((device for device in devices if device.type == "cuda"), None)
+        pins_for = next(filter(can_pin, devices), None)
         dtype = TORCH_DTYPE[layout.dtype]
         values = None
         if is_shared:
             with contextlib.suppress(OSError):  # no memory can be shared
                 raw = empty_shared(layout.element_count * dtype.itemsize, "uint8")
-                if cuda is None or pin_in_place(raw, cuda):
+                if pins_for is None or pin_in_place(raw, pins_for):
                     values = torch.from_numpy(raw).view(dtype)
         if values is None:
-            values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=cuda is not None)
+            pins = pins_for is not None
+            values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=pins)
         self.values = values
         self.views = layout.views(values)
         self.raw: Raw = values.view(torch.uint8).numpy()

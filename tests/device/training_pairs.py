@@ -1,7 +1,8 @@
-"""What the CUDA tests train: on the cluster from a device, and beside it with torch.optim alone."""
+"""What the tests of devices train: on the cluster from a device, and beside it with torch.optim."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,6 +119,8 @@ class Pair:
 
 def train_on_device(client: ps.Client, name: str, steps: int, device: str) -> dict[str, Any]:
     """What one of several workers does; its parameters afterwards, on the CPU."""
+    if device.startswith("fake"):
+        importlib.import_module("tests.fake_accelerator")
     model = seeded(Branched, seed=client.rank).to(device)
     optimizer = ps.DistributedOptimizer(
         client, model, ps.SGD(lr=LEARNING_RATE), name=name, block_elements=BLOCK
@@ -127,3 +130,12 @@ def train_on_device(client: ps.Client, name: str, steps: int, device: str) -> di
         squared(model, x).backward()
         optimizer.step()
     return {name: tensor.cpu() for name, tensor in values(model).items()}
+
+
+def one_worker() -> Iterator[ps.Client]:
+    """The client of a cluster's only worker."""
+    with (
+        ps.local_cluster(servers=2, workers=1) as cluster,
+        ps.connect(cluster.address, request_deadline_s=30.0) as client,
+    ):
+        yield client

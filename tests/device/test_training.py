@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` with parameters on a CUDA device, beside torch.optim."""
+"""`DistributedOptimizer` with parameters on a device, beside torch.optim."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
-from tests.cuda.training_pairs import (
+from tests.device.training_pairs import (
     LEARNING_RATE,
     Counting,
     Pair,
@@ -24,7 +24,7 @@ from tests.integration.training_jobs import normed
 from tests.integration.training_models import Branched, batches, seeded, values
 from tests.integration.worker_pool import Pool
 
-pytestmark = [pytest.mark.cuda, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 CPU = torch.device("cpu")
 
@@ -129,16 +129,16 @@ def test_gradients_scaled_behind_torchs_back_are_found(
 @pytest.mark.racing
 @pytest.mark.parametrize("is_clipped", [False, True], ids=["plain", "clipped"])
 def test_mixed_precision_scales_and_skips(
-    client: ps.Client, model: Any, name: str, is_clipped: bool
+    client: ps.Client, device: torch.device, model: Any, name: str, is_clipped: bool
 ) -> None:
     """The loss overflows in the second of four steps."""
     pair = Pair(client, name, model)
-    scalers = [torch.amp.GradScaler("cuda", init_scale=2.0**10) for _ in pair.sides]
+    scalers = [torch.amp.GradScaler(device.type, init_scale=2.0**10) for _ in pair.sides]
     for step, x in enumerate(batches(4)):
         before = values(pair.model)
         for (trained, optimizer), scaler in zip(pair.sides, scalers, strict=True):
             optimizer.zero_grad()
-            with torch.autocast("cuda", dtype=torch.float16):
+            with torch.autocast(device.type, dtype=torch.float16):
                 loss = squared(trained, x).float()
             scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
             if is_clipped:
@@ -215,16 +215,16 @@ def test_a_model_may_be_partly_on_the_cpu(
     pair = Pair(client, name, seeded(partial(Split, device)))
     pair.train(4)
     pair.check_close()
-    assert {parameter.device.type for parameter in pair.model.parameters()} == {"cpu", "cuda"}
+    assert {parameter.device.type for parameter in pair.model.parameters()} == {"cpu", device.type}
 
 
 def test_reduced_gradients_come_back_to_the_device(
-    client: ps.Client, model: Any, name: str
+    client: ps.Client, device: torch.device, model: Any, name: str
 ) -> None:
     adam = partial(torch.optim.Adam, lr=0.01, eps=1e-4)
     pair = Pair(client, name, model, optimizers=(ps.Aggregate(adam), adam))
     pair.train(4)
-    assert {parameter.grad.device.type for parameter in model.parameters()} == {"cuda"}
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {device.type}
     pair.check_close()
 
 

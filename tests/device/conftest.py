@@ -1,0 +1,56 @@
+"""The device: one in Python (`tests.fake_accelerator`), or with `--device cuda` a real one; and one
+cluster for all of its tests, which train one model after the other on it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+
+import pytest
+import torch
+from torch.cuda import _sanitizer
+
+import ps_worker as ps
+from ps_cli.bench.devices import CUDA, name_of
+from ps_core.errors import InvalidConfig
+from tests import fake_accelerator
+from tests.device.training_pairs import one_worker
+
+# This process has it on by now, if it is wanted; servers compute on the CPU.
+os.environ.pop("TORCH_CUDA_SANITIZER", None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """A script may change a gradient under its copy, which staging finds (STG-1). The sanitizer
+    must find fault with the tests that do, and with no other.
+    """
+    is_racing = pyfuncitem.get_closest_marker("racing") is not None
+    if pyfuncitem.config.getoption("--device") == fake_accelerator.NAME:
+        fake_accelerator.RUNTIME.forget()
+        found = yield
+        assert (fake_accelerator.RUNTIME.race_count > 0) == is_racing
+        return found
+    if not (_sanitizer.cuda_sanitizer.enabled and is_racing):
+        return (yield)
+    with pytest.raises(_sanitizer.CUDASanitizerErrors):
+        yield
+    return True
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Without a CUDA device that is asked for the run ends: no test here passes by not running."""
+    if request.config.getoption("--device") == fake_accelerator.NAME:
+        return fake_accelerator.DEVICE
+    try:
+        name_of(CUDA)
+    except InvalidConfig as error:
+        pytest.exit(error.message, returncode=1)
+    return torch.device(CUDA, 0)
+
+
+@pytest.fixture(scope="session")
+def client(device: torch.device) -> Iterator[ps.Client]:
+    yield from one_worker()
