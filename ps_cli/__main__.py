@@ -65,6 +65,7 @@ def train(options: TrainOptions) -> None:
         arguments=tuple(options.script_arguments or ()),
         shape=options.shape,
         max_restarts=options.max_restarts,
+        devices=options.devices,
         line_interval_s=options.interval,
         shown_kinds=ALL_KINDS if options.verbose else frozenset({"worker"}),
     )

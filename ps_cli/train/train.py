@@ -27,6 +27,7 @@ from ps_cli.console.progress import (
     worker_samples,
 )
 from ps_cli.console.scheduler_query import SchedulerQuery
+from ps_cli.train.devices import AUTO, devices_of, remark, share
 from ps_cli.train.exit_rules import FAILURE_EXIT_CODE, ExitRules, RunEnd
 from ps_cli.train.run_checkpoints import (
     CheckpointWatch,
@@ -71,6 +72,13 @@ class TrainOptions(ClusterOptions):
     interval: Annotated[
         float, typer.Option(min=0.1, help="Seconds between progress lines without a terminal.")
     ] = DEFAULT_LINE_INTERVAL_S
+    devices: Annotated[
+        str,
+        typer.Option(
+            help="The GPUs that the workers get: auto deals out all that this process may use, a "
+            "list such as 0,1,3 those; none leaves CUDA_VISIBLE_DEVICES as it is."
+        ),
+    ] = AUTO
     verbose: Annotated[
         bool,
         typer.Option(
@@ -89,6 +97,7 @@ class TrainSettings:
         shown_kinds: the kinds of role whose lines are shown.
         environment: variables for the workers alone.
         max_restarts: restarts of workers and servers together; None: as `ExitRules`.
+        devices: as of `devices_of`.
     """
 
     script: Path
@@ -98,6 +107,7 @@ class TrainSettings:
     shown_kinds: frozenset[str] = frozenset({"worker"})
     environment: Mapping[str, str] = field(default_factory=dict)
     max_restarts: int | None = None
+    devices: str = AUTO
 
 
 class SharedCluster:
@@ -149,6 +159,7 @@ class TrainRun:
         self, settings: TrainSettings, output: Output, shared: SharedCluster | None = None
     ) -> None:
         self._settings = settings
+        self._devices = devices_of(settings.devices, os.environ)
         self._shared = shared
         self._output = output
         self._rates = RateWindow()
@@ -177,8 +188,8 @@ class TrainRun:
         """
         settings, shape = self._settings, self._settings.shape
         environment, note = thread_environment(os.environ, usable_core_count(), shape.worker_count)
-        if note:
-            self._output.say(note)
+        for line in filter(None, (note, remark(self._devices, shape.worker_count))):
+            self._output.say(line)
         await asyncio.to_thread(warn_of_earlier_runs, shape.checkpoints, self._output)
         cluster = self._shared or SharedCluster(self._output, settings.shown_kinds)
         supervisor = cluster.supervised()
@@ -243,7 +254,8 @@ class TrainRun:
         script = (str(settings.script), *settings.arguments)
         environment = {**shape.environment, **settings.environment}
         for rank in range(shape.worker_count):
-            command = worker_command(rank, cluster.scheduler, script, environment)
+            own = {**environment, **share(self._devices, rank, shape.worker_count)}
+            command = worker_command(rank, cluster.scheduler, script, own)
             await asyncio.to_thread(launcher.start, command)
         async with SchedulerQuery(cluster.scheduler) as query:
             if is_new:

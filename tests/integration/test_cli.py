@@ -96,6 +96,17 @@ def test_a_killed_role_ends_the_run_with_its_name(
 
 
 @pytest.mark.slow
+def test_each_worker_has_gpus_of_its_own(tmp_path: Path, script: Callable[[str], str]) -> None:
+    program = "import os\nprint('has', os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    arguments = ("train", script(program), "--workers", "2", "--devices", "5,3,1,0")
+    with Tool(*arguments, cwd=tmp_path, is_warm=True) as tool:
+        assert tool.end(START_DEADLINE_S) == 0, tool.text
+    assert "4 GPUs: 2 for each of 2 workers" in tool.text
+    assert "[worker 0] has 5,3" in tool.text
+    assert "[worker 1] has 1,0" in tool.text
+
+
+@pytest.mark.slow
 def test_a_workers_exception_is_shown_and_ends_the_run(
     tmp_path: Path, script: Callable[[str], str]
 ) -> None:
@@ -188,6 +199,7 @@ def test_up_says_why_a_cluster_cannot_start(tmp_path: Path) -> None:
     [
         (("train", "absent.py"), 2, "absent.py"),
         (("train", "script.py", "--workers", "0"), 2, "--workers"),
+        (("train", "script.py", "--devices", "0,0"), 2, "expected auto, none, or different GPUs"),
         (("status",), 2, "PUSHPULL_SCHEDULER"),
         (("status", "--scheduler", "127.0.0.1:1"), 1, "127.0.0.1:1"),
     ],
