@@ -76,29 +76,30 @@ class FakeEvent:
     def __init__(self, **_: object) -> None:
         self.number = RUNTIME.next_event
         RUNTIME.next_event += 1
-        self._left = 0
+        self._ended = threading.Event()
+        self._ended.set()
         self._stream: FakeStream | None = None
         RUNTIME.sanitizer._handle_event_creation(self.number)
 
     def record(self, stream: FakeStream | None = None) -> None:
         with RUNTIME.lock:
             stream = stream or RUNTIME.current_stream()
-            self._stream, self._left = stream, 1 if stream.queue else 0
+            self._stream = stream
             if stream.queue:
-                stream.queue.append(self._reached)
+                self._ended.clear()
+                stream.queue.append(self._ended.set)
             RUNTIME.sanitizer._handle_event_record(self.number, stream.number)
-
-    def _reached(self) -> None:
-        self._left = 0
 
     def reach(self) -> None:
         """Have its stream do all before it."""
         with RUNTIME.lock:
-            while self._left and self._stream is not None:
+            while self._stream is not None and not self._ended.is_set():
                 self._stream.queue.popleft()()
 
     def query(self) -> bool:
-        return not self._left
+        if RUNTIME.lands_by_itself:
+            self.reach()
+        return self._ended.is_set()
 
     def synchronize(self) -> None:
         self.reach()
@@ -110,6 +111,7 @@ class Runtime:
 
     Attributes:
         lag_count: copies that a stream of copies is behind.
+        lands_by_itself: copies end while the script does something else.
         race_count: accesses that nothing orders.
     """
 
@@ -119,6 +121,7 @@ class Runtime:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.lag_count = 2
+        self.lands_by_itself = False
         self.race_count = 0
         self.next_event = 0
         self.sanitizer: Any = _sanitizer.EventHandler()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from tests import fake_accelerator
 from tests.device.training_pairs import (
     LEARNING_RATE,
     Counting,
@@ -20,6 +21,7 @@ from tests.device.training_pairs import (
     train_on_device,
     whole_numbers,
 )
+from tests.integration.lane_cluster import until
 from tests.integration.training_jobs import normed
 from tests.integration.training_models import Branched, batches, seeded, values
 from tests.integration.worker_pool import Pool
@@ -277,3 +279,30 @@ def test_workers_on_a_device_have_the_same_bits(pool: Pool, device: torch.device
         optimizer.step()
     for key, expected in values(alone).items():
         torch.testing.assert_close(first[key], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_script_that_waits_for_its_device_before_the_step_holds_nothing_up(
+    client: ps.Client, device: torch.device, model: Any, name: str
+) -> None:
+    """What backward made leaves while the script does something else than a step."""
+    pair = Pair(client, name, model)
+    if device.type == fake_accelerator.NAME:
+        fake_accelerator.RUNTIME.lands_by_itself = True
+    try:
+        for x in batches(3):
+            for trained, optimizer in pair.sides:
+                optimizer.zero_grad()
+                loss = squared(trained, x)
+                loss.backward()
+                loss.item()
+                if trained is pair.model:
+                    until(lambda: have_left(pair), "every block has left")
+                optimizer.step()
+    finally:
+        fake_accelerator.RUNTIME.lands_by_itself = False
+    pair.check_close()
+
+
+def have_left(pair: Pair) -> bool:
+    tables = pair.optimizer._model.tables
+    return all(block.has_left for table in tables for block in table.staging._blocks)

@@ -259,6 +259,23 @@ class GradientStaging:
             ready = [*self._arrived(), *self._copy(index, gradient)]
             return [self._leave(n) for n in ready if self._may_leave(n)] if self.streams else []
 
+    @property
+    def newest_copy(self) -> Arrival | None:
+        """The end of the newest copy that is under way; None: there is none."""
+        with self._lock:
+            return self._copying[-1][0] if self._copying else None
+
+    def landed(self) -> list[BlockValues]:
+        """The blocks that leave because copies have ended. Gradients that were touched since are
+        left to `take`. Never blocks.
+        """
+        with self._lock:
+            complete = self._arrived()
+            if not self.streams:
+                return []
+            ready = (n for n in complete if self._may_leave(n) and self._is_untouched(n))
+            return [self._leave(number) for number in ready]
+
     def discard(self) -> None:
         """The gradients were zeroed: the next backward pass starts over."""
         with self._lock:

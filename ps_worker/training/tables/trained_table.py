@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ps_core.errors import GradientChangedAfterPush, InvalidConfig, InvalidTensor
+from ps_core.errors import (
+    GradientChangedAfterPush,
+    InvalidConfig,
+    InvalidTensor,
+    PushpullError,
+)
 from ps_core.tables.elements import pack_presence, unpack_presence
 from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
@@ -25,6 +30,7 @@ from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
+from ps_worker.training.tables.landings import LANDINGS
 from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in, is_finite
 from ps_worker.training.tables.step_scale import StepScale
 
@@ -85,8 +91,12 @@ class TrainedTable:
         self._look_count = 0
         self._arrivals: list[Arrival] = []
         self._staging: GradientStaging | None = None
-        # Hooks run on autograd's threads, one for each device; one of them may end the last step.
+        # Hooks run on autograd's threads, one for each device, one of which may end the last step;
+        # copies end on another.
         self._lock = threading.RLock()
+        self._is_ended = False  # the step is, so nothing leaves until the next one begins
+        self._landing_terms: Hyperparameters = ()
+        self._landing_failure: PushpullError | None = None
         self._moved: FlatBuffer | None = None
         self._only: frozenset[int] | None = None
         self.pending = PendingTickets(client)
@@ -138,6 +148,20 @@ class TrainedTable:
         with self._lock:
             self.wait_pending()
             self._push(self.staging.hooked(index), hyperparameters)
+            self._landing_terms = hyperparameters
+            copy = self.staging.newest_copy
+        if copy is not None:
+            LANDINGS.tell(copy, self._landed)
+
+    def _landed(self) -> None:
+        """Copies have ended: what they complete leaves. An error is the step's."""
+        with self._lock:
+            if self._is_ended or self._staging is None:
+                return
+            try:
+                self._push(self._staging.landed(), self._landing_terms)
+            except PushpullError as failure:
+                self._landing_failure = failure
 
     def discard(self) -> None:
         """The gradients were zeroed: start the step over."""
@@ -170,7 +194,9 @@ class TrainedTable:
 
     def pass_clock(self) -> None:
         """Seal a step in which this table has no part; `wait_pending` waits."""
-        self.pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
+        with self._lock:
+            self.pending.add(self._client.tables.begin_step(self.handle).seal(skip=True))
+            self._is_ended = True
 
     def check_dtype(self) -> None:
         """Refuse a model that was moved to another dtype, which the servers do not follow."""
@@ -238,8 +264,10 @@ class TrainedTable:
         return self._end_edit(blocks, name, array)
 
     def _end_edit(self, blocks: Iterable[BlockValues], name: bytes, array: str) -> PushTicket:
-        ticket = self._client.tables.begin_step(self.handle).edit(blocks, name, array)
-        self.pending.add(ticket)
+        with self._lock:
+            ticket = self._client.tables.begin_step(self.handle).edit(blocks, name, array)
+            self.pending.add(ticket)
+            self._is_ended = True
         self.begin_pull()
         return ticket
 
@@ -279,6 +307,13 @@ class TrainedTable:
             return None
         if self._adds:
             return self._push_moved()
+        with self._lock:
+            failure, self._landing_failure = self._landing_failure, None
+            if failure is not None:
+                raise failure
+            return self._push_staged(hyperparameters)
+
+    def _push_staged(self, hyperparameters: Hyperparameters) -> str | None:
         for blocks in self.staging.arriving():
             self._push(blocks, hyperparameters)
         blocks = self.staging.take()
@@ -310,15 +345,17 @@ class TrainedTable:
 
     def seal(self, hyperparameters: Hyperparameters, scale: StepScale, *, skip: bool) -> PushTicket:
         """Seal the step, and begin to pull its result; `finish` waits."""
-        step = self._client.tables.begin_step(self.handle)
-        ticket = step.seal(
-            hyperparameters,
-            contribution_scale=scale.contribution_scale,
-            skip=skip,
-            clip_scale=scale.clip_scale,
-        )
-        self.pending.add(ticket)
-        self._was_skipped = skip
+        with self._lock:
+            step = self._client.tables.begin_step(self.handle)
+            ticket = step.seal(
+                hyperparameters,
+                contribution_scale=scale.contribution_scale,
+                skip=skip,
+                clip_scale=scale.clip_scale,
+            )
+            self.pending.add(ticket)
+            self._is_ended = True
+            self._was_skipped = skip
         self.begin_pull()
         return ticket
 
@@ -394,10 +431,12 @@ class TrainedTable:
         self._arrivals = from_host(moves)
 
     def _ended(self) -> None:
-        self._pull = self._edit = self._eager = None
-        self._was_skipped = False
-        if self._staging is not None:
-            self._staging.finish()
+        with self._lock:
+            self._pull = self._edit = self._eager = None
+            self._was_skipped = False
+            if self._staging is not None:
+                self._staging.finish()
+            self._is_ended = False
 
     def _push(self, blocks: list[BlockValues], hyperparameters: Hyperparameters) -> None:
         if not blocks:
