@@ -401,3 +401,22 @@ def test_staging_that_is_wasted_step_after_step_pauses_longer_and_longer() -> No
     assert [step for step, count in enumerate(copied) if count == 2] == [0, 1, 3, 6, 11, 20]
     assert loop.staging.streams
     assert loop.backward(0) == [0]
+
+
+def test_devices_say_which_of_their_gradients_are_finite() -> None:
+    device = SlowDevice(lag_count=0)
+    loop = Loop(ones(64), ones(64), copy=device.copy)
+    loop.backward(0, 1)
+    loop.staging.take()
+    loop.staging._buffer.values.fill_(float("nan"))  # nobody reads what a device has looked at
+    assert loop.staging.non_finite() is None
+    gradient = loop.parameters[1].grad
+    assert gradient is not None
+    gradient[3] = float("inf")
+    loop.staging.take()
+    assert loop.staging.non_finite() == "p1"
+    loop.staging.finish()
+    loop.zero_grad()
+    loop.backward(0)
+    loop.staging.take()
+    assert loop.staging.non_finite() is None

@@ -155,7 +155,8 @@ class _ParameterState:
     hook_count: int = 0
     is_staged: bool = False
     is_present: bool = False
-    fingerprint: Fingerprint | None = None
+    fingerprint: Fingerprint | None = None  # of a gradient on a device
+    is_finite: bool | None = None  # that gradient is, by the device; None: it was not asked
 
 
 @dataclass(slots=True, eq=False)
@@ -206,6 +207,7 @@ class GradientStaging:
     Args:
         accumulate: the backward passes of one step; a gradient is staged after the last.
         is_shared: stage in memory that servers on this host can read.
+        asks_finite: have devices look at their gradients for `non_finite`.
     """
 
     def __init__(
@@ -215,8 +217,10 @@ class GradientStaging:
         accumulate: int = 1,
         *,
         is_shared: bool = False,
+        asks_finite: bool = True,
         copy: CopyToHost = to_host,
     ) -> None:
+        self._asks_finite = asks_finite
         self.layout = layout
         self.table = table
         self.streams = True
@@ -319,7 +323,7 @@ class GradientStaging:
         """
         with self._lock:
             self._finish_copies()
-            for index in self._changed_parameters():
+            for index in self._changed_parameters(asks_finite=self._asks_finite):
                 self._restage(index)
             self._finish_copies()
             self._judge()
@@ -327,12 +331,17 @@ class GradientStaging:
             return [self._leave(number) for number in leaving]
 
     def non_finite(self) -> str | None:
-        """The name of a parameter whose staged gradient is not finite; reads all once."""
-        present = [i for i, parameter in enumerate(self._parameters) if parameter.is_present]
-        if len(present) == len(self._parameters) and is_finite(self._buffer.values):
+        """The name of a parameter whose gradient is not finite, after `take`. Reads those of the
+        host once; devices have looked at theirs.
+        """
+        states = self._parameters
+        present = [index for index, each in enumerate(states) if each.is_present]
+        is_whole = len(present) == len(states) and all(each.is_finite is None for each in states)
+        if is_whole and is_finite(self._buffer.values):
             return None
         for index in present:
-            if not is_finite(self._buffer.views[index]):
+            known = states[index].is_finite
+            if not (is_finite(self._buffer.views[index]) if known is None else known):
                 return self.layout.placed[index].name
         return None
 
@@ -420,12 +429,19 @@ class GradientStaging:
                 return False
         return True
 
-    def _changed_parameters(self) -> set[int]:
-        """The parameters whose present gradient differs from the staged one."""
+    def _changed_parameters(self, *, asks_finite: bool = False) -> set[int]:
+        """The parameters whose present gradient differs from the staged one. With `asks_finite`
+        devices say in the same transfer which gradients are finite.
+        """
         changed = set()
         on_device: list[tuple[int, torch.Tensor]] = []
+        bad: list[tuple[int, torch.Tensor]] = []
+        count = len(self._parameters)
         for index, parameter in enumerate(self._parameters):
             gradient = self.layout.placed[index].tensor.grad
+            parameter.is_finite = None
+            if asks_finite and gradient is not None and self._is_on_device(index, gradient):
+                bad.append((count + index, torch.isfinite(gradient.detach()).all().logical_not()))
             if not self._is_wanted(index):
                 continue
             if gradient is None or not parameter.is_staged:
@@ -436,7 +452,16 @@ class GradientStaging:
                 on_device.append((index, parameter.fingerprint.differs(now)))
             elif not same_bits(self._buffer.views[index], gradient.detach()):
                 changed.add(index)
-        return changed.union(flagged(on_device))
+        found = set(flagged([*on_device, *bad]))
+        for number, _ in bad:
+            self._parameters[number - count].is_finite = number not in found
+        return changed | {index for index in found if index < count}
+
+    def _is_on_device(self, index: int, gradient: torch.Tensor) -> bool:
+        """True if a parameter's gradient is dense and on a device."""
+        if gradient.layout is not torch.strided:
+            return False
+        return self._parameters[index].fingerprint is not None or gradient.device.type != "cpu"
 
     def _restage(self, index: int) -> None:
         if self._parameters[index].is_staged:

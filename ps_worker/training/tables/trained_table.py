@@ -107,6 +107,11 @@ class TrainedTable:
         return self.handle.name
 
     @property
+    def _checks_finite(self) -> bool:
+        """True if a step with a gradient that is not finite is skipped as a whole."""
+        return not self._options.allow_non_finite and not self._options.applies_on_arrival
+
+    @property
     def dtype(self) -> torch.dtype:
         return TORCH_DTYPE[self.layout.dtype]
 
@@ -120,6 +125,7 @@ class TrainedTable:
                     self.handle.table,
                     self._options.accumulate,
                     is_shared=self._client.connection.may_share_memory,
+                    asks_finite=self._checks_finite,
                 )
                 staging.restrict(self._only)
                 self._staging = staging
@@ -317,7 +323,7 @@ class TrainedTable:
         for blocks in self.staging.arriving():
             self._push(blocks, hyperparameters)
         blocks = self.staging.take()
-        if not self._options.allow_non_finite and not self._options.applies_on_arrival:
+        if self._checks_finite:
             bad = self.staging.non_finite()
             if bad is not None:
                 return bad
