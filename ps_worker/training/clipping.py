@@ -36,18 +36,23 @@ _EPSILON = 1e-6
 """Added to the norm, as in torch."""
 
 
+def total_norm(gradients: Iterable[torch.Tensor | None], scale: float) -> torch.Tensor:
+    """The norm of all gradients, each times `scale`, on their device: one element."""
+    # Staging refuses gradients that are not dense, by name.
+    dense = [each for each in gradients if each is not None and each.layout is torch.strided]
+    halves = [each for each in dense if each.dtype in _HALF]
+    of_halves = iter(torch._foreach_norm(halves, 2.0, torch.float32) if halves else ())
+    counted = [next(of_halves) if each.dtype in _HALF else each for each in dense]
+    return torch.nn.utils.get_total_norm(counted) * scale  # a number is its own norm
+
+
 def norm_and_factor(
     gradients: Iterable[torch.Tensor | None], max_norm: float, scale: float
 ) -> tuple[float, float]:
     """The norm of this worker's own gradients, each times `scale`, and the factor that clips them.
     Waits for the devices.
     """
-    # Staging refuses gradients that are not dense, by name.
-    dense = [each for each in gradients if each is not None and each.layout is torch.strided]
-    halves = [each for each in dense if each.dtype in _HALF]
-    of_halves = iter(torch._foreach_norm(halves, 2.0, torch.float32) if halves else ())
-    counted = [next(of_halves) if each.dtype in _HALF else each for each in dense]
-    norm = torch.nn.utils.get_total_norm(counted) * scale  # a number is its own norm
+    norm = total_norm(gradients, scale)
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     found, clips = torch.stack([norm, factor]).tolist()  # one transfer from the device
     return found, clips
