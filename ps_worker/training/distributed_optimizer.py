@@ -574,7 +574,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             for index, entry in enumerate(table.layout.placed):
                 if not entry.tensor.requires_grad:
                     continue
-                table.is_asleep = False
+                table.wake()
                 if entry.tensor not in self._hooks:
                     hook = partial(_hooked, weakref.ref(self), table, index)
                     handle = entry.tensor.register_post_accumulate_grad_hook(hook)

@@ -116,6 +116,24 @@ def test_buffers_of_tensors_on_a_device_are_pinned(device: torch.device) -> None
     assert find(shared.raw.data) is not None, "servers of this host read it where it lies"
 
 
+def test_a_buffer_pins_its_own_bytes_and_those_of_frozen_tensors_when_they_are_trained(
+    device: torch.device,
+) -> None:
+    parameter = torch.ones((1 << 20) + 1, device=device)
+    layout = layout_of("t", dtype_of("p", parameter), [("p", parameter)])
+    assert layout is not None
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    buffer = FlatBuffer(layout)
+    assert buffer.values.is_pinned()
+    # torch's own would take the next power of two.
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == before
+    frozen = FlatBuffer(layout, is_pinned=False)
+    assert not frozen.values.is_pinned()
+    assert frozen.pin()
+    assert frozen.pin()
+    assert frozen.values.is_pinned()
+
+
 def test_shared_memory_is_pinned_until_its_array_is_dropped(device: torch.device) -> None:
     array = empty_shared(1 << 16, "uint8")
     memory = torch.from_numpy(array.base)

@@ -14,6 +14,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import mmap
 import weakref
 from collections.abc import Iterable
 from functools import cache
@@ -103,6 +104,11 @@ def _to_device(device: torch.device, moves: list[tuple[torch.Tensor, torch.Tenso
     # So targets need no `record_stream`: the next user of their memory waits too.
     current.wait_event(arrival)
     return arrival
+
+
+def zero_pages(byte_count: int) -> npt.NDArray[np.uint8]:
+    """Zeros on pages of their own, as memory that is pinned in place needs."""
+    return np.frombuffer(mmap.mmap(-1, max(byte_count, 1)), np.uint8, byte_count)
 
 
 def pin_in_place(array: npt.NDArray[np.uint8], device: torch.device) -> bool:

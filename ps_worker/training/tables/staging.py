@@ -37,7 +37,13 @@ from ps_core.tables.elements import pack_presence
 from ps_core.tables.table import Table
 from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.values import BlockValues, Raw
-from ps_worker.training.tables.device_copies import Arrival, can_pin, pin_in_place, to_host
+from ps_worker.training.tables.device_copies import (
+    Arrival,
+    can_pin,
+    pin_in_place,
+    to_host,
+    zero_pages,
+)
 from ps_worker.transport.lane import empty_shared
 
 CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
@@ -172,25 +178,38 @@ class _BlockState:
 
 class FlatBuffer:
     """Host memory in the shape of a table: shared with servers on this host, if `is_shared` and the
-    system can; pinned if its tensors are on a device for which it can be.
+    system can; pinned, if `is_pinned`, where its tensors are on a device for which it can be.
     """
 
-    def __init__(self, layout: FlatLayout, *, is_shared: bool = False) -> None:
+    def __init__(
+        self, layout: FlatLayout, *, is_shared: bool = False, is_pinned: bool = True
+    ) -> None:
         devices = [entry.tensor.device for entry in layout.placed]
-        pins_for = next(filter(can_pin, devices), None)
+        self._device = next(filter(can_pin, devices), None)
         dtype = TORCH_DTYPE[layout.dtype]
-        values = None
+        byte_count = layout.element_count * dtype.itemsize
+        memory = None
         if is_shared:
             with contextlib.suppress(OSError):  # no memory can be shared
-                raw = empty_shared(layout.element_count * dtype.itemsize, "uint8")
-                if pins_for is None or pin_in_place(raw, pins_for):
-                    values = torch.from_numpy(raw).view(dtype)
-        if values is None:
-            pins = pins_for is not None
-            values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=pins)
-        self.values = values
-        self.views = layout.views(values)
-        self.raw: Raw = values.view(torch.uint8).numpy()
+                memory = empty_shared(byte_count, "uint8")
+        if memory is None and self._device is not None:
+            memory = zero_pages(byte_count)  # torch's own pinned memory is of a power of two
+        self._memory = memory
+        self._is_pinned = False
+        if memory is None or (is_pinned and not self.pin()):
+            pins = is_pinned and self._device is not None
+            self.values = torch.zeros(layout.element_count, dtype=dtype, pin_memory=pins)
+        else:
+            self.values = torch.from_numpy(memory).view(dtype)
+        self.views = layout.views(self.values)
+        self.raw: Raw = self.values.view(torch.uint8).numpy()
+
+    def pin(self) -> bool:
+        """Pin the memory, if it has to be and is not; False: the driver refuses. Idempotent."""
+        if self._device is not None and self._memory is not None and not self._is_pinned:
+            self._is_pinned = pin_in_place(self._memory, self._device)
+            return self._is_pinned
+        return True
 
 
 def blocks_in(table: Table, values: torch.Tensor) -> Iterator[BlockValues]:

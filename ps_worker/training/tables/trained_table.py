@@ -85,7 +85,7 @@ class TrainedTable:
         self._adds = isinstance(optimizer, Add)
         self._eager: Hyperparameters | None = None
         self._was_skipped = False
-        self._received = FlatBuffer(layout)
+        self._received = FlatBuffer(layout, is_pinned=not layout.is_frozen)
         self._written = WrittenValues(layout, self._received)
         self._edit: FlatBuffer | None = None
         self._look_count = 0
@@ -130,6 +130,12 @@ class TrainedTable:
                 staging.restrict(self._only)
                 self._staging = staging
         return self._staging
+
+    def wake(self) -> None:
+        """One of its parameters is trained from now on."""
+        if self.is_asleep:
+            self.is_asleep = False
+            self._received.pin()
 
     # --- at the start
 
