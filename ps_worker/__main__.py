@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         process_end.die_with_parent_if_asked(os.environ)
         config = _take_flags(vars(given))
-        logs.configure(_process_name(vars(given)), config.log_level, config.log_format)
+        logs.configure(process_name(vars(given), os.environ), config.log_level, config.log_format)
     except InvalidConfig as error:
         reader.error(error.message)
     if not given.script.is_file():
@@ -73,10 +73,11 @@ def _take_flags(flags: Mapping[str, object]) -> ProcessConfig:
     return resolve(ProcessConfig, flags, os.environ)
 
 
-def _process_name(flags: Mapping[str, object]) -> str:
-    place = job_place(flags, os.environ)
-    role = os.environ.get("PUSHPULL_ROLE", "") or "worker"
-    rank = os.environ.get("PUSHPULL_RANK", "") if place is None else place.rank
+def process_name(flags: Mapping[str, object], env: Mapping[str, str]) -> str:
+    """The name in this process's log lines: its role, and a worker's rank, if it was given one."""
+    place = job_place(flags, env)
+    role = env.get("PUSHPULL_ROLE", "") or "worker"
+    rank = env.get("PUSHPULL_RANK", "") if place is None else place.rank
     return f"{role}-{rank}" if rank != "" and role == "worker" else role
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from ps_core.errors import InvalidConfig
 from ps_runtime.settings.job_place import place_in_job
+from ps_worker.__main__ import process_name
 from ps_worker.transport.config import worker_config
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
@@ -98,3 +99,16 @@ def test_what_is_said_to_pushpull_goes_before_the_job(
 ) -> None:
     settings = worker_config({"scheduler": "a:1", **arguments}, env)
     assert (settings.rank, settings.world_size) == (rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        ({}, "worker"),
+        ({"PUSHPULL_RANK": "3"}, "worker-3"),
+        (TORCHRUN, "worker-5"),
+        ({"PUSHPULL_ROLE": "reader", "PUSHPULL_RANK": "3"}, "reader"),
+    ],
+)
+def test_log_lines_have_a_workers_rank(env: dict[str, str], name: str) -> None:
+    assert process_name({}, env) == name
