@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_worker.training.tables.step_scale import StepScale
 from tests import fake_accelerator
 from tests.device.training_pairs import (
     LEARNING_RATE,
@@ -306,3 +307,26 @@ def test_a_script_that_waits_for_its_device_before_the_step_holds_nothing_up(
 def have_left(pair: Pair) -> bool:
     tables = pair.optimizer._model.tables
     return all(block.has_left for table in tables for block in table.staging._blocks)
+
+
+def test_nothing_leaves_between_a_steps_end_and_the_next(
+    client: ps.Client, device: torch.device, model: Any, name: str
+) -> None:
+    """As when a step is skipped while copies are under way."""
+    pair = Pair(client, name, model)
+    tables = pair.optimizer._model.tables
+    for x in batches(1):
+        squared(model, x).backward()
+    for table in tables:
+        table.seal((), StepScale(), skip=True)
+    left = [block.has_left for table in tables for block in table.staging._blocks]
+    torch.get_device_module(device).synchronize()
+    for table in tables:
+        table._landed()
+    assert left == [block.has_left for table in tables for block in table.staging._blocks]
+    for table in tables:
+        table.finish()
+    pair.twin.load_state_dict(model.state_dict())
+    model.zero_grad()
+    pair.train()
+    pair.check_close()

@@ -420,3 +420,28 @@ def test_devices_say_which_of_their_gradients_are_finite() -> None:
     loop.backward(0)
     loop.staging.take()
     assert loop.staging.non_finite() is None
+
+
+def test_what_lands_of_a_table_that_is_not_streamed_stays() -> None:
+    device = SlowDevice(lag_count=2)
+    loop = Loop(ones(64), ones(64), copy=device.copy)
+    loop.staging.streams = False
+    loop.backward(0, 1)
+    while device.waiting_count:
+        device.run_one()
+    assert loop.staging.landed() == []
+    assert [part.block for part in loop.staging.take()] == [0, 1]
+
+
+def test_what_lands_leaves_unless_it_was_touched() -> None:
+    device = SlowDevice(lag_count=2)
+    loop = Loop(ones(64), ones(64), copy=device.copy)
+    loop.backward(0, 1)
+    assert loop.staging.landed() == []
+    gradient = loop.parameters[0].grad
+    assert gradient is not None
+    gradient.mul_(0.5)
+    while device.waiting_count:
+        device.run_one()
+    assert [part.block for part in loop.staging.landed()] == [1]
+    assert [part.block for part in loop.staging.take()] == [0]
