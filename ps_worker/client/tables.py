@@ -33,6 +33,7 @@ from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
+from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
 from ps_worker.spec.rows import MAX_PULLED_COUNT, CutIds, RowBatch
 from ps_worker.spec.settings import (
@@ -277,8 +278,10 @@ class ClientTables:
         oldest = table.steps.oldest_of_too_many()
         # The ticket of a failed step raises its error; here it only has to have ended.
         limit_s = self._connection.config.request_deadline_s
-        if oldest is not None and not wait([oldest.future], limit_s).done:
-            raise WaitExpired(self._connection.why_open(oldest, limit_s))
+        if oldest is not None:
+            wait_until_ended([oldest.future], limit_s)
+            if not oldest.future.done():
+                raise WaitExpired(self._connection.why_open(oldest, limit_s))
         return table.steps.open_step()
 
     def begin_assign(self, table: TableHandle) -> TableStep:

@@ -445,3 +445,12 @@ def test_what_lands_leaves_unless_it_was_touched() -> None:
         device.run_one()
     assert [part.block for part in loop.staging.landed()] == [1]
     assert [part.block for part in loop.staging.take()] == [0]
+
+
+def test_a_block_that_could_not_leave_leaves_with_the_step() -> None:
+    """STG-1."""
+    loop = Loop(ones(64), ones(64))
+    assert sorted(loop.backward(0, 1)) == [0, 1]
+    loop.staging.stay([1])
+    assert [part.block for part in loop.staging.take()] == [1]
+    assert loop.staging.take() == []

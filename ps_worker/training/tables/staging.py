@@ -26,7 +26,7 @@ import contextlib
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -298,6 +298,13 @@ class GradientStaging:
                 return []
             ready = (n for n in complete if self._may_leave(n) and self._is_untouched(n))
             return [self._leave(number) for number in ready]
+
+    def stay(self, numbers: Iterable[int]) -> None:
+        """These blocks were to leave, and could not: `take` gives them again (STG-1)."""
+        with self._lock:
+            for number in numbers:
+                self._blocks[number].has_left = False
+                self._blocks[number].is_changed = True
 
     def discard(self) -> None:
         """The gradients were zeroed: the next backward pass starts over."""

@@ -8,6 +8,7 @@ Rules:
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
@@ -96,7 +97,6 @@ class TrainedTable:
         self._lock = threading.RLock()
         self._is_ended = False  # the step is, so nothing leaves until the next one begins
         self._landing_terms: Hyperparameters = ()
-        self._landing_failure: PushpullError | None = None
         self._moved: FlatBuffer | None = None
         self._only: frozenset[int] | None = None
         self.pending = PendingTickets(client)
@@ -166,14 +166,11 @@ class TrainedTable:
             LANDINGS.tell(copy, self._landed)
 
     def _landed(self) -> None:
-        """Copies have ended: what they complete leaves. An error is the step's."""
+        """Copies have ended: what they complete leaves."""
         with self._lock:
-            if self._is_ended or self._staging is None:
-                return
-            try:
-                self._push(self._staging.landed(), self._landing_terms)
-            except PushpullError as failure:
-                self._landing_failure = failure
+            if not self._is_ended and self._staging is not None:
+                with contextlib.suppress(PushpullError):  # the step pushes it again, and says it
+                    self._push(self._staging.landed(), self._landing_terms)
 
     def discard(self) -> None:
         """The gradients were zeroed: start the step over."""
@@ -320,9 +317,6 @@ class TrainedTable:
         if self._adds:
             return self._push_moved()
         with self._lock:
-            failure, self._landing_failure = self._landing_failure, None
-            if failure is not None:
-                raise failure
             return self._push_staged(hyperparameters)
 
     def _push_staged(self, hyperparameters: Hyperparameters) -> str | None:
@@ -455,4 +449,8 @@ class TrainedTable:
             return
         if self._options.applies_on_arrival and self._eager is None:
             self._eager = hyperparameters
-        self._client.tables.begin_step(self.handle).push_blocks(blocks, eager=self._eager)
+        try:
+            self._client.tables.begin_step(self.handle).push_blocks(blocks, eager=self._eager)
+        except PushpullError:
+            self.staging.stay([each.block for each in blocks])
+            raise
