@@ -15,6 +15,7 @@ import ps_worker as ps
 from ps_runtime.launch.cluster_shape import ClusterShape
 from ps_runtime.launch.launcher import Launcher, RoleCommand, start_scheduler
 from tests.integration.lane_cluster import LaneCluster, Served
+from tests.integration.open_files import open_files
 
 _CHUNK_BYTES = 65_536
 _LISTENING = "0A"
@@ -161,8 +162,9 @@ class CutWire:
 
 def _grpc_port(pid: int, others: set[int]) -> int:
     """The port that a process listens on beside these; it only says what it advertises."""
-    links = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    inodes = {found[1] for link in links if (found := re.match(r"socket:\[(\d+)\]", link))}
+    inodes = {
+        found[1] for link in open_files(pid) if (found := re.match(r"socket:\[(\d+)\]", link))
+    }
     ports = set()
     for family in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{family}").read_text().splitlines()[1:]:

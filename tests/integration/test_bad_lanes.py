@@ -20,6 +20,7 @@ from pushpull.v1 import parameters_pb2
 from pushpull.v1 import types_pb2 as types
 from tests.integration.lane_cluster import until
 from tests.integration.no_segments import pipe_end, plain_file
+from tests.integration.open_files import open_files
 from tests.integration.raw_lane import RawLane, Request, connected, dropped, offer_of, segment
 from tests.integration.raw_wire import (
     BLOCK,
@@ -55,10 +56,7 @@ def lane(wire: Wire, bad: RawWorker, node_id: int) -> Iterator[RawLane]:
 
 def _held(pid: int) -> list[str]:
     """The files that a server has open and the foreign memory that it has mapped."""
-    files = []
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            files.append(str(entry.readlink()))
+    files = open_files(pid)
     maps = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8")
     kinds = ("pipe:", "raw-lane", "pushpull-answers", "/tmp")  # noqa: S108
     found = [name for name in (*files, *maps.splitlines()) if any(kind in name for kind in kinds)]

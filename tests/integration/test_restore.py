@@ -15,6 +15,7 @@ from ps_runtime.checkpoint.store import resolve
 from ps_runtime.cluster import wire
 from ps_runtime.grpc.errors import from_rpc_error
 from pushpull.v1 import parameters_pb2, parameters_pb2_grpc
+from tests.integration.open_files import open_files
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +125,7 @@ def test_nothing_of_the_timeline_before_stays_in_memory(tmp_path: Path) -> None:
 
 def shared_segments(process_id: int) -> tuple[int, int]:
     """How many a process has open, and mapped."""
-    links = [str(each.readlink()) for each in Path(f"/proc/{process_id}/fd").iterdir()]
+    links = open_files(process_id)
     maps = Path(f"/proc/{process_id}/maps").read_text(encoding="utf-8").splitlines()
     name = "memfd:pushpull"
     return sum(name in link for link in links), sum(name in each for each in maps)
