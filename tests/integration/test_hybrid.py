@@ -198,8 +198,7 @@ def test_a_checkpoint_has_both_halves(pool: Pool, saved: Saved) -> None:
         assert_alike([after[name] for _, after in went_on] + [run[2][name] for run in runs])
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["plain", "sharded"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("sharded", marks=pytest.mark.thorough)])
 def test_an_export_has_both_halves_and_begins_another_run(
     pool: Pool, saved: Saved, tmp_path: Path, name: str
 ) -> None:
