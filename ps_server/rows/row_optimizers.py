@@ -24,6 +24,7 @@ Trenches" (2013), algorithm 1.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,6 +95,7 @@ class RowOptimizer:
         number = gradients.dtype.type
         gradients = gradients.view()
         gradients.flags.writeable = False  # or the loops would be compiled for each of both
+        does = _PASSES if loops is None else loops
         found = tuple(arrays[name] for name in self.arrays if name != STEP_ARRAY)
         rate = number(self._sign * hyperparameters["lr"])
         match self._kind:
@@ -103,20 +105,16 @@ class RowOptimizer:
                 scales = _adam_scales(arrays[STEP_ARRAY], numbers, rate, hyperparameters)
                 beta1, beta2 = hyperparameters["beta1"], hyperparameters["beta2"]
                 terms = np.array([1 - beta1, beta2, 1 - beta2, hyperparameters["eps"]], number)
-                adam = _adam if loops is None else loops.adam
-                adam(found, numbers, gradients, scales, terms)
+                does.adam(found, numbers, gradients, scales, terms)
             case OptimizerKind.ADAGRAD:
                 terms = np.array([rate, hyperparameters["eps"]], number)
-                adagrad = _adagrad if loops is None else loops.adagrad
-                adagrad(found, numbers, gradients, terms)
+                does.adagrad(found, numbers, gradients, terms)
             case OptimizerKind.ROWWISE_ADAGRAD:
                 terms = np.array([rate, hyperparameters["eps"], gradients.shape[1]], number)
-                rowwise_adagrad = _rowwise_adagrad if loops is None else loops.rowwise_adagrad
-                rowwise_adagrad(found, numbers, gradients, terms)
+                does.rowwise_adagrad(found, numbers, gradients, terms)
             case _:
                 terms = _ftrl_terms(number, -self._sign, hyperparameters)
-                ftrl = _ftrl if loops is None else loops.ftrl
-                ftrl(found, numbers, gradients, terms)
+                does.ftrl(found, numbers, gradients, terms)
 
 
 class StepLoops(Protocol):
@@ -240,3 +238,8 @@ def _ftrl(arrays: tuple[Rows, ...], numbers: Numbers, gradients: Rows, terms: Ro
     np.copyto(values, 0.0, where=is_zero & has_rate)
     np.subtract(ends, l2 * values, out=held, where=has_rate)
     all_values[numbers], all_sums[numbers], all_held[numbers] = values, sums, held
+
+
+_PASSES: StepLoops = SimpleNamespace(
+    adam=_adam, adagrad=_adagrad, rowwise_adagrad=_rowwise_adagrad, ftrl=_ftrl
+)

@@ -10,9 +10,7 @@ import torch
 from torch.cuda import _sanitizer
 
 import ps_worker as ps
-from ps_cli.bench.devices import CUDA, name_of
-from ps_core.errors import InvalidConfig
-from tests.device.training_pairs import one_worker
+from tests.device.training_pairs import cuda_device, one_worker
 
 # This process has it on by now, if it is wanted; servers compute on the CPU.
 os.environ.pop("TORCH_CUDA_SANITIZER", None)
@@ -32,12 +30,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """The first CUDA device. Without one the run ends: no test here passes by not running."""
-    try:
-        name_of(CUDA)
-    except InvalidConfig as error:
-        pytest.exit(error.message, returncode=1)
-    return torch.device(CUDA, 0)
+    return cuda_device()
 
 
 @pytest.fixture(scope="session")

@@ -12,10 +12,8 @@ import torch
 from torch.cuda import _sanitizer
 
 import ps_worker as ps
-from ps_cli.bench.devices import CUDA, name_of
-from ps_core.errors import InvalidConfig
 from tests import fake_accelerator
-from tests.device.training_pairs import one_worker
+from tests.device.training_pairs import cuda_device, one_worker
 
 # This process has it on by now, if it is wanted; servers compute on the CPU.
 os.environ.pop("TORCH_CUDA_SANITIZER", None)
@@ -41,14 +39,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Without a CUDA device that is asked for the run ends: no test here passes by not running."""
-    if request.config.getoption("--device") == fake_accelerator.NAME:
-        return fake_accelerator.DEVICE
-    try:
-        name_of(CUDA)
-    except InvalidConfig as error:
-        pytest.exit(error.message, returncode=1)
-    return torch.device(CUDA, 0)
+    is_fake = request.config.getoption("--device") == fake_accelerator.NAME
+    return fake_accelerator.DEVICE if is_fake else cuda_device()
 
 
 @pytest.fixture(scope="session")

@@ -6,10 +6,13 @@ import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import ps_worker as ps
+from ps_cli.bench.devices import CUDA, name_of
+from ps_core.errors import InvalidConfig
 from tests.integration.training_models import BLOCK, Branched, batches, seeded, twin, values
 
 LEARNING_RATE = 0.1
@@ -139,3 +142,12 @@ def one_worker() -> Iterator[ps.Client]:
         ps.connect(cluster.address, request_deadline_s=30.0) as client,
     ):
         yield client
+
+
+def cuda_device() -> torch.device:
+    """The first CUDA device. Without one the run ends: no test here passes by not running."""
+    try:
+        name_of(CUDA)
+    except InvalidConfig as error:
+        pytest.exit(error.message, returncode=1)
+    return torch.device(CUDA, 0)
