@@ -12,6 +12,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections import defaultdict, deque
@@ -35,6 +36,10 @@ class FakeStream:
         RUNTIME.streams.append(self)
         RUNTIME.sanitizer._handle_stream_creation(self.number)
         del device
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(NAME, 0)
 
     def put(self, work: Callable[[], object], lag_count: int = 0) -> None:
         """Queue some work; what is more than `lag_count` behind the newest is done."""
@@ -200,11 +205,11 @@ class Runtime:
         """Run an operator on host memory; its results are on the device if the operator's are."""
         name, stream = func._schema.name, self.current_stream()
         is_late = kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
-        if name == "aten::copy_" and is_late and stream is not self.streams[0]:
+        if name in _COPIES and is_late and stream is not self.streams[0]:
             self._look(func, args, kwargs, stream)
-            target, source = map(_raw, args[:2])
-            stream.put(lambda: target.copy_(source), self.lag_count)
-            return args[0]
+            raw = pytree.tree_map(_raw, args[:2])
+            stream.put(lambda: func(*raw), self.lag_count)
+            return args[0] if name == "aten::copy_" else None
         stream.drain()  # its computation comes after what it waits for
         self._look(func, args, kwargs, stream)
         device = kwargs.get("device")
@@ -251,6 +256,7 @@ class Runtime:
             self.race_count += len(found)
 
 
+_COPIES = ("aten::copy_", "aten::_foreach_copy_")
 _VIEWS = frozenset(
     f"aten::{name}"
     for name in ("view", "detach", "t", "transpose", "as_strided", "select", "slice", "expand",
@@ -319,11 +325,10 @@ def _fallback(func: Any, *args: Any, **kwargs: Any) -> Any:
     return RUNTIME.run(func, args, kwargs)
 
 
-def _register() -> torch.device:
+@functools.cache
+def register() -> torch.device:
+    """Make the device known to torch, for good: a process with it cannot use a CUDA device."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, RUNTIME)
     _LIBRARY.fallback(_fallback, "PrivateUse1")
     _LIBRARY.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     return torch.device(NAME, 0)
-
-
-DEVICE = _register()

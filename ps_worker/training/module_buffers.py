@@ -24,7 +24,8 @@ from ps_worker.spec.optimizers import Assign
 from ps_worker.spec.settings import FromRank0
 from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.training.tables.device_copies import Arrival, from_host, has_streams, to_host
-from ps_worker.training.tables.staging import FlatBuffer, blocks_in, flagged
+from ps_worker.training.tables.inspection import Answers, true_numbers
+from ps_worker.training.tables.staging import FlatBuffer, blocks_in
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client
@@ -180,7 +181,7 @@ class BufferTable:
         sources = [source.detach() for _, source, _ in current]
         if len({source.device for source in sources}) == 1 and has_streams(sources[0].device):
             flat = torch.cat([source.reshape(-1).to(self._sent.values.dtype) for source in sources])
-            arrival = to_host(flat, self._sent.values)
+            arrival = to_host([(self._sent.values, flat)])
             if arrival is not None:
                 arrival.synchronize()
         else:
@@ -199,11 +200,11 @@ def check_exact(buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse integers that float64 does not hold; looks at all of them in one transfer."""
     wide = [each for each in buffers if each[1].dtype in (torch.int64, torch.uint64)]
     most = [
-        (i, each.abs().max() > _MAX_EXACT_INTEGER)
+        Answers([i], (each.abs().max() > _MAX_EXACT_INTEGER).reshape(1))
         for i, (_, each) in enumerate(wide)
         if each.numel()
     ]
-    for index in flagged(most):
+    for index in sorted(true_numbers(most)):
         name, buffer = wide[index]
         raise InvalidTensor(
             f"buffer '{name}' has {int(buffer.abs().max())}; expected integers up to 2**53 in "

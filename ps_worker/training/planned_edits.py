@@ -30,7 +30,7 @@ import torch
 from ps_core.errors import check
 from ps_core.tables.optimizers import VALUES_ARRAY
 from ps_worker.training.served_state import DIGEST_BYTES, LoadedState, digest_of_arrays
-from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.inspection import is_finite
 
 if TYPE_CHECKING:
     from ps_worker.training.tables.trained_table import TrainedTable

@@ -20,7 +20,7 @@ from ps_core.errors import InvalidConfig, InvalidTensor
 from ps_core.tables.elements import Codec
 from ps_core.tables.optimizers import MAX_LOADED_STEP_COUNT, STEP_ARRAY, OptimizerKind, array_words
 from ps_worker.client.pending import PendingTickets
-from ps_worker.training.tables.staging import is_finite, same_bits
+from ps_worker.training.tables.inspection import is_finite, same_bits
 
 if TYPE_CHECKING:
     from ps_worker.client.client import Client

@@ -51,7 +51,7 @@ from ps_worker.training.planned_edits import (
 from ps_worker.training.served_state import LoadedState, State, arrays_of, is_same, pulled_arrays
 from ps_worker.training.step_times import StepTimes
 from ps_worker.training.tables.gradient_marks import GradientMarks
-from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale
 from ps_worker.training.tables.trained_table import TrainedTable
 from ps_worker.training.trained_rows import TrainedRows

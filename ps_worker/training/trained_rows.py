@@ -25,7 +25,7 @@ from ps_core.tables.optimizers import Hyperparameters
 from ps_worker.client.pending import PendingTickets
 from ps_worker.spec.rows import RowBatch, cut_ids, rows_of
 from ps_worker.steps.steps import checked_hyperparameters
-from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:

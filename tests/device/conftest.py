@@ -19,6 +19,14 @@ from tests.device.training_pairs import cuda_device, one_worker
 os.environ.pop("TORCH_CUDA_SANITIZER", None)
 
 
+def pytest_collection_modifyitems(config: pytest.Config) -> None:
+    """Have the device in Python before the first backward pass of any test: autograd counts the
+    devices then. A process with it has no other: torch takes it for its accelerator.
+    """
+    if config.getoption("--device") == fake_accelerator.NAME:
+        fake_accelerator.register()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """A script may change a gradient under its copy, which staging finds (STG-1). The sanitizer
@@ -40,7 +48,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     is_fake = request.config.getoption("--device") == fake_accelerator.NAME
-    return fake_accelerator.DEVICE if is_fake else cuda_device()
+    return fake_accelerator.register() if is_fake else cuda_device()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 import ps_worker as ps
 from ps_cli.bench.devices import CUDA, name_of
 from ps_core.errors import InvalidConfig
+from tests import fake_accelerator
 from tests.integration.training_models import BLOCK, Branched, batches, seeded, twin, values
 
 LEARNING_RATE = 0.1
@@ -122,8 +122,8 @@ class Pair:
 
 def train_on_device(client: ps.Client, name: str, steps: int, device: str) -> dict[str, Any]:
     """What one of several workers does; its parameters afterwards, on the CPU."""
-    if device.startswith("fake"):
-        importlib.import_module("tests.fake_accelerator")
+    if device.startswith(fake_accelerator.NAME):
+        fake_accelerator.register()
     model = seeded(Branched, seed=client.rank).to(device)
     optimizer = ps.DistributedOptimizer(
         client, model, ps.SGD(lr=LEARNING_RATE), name=name, block_elements=BLOCK

@@ -16,7 +16,8 @@ from ps_core.tables.table_spec import TableSpec
 from ps_worker.spec.flat_layout import TORCH_DTYPE, dtype_of, layout_of
 from ps_worker.spec.settings import tensors_of
 from ps_worker.spec.values import BlockValues
-from ps_worker.training.tables.device_copies import to_host
+from ps_worker.training.tables.device_copies import Moves, to_host
+from ps_worker.training.tables.inspection import ColumnSums, true_numbers
 from ps_worker.training.tables.staging import CopyToHost, GradientStaging
 
 
@@ -64,13 +65,23 @@ def ones(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(shape))
 
 
+def has_changed(before: ColumnSums, tensor: torch.Tensor) -> bool:
+    """True if a tensor has other sums than it had."""
+    return bool(true_numbers(ColumnSums([tensor.numel()]).differing(before, [(0, tensor)])))
+
+
+def sums_of(tensor: torch.Tensor) -> ColumnSums:
+    sums = ColumnSums([tensor.numel()])
+    sums.take([(0, tensor)])
+    return sums
+
+
 @dataclass(eq=False)
 class SlowCopy:
-    """A copy that a `SlowDevice` has been given."""
+    """Copies that a `SlowDevice` has been given together."""
 
     device: SlowDevice
-    source: torch.Tensor
-    target: torch.Tensor
+    moves: Moves
     has_ended: bool = False
 
     def query(self) -> bool:
@@ -94,8 +105,8 @@ class SlowDevice:
     def waiting_count(self) -> int:
         return len(self._queue)
 
-    def copy(self, source: torch.Tensor, target: torch.Tensor) -> SlowCopy:
-        given = SlowCopy(self, source, target)
+    def copy(self, moves: Moves) -> SlowCopy:
+        given = SlowCopy(self, moves)
         self._queue.append(given)
         while len(self._queue) > self._lag_count:
             self.run_one()
@@ -103,5 +114,6 @@ class SlowDevice:
 
     def run_one(self) -> None:
         first = self._queue.popleft()
-        first.target.copy_(first.source)
+        for target, source in first.moves:
+            target.copy_(source)
         first.has_ended = True

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ps_worker.training.hybrid.peers import Peers
 from ps_worker.training.interrupts import uninterrupted
-from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.inspection import is_finite
 
 _DIRECT_BYTES = 1 << 20
 """Values of all workers that each worker gets, and adds up itself: one hop in place of gloo's six,

@@ -55,7 +55,7 @@ from ps_worker.training.hybrid.process_group import init_process_group
 from ps_worker.training.hybrid.workers_half import WorkersHalf
 from ps_worker.training.interrupts import uninterrupted
 from ps_worker.training.module_buffers import persistent_buffers
-from ps_worker.training.tables.staging import is_finite
+from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.step_scale import StepScale, amp_scale_of
 
 _SHOWN_COUNT = 5

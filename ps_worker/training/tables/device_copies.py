@@ -16,13 +16,16 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+Moves: TypeAlias = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors to copy, by (target, source), each pair of one shape."""
 
 
 class Arrival(Protocol):
@@ -61,22 +64,47 @@ def stream_from_host(device: torch.device) -> Any:
     return _runtime(device.type).Stream(device)
 
 
-def to_host(source: torch.Tensor, target: torch.Tensor) -> Arrival | None:
-    """Copy a tensor into host memory: `target` has its shape and dtype, and is pinned if it can be.
-    Returns the copy's arrival; None: it is complete, as from a device without streams.
+def current_streams(device: torch.device, known: list[Any]) -> list[Any]:
+    """The streams in `known`, and the device's current one. One after the other of a backward pass
+    makes its gradients on the same, as a rule.
     """
-    runtime = _runtime(source.device.type)
+    runtime = _runtime(device.type)
+    stream = None if runtime is None else runtime.current_stream(device)
+    return known if stream is None or stream in known else [*known, stream]
+
+
+def follow(streams: Iterable[Any]) -> None:
+    """Have the current streams wait for the present work of these, each of its device."""
+    for stream in streams:
+        current = _runtime(stream.device.type).current_stream(stream.device)
+        if current != stream:
+            current.wait_stream(stream)
+
+
+def to_host(moves: Moves) -> Arrival | None:
+    """Copy tensors of one device into host memory. Targets have their sources' dtypes, and are
+    pinned if they can be; the caller keeps the sources until the copies have ended. Returns their
+    arrival; None: they are complete, as from a device without streams.
+    """
+    device = moves[0][1].device
+    runtime = _runtime(device.type)
     if runtime is None:
-        target.copy_(source)
+        for target, source in moves:
+            target.copy_(source)
         return None
-    stream = stream_to_host(source.device)
-    stream.wait_stream(runtime.current_stream(source.device))
+    stream = stream_to_host(device)
+    stream.wait_stream(runtime.current_stream(device))
     with runtime.stream(stream):
-        target.copy_(source, non_blocking=True)
-        arrival = _recorded(stream, source.device)
-    # Its owner may drop it during the copy; the allocator must not give its memory away until then.
-    source.record_stream(stream)
-    return arrival
+        _copy_late(moves)
+        return _recorded(stream, device)
+
+
+def _copy_late(moves: Moves) -> None:
+    """Queue copies on the current stream: in one call, because a call from Python may have to wait
+    for the interpreter.
+    """
+    targets, sources = map(list, zip(*moves, strict=True))
+    torch._foreach_copy_(targets, sources, non_blocking=True)
 
 
 def from_host(moves: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Arrival]:
@@ -98,8 +126,7 @@ def _to_device(device: torch.device, moves: list[tuple[torch.Tensor, torch.Tenso
     current = runtime.current_stream(device)
     stream.wait_stream(current)  # its work may still read the old values
     with runtime.stream(stream):
-        for target, source in moves:
-            target.copy_(source, non_blocking=True)
+        _copy_late(moves)
         arrival = _recorded(stream, device)
     # So targets need no `record_stream`: the next user of their memory waits too.
     current.wait_event(arrival)

@@ -16,15 +16,14 @@ from collections.abc import Collection
 import torch
 
 from ps_worker.spec.flat_layout import FlatLayout
-from ps_worker.training.tables.staging import (
-    FlatBuffer,
-    column_sums,
-    flagged,
+from ps_worker.training.tables.inspection import (
+    ColumnSums,
     is_same_memory,
     place_of,
     same_bits,
-    sums_differ,
+    true_numbers,
 )
+from ps_worker.training.tables.staging import FlatBuffer
 
 
 class WrittenValues:
@@ -37,38 +36,48 @@ class WrittenValues:
     def __init__(self, layout: FlatLayout, received: FlatBuffer) -> None:
         self._layout = layout
         self._received = received
-        self._sums: dict[int, torch.Tensor] = {}
+        counts = [view.numel() for view in received.views]
+        self._sums, self._sums_now = ColumnSums(counts), ColumnSums(counts)
+        self._summed: set[int] = set()  # the parameters whose `_sums` are known
         self._sources = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
         self._marks: list[tuple[int, int, tuple[int, ...]]] = []
-        self._left: list[torch.Tensor] = []
+        self._left: tuple[ColumnSums, list[torch.Size]] | None = None
         self.is_known = False
 
     def left(self) -> None:
         """A wait for new values was given up: changes from now on are made after that step."""
-        if not self._left:
-            self._left = [column_sums(entry.tensor.detach()) for entry in self._layout.placed]
+        if self._left is None:
+            tensors = [entry.tensor.detach() for entry in self._layout.placed]
+            shapes = [tensor.shape for tensor in tensors]
+            sums = ColumnSums(map(torch.Size.numel, shapes))
+            sums.take(list(enumerate(tensors)))
+            self._left = sums, shapes
 
     def changed_since_left(self) -> set[int]:
         """The parameters that were changed since the first `left` after they were written; empty in
         a second call. Reads every parameter, if a wait was given up.
         """
-        before, self._left = self._left, []
-        return {
-            index
-            for index, (entry, sums) in enumerate(zip(self._layout.placed, before, strict=False))
-            if sums_differ(sums, column_sums(entry.tensor.detach()).to(sums.device))
-        }
+        if self._left is None:
+            return set()
+        (before, shapes), self._left = self._left, None
+        changed: set[int] = set()
+        others: list[tuple[int, torch.Tensor]] = []
+        for index, (entry, shape) in enumerate(zip(self._layout.placed, shapes, strict=True)):
+            if entry.tensor.shape != shape:
+                changed.add(index)
+            else:  # one that has only moved is as it was
+                others.append((index, entry.tensor.detach().to(before.device_of(index))))
+        now = ColumnSums(map(torch.Size.numel, shapes))
+        return changed | true_numbers(now.differing(before, others))
 
     def written(self, but: Collection[int] = ()) -> None:
         """The parameters, except `but`, have the received values. Queues sums on the devices."""
         self.is_known = True
         self.mark()
-        for index, entry in enumerate(self._layout.placed):
-            if entry.tensor.is_cpu:
-                continue
-            self._sums.pop(index, None)
-            if index not in but:
-                self._sums[index] = column_sums(entry.tensor.detach())
+        placed = enumerate(self._layout.placed)
+        far = [(i, e.tensor.detach()) for i, e in placed if not (e.tensor.is_cpu or i in but)]
+        self._sums.take(far)
+        self._summed = {index for index, _ in far}
 
     def mark(self) -> None:
         """Note the versions and addresses of the parameters, which are as they were written."""
@@ -96,18 +105,25 @@ class WrittenValues:
                 and is_same_memory(tensor.data_ptr(), source, byte_count)
             ):
                 continue  # the fast path: a model may have thousands
-            now, sums = tensor.detach(), self._sums.get(index)
-            if sums is not None and now.device == sums.device:
-                on_device.append((index, sums_differ(sums, column_sums(now))))
+            now = tensor.detach()
+            if self._has_sums(index, now):
+                on_device.append((index, now))
             elif not self._is_same(index, now):
                 found.append(index)
         # A tensor of another layout has other sums, and perhaps the same values.
+        differing = true_numbers(self._sums_now.differing(self._sums, on_device))
         found += [
             index
-            for index in flagged(on_device)
+            for index in differing
             if not self._is_same(index, self._layout.placed[index].tensor.detach())
         ]
         return sorted(found)
+
+    def _has_sums(self, index: int, now: torch.Tensor) -> bool:
+        """True if sums tell whether a parameter has changed."""
+        expected = self._received.views[index]
+        is_there = index in self._summed and self._sums.device_of(index) == now.device
+        return is_there and now.shape == expected.shape and now.dtype is expected.dtype
 
     def _is_same(self, index: int, now: torch.Tensor) -> bool:
         expected = self._received.views[index]

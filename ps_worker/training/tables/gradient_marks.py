@@ -7,38 +7,30 @@ trace, the sums of its bits.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import starmap, zip_longest
-from typing import TypeAlias
 
 import torch
 
-from ps_worker.training.tables.staging import column_sums, place_of, sums_differ
-
-_Mark: TypeAlias = tuple[object, torch.Tensor | None] | None
-"""None: there is no gradient."""
+from ps_worker.training.tables.inspection import ColumnSums, place_of, true_numbers
 
 
 class GradientMarks:
     """The marks of some gradients, in their order."""
 
     def __init__(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        self._marks = [_mark_of(gradient) for gradient in gradients]
+        given = [
+            None if each is None or each.layout is not torch.strided else each.detach()
+            for each in gradients
+        ]
+        self._counts = [0 if each is None else each.numel() for each in given]
+        self._places = [None if each is None else place_of(each) for each in given]
+        self._far = [
+            (n, each) for n, each in enumerate(given) if each is not None and not each.is_cpu
+        ]
+        self._sums = ColumnSums(self._counts)
+        self._sums.take(self._far)
 
     def differ_from(self, earlier: GradientMarks) -> bool:
         """True if any gradient differs from its earlier mark; waits for the devices."""
-        return any(starmap(_differ, zip_longest(earlier._marks, self._marks)))
-
-
-def _differ(before: _Mark, now: _Mark) -> bool:
-    if before is None or now is None:
-        return before is not now
-    (place, sums), (place_now, sums_now) = before, now
-    if place != place_now:
-        return True
-    return sums is not None and sums_now is not None and bool(sums_differ(sums, sums_now))
-
-
-def _mark_of(gradient: torch.Tensor | None) -> _Mark:
-    if gradient is None or gradient.layout is not torch.strided:
-        return None
-    return place_of(gradient), None if gradient.is_cpu else column_sums(gradient.detach())
+        if self._places != earlier._places or self._counts != earlier._counts:
+            return True
+        return bool(true_numbers(self._sums.differing(earlier._sums, self._far)))

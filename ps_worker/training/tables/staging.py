@@ -6,6 +6,8 @@ ends, every gradient is compared with its copy, so that clipping, unscaling, acc
 other change that a training loop makes to `.grad` counts.
 
 Rules:
+    - Gradients of a device are gathered, and copied some megabytes at a time: autograd waits for
+      every call that a hook makes, and a large model has hundreds of gradients.
     - A block that changes after it left is sent again before the step's seal.
     - On the CPU bits decide what has changed. On a device sums of bits by column do, because
       reading the gradient back would cost a transfer; `_version` says what is certainly the same.
@@ -23,12 +25,11 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -39,118 +40,35 @@ from ps_worker.spec.flat_layout import TORCH_DTYPE, FlatLayout
 from ps_worker.spec.values import BlockValues, Raw
 from ps_worker.training.tables.device_copies import (
     Arrival,
+    Moves,
     can_pin,
+    current_streams,
+    follow,
     pin_in_place,
     to_host,
     zero_pages,
 )
+from ps_worker.training.tables.inspection import (
+    Answers,
+    ColumnSums,
+    Numbered,
+    Place,
+    is_finite,
+    non_finite,
+    place_of,
+    same_bits,
+    true_numbers,
+)
 from ps_worker.transport.lane import empty_shared
 
-CopyToHost: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Arrival | None]
-"""Copies (source, target) as `to_host` does."""
+CopyToHost: TypeAlias = Callable[[Moves], Arrival | None]
+"""Copies as `to_host` does."""
 
-_BITS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer types by width; as integers, NaN equals itself and 0 differs from -0."""
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-_COLUMN_COUNT = 1021
-"""A prime, so that no layer has rows of this length, and equal changes of every row do not cancel.
-A single sum missed `neg_` in 108 of 500 random tensors of ten elements; sums by column missed none,
-of ten or of 100,000.
-"""
-
+_GATHERED_BYTES = 8 * 2**20
+"""Gradients of a device are copied together up to so many bytes, and up to a quarter of a table."""
 
 _MAX_PAUSE_COUNT = 32
 """The most steps for which staging pauses that was wasted again and again."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fingerprint:
-    """The identity of a gradient on a device without reading it back: its place in memory, and sums
-    of its bits by column (a short gradient is its own sums).
-    """
-
-    place: tuple[int, int, tuple[int, ...]]
-    sums: torch.Tensor
-
-    @classmethod
-    def of(cls, gradient: torch.Tensor) -> Fingerprint:
-        return cls(place_of(gradient), column_sums(gradient))
-
-    def is_untouched(self, gradient: torch.Tensor) -> bool:
-        """True if a gradient is the same tensor, of the same version; never blocks."""
-        return place_of(gradient) == self.place
-
-    def differs(self, other: Fingerprint) -> torch.Tensor:
-        """A one-element bool tensor on the device: True if two gradients differ. One that was only
-        written to, with the same bits, does not: `clip_grad_norm_` does that if it clips nothing.
-        """
-        (_, _, strides), (_, _, others) = self.place, other.place
-        if strides != others:  # the sums are in the order of memory
-            return torch.ones((), dtype=torch.bool, device=self.sums.device)
-        return sums_differ(self.sums, other.sums)
-
-
-def place_of(gradient: torch.Tensor) -> tuple[int, int, tuple[int, ...]]:
-    version = -1 if gradient.is_inference() else gradient._version
-    return gradient.data_ptr(), version, gradient.stride()
-
-
-def _flat_bits(gradient: torch.Tensor) -> torch.Tensor:
-    """The elements' bits in the order of the memory: a view, unless the memory has gaps."""
-    if not gradient.is_contiguous():
-        strides = gradient.stride()
-        outer_first = sorted(range(gradient.dim()), key=lambda axis: -strides[axis])
-        gradient = gradient.permute(outer_first)
-    return gradient.reshape(-1).view(_BITS[gradient.element_size()])
-
-
-def column_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Sums of a tensor's bits, in the order of its memory: of each column of its whole rows, then
-    the bits of the last row, if it is not whole. Queued on the device.
-    """
-    bits = _flat_bits(tensor)
-    whole = bits.numel() // _COLUMN_COUNT * _COLUMN_COUNT
-    if not whole:
-        return bits.clone()
-    sums = bits.new_empty(_COLUMN_COUNT + bits.numel() - whole, dtype=torch.int64)
-    rows = bits[:whole].view(-1, _COLUMN_COUNT)
-    torch.sum(rows, 0, dtype=torch.int64, out=sums[:_COLUMN_COUNT])
-    sums[_COLUMN_COUNT:].copy_(bits[whole:])
-    return sums
-
-
-def sums_differ(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """A one-element bool tensor on the device: True if two results of `column_sums` differ."""
-    if before.shape != now.shape:
-        return torch.ones((), dtype=torch.bool, device=now.device)
-    return (before != now).any()
-
-
-def flagged(flags: list[tuple[int, torch.Tensor]]) -> list[int]:
-    """The indexes whose one-element flag is True: in one transfer, not one for each parameter."""
-    if not flags:
-        return []
-    device = flags[0][1].device
-    found = torch.stack([flag.to(device) for _, flag in flags]).tolist()
-    return [index for (index, _), is_true in zip(flags, found, strict=True) if is_true]
-
-
-def is_same_memory(first: int, second: int, byte_count: int) -> bool:
-    """True if `byte_count` bytes at two addresses are the same. Other threads run meanwhile. Reads
-    16 to 24 GB/s a core, where `torch.equal` of integers reads 6 to 14.
-    """
-    return not _memcmp(first, second, byte_count)
-
-
-def same_bits(staged: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """True if two CPU tensors of one shape and dtype have the same bits."""
-    if staged.is_contiguous() and gradient.is_contiguous():
-        return is_same_memory(staged.data_ptr(), gradient.data_ptr(), staged.nbytes)
-    bits = _BITS[staged.element_size()]
-    return torch.equal(staged.view(bits), gradient.view(bits))
 
 
 @dataclass(slots=True, eq=False)
@@ -161,7 +79,7 @@ class _ParameterState:
     hook_count: int = 0
     is_staged: bool = False
     is_present: bool = False
-    fingerprint: Fingerprint | None = None  # of a gradient on a device
+    place: Place | None = None  # of a gradient on a device
     is_finite: bool | None = None  # that gradient is, by the device; None: it was not asked
 
 
@@ -253,7 +171,15 @@ class GradientStaging:
             for tensor in block.tensors:
                 blocks_of[tensor].append(number)
         self._parameters = [_ParameterState(tuple(blocks)) for blocks in blocks_of]
-        self._copying: deque[tuple[Arrival, int]] = deque()
+        counts = [entry.tensor.numel() for entry in layout.placed]
+        self._sums, self._sums_now = ColumnSums(counts), ColumnSums(counts)
+        self._gathered: list[int] = []
+        self._gathered_bytes = 0
+        self._gathers_bytes = min(_GATHERED_BYTES, self._buffer.values.nbytes // 4)
+        self._streams: list[Any] = []  # in which gathered gradients were made
+        # Copies under way, with what they read: its memory must not be given away before.
+        self._copying: deque[tuple[Arrival, Numbered]] = deque()
+        self._untold: Arrival | None = None
         self._only: frozenset[int] | None = None
         self._wasted_count = 0  # steps in a row of which the staging was wasted, pauses apart
         self._pause_count = 0  # steps that staging still pauses for
@@ -279,14 +205,14 @@ class GradientStaging:
                 return []  # a later pass of a longer accumulation: `take` will see the difference
             if self._pause_count or not self._is_wanted(index):
                 return []
-            ready = [*self._arrived(), *self._copy(index, gradient)]
+            ready = self._gather(index, gradient)
             return [self._leave(n) for n in ready if self._may_leave(n)] if self.streams else []
 
-    @property
-    def newest_copy(self) -> Arrival | None:
-        """The end of the newest copy that is under way; None: there is none."""
+    def begun_copy(self) -> Arrival | None:
+        """The end of the newest copies that are under way; None if an earlier call has told it."""
         with self._lock:
-            return self._copying[-1][0] if self._copying else None
+            untold, self._untold = self._untold, None
+            return untold
 
     def landed(self) -> list[BlockValues]:
         """The blocks that leave because copies have ended. Gradients that were touched since are
@@ -325,11 +251,13 @@ class GradientStaging:
         """
         while True:
             with self._lock:
-                if not (self.streams and self._copying):
+                if not self.streams:
                     return
-                arrival, index = self._copying.popleft()
-                arrival.synchronize()
-                complete = self._mark_staged(index)
+                complete = self._copy_gathered()
+                if not (complete or self._copying):
+                    return
+                if self._copying:
+                    complete += self._next_arrived()
                 ready = [n for n in complete if self._may_leave(n) and self._is_untouched(n)]
                 blocks = [self._leave(number) for number in ready]
             yield blocks
@@ -349,8 +277,7 @@ class GradientStaging:
         """
         with self._lock:
             self._finish_copies()
-            for index in self._changed_parameters(asks_finite=self._asks_finite):
-                self._restage(index)
+            self._restage(self._changed_parameters(asks_finite=self._asks_finite))
             self._finish_copies()
             self._judge()
             leaving = [n for n in range(len(self._blocks)) if self._must_leave(n)]
@@ -395,42 +322,85 @@ class GradientStaging:
             self._pause_count = min(2 ** (self._wasted_count - 2), _MAX_PAUSE_COUNT)
 
     def _restart(self) -> None:
+        self._gathered.clear()
+        self._streams.clear()
+        self._gathered_bytes = 0
+        self._untold = None
         for parameter in self._parameters:
             parameter.hook_count = 0
             parameter.is_staged = False
         for block in self._blocks:
             block.waiting_count = len(block.tensors)
 
-    def _copy(self, index: int, gradient: torch.Tensor) -> list[int]:
-        """Stage a gradient; returns the blocks that this completes (`_arrived` has later ones)."""
-        parameter, entry = self._parameters[index], self.layout.placed[index]
+    def _gather(self, index: int, gradient: torch.Tensor) -> list[int]:
+        """Copy a gradient, or gather it for a copy of several (device). Returns the blocks that are
+        complete now.
+        """
+        if gradient.is_cpu:
+            return [*self._arrived(), *self._copy([index])]
+        self._gathered.append(index)
+        self._gathered_bytes += gradient.nbytes
+        self._streams = current_streams(gradient.device, self._streams)
+        if self._gathered_bytes < self._gathers_bytes:
+            return []
+        return [*self._arrived(), *self._copy_gathered()]
+
+    def _copy_gathered(self) -> list[int]:
+        """Queue the copies of the gathered gradients; returns the blocks that this completes."""
+        gathered, self._gathered = self._gathered, []
+        streams, self._streams = self._streams, []
+        self._gathered_bytes = 0
+        if not gathered:
+            return []
+        follow(streams)
+        return self._copy(gathered)
+
+    def _copy(self, indexes: Iterable[int]) -> list[int]:
+        """Stage gradients; returns the blocks that this completes (`_arrived` has later ones)."""
+        by_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for index in indexes:
+            gradient = self.layout.placed[index].tensor.grad
+            if gradient is None:
+                continue  # it has gone since it was gathered
+            self._check(index, gradient)
+            self._parameters[index].is_present = True
+            for block in self._parameters[index].blocks:
+                self._blocks[block].is_changed = True
+            by_device.setdefault(gradient.device, []).append((index, gradient.detach()))
+        complete = []
+        for device, numbered in by_device.items():
+            arrival = self._copy_to_host([(self._buffer.views[i], each) for i, each in numbered])
+            on_host = arrival is None and device.type == "cpu"
+            for index, each in numbered:
+                self._parameters[index].place = None if on_host else place_of(each)
+            if not on_host:
+                self._sums.take(numbered)
+            if arrival is None:
+                complete += self._mark_staged(numbered)
+            else:
+                self._copying.append((arrival, numbered))
+                self._untold = arrival
+        return complete
+
+    def _check(self, index: int, gradient: torch.Tensor) -> None:
+        entry = self.layout.placed[index]
         if gradient.layout is not torch.strided or gradient.shape != entry.tensor.shape:
             raise InvalidTensor(
                 f"the gradient of '{entry.name}' is {gradient.layout} of shape "
                 f"{tuple(gradient.shape)}; expected a dense one of {tuple(entry.tensor.shape)}"
             )
-        for block in parameter.blocks:
-            self._blocks[block].is_changed = True
-        parameter.is_present = True
-        gradient = gradient.detach()
-        arrival = self._copy_to_host(gradient, self._buffer.views[index])
-        on_host = arrival is None and gradient.device.type == "cpu"
-        parameter.fingerprint = None if on_host else Fingerprint.of(gradient)
-        if arrival is None:
-            return self._mark_staged(index)
-        self._copying.append((arrival, index))
-        return []
 
-    def _mark_staged(self, index: int) -> list[int]:
-        parameter = self._parameters[index]
-        if parameter.is_staged:
-            return []
-        parameter.is_staged = True
+    def _mark_staged(self, numbered: Numbered) -> list[int]:
         complete = []
-        for number in parameter.blocks:
-            self._blocks[number].waiting_count -= 1
-            if self._blocks[number].waiting_count == 0:
-                complete.append(number)
+        for index, _ in numbered:
+            parameter = self._parameters[index]
+            if parameter.is_staged:
+                continue
+            parameter.is_staged = True
+            for number in parameter.blocks:
+                self._blocks[number].waiting_count -= 1
+                if self._blocks[number].waiting_count == 0:
+                    complete.append(number)
         return complete
 
     def _arrived(self) -> list[int]:
@@ -440,18 +410,23 @@ class GradientStaging:
             complete += self._mark_staged(self._copying.popleft()[1])
         return complete
 
+    def _next_arrived(self) -> list[int]:
+        """Wait for the oldest copies; returns the blocks that they complete."""
+        arrival, numbered = self._copying.popleft()
+        arrival.synchronize()
+        return self._mark_staged(numbered)
+
     def _finish_copies(self) -> None:
+        self._copy_gathered()
         while self._copying:
-            event, index = self._copying.popleft()
-            event.synchronize()
-            self._mark_staged(index)
+            self._next_arrived()
 
     def _is_untouched(self, block: int) -> bool:
         """True if a block's gradients are the staged ones, as far as the host can tell."""
         for tensor in self._blocks[block].tensors:
-            fingerprint = self._parameters[tensor].fingerprint
+            place = self._parameters[tensor].place
             gradient = self.layout.placed[tensor].tensor.grad
-            if gradient is None or not (fingerprint is None or fingerprint.is_untouched(gradient)):
+            if gradient is None or not (place is None or place_of(gradient) == place):
                 return False
         return True
 
@@ -460,46 +435,52 @@ class GradientStaging:
         devices say in the same transfer which gradients are finite.
         """
         changed = set()
-        on_device: list[tuple[int, torch.Tensor]] = []
-        bad: list[tuple[int, torch.Tensor]] = []
-        count = len(self._parameters)
+        staged: list[tuple[int, torch.Tensor]] = []
+        looked_at: list[tuple[int, torch.Tensor]] = []
         for index, parameter in enumerate(self._parameters):
             gradient = self.layout.placed[index].tensor.grad
             parameter.is_finite = None
             if asks_finite and gradient is not None and self._is_on_device(index, gradient):
-                bad.append((count + index, torch.isfinite(gradient.detach()).all().logical_not()))
+                looked_at.append((index, gradient.detach()))
             if not self._is_wanted(index):
                 continue
             if gradient is None or not parameter.is_staged:
                 if parameter.is_present or gradient is not None:
                     changed.add(index)
-            elif parameter.fingerprint is not None:
-                now = Fingerprint.of(gradient.detach())
-                on_device.append((index, parameter.fingerprint.differs(now)))
+            elif parameter.place is not None:
+                if gradient.stride() != parameter.place[2]:
+                    changed.add(index)  # sums are in the order of memory
+                else:
+                    staged.append((index, gradient.detach()))
             elif not same_bits(self._buffer.views[index], gradient.detach()):
                 changed.add(index)
-        found = set(flagged([*on_device, *bad]))
-        for number, _ in bad:
-            self._parameters[number - count].is_finite = number not in found
+        count = len(self._parameters)
+        bad = [
+            Answers([None if n is None else count + n for n in numbers], are_true)
+            for numbers, are_true in non_finite(looked_at)
+        ]
+        found = true_numbers([*self._sums_now.differing(self._sums, staged), *bad])
+        for index, _ in looked_at:
+            self._parameters[index].is_finite = count + index not in found
         return changed | {index for index in found if index < count}
 
     def _is_on_device(self, index: int, gradient: torch.Tensor) -> bool:
         """True if a parameter's gradient is dense and on a device."""
         if gradient.layout is not torch.strided:
             return False
-        return self._parameters[index].fingerprint is not None or gradient.device.type != "cpu"
+        return self._parameters[index].place is not None or gradient.device.type != "cpu"
 
-    def _restage(self, index: int) -> None:
-        if self._parameters[index].is_staged:
-            for block in self._parameters[index].blocks:
-                self._blocks[block].is_wasted |= self._blocks[block].waiting_count == 0
-        gradient = self.layout.placed[index].tensor.grad
-        if gradient is not None:
-            self._copy(index, gradient)
-            return
-        self._parameters[index].is_present = False
-        for block in self._parameters[index].blocks:
-            self._blocks[block].is_changed = True
+    def _restage(self, indexes: Collection[int]) -> None:
+        for index in indexes:
+            parameter = self._parameters[index]
+            if parameter.is_staged:
+                for block in parameter.blocks:
+                    self._blocks[block].is_wasted |= self._blocks[block].waiting_count == 0
+            if self.layout.placed[index].tensor.grad is None:
+                parameter.is_present = False
+                for block in parameter.blocks:
+                    self._blocks[block].is_changed = True
+        self._copy(sorted(indexes))
 
     def _may_leave(self, number: int) -> bool:
         return self._only is None or number in self._only
@@ -524,12 +505,3 @@ class GradientStaging:
         payload = self._buffer.raw.data[start : start + self.table.block_length(number) * width]
         present = tuple(self._parameters[tensor].is_present for tensor in block.tensors)
         return BlockValues(number, payload, pack_presence(present))
-
-
-def is_finite(values: torch.Tensor) -> bool:
-    """True if there is neither an infinity nor a NaN."""
-    if not values.numel():
-        return True
-    # The extremes propagate NaN. One vectorised pass: 17 GB/s a core, 12 times as fast as a norm.
-    least, greatest = torch.aminmax(values)
-    return bool(torch.isfinite(least) and torch.isfinite(greatest))

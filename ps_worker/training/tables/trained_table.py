@@ -31,8 +31,9 @@ from ps_worker.spec.training_options import TrainingOptions
 from ps_worker.spec.values import BlockValues
 from ps_worker.training.tables.device_copies import Arrival, from_host
 from ps_worker.training.tables.edits import WrittenValues
+from ps_worker.training.tables.inspection import is_finite
 from ps_worker.training.tables.landings import LANDINGS
-from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in, is_finite
+from ps_worker.training.tables.staging import FlatBuffer, GradientStaging, blocks_in
 from ps_worker.training.tables.step_scale import StepScale
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class TrainedTable:
             self.wait_pending()
             self._push(self.staging.hooked(index), hyperparameters)
             self._landing_terms = hyperparameters
-            copy = self.staging.newest_copy
+            copy = self.staging.begun_copy()
         if copy is not None:
             LANDINGS.tell(copy, self._landed)
 
