@@ -407,7 +407,7 @@ class GradientStaging:
         """The blocks that finished copies complete. Never blocks."""
         complete = []
         while self._copying and self._copying[0][0].query():
-            complete += self._mark_staged(self._copying.popleft()[1])
+            complete += self._next_arrived()  # which tells torch's sanitizer, too
         return complete
 
     def _next_arrived(self) -> list[int]:
