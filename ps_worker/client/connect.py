@@ -58,7 +58,8 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
         request_deadline_s (float, 300.0): seconds that a push, a pull or a wait may take.
         lane (str, 'auto'): "auto" shares memory with the servers on this host and sends the others
             bytes, "shm" is an error where memory cannot be shared, "grpc" always sends bytes.
-        window_bytes (int, 33554432): payload bytes in flight: sent and not yet received.
+        window_bytes (int, 33554432): payload bytes in flight to one server: sent, and not yet
+            received there.
         consistency (str, ''): the consistency of tables that name none: "bsp" (also if empty),
             "ssp:4", "asp", ...
         compute (str, ''): emulated computation of a step of `DistributedOptimizer`, such as "30ms",

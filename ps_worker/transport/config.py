@@ -72,7 +72,7 @@ class WorkerConfig:
     )
     window_bytes: int = setting(
         limits.DEFAULT_WINDOW_BYTES,
-        "payload bytes in flight: sent to the servers and not yet received there",
+        "payload bytes in flight to one server: sent, and not yet received there",
     )
     consistency: str = setting(
         "",

@@ -9,14 +9,15 @@ so a resend carries identical bytes.
        +--- REFUSED ---+---- GIVEN_BACK ---+      (and: the connection broke, or no answer in time)
 
 Rules:
-    - Payload bytes sent and not answered stay within `window_bytes`; one entry may always be sent.
+    - Payload bytes sent to a server and not answered stay within `window_bytes`; one entry may
+      always be sent. A server that is slow or paused holds up no push to another.
     - After REFUSED or GIVEN_BACK, that (server, table) waits for CREDIT or the retry time.
     - The seals of a step are sent when each of its pushes is received or invalid on every server;
       all of them with skip if one push is invalid.
 
 Invariants:
     PW-1  Sequence numbers of a (range, table) begin at 1 and have no gap.
-    PW-2  in_flight_bytes is the sum over entries in state SENT.
+    PW-2  The bytes in flight to a server are the sum over entries in state SENT that it was sent.
     PW-3  A seal is never sent before every push of its step was received or ended.
     PW-4  COMMITTED carries an outcome.
     PW-5  Only a push has a block.
@@ -29,6 +30,7 @@ its hash a fifth. The window does not touch payloads: `body` is opaque.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -96,6 +98,7 @@ class PushEntry:
         carried: the seal that travels with this push.
         carrier: the push that this seal travels with.
         given_up: replaced or refused, so a resend is a withdrawal.
+        server: to which it was sent last.
     """
 
     key: EntryKey
@@ -107,6 +110,7 @@ class PushEntry:
     replaces: int = 0
     priority: int = 0
     state: EntryState = EntryState.QUEUED
+    server: NodeId | None = None
     sent_s: float = 0.0
     sent_count: int = 0
     retry_s: float | None = None
@@ -282,7 +286,8 @@ _Queued = tuple[int, int, PushEntry]
 
 class PushWindow:
     """All pushes and seals of one worker, over all tables and servers, with at most `window_bytes`
-    of payload in flight. An entry without an answer is sent again after `resend_after_s`.
+    of payload in flight to each server. An entry without an answer is sent again after
+    `resend_after_s`.
     """
 
     def __init__(self, window_bytes: int, resend_after_s: float = 10.0) -> None:
@@ -290,17 +295,23 @@ class PushWindow:
             raise InvalidConfig(f"window_bytes is {window_bytes}; expected more than 0")
         self._window_bytes = window_bytes
         self._resend_after_s = resend_after_s
-        self.in_flight_bytes = 0  # PW-2
+        self._in_flight_bytes: dict[NodeId, int] = defaultdict(int)  # PW-2
         self._owner: dict[RangeId, NodeId] = {}
         self._connected: set[NodeId] = set()
         self._blocked: dict[tuple[NodeId, TableId], float] = {}
         self._numbers: dict[tuple[TableId, RangeId], SequenceNumbers] = defaultdict(SequenceNumbers)
         self._steps: dict[tuple[TableId, int], WindowStep] = {}
-        self._queue: list[_Queued] = []
+        # The heads of some wait for their server. Without an owner, an entry has None's.
+        self._queues: dict[NodeId | None, list[_Queued]] = defaultdict(list)
         self._held_back: list[_Queued] = []
         self._waiting_seals: set[PushEntry] = set()
         self._submitted_count = 0
         self._due_s = -math.inf
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """To all servers together. Any thread."""
+        return sum(list(self._in_flight_bytes.values()))
 
     # --- events of the training loop
 
@@ -398,6 +409,9 @@ class PushWindow:
         for entry in list(self._open()) if moved else ():
             if entry.key.range_id in moved and entry.state in (_SENT, _RECEIVED):
                 self._requeue(entry)
+        if moved:
+            queued, self._queues = self._queues, defaultdict(list)
+            self._held_back += itertools.chain.from_iterable(queued.values())
         self._let_go()
 
     def connected(self, server: NodeId) -> None:
@@ -485,8 +499,8 @@ class PushWindow:
             entry.sent_s = now_s
 
     def _received(self, entry: PushEntry) -> None:
+        self._leave_flight(entry)
         if entry.state is _SENT:
-            self.in_flight_bytes -= entry.byte_count
             entry.state = _RECEIVED
             entry.step.awaited.discard(entry)
         self._carried_arrived(entry)
@@ -520,12 +534,13 @@ class PushWindow:
     # --- moving entries
 
     def _enqueue(self, entry: PushEntry) -> None:
-        heapq.heappush(self._queue, (entry.priority, entry.number, entry))
+        queue = self._queues[self._owner.get(entry.key.range_id)]
+        heapq.heappush(queue, (entry.priority, entry.number, entry))
 
     def _let_go(self) -> None:
         """Queue again what was held back; `poll` may hold it back once more."""
-        for item in self._held_back:
-            heapq.heappush(self._queue, item)
+        for _, _, entry in self._held_back:
+            self._enqueue(entry)
         self._held_back.clear()
 
     def _requeue(self, entry: PushEntry) -> None:
@@ -541,8 +556,8 @@ class PushWindow:
             self._enqueue(entry)
 
     def _leave_flight(self, entry: PushEntry) -> None:
-        if entry.state is _SENT:
-            self.in_flight_bytes -= entry.byte_count
+        if entry.state is _SENT and entry.server is not None:
+            self._in_flight_bytes[entry.server] -= entry.byte_count
 
     def _end(self, entry: PushEntry, ending: Ending) -> list[Effect]:
         self._leave_flight(entry)
@@ -603,8 +618,9 @@ class PushWindow:
     def poll(self, now_s: float) -> list[Effect]:
         """Send the entries that may be sent now, in order of priority; they count as sent."""
         effects: list[Effect] = []
-        if self._queue:
-            self._poll_pushes(now_s, effects)
+        for server, queue in self._queues.items():
+            if queue and server is not None and server in self._connected:
+                self._poll_pushes(server, queue, now_s, effects)
         for step in self._steps.values():
             if step.terms is not None and not step.seals_released and not step.awaited:  # PW-3
                 step.seals_released = True
@@ -614,30 +630,27 @@ class PushWindow:
             self._poll_seals(now_s, effects)
         return effects
 
-    def _poll_pushes(self, now_s: float, effects: list[Effect]) -> None:
-        queue = self._queue
+    def _poll_pushes(
+        self, server: NodeId, queue: list[_Queued], now_s: float, effects: list[Effect]
+    ) -> None:
         while queue:
             entry = queue[0][2]
             if entry.state is not _QUEUED:
                 heapq.heappop(queue)  # ended, or queued twice and sent already
                 continue
-            server = self._owner.get(entry.key.range_id)
-            if (
-                server is None
-                or server not in self._connected
-                or entry.retry_s is not None
-                or (server, entry.key.table_id) in self._blocked
-            ):
+            if entry.retry_s is not None or (server, entry.key.table_id) in self._blocked:
                 self._held_back.append(heapq.heappop(queue))
                 continue
-            in_flight_bytes = self.in_flight_bytes + entry.byte_count
-            if in_flight_bytes > self._window_bytes and self.in_flight_bytes:
+            before_bytes = self._in_flight_bytes[server]
+            in_flight_bytes = before_bytes + entry.byte_count
+            if in_flight_bytes > self._window_bytes and before_bytes:
                 return
             heapq.heappop(queue)
             entry.state = _SENT
+            entry.server = server
             entry.sent_s = now_s
             entry.sent_count += 1
-            self.in_flight_bytes = in_flight_bytes
+            self._in_flight_bytes[server] = in_flight_bytes
             if entry.given_up:
                 effects.append(SendWithdrawal(server, entry.key))
             else:

@@ -74,6 +74,21 @@ def test_payload_in_flight_stays_within_the_window(window: PushWindow) -> None:
     assert [e.key for e in window.poll(0.0) if isinstance(e, SendPush)] == [keys[2]]
 
 
+def test_a_server_that_does_not_answer_holds_up_no_push_to_another(window: PushWindow) -> None:
+    slow = [_push(window, block=block) for block in range(3)]
+    others = [_push(window, range_id=1, block=block) for block in range(3, 6)]
+    assert {effect.key for effect in _pushes(window, 0.0)} == {*slow[:2], *others[:2]}
+    _say(window, ReplyKind.RECEIVED, others[0])
+    assert [effect.key for effect in _pushes(window, 0.0)] == [others[2]]
+    window.assign({RangeId(0): FAR, RangeId(1): FAR})
+    _say(window, ReplyKind.RECEIVED, others[1])
+    assert [(e.server, e.key) for e in _pushes(window, 0.1)] == [(FAR, slow[0])]
+
+
+def _pushes(window: PushWindow, at_s: float) -> list[SendPush]:
+    return [effect for effect in window.poll(at_s) if isinstance(effect, SendPush)]
+
+
 def test_what_an_old_owner_received_is_sent_to_the_new_one_all_the_same(
     window: PushWindow,
 ) -> None:
