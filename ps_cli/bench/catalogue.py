@@ -22,6 +22,7 @@ from ps_cli.bench.measurements.replicated import replicated, replicated_view
 from ps_cli.bench.measurements.sessions import sessions, sessions_view
 from ps_cli.bench.measurements.sparse import sparse, sparse_view
 from ps_cli.bench.measurements.train import train, train_view
+from ps_cli.bench.measurements.train_sized import train_sized, train_sized_view
 from ps_cli.bench.settings import BenchSettings
 from ps_core.errors import Internal, InvalidConfig
 
@@ -79,6 +80,12 @@ REPLICATED = {
 """Replace those of the name if replicas are asked for; an update log replaces `dense`, too."""
 
 
+SIZED_TRAIN = Benchmark(
+    "a training step of a transformer, beside DDP, seconds", train_sized, train_sized_view, DEVICES
+)
+"""Replaces `train` if a size is asked for."""
+
+
 def find(name: str) -> Benchmark:
     found = BENCHMARKS.get(name)
     if found is None:
@@ -95,10 +102,11 @@ def _chosen(name: str, settings: BenchSettings) -> Benchmark:
     """
     chosen = find(name)
     has_replicas = settings.replica_count > 1
-    if settings.server_count and not (name == "sparse" and has_replicas):
+    is_large = name == "train" and settings.size_mb > 0
+    if settings.server_count and not (is_large or (name == "sparse" and has_replicas)):
         raise InvalidConfig(
             f"servers is {settings.server_count}; {name} chooses its own, and only sparse with "
-            "--replicas 2 or more leaves that to you"
+            "--replicas 2 or more and train with --size-mb leave that to you"
         )
     if settings.has_update_log and name != "dense":
         raise InvalidConfig(f"{name} runs without an update log; leave --update-log to dense")
@@ -109,6 +117,8 @@ def _chosen(name: str, settings: BenchSettings) -> Benchmark:
         )
     if has_replicas or settings.has_update_log:
         chosen = REPLICATED[name]
+    if is_large:
+        chosen = SIZED_TRAIN
     if settings.device not in chosen.devices:
         raise InvalidConfig(
             f"device is '{settings.device}'; {name} runs on {' or '.join(chosen.devices)}"

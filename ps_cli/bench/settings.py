@@ -65,7 +65,7 @@ class BenchOptions:
         typer.Option(
             min=0,
             help="The size of the table in MiB, for dense, optimizers, memory, sessions and "
-            "checkpoint; 0: their own.",
+            "checkpoint, and of the model's parameters for train; 0: their own.",
         ),
     ] = 0
     lane: Annotated[
@@ -83,7 +83,9 @@ class BenchOptions:
     servers: Annotated[
         int,
         typer.Option(
-            min=0, help="sparse with --replicas: the cluster's servers; 0: one more than replicas."
+            min=0,
+            help="The cluster's servers. sparse with --replicas, 0: one more than replicas. train "
+            "with --size-mb, 0: one for every two cores, eight at most.",
         ),
     ] = 0
     update_log: Annotated[

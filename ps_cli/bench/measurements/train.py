@@ -16,7 +16,6 @@ from ps_cli.bench.devices import name_of
 from ps_cli.bench.instruments.sampling import MB, figures_table, rounded, take_turns
 from ps_cli.bench.lanes import AUTO, GRPC, LANES
 from ps_cli.bench.settings import BenchSettings
-from ps_core.errors import InvalidConfig
 
 WIDTH, BATCH, LENGTH, STEP_COUNT = 1280, 16, 128, 3
 """About 10 million parameters; three steps in a run."""
@@ -47,10 +46,6 @@ _CEILING_NAMES = {
 
 def train(settings: BenchSettings) -> dict[str, Any]:
     """The document of `--json`; takes a few minutes."""
-    if settings.size_mb:
-        raise InvalidConfig(
-            f"train has a model of its own; leave the size of {settings.size_mb} MB out"
-        )
     device = name_of(settings.device)
     sizes = (QUICK_WIDTH, QUICK_BATCH, QUICK_LENGTH) if settings.quick else (WIDTH, BATCH, LENGTH)
     shape = (settings.device, *map(str, (*sizes, STEP_COUNT)))

@@ -38,6 +38,10 @@ class Arrival(Protocol):
         """Wait until they have ended."""
 
 
+_PINNED: dict[int, int] = {}
+"""The bytes pinned in place, by address."""
+
+
 def has_streams(device: torch.device) -> bool:
     return _runtime(device.type) is not None
 
@@ -151,11 +155,18 @@ def pin_in_place(array: npt.NDArray[np.uint8], device: torch.device) -> bool:
             with contextlib.suppress(RuntimeError):  # the next launch reports the refusal
                 torch.zeros(1, device=device)
             return False
+    _PINNED[address] = array.nbytes
     weakref.finalize(array, _unpin, address, device)
     return True
 
 
+def pinned_bytes() -> int:
+    """The memory that `pin_in_place` has pinned."""
+    return sum(_PINNED.values())
+
+
 def _unpin(address: int, device: torch.device) -> None:
+    del _PINNED[address]
     stream_to_host(device).synchronize()  # copies that nobody waits for any more
     stream_from_host(device).synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)
