@@ -119,11 +119,13 @@ lanes-check: $(READY) ## Test failover, update logs and changes of consistency o
 	$(BIN)/python -m pytest $(PARALLEL) --all-lanes -m second_lane $(FAST_TESTS)
 
 gpu-check: export PYTHONPATH := $(CURDIR):$(CURDIR)/protos$(if $(PYTHONPATH),:$(PYTHONPATH))
-gpu-check: ## On a machine with a GPU: the CUDA tests, some with torch's sanitizer, then a training benchmark as JSON (PYTHON=python3: no network)
-	@$(GPU_PYTHON) -m ps_cli.bench.devices >&2
+gpu-check: ## On a machine with a GPU: the CUDA tests, some with torch's sanitizer, then training benchmarks as JSON (PYTHON=python3: no network)
+	@$(GPU_PYTHON) -m ps_cli.bench.preflight >&2
 	@$(GPU_PYTHON) -m pytest -W default tests/cuda tests/device --device cuda >&2
 	@TORCH_CUDA_SANITIZER=1 $(GPU_PYTHON) -m pytest -W default tests/cuda/test_copies.py tests/device --device cuda >&2
 	@$(GPU_PYTHON) -m ps_cli bench train --device cuda --json -
+	@for size in $$($(GPU_PYTHON) -m ps_cli.bench.preflight --sizes); do \
+	  $(GPU_PYTHON) -m ps_cli bench train --device cuda --size-mb $$size --json - || exit; done
 
 system-deps: $(READY) ## Install what tests/system needs beside pip packages (Debian and Ubuntu; needs root)
 	tests/system/install-deps

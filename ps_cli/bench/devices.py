@@ -1,4 +1,4 @@
-"""Devices that workers compute on. `python -m ps_cli.bench.devices` prints the CUDA device."""
+"""Devices that workers compute on."""
 
 from __future__ import annotations
 
@@ -26,14 +26,3 @@ def name_of(device: str) -> str:
             "device on this machine"
         )
     return str(torch.cuda.get_device_name())
-
-
-def main() -> None:
-    try:
-        print(name_of(CUDA))
-    except InvalidConfig as error:
-        sys.exit(f"error: {error.message}")
-
-
-if __name__ == "__main__":
-    main()

@@ -23,9 +23,11 @@ PAGE_BYTES = 4096
 class Trained:
     """A model whose backward pass takes longer than the copies of its gradients."""
 
-    def __init__(self, client: ps.Client, device: torch.device, name: str) -> None:
+    def __init__(
+        self, client: ps.Client, device: torch.device, name: str, model: nn.Module | None = None
+    ) -> None:
         layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYER_COUNT)]
-        self.model = nn.Sequential(*layers).to(device)
+        self.model = model or nn.Sequential(*layers).to(device)
         self.optimizer = ps.DistributedOptimizer(client, self.model, ps.SGD(lr=1e-3), name=name)
         self.x = torch.randn(2 * WIDTH, WIDTH, device=device)
         for _ in range(3):
@@ -60,22 +62,26 @@ def test_most_gradients_are_copied_while_backward_runs(trained: Trained, tmp_pat
     assert within >= MODEL_BYTES / 2, f"{within} of {MODEL_BYTES} bytes"
 
 
-def test_a_steps_own_memory_on_the_device_is_small(trained: Trained) -> None:
-    """Parameters and gradients are there anyhow; a step adds sums of their bits."""
+def test_a_steps_own_memory_on_the_device_is_small(
+    client: ps.Client, device: torch.device, name: str
+) -> None:
+    """Parameters and gradients are there anyhow. Sums of their bits are made of parts."""
+    model = nn.Linear(WIDTH, 32 * WIDTH, device=device)
+    trained = Trained(client, device, name, model)
     trained.backward()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     trained.optimizer.step()
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before < MODEL_BYTES / 50
+    assert torch.cuda.max_memory_allocated() - before < 80e6, "and of the model: 537 MB"
 
 
 def test_pinned_memory_is_as_large_as_gradients_and_parameters(
-    client: ps.Client, device: torch.device
+    client: ps.Client, device: torch.device, name: str
 ) -> None:
     before = pinned_bytes()
-    trained = Trained(client, device, "pinned")
+    trained = Trained(client, device, name)
     pinned = pinned_bytes() - before
     assert 2 * MODEL_BYTES <= pinned <= 2 * (MODEL_BYTES + PAGE_BYTES)
     del trained

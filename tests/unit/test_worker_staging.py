@@ -237,6 +237,19 @@ def test_fingerprints_see_every_sign(element_count: int) -> None:
         assert has_changed(before, gradient)
 
 
+def test_sums_of_a_large_gradient_are_those_of_its_parts() -> None:
+    """And of nothing less: a change is seen in the first of its parts, and in the last."""
+    gradient = torch.randn(2 * 2**23 + 12_345)
+    before = sums_of(gradient)
+    rows = gradient[: gradient.numel() // 1021 * 1021].view(torch.int32).view(-1, 1021)
+    assert torch.equal(before._flat[gradient.device][:1021], rows.sum(0))
+    for at in (0, 2**23, 2 * 2**23, gradient.numel() - 1):
+        gradient.data[at] += 1.0
+        assert has_changed(before, gradient)
+        before = sums_of(gradient)
+        assert not has_changed(before, gradient)
+
+
 def test_fingerprints_of_gradients_that_are_not_contiguous() -> None:
     """By where their elements lie: a change is seen, in gaps and beyond nothing is."""
     memory = torch.randn(2, 70, 40)

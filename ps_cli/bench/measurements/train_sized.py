@@ -23,12 +23,14 @@ HEAD_WIDTH = 64
 ALONE = "alone"
 """A way of `ps_cli.bench.contenders.transformer`, which is another process: it imports torch."""
 
-BATCH, LENGTH = 8, 1024
+BATCH, LENGTH = 4, 1024
 SMALL_BATCH, SMALL_LENGTH = 2, 32
 """On a CPU, and with `--quick`."""
 
-MICRO_BATCHES, QUICK_MICRO_BATCHES = (1, 16), (1, 2)
-"""Backward passes of a step: the least, and as many as large models take."""
+MICRO_BATCHES, QUICK_MICRO_BATCHES = (1, 64), (1, 2)
+"""Backward passes of a step: the least, and as many as large models take (a quarter of a million
+tokens).
+"""
 
 ROUND_COUNT = 3
 MAX_SERVER_COUNT = 8
@@ -140,7 +142,7 @@ def train_sized_view(document: dict[str, Any]) -> RenderableType:
         f"train on {environment['device']}: s of a step of a byte transformer of {millions:.0f} M "
         "parameters with Adam",
         *("step", "of fused", "of DDP", "device MB"),
-        caption="x16: 16 micro-batches a step",
+        caption="x64: 64 micro-batches a step",
     )
     transfer = figures_table(
         "train: the hidden share of the transfer",

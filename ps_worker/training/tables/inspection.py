@@ -30,6 +30,9 @@ A single sum missed `neg_` in 108 of 500 random tensors of ten elements; sums by
 of ten or of 100,000.
 """
 
+_SUMMED_BYTES = 32 * 2**20
+"""The elements that are summed at once."""
+
 Place: TypeAlias = tuple[int, int, tuple[int, ...]]
 """The address, version and strides of a tensor."""
 
@@ -93,8 +96,7 @@ class ColumnSums:
                 apart = bits.stride(0)  # 0 of an expanded one
                 strides = COLUMN_COUNT * apart, apart
                 rows = bits.as_strided((row_count, COLUMN_COUNT), strides)
-                sums = flat.narrow(0, begin, COLUMN_COUNT)
-                torch.sum(rows, 0, dtype=torch.int64, out=sums)
+                _sum_rows(rows, flat.narrow(0, begin, COLUMN_COUNT))
                 begin += COLUMN_COUNT
             if whole < count:
                 to, of = rests.setdefault(tensor.device, ([], []))
@@ -129,6 +131,15 @@ class ColumnSums:
             lasts = torch.tensor([end - 1 for end in self._begins[1:]])
             self._lasts[device] = lasts.to(device)
         return flat
+
+
+def _sum_rows(rows: torch.Tensor, sums: torch.Tensor) -> None:
+    """Sum them up, some megabytes at a time: a GPU's sum of integers makes a copy of 64 bits."""
+    most = max(1, _SUMMED_BYTES // (COLUMN_COUNT * rows.element_size()))
+    first, *others = rows.split(most)
+    torch.sum(first, 0, dtype=torch.int64, out=sums)
+    for part in others:
+        sums += torch.sum(part, 0, dtype=torch.int64)
 
 
 def _width(count: int) -> int:

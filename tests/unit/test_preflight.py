@@ -1,0 +1,44 @@
+"""What `make gpu-check` says before it begins, on a machine that lacks something."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from ps_cli.bench.instruments.sampling import MIB
+from ps_cli.bench.preflight import SIZES_MB, missing_packages, sizes_that_fit
+
+
+def test_each_missing_package_is_named() -> None:
+    assert not list(missing_packages(lambda name: name))
+
+    def is_there(name: str) -> bool:
+        if name == "google.protobuf":
+            raise ModuleNotFoundError("google")
+        return name != "pytest_timeout"
+
+    protobuf, timeout = missing_packages(is_there)
+    assert "has no google.protobuf" in protobuf
+    assert "has no pytest_timeout" in timeout
+
+
+def test_a_machine_without_a_gpu_is_told_so() -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "ps_cli.bench.preflight"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("error: torch ")
+    assert "is a build for CPUs" in run.stderr or "finds no GPU" in run.stderr
+    assert not run.stdout
+
+
+def test_models_are_measured_that_fit() -> None:
+    least, most = SIZES_MB
+    assert sizes_that_fit(80 * 10**9, 120 * 10**9) == [least, most]
+    assert sizes_that_fit(80 * 10**9, 20 * 10**9) == [least]
+    assert sizes_that_fit(8 * 10**9, 120 * 10**9) == []
+    assert sizes_that_fit(12 * most * MIB, 14 * most * MIB - 1) == [least]
