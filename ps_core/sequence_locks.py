@@ -12,8 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -22,7 +22,24 @@ from ps_core.errors import InvariantViolation, check
 SequenceLocks = np.ndarray[Any, np.dtype[np.uint64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
+Copies = Sequence[tuple[Bytes, Bytes]]
+"""Memory to copy, by (target, source); both flat, of one length."""
+
 LOCK_BYTES = 8
+
+
+class Shared(NamedTuple):
+    """Values of a block that are shared, where to copy them, and their lock as it was.
+
+    Shapes:
+        values, target: flat, of one length.
+    """
+
+    values: Bytes
+    target: Bytes
+    locks: SequenceLocks
+    number: int
+    lock: int
 
 
 def offset_bytes(number: int) -> int:
@@ -59,11 +76,12 @@ def _overlap(number: int) -> NoReturn:
     raise InvariantViolation("LENT-1", f"changes of block {number} overlap")
 
 
-def copied(values: Bytes, target: Bytes, locks: SequenceLocks, number: int, lock: int) -> bool:
-    """Copy shared values; False if they have changed since the lock was `lock`.
+def copied(shared: Sequence[Shared], copy: Callable[[Copies], None]) -> list[bool]:
+    """Copy shared values by `copy`; False for each that has changed since its lock was `lock`."""
+    copy([(each.target, each.values) for each in shared])
+    return [int(each.locks[each.number]) == each.lock for each in shared]  # only after the copy
 
-    Shapes:
-        values, target: flat, of one length.
-    """
-    np.copyto(target, values)
-    return int(locks[number]) == lock  # only after the copy
+
+def copy_each(copies: Copies) -> None:
+    for target, source in copies:
+        np.copyto(target, source)

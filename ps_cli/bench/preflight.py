@@ -1,4 +1,4 @@
-"""What `make gpu-check` needs of a machine.
+"""The needs of `make gpu-check`: packages, a GPU, and memory.
 
 `python -m ps_cli.bench.preflight` names the GPU, or all that is missing and how to get it. With
 `--sizes` it prints the sizes of models, in MiB of parameters, whose benchmark fits into memory.
@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 from ps_cli.bench.devices import CUDA, name_of
 from ps_cli.bench.instruments.sampling import MIB
+from ps_runtime.system.capacity import available_bytes
 
 PACKAGES = ("grpc", "google.protobuf", "hypothesis", "numpy", "pytest", "pytest_timeout", "torch")
 """By the names that they are imported by; whatever these need comes with them."""
@@ -91,8 +91,7 @@ def _print_sizes() -> None:
     import torch
 
     device_bytes, _ = torch.cuda.mem_get_info()
-    host_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    print(*sizes_that_fit(device_bytes, host_bytes))
+    print(*sizes_that_fit(device_bytes, available_bytes()))
 
 
 def main() -> None:

@@ -219,6 +219,7 @@ class Engine:
         await self.scheduler.close()
         self._fail(Fenced("this client has been closed; connect again"))
         await self.links.close()
+        self.pulls.close()
 
     # --- any thread
 

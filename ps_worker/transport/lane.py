@@ -40,6 +40,7 @@ from google.protobuf.message import DecodeError
 
 from ps_core import limits, sequence_locks
 from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired, check
+from ps_core.sequence_locks import Shared
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.system.shared_memory import Bytes, SharedSegment, allocate, map_segment, receive
 from pushpull.v1 import parameters_pb2
@@ -342,16 +343,18 @@ class SharedLane:
         """
         return 2 * (self.row_bytes + byte_count) <= limits.LANE_ANSWER_BYTES
 
-    def copy(self, value: parameters_pb2.SharedValue, target: Bytes, skip_bytes: int) -> bool:
-        """Copy a value, from its byte `skip_bytes` on, out of the server's memory into `target`;
-        True if the copy counts: the value did not change since the server answered.
+    def shared(
+        self, value: parameters_pb2.SharedValue, target: Bytes, skip_bytes: int
+    ) -> Shared | None:
+        """A value in the server's memory, from its byte `skip_bytes` on, which belongs into
+        `target`; None if the server has withdrawn it since.
         """
         memory = self._memory_of(value)
         if memory is None:
-            return False
+            return None
         begin = value.offset_bytes + skip_bytes
         # A server shares values only on processors that keep the order of loads.
-        return sequence_locks.copied(
+        return Shared(
             memory[begin : begin + target.nbytes],
             target,
             memory.view(np.uint64),

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ps_core import limits
+from ps_core import limits, sequence_locks
 from ps_core.cluster_view import ClusterView
 from ps_core.consistency import Consistency, Mode
 from ps_core.errors import (
@@ -44,6 +44,7 @@ from ps_core.errors import (
     WaitExpired,
 )
 from ps_core.keys import NodeId, RangeId, TableId
+from ps_core.sequence_locks import Shared
 from ps_core.tables.elements import NATIVE_CODEC, Codec, DType
 from ps_core.tables.optimizers import OptimizerKind
 from ps_core.tables.table import Table
@@ -56,6 +57,7 @@ from ps_worker.spec.rows import RowPiece
 from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, TableSteps
+from ps_worker.transport.copiers import Copiers
 from ps_worker.transport.lane import SharedLane
 from ps_worker.transport.links import Answer, ServerLink, ServerLinks
 from ps_worker.transport.metrics import MEASURES
@@ -139,9 +141,12 @@ class _ServerRequest:
 class Puller:
     """The pulls of one client."""
 
-    def __init__(self, links: ServerLinks, counters: Counters) -> None:
+    def __init__(
+        self, links: ServerLinks, counters: Counters, copiers: Copiers | None = None
+    ) -> None:
         self.links = links
         self._counters = counters
+        self._copiers = copiers or Copiers()
         self._unanswered: dict[asyncio.Timeout, tuple[NodeId | None, list[RangeId]]] = {}
 
     def take_view(self, view: ClusterView) -> None:
@@ -152,6 +157,10 @@ class Puller:
             if any(view.ranges[range_id].primary != server for range_id in ranges):
                 del self._unanswered[patience]
                 patience.reschedule(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """End its threads."""
+        self._copiers.close()
 
     @property
     def unanswered_by(self) -> list[NodeId]:
@@ -315,28 +324,40 @@ class Puller:
             return []
         if asked.lane is None or not answer.HasField("shared"):
             return [error_from_proto(answer.error.error)]
-        for shared in answer.shared.values:
-            self._copy(asked, asked.lane, shared)
+        self._copy(asked, asked.lane, answer.shared.values)
         return []
 
     def _copy(
-        self, asked: _ServerRequest, lane: SharedLane, value: parameters_pb2.SharedValue
+        self,
+        asked: _ServerRequest,
+        lane: SharedLane,
+        values: Iterable[parameters_pb2.SharedValue],
     ) -> None:
-        """Copy a value out of shared memory; its range counts when all its values are copied."""
+        """Copy values out of shared memory; a range counts when all its values are copied."""
         progress = asked.progress
-        range_id = progress.order.table.range_of_block(value.block, len(asked.view.ranges))
-        length = self._expected(progress, asked.view, value, value.byte_count)
-        if not length or range_id in asked.torn:
-            return
-        target, skip_bytes = _target(progress.order, value.block, length)
-        if not lane.copy(value, target, skip_bytes):
-            asked.torn.add(range_id)
-            return
-        copied = asked.copied.setdefault(range_id, {})
-        copied[value.block] = value
-        if len(copied) == len(progress.wanted[range_id]):
-            for each in copied.values():
-                self._arrived(progress, each)
+        found: list[tuple[RangeId, parameters_pb2.SharedValue]] = []
+        shared: list[Shared] = []
+        for value in values:
+            range_id = progress.order.table.range_of_block(value.block, len(asked.view.ranges))
+            length = self._expected(progress, asked.view, value, value.byte_count)
+            if not length or range_id in asked.torn:
+                continue
+            place = lane.shared(value, *_target(progress.order, value.block, length))
+            if place is None:
+                asked.torn.add(range_id)
+            else:
+                found.append((range_id, value))
+                shared.append(place)
+        counts = sequence_locks.copied(shared, self._copiers.copy)
+        for (range_id, value), count in zip(found, counts, strict=True):
+            if not count or range_id in asked.torn:
+                asked.torn.add(range_id)
+                continue
+            copied = asked.copied.setdefault(range_id, {})
+            copied[value.block] = value
+            if len(copied) == len(progress.wanted[range_id]):
+                for each in copied.values():
+                    self._arrived(progress, each)
 
     @staticmethod
     def _lane(link: ServerLink, progress: _PullProgress, row_bytes: int) -> SharedLane | None:

@@ -40,11 +40,15 @@ class Trained:
 
 
 @pytest.fixture
-def trained(client: ps.Client, device: torch.device, request: pytest.FixtureRequest) -> Trained:
-    return Trained(client, device, request.node.name)
+def name(request: pytest.FixtureRequest) -> str:
+    """A name for a test's tables."""
+    return str(request.node.name)
 
 
-def test_most_gradients_are_copied_while_backward_runs(trained: Trained, tmp_path: Path) -> None:
+def test_most_gradients_are_copied_while_backward_runs(
+    client: ps.Client, device: torch.device, name: str, tmp_path: Path
+) -> None:
+    trained = Trained(client, device, name)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         trained.backward()
         torch.cuda._sleep(1000)  # its kernel is the next on the stream of backward

@@ -17,7 +17,7 @@ import pytest
 
 from ps_core import sequence_locks
 from ps_core.keys import NodeId
-from ps_core.sequence_locks import Bytes, SequenceLocks
+from ps_core.sequence_locks import Bytes, SequenceLocks, Shared
 from ps_server.lane.lane_socket import SharedLanes
 from ps_server.lane.value_segments import SharedValues
 from ps_server.ranges.events import AnswerPull
@@ -89,17 +89,18 @@ class LendingServer(ReplicatedServer):
         return found
 
     def _copy(self, shared: SharedValues, block: int, stamp: int, said: Bytes) -> None:
-        """As `SharedLane.copy`, by a reader that is slow."""
+        """As `Puller._copy`, by a reader that is slow."""
         place = shared._places[block]
         values = shared.segment.array[place.offset_bytes :][: place.byte_count]
         target = np.empty_like(said)
-        counts_now = sequence_locks.copied(
+        slow = Shared(
             Slow(values, self._go_on),  # type: ignore[arg-type]
             target,
             SlowStamps(shared._locks, self._go_on),  # type: ignore[arg-type]
             place.lock_number,
             stamp,
         )
+        (counts_now,) = sequence_locks.copied([slow], sequence_locks.copy_each)
         self.world.counts["copies that count" if counts_now else "copies of what changed"] += 1
         assert not counts_now or np.array_equal(target, said), (
             f"LENT: a copy of block {block} of server {self.node_id} counts: {target}; it was "

@@ -7,6 +7,7 @@ import pytest
 
 from ps_core import sequence_locks
 from ps_core.errors import InvariantViolation
+from ps_core.sequence_locks import Shared
 
 
 def test_a_change_moves_the_locks_of_its_blocks_and_of_no_other() -> None:
@@ -33,11 +34,17 @@ def test_changes_of_one_block_do_not_overlap() -> None:
 def test_a_copy_counts_while_the_stamp_is_the_answers() -> None:
     of = np.array([2, 4], np.uint64)
     values, target = np.arange(4, dtype=np.uint8), np.zeros(4, np.uint8)
-    assert sequence_locks.copied(values, target, of, 1, 4)
+
+    def counts(lock: int) -> bool:
+        shared = Shared(values, target, of, 1, lock)
+        (found,) = sequence_locks.copied([shared], sequence_locks.copy_each)
+        return found
+
+    assert counts(4)
     assert target.tolist() == [0, 1, 2, 3]
     sequence_locks.begin(of, [1])
-    assert not sequence_locks.copied(values, target, of, 1, 4)
+    assert not counts(4)
     sequence_locks.end(of, [1])
-    assert not sequence_locks.copied(values, target, of, 1, 4)
-    assert sequence_locks.copied(values, target, of, 1, 6)
+    assert not counts(4)
+    assert counts(6)
     assert of.itemsize == sequence_locks.LOCK_BYTES

@@ -75,7 +75,7 @@ class _Training:
 
     def timed(self, update: Callable[[], object]) -> float:
         """Take a step; its seconds."""
-        self._settle()
+        self._wait_for_device()
         began_s = time.perf_counter()
         self._model.zero_grad()
         for number, text in enumerate(self._texts):
@@ -85,10 +85,10 @@ class _Training:
                     stack.enter_context(self._model.no_sync())
                 self._model(text).backward()
         update()
-        self._settle()
+        self._wait_for_device()
         return time.perf_counter() - began_s
 
-    def _settle(self) -> None:
+    def _wait_for_device(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize()
 

@@ -1,4 +1,4 @@
-"""What staging asks of tensors: have they changed, and are they finite?
+"""Questions of staging about tensors: have they changed, and are they finite?
 
 On the host bits are compared. A tensor on a device is compared by the sums of its bits by column,
 which stay on the device: reading it back would cost a transfer.
