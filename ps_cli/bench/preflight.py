@@ -21,10 +21,10 @@ PACKAGES = ("grpc", "google.protobuf", "hypothesis", "numpy", "pytest", "pytest_
 SIZES_MB = (1200, 6000)
 """Parameters of about 300 million and 1.5 billion."""
 
-DEVICE_FACTOR, HOST_FACTOR = 12, 14
-"""Memory that the benchmark of a model takes, in sizes of its parameters: on the device those of
-three ways to train with their gradients, moments and activations; on the host two tables with
-Adam's moments, and what gradients and parameters are copied through.
+DEVICE_FACTOR, HOST_FACTOR = 11, 10
+"""Memory that the benchmark of a model takes, in sizes of its parameters: on the device two of it
+with gradients, moments and activations; on the host the servers' table with Adam's moments, and
+what gradients and parameters are copied through.
 """
 
 _TRY_S = 120.0

@@ -57,8 +57,7 @@ from ps_worker.spec.rows import RowPiece
 from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, TableSteps
-from ps_worker.transport.copiers import Copiers
-from ps_worker.transport.lane import SharedLane
+from ps_worker.transport.lane import Copiers, SharedLane
 from ps_worker.transport.links import Answer, ServerLink, ServerLinks
 from ps_worker.transport.metrics import MEASURES
 from pushpull.v1 import parameters_pb2

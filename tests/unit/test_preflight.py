@@ -32,4 +32,4 @@ def test_models_are_measured_that_fit() -> None:
     assert sizes_that_fit(80 * 10**9, 120 * 10**9) == [least, most]
     assert sizes_that_fit(80 * 10**9, 20 * 10**9) == [least]
     assert sizes_that_fit(8 * 10**9, 120 * 10**9) == []
-    assert sizes_that_fit(12 * most * MIB, 14 * most * MIB - 1) == [least]
+    assert sizes_that_fit(11 * most * MIB, 10 * most * MIB - 1) == [least]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import unpack_presence
 from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.training.tables.device_copies import Moves, from_host, to_host
-from ps_worker.training.tables.inspection import is_finite
+from ps_worker.training.tables.inspection import BitViews, is_finite
 from ps_worker.training.tables.staging import GradientStaging
 from tests.unit.staging_loop import Loop, SlowDevice, has_changed, ones, sums_of
 
@@ -242,12 +244,28 @@ def test_sums_of_a_large_gradient_are_those_of_its_parts() -> None:
     gradient = torch.randn(2 * 2**23 + 12_345)
     before = sums_of(gradient)
     rows = gradient[: gradient.numel() // 1021 * 1021].view(torch.int32).view(-1, 1021)
-    assert torch.equal(before._flat[gradient.device][:1021], rows.sum(0))
+    assert torch.equal(before._on(gradient.device).flat[:1021], rows.sum(0))
     for at in (0, 2**23, 2 * 2**23, gradient.numel() - 1):
         gradient.data[at] += 1.0
         assert has_changed(before, gradient)
         before = sums_of(gradient)
         assert not has_changed(before, gradient)
+
+
+def test_views_of_bits_are_kept_while_their_tensor_is_where_it_was() -> None:
+    views, tensor = BitViews(), torch.randn(3000)
+    first, other = views.of(0, tensor), torch.randn(3000)
+    assert views.of(0, tensor) is first
+    rows, rest = views.of(0, other)
+    assert rows is not None
+    assert rest is not None
+    assert rows.data_ptr() == other.data_ptr()
+    assert torch.equal(rest, other.view(torch.int32)[2042:])
+    memory = weakref.ref(other.untyped_storage())
+    del other, rows, rest
+    views.keep([1])
+    assert views.of(0, tensor) is not first
+    assert memory() is None
 
 
 def test_fingerprints_of_gradients_that_are_not_contiguous() -> None:
@@ -258,6 +276,7 @@ def test_fingerprints_of_gradients_that_are_not_contiguous() -> None:
         memory.to(memory_format=torch.contiguous_format)[:, ::2, 1:],
         torch.randn(1, 3, 64, 64).to(memory_format=torch.channels_last),
         torch.ones(1).expand(3000),
+        torch.randn(3000).as_strided((3000, 1), (1, 7)),  # contiguous, as one column has no next
     ):
         before = sums_of(gradient)
         assert not has_changed(before, gradient)

@@ -94,7 +94,7 @@ class _Training:
         return (time.perf_counter() - began_s) / self._shape.step_count
 
 
-def transfer(client: ps.Client, device: str, element_count: int) -> Callable[[], float]:
+def _transfer(client: ps.Client, device: str, element_count: int) -> Callable[[], float]:
     """A function that pushes and pulls as many values as the model has, and returns the seconds;
     no computation hides them. Values of a CUDA device go through pinned memory.
     """
@@ -144,6 +144,6 @@ def training(way: str, scheduler: str, device: str, *sizes: str) -> Iterator[Act
         yield {
             "steps": together.steps,
             "detection": together.detection,
-            "transfer": transfer(client, device, element_count),
+            "transfer": _transfer(client, device, element_count),
             "lane": lambda: client.progress().lane,
         }

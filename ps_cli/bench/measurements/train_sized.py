@@ -24,6 +24,9 @@ ALONE = "alone"
 """A way of `ps_cli.bench.contenders.transformer`, which is another process: it imports torch."""
 
 BATCH, LENGTH = 4, 1024
+LARGE_MB, LARGE_BATCH = 4000, 2
+"""Parameters from so many on leave less memory to batches."""
+
 SMALL_BATCH, SMALL_LENGTH = 2, 32
 """On a CPU, and with `--quick`."""
 
@@ -42,7 +45,8 @@ def train_sized(settings: BenchSettings) -> dict[str, Any]:
     """The document of `--json`; takes minutes, with gigabytes of parameters some more."""
     device = name_of(settings.device)
     is_small = settings.quick or settings.device == CPU
-    batch, length = (SMALL_BATCH, SMALL_LENGTH) if is_small else (BATCH, LENGTH)
+    batch = LARGE_BATCH if settings.size_mb >= LARGE_MB else BATCH
+    batch, length = (SMALL_BATCH, SMALL_LENGTH) if is_small else (batch, LENGTH)
     micro_batches = QUICK_MICRO_BATCHES if is_small else MICRO_BATCHES
     layer_count, width = _shape_of(settings.size_mb * MIB // ELEMENT_BYTES)
     sizes = tuple(map(str, (layer_count, width, batch, length)))

@@ -17,6 +17,7 @@ import torch
 
 from ps_worker.spec.flat_layout import FlatLayout
 from ps_worker.training.tables.inspection import (
+    BitViews,
     ColumnSums,
     is_same_memory,
     place_of,
@@ -38,6 +39,7 @@ class WrittenValues:
         self._received = received
         counts = [view.numel() for view in received.views]
         self._sums, self._sums_now = ColumnSums(counts), ColumnSums(counts)
+        self._views = BitViews()
         self._summed: set[int] = set()  # the parameters whose `_sums` are known
         self._sources = [(view.data_ptr(), view.nbytes, view.dtype) for view in received.views]
         self._marks: list[tuple[int, int, tuple[int, ...]]] = []
@@ -76,8 +78,9 @@ class WrittenValues:
         self.mark()
         placed = enumerate(self._layout.placed)
         far = [(i, e.tensor.detach()) for i, e in placed if not (e.tensor.is_cpu or i in but)]
-        self._sums.take(far)
         self._summed = {index for index, _ in far}
+        self._views.keep(self._summed)
+        self._sums.take(far, self._views)
 
     def mark(self) -> None:
         """Note the versions and addresses of the parameters, which are as they were written."""
@@ -111,7 +114,7 @@ class WrittenValues:
             elif not self._is_same(index, now):
                 found.append(index)
         # A tensor of another layout has other sums, and perhaps the same values.
-        differing = true_numbers(self._sums_now.differing(self._sums, on_device))
+        differing = true_numbers(self._sums_now.differing(self._sums, on_device, self._views))
         found += [
             index
             for index in differing

@@ -12,7 +12,7 @@ Rules:
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
@@ -35,6 +35,9 @@ _SUMMED_BYTES = 32 * 2**20
 
 Place: TypeAlias = tuple[int, int, tuple[int, ...]]
 """The address, version and strides of a tensor."""
+
+_Bits: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Views as integers: whole rows of `COLUMN_COUNT`, and the rest."""
 
 Numbered: TypeAlias = Sequence[tuple[int, torch.Tensor]]
 """Tensors, each with a number."""
@@ -73,43 +76,37 @@ class ColumnSums:
 
     def __init__(self, counts: Iterable[int]) -> None:
         self._counts = list(counts)
-        widths = [max(1, _width(count)) for count in self._counts]
-        self._begins = [0, *accumulate(widths)]
-        self._flat: dict[torch.device, torch.Tensor] = {}
-        self._lasts: dict[torch.device, torch.Tensor] = {}
+        self._slots: dict[torch.device, _Slots] = {}
         self._device_of: dict[int, torch.device] = {}
 
     def device_of(self, number: int) -> torch.device:
         """The device on which the tensor's sums were taken last."""
         return self._device_of[number]
 
-    def take(self, tensors: Numbered) -> None:
-        """Queue the sums of these tensors on their devices."""
+    def take(self, tensors: Numbered, views: BitViews | None = None) -> None:
+        """Queue the sums of these tensors on their devices; `views` has those of earlier calls."""
         rests: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for number, tensor in tensors:
-            count, begin = self._counts[number], self._begins[number]
-            flat, bits = self._on(tensor.device), _flat_bits(tensor)
-            self._device_of[number] = tensor.device
-            row_count = count // COLUMN_COUNT
-            whole = row_count * COLUMN_COUNT
-            if whole:
-                apart = bits.stride(0)  # 0 of an expanded one
-                strides = COLUMN_COUNT * apart, apart
-                rows = bits.as_strided((row_count, COLUMN_COUNT), strides)
-                _sum_rows(rows, flat.narrow(0, begin, COLUMN_COUNT))
-                begin += COLUMN_COUNT
-            if whole < count:
-                to, of = rests.setdefault(tensor.device, ([], []))
-                to.append(flat.narrow(0, begin, count - whole))
-                of.append(bits.narrow(0, whole, count - whole))
+            device = tensor.device
+            self._device_of[number] = device
+            sums, rest_slot = self._on(device).views[number]
+            rows, rest = _bits_of(tensor) if views is None else views.of(number, tensor)
+            if rows is not None:
+                _sum_rows(rows, sums)
+            if rest is not None:
+                to, of = rests.setdefault(device, ([], []))
+                to.append(rest_slot)
+                of.append(rest)
         for to, of in rests.values():
             torch._foreach_copy_(to, of)
 
-    def differing(self, earlier: ColumnSums, tensors: Numbered) -> list[Answers]:
+    def differing(
+        self, earlier: ColumnSums, tensors: Numbered, views: BitViews | None = None
+    ) -> list[Answers]:
         """Take the sums of these tensors: has each changed since `earlier`'s were taken, or gone to
         another device? Queues it.
         """
-        self.take(tensors)
+        self.take(tensors, views)
         by_device: dict[torch.device, set[int]] = {}
         for number, tensor in tensors:
             by_device.setdefault(tensor.device, set()).add(number)
@@ -117,42 +114,99 @@ class ColumnSums:
         for device, asked in by_device.items():
             moved = [number for number in asked if earlier._device_of.get(number) != device]
             found.append(Answers(moved, torch.ones(len(moved), dtype=torch.bool, device=device)))
-            unequal = torch.cumsum(self._on(device) != earlier._on(device), 0)
-            unequal = unequal.index_select(0, self._lasts[device])
+            slots = self._on(device)
+            unequal = torch.cumsum(slots.flat != earlier._on(device).flat, 0)
+            unequal = unequal.index_select(0, slots.lasts)
             numbers = [n if n in asked else None for n in range(len(self._counts))]
             found.append(Answers(numbers, torch.diff(unequal, prepend=unequal.new_zeros(1)) > 0))
         return found
 
-    def _on(self, device: torch.device) -> torch.Tensor:
-        flat = self._flat.get(device)
-        if flat is None:
-            flat = torch.zeros(self._begins[-1], dtype=torch.int64, device=device)
-            self._flat[device] = flat
-            lasts = torch.tensor([end - 1 for end in self._begins[1:]])
-            self._lasts[device] = lasts.to(device)
-        return flat
+    def _on(self, device: torch.device) -> _Slots:
+        slots = self._slots.get(device)
+        if slots is None:
+            slots = self._slots[device] = _Slots(self._counts, device)
+        return slots
+
+
+class _Slots:
+    """The sums on one device, tensor after tensor.
+
+    Attributes:
+        flat: all of them, int64, 1-D.
+        views: of each tensor the sums of its rows, and the bits of its last, if it is not whole.
+        lasts: the place of each tensor's last one.
+    """
+
+    def __init__(self, counts: Sequence[int], device: torch.device) -> None:
+        widths = [
+            (COLUMN_COUNT if count >= COLUMN_COUNT else 0, count % COLUMN_COUNT) for count in counts
+        ]
+        ends = list(accumulate(max(1, sum(both)) for both in widths))
+        self.flat = torch.zeros(ends[-1] if ends else 0, dtype=torch.int64, device=device)
+        self.lasts = torch.tensor([end - 1 for end in ends], dtype=torch.int64).to(device)
+        self.views = [
+            (self.flat.narrow(0, begin, sums), self.flat.narrow(0, begin + sums, rest))
+            for begin, (sums, rest) in zip([0, *ends], widths, strict=False)
+        ]
+
+
+class BitViews:
+    """Views of the bits of some tensors, kept as long as these are where they were: to make them
+    anew costs the host more than a sum.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[tuple[object, ...], _Bits]] = {}
+
+    def of(self, number: int, tensor: torch.Tensor) -> _Bits:
+        key = tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
+        kept = self._kept.get(number)
+        if kept is None or kept[0] != key:  # what is kept has its memory, so no other tensor has it
+            kept = self._kept[number] = (key, _bits_of(tensor))
+        return kept[1]
+
+    def keep(self, numbers: Collection[int]) -> None:
+        """Forget those of all others, and so their memory."""
+        self._kept = {number: kept for number, kept in self._kept.items() if number in numbers}
+
+
+def _bits_of(tensor: torch.Tensor) -> _Bits:
+    """The bits of a tensor, in the order of its memory: whole rows, and the rest; None: no bits."""
+    count = tensor.numel()
+    bits, apart = _flat_bits(tensor)
+    row_count, rest_count = divmod(count, COLUMN_COUNT)
+    rows = rest = None
+    if row_count:
+        rows = bits.as_strided((row_count, COLUMN_COUNT), (COLUMN_COUNT * apart, apart))
+    if rest_count:
+        begin = bits.storage_offset() + (count - rest_count) * apart
+        rest = bits.as_strided((rest_count,), (apart,), begin)
+    return rows, rest
 
 
 def _sum_rows(rows: torch.Tensor, sums: torch.Tensor) -> None:
     """Sum them up, some megabytes at a time: a GPU's sum of integers makes a copy of 64 bits."""
     most = max(1, _SUMMED_BYTES // (COLUMN_COUNT * rows.element_size()))
+    if len(rows) <= most:
+        torch.sum(rows, 0, dtype=torch.int64, out=sums)
+        return
     first, *others = rows.split(most)
     torch.sum(first, 0, dtype=torch.int64, out=sums)
     for part in others:
         sums += torch.sum(part, 0, dtype=torch.int64)
 
 
-def _width(count: int) -> int:
-    return count % COLUMN_COUNT + (COLUMN_COUNT if count >= COLUMN_COUNT else 0)
-
-
-def _flat_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bits in the order of the memory: a view, unless the memory has gaps."""
-    if not tensor.is_contiguous():
-        strides = tensor.stride()
-        outer_first = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
-        tensor = tensor.permute(outer_first)
-    return tensor.reshape(-1).view(_BITS[tensor.element_size()])
+def _flat_bits(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The elements' bits as integers, and how far apart they lie: a view, unless the memory has
+    gaps of several lengths.
+    """
+    bits = _BITS[tensor.element_size()]
+    if tensor.is_contiguous():
+        return tensor.view(bits), 1
+    strides = tensor.stride()
+    outer_first = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])
+    flat = tensor.permute(outer_first).reshape(-1)
+    return flat.view(bits), flat.stride(0)  # 0 of an expanded one
 
 
 def is_same_memory(first: int, second: int, byte_count: int) -> bool:
