@@ -30,7 +30,8 @@ def pytest_collection_modifyitems(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
     """A script may change a gradient under its copy, which staging finds (STG-1). The sanitizer
-    must find fault with the tests that do, and with no other.
+    must find fault with no test but those that do: with each on the device in Python, whose copies
+    are late, and with some on a real one, where most copies have ended by then.
     """
     is_racing = pyfuncitem.get_closest_marker("racing") is not None
     if pyfuncitem.config.getoption("--device") == fake_accelerator.NAME:
@@ -38,11 +39,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
         found = yield
         assert (fake_accelerator.RUNTIME.race_count > 0) == is_racing
         return found
-    if not (_sanitizer.cuda_sanitizer.enabled and is_racing):
+    try:
         return (yield)
-    with pytest.raises(_sanitizer.CUDASanitizerErrors):
-        yield
-    return True
+    except _sanitizer.CUDASanitizerErrors:
+        if not is_racing:
+            raise
+        return True
 
 
 @pytest.fixture(scope="session")
