@@ -228,6 +228,22 @@ def test_train_compares_a_step_with_plain_torch(tmp_path: Path) -> None:
         assert row["detection_share"] == pytest.approx(share, rel=0.05)
 
 
+def test_train_of_a_given_size_stands_beside_ddp(tmp_path: Path) -> None:
+    document = bench("train", "--size-mb", "4", "--servers", "2", cwd=tmp_path)
+    assert document["environment"]["layers"] >= 1
+    ceilings = document["ceilings"]
+    assert all(figure > 0 for key, figure in ceilings.items() if "_step_s_" in key)
+    assert [row["micro_batches"] for row in document["rows"]] == [1, 2]
+    for row in document["rows"]:
+        assert (row["lane"], row["servers"]) == (LANES[0], 2)
+        assert 2**19 < row["parameter_count"] < 2**21
+        for key, ceiling in (("of_local", "local"), ("of_ddp", "ddp")):
+            alone_s = ceilings[f"{ceiling}_step_s_{row['micro_batches']}"]
+            assert row[key] == pytest.approx(alone_s / row["step_s"], rel=0.01)
+        assert row["transfer_s"] > 0
+        assert 0 <= row["hidden"] <= 1
+
+
 def test_optimizers_stand_beside_torch_in_a_file(tmp_path: Path) -> None:
     run = run_cli("optimizers", "--quick", "--json=optimizers.json", cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.system.containers import (
     BUILD_TIMEOUT_S,
@@ -41,6 +42,23 @@ def compose() -> Iterator[Compose]:
     project.build()
     yield project
     project("down", "--volumes")
+
+
+def test_workers_have_gpus_with_the_second_file() -> None:
+    files = ("-f", "docker-compose.yml", "-f", "deploy/docker-compose.gpu.yml")
+    shown = Compose()(*files, "config", IMAGE="")
+    assert shown.returncode == 0, shown.stdout
+    services = yaml.safe_load(shown.stdout[shown.stdout.index("services:") :])["services"]
+    server, worker = services["server"], services["worker"]
+    assert server["image"] == worker["image"] == "pushpull-gpu:latest"
+    given = server["build"]["args"]  # podman-compose has a list, in which the last one counts
+    arguments = given if isinstance(given, dict) else dict(each.split("=", 1) for each in given)
+    assert arguments["TORCH_INDEX"].endswith("/cu130")
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert device["count"] in ("all", -1)
+    assert "PUSHPULL_SCHEDULER" in worker["environment"], "the first file's"
+    assert "deploy" not in server
 
 
 @pytest.mark.timeout(BUILD_TIMEOUT_S + RUN_TIMEOUT_S)
