@@ -311,6 +311,23 @@ def landing(device: torch.device) -> Iterator[None]:
     fake_accelerator.RUNTIME.lands_by_itself = False
 
 
+def test_the_last_gradient_takes_along_what_was_gathered(
+    client: ps.Client, device: torch.device, name: str
+) -> None:
+    """A small layer is the last that backward reaches; it alone would wait for more."""
+    model = nn.Sequential(nn.Linear(12, 3), nn.Linear(3, 400), nn.Linear(400, 30)).to(device)
+    pair = Pair(client, name, model)
+    with landing(device):
+        for x in batches(2):
+            for trained, optimizer in pair.sides:
+                optimizer.zero_grad()
+                squared(trained, x).backward()
+                if trained is pair.model:
+                    until(lambda: have_left(pair), "every block has left")
+                optimizer.step()
+    pair.check_close()
+
+
 def have_left(pair: Pair) -> bool:
     tables = pair.optimizer._model.tables
     return all(block.has_left for table in tables for block in table.staging._blocks)

@@ -6,8 +6,8 @@ ends, every gradient is compared with its copy, so that clipping, unscaling, acc
 other change that a training loop makes to `.grad` counts.
 
 Rules:
-    - Gradients of a device are gathered, and copied some megabytes at a time: autograd waits for
-      every call that a hook makes, and a large model has hundreds of gradients.
+    - Gradients of a device are gathered, and copied some megabytes at a time, and with the last
+      one: autograd waits for every call that a hook makes, and a large model has hundreds.
     - A block that changes after it left is sent again before the step's seal.
     - On the CPU bits decide what has changed. On a device sums of bits by column do, because
       reading the gradient back would cost a transfer; `_version` says what is certainly the same.
@@ -175,6 +175,7 @@ class GradientStaging:
         self._sums, self._sums_now = ColumnSums(counts), ColumnSums(counts)
         self._gathered: list[int] = []
         self._gathered_bytes = 0
+        self._hooked_count = 0  # the parameters whose gradient is complete
         self._gathers_bytes = min(_GATHERED_BYTES, self._buffer.values.nbytes // 4)
         self._streams: list[Any] = []  # in which gathered gradients were made
         # Copies under way, with what they read: its memory must not be given away before.
@@ -203,6 +204,7 @@ class GradientStaging:
             parameter.hook_count += 1
             if gradient is None or parameter.hook_count != self._accumulate:
                 return []  # a later pass of a longer accumulation: `take` will see the difference
+            self._hooked_count += 1
             if self._pause_count or not self._is_wanted(index):
                 return []
             ready = self._gather(index, gradient)
@@ -235,7 +237,7 @@ class GradientStaging:
     def discard(self) -> None:
         """The gradients were zeroed: the next backward pass starts over."""
         with self._lock:
-            self._finish_copies()
+            self._wait_for_copies()
             for block in self._blocks:
                 block.is_wasted |= block.waiting_count == 0
             self._restart()
@@ -301,7 +303,7 @@ class GradientStaging:
     def finish(self) -> None:
         """The step was sealed and committed: start the next."""
         with self._lock:
-            self._finish_copies()  # of a step that was skipped before `take`
+            self._wait_for_copies()  # of a step that was skipped before `take`
             self._restart()
             for parameter in self._parameters:
                 parameter.is_present = False
@@ -324,7 +326,7 @@ class GradientStaging:
     def _restart(self) -> None:
         self._gathered.clear()
         self._streams.clear()
-        self._gathered_bytes = 0
+        self._gathered_bytes = self._hooked_count = 0
         self._untold = None
         for parameter in self._parameters:
             parameter.hook_count = 0
@@ -341,7 +343,8 @@ class GradientStaging:
         self._gathered.append(index)
         self._gathered_bytes += gradient.nbytes
         self._streams = current_streams(gradient.device, self._streams)
-        if self._gathered_bytes < self._gathers_bytes:
+        is_last = self._hooked_count == len(self._parameters)
+        if self._gathered_bytes < self._gathers_bytes and not is_last:
             return []
         return [*self._arrived(), *self._copy_gathered()]
 
@@ -418,6 +421,9 @@ class GradientStaging:
 
     def _finish_copies(self) -> None:
         self._copy_gathered()
+        self._wait_for_copies()
+
+    def _wait_for_copies(self) -> None:
         while self._copying:
             self._next_arrived()
 
