@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -21,9 +21,6 @@ from ps_core.errors import InvariantViolation, check
 
 SequenceLocks = np.ndarray[Any, np.dtype[np.uint64]]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-Copies = Sequence[tuple[Bytes, Bytes]]
-"""Memory to copy, by (target, source); both flat, of one length."""
 
 LOCK_BYTES = 8
 
@@ -76,12 +73,11 @@ def _overlap(number: int) -> NoReturn:
     raise InvariantViolation("LENT-1", f"changes of block {number} overlap")
 
 
-def copied(shared: Sequence[Shared], copy: Callable[[Copies], None]) -> list[bool]:
-    """Copy shared values by `copy`; False for each that has changed since its lock was `lock`."""
-    copy([(each.target, each.values) for each in shared])
-    return [int(each.locks[each.number]) == each.lock for each in shared]  # only after the copy
+def copied(shared: Iterable[Shared]) -> list[bool]:
+    """Copy shared values; False for each that has changed since its lock was `lock`."""
+    return [_is_copied(*each) for each in shared]
 
 
-def copy_each(copies: Copies) -> None:
-    for target, source in copies:
-        np.copyto(target, source)
+def _is_copied(values: Bytes, target: Bytes, locks: SequenceLocks, number: int, lock: int) -> bool:
+    np.copyto(target, values)
+    return int(locks[number]) == lock  # only after the copy

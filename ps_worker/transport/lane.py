@@ -30,8 +30,8 @@ import threading
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from google.protobuf.message import DecodeError
 
 from ps_core import limits, sequence_locks
 from ps_core.errors import Internal, PushpullError, Recovering, WaitExpired, check
-from ps_core.sequence_locks import Copies, Shared, copy_each
+from ps_core.sequence_locks import Shared
 from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.system.capacity import usable_core_count
 from ps_runtime.system.shared_memory import Bytes, SharedSegment, allocate, map_segment, receive
@@ -49,9 +49,6 @@ from pushpull.v1 import parameters_pb2
 
 CORES_PER_COPIER = 4
 MAX_COPIER_COUNT = 4
-
-_MIN_COPIED_BYTES = 2 * 2**20
-"""Fewer are copied by the calling thread: the others would have to wake up first."""
 
 _MESSAGE_BYTES = 4096
 _HANDSHAKE_DEADLINE_S = 5.0
@@ -474,31 +471,28 @@ class Copiers:
     copies 4 to 10 GB/s. They are made when there is much to copy, and end with `close`.
 
     Args:
-        count: the threads that copy at once, the calling one among them; None: what the machine is
-            good for.
+        count: the threads; 0: the caller copies; None: what the machine is good for.
+        least_bytes: the caller copies fewer: a thread would have to wake up first.
     """
 
-    def __init__(self, count: int | None = None) -> None:
+    def __init__(self, count: int | None = None, least_bytes: int = 2 * 2**20) -> None:
         if count is None:
-            count = max(1, min(MAX_COPIER_COUNT, usable_core_count() // CORES_PER_COPIER))
+            count = min(MAX_COPIER_COUNT, usable_core_count() // CORES_PER_COPIER)
+            count = count if count > 1 else 0
         self._count = count
-        self._others: ThreadPoolExecutor | None = None
+        self._least_bytes = least_bytes
+        self._threads: ThreadPoolExecutor | None = None
 
-    def copy(self, copies: Copies) -> None:
-        """Make all copies. Blocking: until they are made."""
-        if self._count == 1 or sum(target.nbytes for target, _ in copies) < _MIN_COPIED_BYTES:
-            copy_each(copies)
-            return
-        if self._others is None:
-            self._others = ThreadPoolExecutor(self._count - 1, "pushpull-copier")
-        mine, *theirs = (copies[first :: self._count] for first in range(self._count))
-        waited = [self._others.submit(copy_each, part) for part in theirs if part]
-        copy_each(mine)
-        for each in waited:
-            each.result()
+    def begin(self, shared: Sequence[Shared]) -> Future[list[bool]] | None:
+        """Begin `sequence_locks.copied`; None: the caller copies, as it is not worth a thread."""
+        if not self._count or sum(each.target.nbytes for each in shared) < self._least_bytes:
+            return None
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self._count, "pushpull-copier")
+        return self._threads.submit(sequence_locks.copied, shared)
 
     def close(self) -> None:
-        """End the threads; a later copy makes new ones."""
-        if self._others is not None:
-            self._others.shutdown()
-            self._others = None
+        """End the threads, when they have copied what was begun; a later copy makes new ones."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -76,6 +78,7 @@ _MAX_TORN_COUNT = 3
 
 
 _Value = parameters_pb2.BlockValue | parameters_pb2.SharedValue
+_Placed = tuple[RangeId, parameters_pb2.SharedValue]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +136,7 @@ class _ServerRequest:
     progress: _PullProgress
     view: ClusterView
     lane: SharedLane | None
+    copying: deque[tuple[Future[list[bool]], list[_Placed]]] = field(default_factory=deque)
     copied: dict[RangeId, dict[int, parameters_pb2.SharedValue]] = field(default_factory=dict)
     torn: set[RangeId] = field(default_factory=set)
 
@@ -289,7 +293,9 @@ class Puller:
                     asked.lane.row_bytes += row_bytes
                 try:
                     await link.pull(request, call_s, take, is_small=is_small)
+                    await self._end_copying(asked)
                 finally:
+                    wait([copying for copying, _ in asked.copying])  # they write into `raw`
                     self._unanswered.pop(patience, None)
                     if asked.lane is not None and row_bytes:
                         asked.lane.row_bytes -= row_bytes
@@ -334,7 +340,7 @@ class Puller:
     ) -> None:
         """Copy values out of shared memory; a range counts when all its values are copied."""
         progress = asked.progress
-        found: list[tuple[RangeId, parameters_pb2.SharedValue]] = []
+        found: list[_Placed] = []
         shared: list[Shared] = []
         for value in values:
             range_id = progress.order.table.range_of_block(value.block, len(asked.view.ranges))
@@ -347,8 +353,25 @@ class Puller:
             else:
                 found.append((range_id, value))
                 shared.append(place)
-        counts = sequence_locks.copied(shared, self._copiers.copy)
-        for (range_id, value), count in zip(found, counts, strict=True):
+        # Rows lie in a ring, which the server takes for free when the pull has ended.
+        copying = self._copiers.begin(shared) if progress.order.ids is None else None
+        if copying is None:
+            self._count(asked, found, sequence_locks.copied(shared))
+        else:
+            asked.copying.append((copying, found))
+
+    async def _end_copying(self, asked: _ServerRequest) -> None:
+        """Wait for the copies that threads make, and count them."""
+        while asked.copying:
+            copying, found = asked.copying[0]
+            counts = await asyncio.wrap_future(copying)
+            asked.copying.popleft()
+            self._count(asked, found, counts)
+
+    def _count(self, asked: _ServerRequest, values: Iterable[_Placed], counts: list[bool]) -> None:
+        """Values were copied: those of whole ranges have arrived, if each copy counts."""
+        progress = asked.progress
+        for (range_id, value), count in zip(values, counts, strict=True):
             if not count or range_id in asked.torn:
                 asked.torn.add(range_id)
                 continue

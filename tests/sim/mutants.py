@@ -222,10 +222,9 @@ _ONE_TABLE = (
         "a copy counts though its block has changed",
         "S5",
         "ps_core/sequence_locks.py",
-        "    copy([(each.target, each.values) for each in shared])\n    return [int(each",
-        "    found = [int(each.locks[each.number]) == each.lock for each in shared]\n"
-        "    copy([(each.target, each.values) for each in shared])\n"
-        "    return found or [int(each",
+        "    np.copyto(target, values)\n    return int(locks[number]) == lock",
+        "    is_same = int(locks[number]) == lock\n    np.copyto(target, values)\n"
+        "    return is_same",
         _LANES,
     ),
     Mutant(

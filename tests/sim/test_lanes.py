@@ -100,7 +100,7 @@ class LendingServer(ReplicatedServer):
             place.lock_number,
             stamp,
         )
-        (counts_now,) = sequence_locks.copied([slow], sequence_locks.copy_each)
+        (counts_now,) = sequence_locks.copied([slow])
         self.world.counts["copies that count" if counts_now else "copies of what changed"] += 1
         assert not counts_now or np.array_equal(target, said), (
             f"LENT: a copy of block {block} of server {self.node_id} counts: {target}; it was "

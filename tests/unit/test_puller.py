@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from ps_core import sequence_locks
 from ps_core.cluster_view import ClusterView, RangeAssignment
 from ps_core.consistency import parsed
 from ps_core.errors import (
@@ -31,9 +35,11 @@ from ps_runtime.system.clock import now_s
 from ps_worker.spec.values import Region
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import Pulled, TableSteps
+from ps_worker.transport.lane import Copiers
 from ps_worker.transport.links import Answer, ServerLinks
 from ps_worker.transport.pulls import ConsistentPuller, Puller, PullOrder
 from pushpull.v1 import parameters_pb2
+from tests.integration.lane_cluster import until
 from tests.property.shard_twin import table
 
 ONE, OTHER = NodeId(1), NodeId(2)
@@ -171,12 +177,19 @@ def order_of(of: Table = MODEL, *, lasts_s: float = 10.0, **more: Any) -> PullOr
     )  # fmt: skip
 
 
-def pulled(links: Links, order: PullOrder) -> Pulled:
-    return asyncio.run(puller_of(links).pull(order))
+def pulled(links: Links, order: PullOrder, copiers: Copiers | None = None) -> Pulled:
+    return asyncio.run(puller_of(links, copiers).pull(order))
 
 
-def puller_of(links: Links) -> Puller:
-    return Puller(cast(ServerLinks, links), Counters())
+def puller_of(links: Links, copiers: Copiers | None = None) -> Puller:
+    return Puller(cast(ServerLinks, links), Counters(), copiers)
+
+
+@pytest.fixture(params=[0, 2], ids=["copied by the loop", "copied by threads"])
+def copiers(request: pytest.FixtureRequest) -> Iterator[Copiers]:
+    made = Copiers(request.param, least_bytes=0)
+    yield made
+    made.close()
 
 
 def check_values(order: PullOrder) -> None:
@@ -314,31 +327,69 @@ def shares(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
     return [shared_of(*asked(request))] if request.shared else whole(request)
 
 
-def test_values_are_copied_from_shared_memory() -> None:
+def test_values_are_copied_from_shared_memory(copiers: Copiers) -> None:
     lanes = Lane(), Lane()
     links = Links(*(Link(shares, lane) for lane in lanes))
     order = order_of()
-    found = pulled(links, order)
+    found = pulled(links, order, copiers)
     check_values(order)
     assert found.versions == {block: 10 + block for block in range(6)}
     assert sorted(lanes[0].copied + lanes[1].copied) == list(range(6))
     assert [link.small for link in links.by_server.values()] == [[True], [True]]
 
 
-def test_of_a_range_with_a_torn_value_none_counts() -> None:
+def test_of_a_range_with_a_torn_value_none_counts(copiers: Copiers) -> None:
     """The others may be of another moment."""
     lane = Lane()
     first = BY_RANGE[RangeId(0)]
     lane.torn_blocks = {first[1]}
     links = Links(Link(shares, lane), Link(shares, Lane()))
     order = order_of()
-    pulled(links, order)
+    pulled(links, order, copiers)
     check_values(order)
     requests = links.by_server[ONE].requests
     assert [asked(request) for request in requests] == [list(first)] * 4
     assert [request.shared for request in requests] == [True, True, True, False]
     assert lane.copied == [*first] * 3
     assert len(links.by_server[OTHER].requests) == 1
+
+
+class Busy(Copiers):
+    """Its one thread copies when somebody waits for it, and no sooner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+        self.ended = False
+
+    def begin(self, shared: Sequence[Shared]) -> Future[list[bool]]:
+        found: Future[list[bool]] = Future()
+        found.set_running_or_notify_cancel()
+        threading.Thread(target=self._copy, args=(found, shared)).start()
+        self.begun.set()
+        return found
+
+    def _copy(self, found: Future[list[bool]], shared: Sequence[Shared]) -> None:
+        until(lambda: bool(found._waiters), "somebody waits")
+        counts = sequence_locks.copied(shared)
+        self.ended = True
+        found.set_result(counts)
+
+
+def test_a_pull_that_is_given_up_ends_after_the_copies_that_write_to_its_memory() -> None:
+    busy = Busy()
+    links = Links(Link(shares, Lane()), Link(lambda _: [], Lane()))
+    puller, order = puller_of(links, busy), order_of()
+
+    async def given_up() -> None:
+        pulling = asyncio.create_task(puller.pull(order))
+        await asyncio.to_thread(busy.begun.wait)
+        pulling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await pulling
+        assert busy.ended
+
+    asyncio.run(given_up())
 
 
 @pytest.mark.parametrize("kind", ["consistent", "state", "aggregate", "half"])

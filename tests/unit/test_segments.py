@@ -13,7 +13,6 @@ import pytest
 from ps_core import sequence_locks
 from ps_core.cluster_view import ClusterView, RangeAssignment, Role, Session
 from ps_core.keys import AssignmentEpoch, Incarnation, NodeId, RangeId, TableId, key_ranges
-from ps_core.sequence_locks import copy_each
 from ps_core.tables.elements import DType
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
@@ -248,7 +247,7 @@ def test_a_session_lets_go_what_no_range_is_in_any_more() -> None:
 
         def counts(value: parameters_pb2.SharedValue) -> bool:
             found = lane.shared(value, target, 0)
-            return found is not None and sequence_locks.copied([found], copy_each) == [True]
+            return found is not None and sequence_locks.copied([found]) == [True]
 
         assert counts(shared)
         assert not target.any()

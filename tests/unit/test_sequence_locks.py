@@ -37,7 +37,7 @@ def test_a_copy_counts_while_the_stamp_is_the_answers() -> None:
 
     def counts(lock: int) -> bool:
         shared = Shared(values, target, of, 1, lock)
-        (found,) = sequence_locks.copied([shared], sequence_locks.copy_each)
+        (found,) = sequence_locks.copied([shared])
         return found
 
     assert counts(4)
