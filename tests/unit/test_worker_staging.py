@@ -261,6 +261,10 @@ def test_views_of_bits_are_kept_while_their_tensor_is_where_it_was() -> None:
     assert rest is not None
     assert rows.data_ptr() == other.data_ptr()
     assert torch.equal(rest, other.view(torch.int32)[2042:])
+    gaps = torch.zeros(60, 70)[:, ::2][:, :30]
+    assert not any(each is not None and bool(each.any()) for each in views.of(0, gaps))
+    gaps += 1.0
+    assert any(each is not None and bool(each.any()) for each in views.of(0, gaps)), "a copy is old"
     memory = weakref.ref(other.untyped_storage())
     del other, rows, rest
     views.keep([1])

@@ -161,9 +161,15 @@ class BitViews:
     def of(self, number: int, tensor: torch.Tensor) -> _Bits:
         key = tensor.data_ptr(), tensor.stride(), tensor.dtype, tensor.device
         kept = self._kept.get(number)
-        if kept is None or kept[0] != key:  # what is kept has its memory, so no other tensor has it
-            kept = self._kept[number] = (key, _bits_of(tensor))
-        return kept[1]
+        if kept is not None and kept[0] == key:
+            return kept[1]  # it has its memory, so no other tensor has it
+        found = _bits_of(tensor)
+        begin = next((each.data_ptr() for each in found if each is not None), None)
+        if begin == tensor.data_ptr():  # else they are a copy: the tensor has gaps
+            self._kept[number] = key, found
+        else:
+            self._kept.pop(number, None)
+        return found
 
     def keep(self, numbers: Collection[int]) -> None:
         """Forget those of all others, and so their memory."""
