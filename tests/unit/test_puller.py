@@ -338,6 +338,18 @@ def test_values_are_copied_from_shared_memory(copiers: Copiers) -> None:
     assert [link.small for link in links.by_server.values()] == [[True], [True]]
 
 
+def test_an_answer_in_several_messages_is_copied_whole(copiers: Copiers) -> None:
+    def one_by_one(request: parameters_pb2.PullRequest) -> list[Answer | PushpullError]:
+        return [shared_of(block) for block in asked(request)]
+
+    links = Links(Link(one_by_one, Lane()), Link(one_by_one, Lane()))
+    order = order_of()
+    found = pulled(links, order, copiers)
+    check_values(order)
+    assert found.versions == {block: 10 + block for block in range(6)}
+    assert [len(link.requests) for link in links.by_server.values()] == [1, 1]
+
+
 def test_of_a_range_with_a_torn_value_none_counts(copiers: Copiers) -> None:
     """The others may be of another moment."""
     lane = Lane()

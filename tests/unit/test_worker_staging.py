@@ -12,7 +12,7 @@ from ps_core.errors import InvalidTensor
 from ps_core.tables.elements import unpack_presence
 from ps_worker.spec.flat_layout import dtype_of, layout_of
 from ps_worker.training.tables.device_copies import Moves, from_host, to_host
-from ps_worker.training.tables.inspection import BitViews, is_finite
+from ps_worker.training.tables.inspection import BitViews, ColumnSums, is_finite, true_numbers
 from ps_worker.training.tables.staging import GradientStaging
 from tests.unit.staging_loop import Loop, SlowDevice, has_changed, ones, sums_of
 
@@ -266,10 +266,21 @@ def test_views_of_bits_are_kept_while_their_tensor_is_where_it_was() -> None:
     gaps += 1.0
     assert any(each is not None and bool(each.any()) for each in views.of(0, gaps)), "a copy is old"
     memory = weakref.ref(other.untyped_storage())
+    rows, rest = views.of(0, other)
     del other, rows, rest
+    assert memory() is not None
     views.keep([1])
-    assert views.of(0, tensor) is not first
     assert memory() is None
+    assert views.of(0, tensor) is not first
+
+
+def test_only_those_are_answered_that_are_asked_about() -> None:
+    before, now = ColumnSums([3000, 10]), ColumnSums([3000, 10])
+    first, second = torch.ones(3000), torch.ones(10)
+    before.take([(0, first), (1, second)])
+    first[7] = second[7] = 2.0
+    assert true_numbers(now.differing(before, [(0, first)])) == {0}
+    assert true_numbers(now.differing(before, [(1, second)])) == {1}
 
 
 def test_fingerprints_of_gradients_that_are_not_contiguous() -> None:
