@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from ps_worker.training.tables.gradient_marks import GradientMarks
 from ps_worker.training.tables.inspection import ColumnSums, true_numbers
 from tests.unit.staging_loop import Loop
 from tests.unit.test_written_values import Written
@@ -60,3 +61,14 @@ def test_what_was_not_overwritten_stays_an_edit(device: torch.device) -> None:
     written.parameters[0].data[3] = 2.0
     written.values.written(but=[0])
     assert written.edited() == [0]
+
+
+def test_marks_find_what_was_written_without_a_trace(device: torch.device) -> None:
+    """As the replay of a graph does."""
+    gradient = torch.ones(2000, device=device)
+    before = GradientMarks([gradient])
+    assert not GradientMarks([gradient]).differ_from(before)
+    gradient.data[1999] = 2.0
+    assert GradientMarks([gradient]).differ_from(before)
+    gradient.data[1999] = 1.0
+    assert not GradientMarks([gradient]).differ_from(before)
