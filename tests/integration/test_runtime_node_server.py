@@ -112,7 +112,11 @@ async def exhausted(call: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", tree.CATALOGUE.values())
-def test_an_error_reaches_the_client_as_itself(kind: type[tree.PushpullError]) -> None:
+def test_an_error_reaches_the_client_as_itself(
+    kind: type[tree.PushpullError], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the node's log if it is a bug: INTERNAL."""
+
     async def work(node: NodeServer, channel: Any) -> None:
         stub = parameters_pb2_grpc.ParameterServiceStub(channel)
         request = parameters_pb2.OpenSessionRequest()
@@ -125,7 +129,9 @@ def test_an_error_reaches_the_client_as_itself(kind: type[tree.PushpullError]) -
         assert (error.message, error.clock) == ("came: ü\nexpected: u", 3)
 
     servicer = kind("came: ü\nexpected: u", retry_after_ms=250, clock=3)
-    run(with_servicer(servicer, work))
+    with caplog.at_level(logging.ERROR, logger="pushpull"):
+        run(with_servicer(servicer, work))
+    assert len(caplog.records) == (kind is tree.Internal)
 
 
 async def with_servicer(failure: Exception | None, work: Work) -> None:
