@@ -11,12 +11,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
-from ps_cli.bench.devices import CUDA, name_of
-from ps_cli.bench.instruments.sampling import MIB
 from ps_runtime.system.capacity import available_bytes
 
-PACKAGES = ("grpc", "google.protobuf", "hypothesis", "numpy", "pytest", "pytest_timeout", "torch")
-"""By the names that they are imported by; whatever these need comes with them."""
+PACKAGES = (
+    "fsspec", "google.protobuf", "grpc", "grpc_health", "grpc_reflection", "hpack", "hypothesis",
+    "numpy", "prometheus_client", "pytest", "pytest_timeout", "rich", "safetensors", "torch",
+    "typer", "uvloop",
+)  # fmt: skip
+"""By the names that they are imported by; whatever these need comes with them. This file imports
+none of them before it has looked.
+"""
+
+MIB = 2**20
 
 SIZES_MB = (1200, 6000)
 """Parameters of about 300 million and 1.5 billion."""
@@ -30,15 +36,17 @@ what gradients and parameters are copied through.
 _TRY_S = 120.0
 
 
-def missing_packages(is_there: Callable[[str], object] = importlib.util.find_spec) -> Iterator[str]:
-    """A sentence for each package that is not there."""
+def missing_packages(is_there: Callable[[str], object] = importlib.util.find_spec) -> list[str]:
+    """The names of the packages that are not there."""
+    missing = []
     for name in PACKAGES:
         try:
             found = is_there(name)
         except ModuleNotFoundError:  # of a part of its name
             found = None
         if not found:
-            yield f"{sys.executable} has no {name}: pip install -e '.[dev]', or PYTHON=another one"
+            missing.append(name)
+    return missing
 
 
 def device_problems() -> Iterator[str]:
@@ -72,7 +80,13 @@ def device_problems() -> Iterator[str]:
 
 def problems() -> list[str]:
     """All that is missing; torch is asked if it is there."""
-    found = list(missing_packages())
+    missing, found = missing_packages(), []
+    if missing:
+        names = ", ".join(missing)
+        found.append(
+            f"{sys.executable} has no {names}: pip install -e '.[dev]', or name another Python "
+            "(make gpu-check PYTHON=...)"
+        )
     if importlib.util.find_spec("torch") is not None:
         found += device_problems()
     return found
@@ -101,6 +115,8 @@ def main() -> None:
     if "--sizes" in sys.argv[1:]:
         _print_sizes()
     else:
+        from ps_cli.bench.devices import CUDA, name_of
+
         print(name_of(CUDA))
 
 
