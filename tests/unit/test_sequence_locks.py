@@ -48,3 +48,4 @@ def test_a_copy_counts_while_the_stamp_is_the_answers() -> None:
     assert not counts(4)
     assert counts(6)
     assert of.itemsize == sequence_locks.LOCK_BYTES
+    assert of[1:].ctypes.data == of.ctypes.data + sequence_locks.offset_bytes(1)
