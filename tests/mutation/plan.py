@@ -35,7 +35,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/unit/test_imported.py",
     ),
     "ps_core.rights": ("tests/unit/test_joining.py", "tests/unit/test_protocol_vectors.py"),
-    "ps_core.rows": ("tests/unit/test_rows.py", _VECTORS),
+    "ps_core.rows": (
+        "tests/unit/test_rows.py",
+        _VECTORS,
+        "tests/unit/test_row_storage.py",
+        "tests/property/test_row_store.py",
+    ),
     "ps_core.runs": ("tests/unit/test_cluster_runs.py",),
     "ps_core.sequence_locks": ("tests/unit/test_sequence_locks.py",),
     **dict.fromkeys(
@@ -46,6 +51,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         (
             "tests/unit/test_table_specs.py", _WORDS, _VECTORS,
             "tests/property/test_keys_and_tables.py", "tests/unit/test_table_requests.py",
+            "tests/unit/test_rows.py", "tests/unit/test_row_storage.py",
         ),
     ),
     "ps_core.update_offer": ("tests/unit/test_update_offer_rules.py",),
