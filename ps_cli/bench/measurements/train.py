@@ -138,12 +138,15 @@ def train_view(document: dict[str, Any]) -> RenderableType:
             f"{row['step_s']:.4f}",
             *(f"{row[key]:.2f}" for key in ("of_local", "of_local_fused", "of_local_tuned")),
         )
-        transfer.add_row(
-            name,
-            f"{row['bytes_per_step'] / MB:.0f}",
-            f"{row['transfer_s']:.4f}",
-            f"{row['exposed_s']:.4f}",
-            f"{row['hidden']:.0%}",
-            f"{row['detection_share']:.2%}",
-        )
+        transfer.add_row(name, *transfer_cells(row), f"{row['detection_share']:.2%}")
     return Group(steps, transfer)
+
+
+def transfer_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    """MB, seconds of the transfer, those exposed, and the hidden share, of a row of a document."""
+    return (
+        f"{row['bytes_per_step'] / MB:.0f}",
+        f"{row['transfer_s']:.4f}",
+        f"{row['exposed_s']:.4f}",
+        f"{row['hidden']:.0%}",
+    )

@@ -14,12 +14,15 @@ import ps_worker as ps
 from ps_cli.bench.contenders.child import Child, started
 from ps_cli.bench.contenders.contenders import enter_all
 from ps_cli.bench.devices import CPU, name_of
-from ps_cli.bench.instruments.sampling import MB, MIB, figures_table, rounded, take_turns
+from ps_cli.bench.instruments.sampling import MIB, figures_table, rounded, take_turns
 from ps_cli.bench.lanes import AUTO, LANES
+from ps_cli.bench.measurements.train import transfer_cells
 from ps_cli.bench.settings import BenchSettings
 
 ELEMENT_BYTES = 4
 HEAD_WIDTH = 64
+"""The transformer's; that file imports torch."""
+
 ALONE = "alone"
 """A way of `ps_cli.bench.contenders.transformer`, which is another process: it imports torch."""
 
@@ -163,12 +166,5 @@ def train_sized_view(document: dict[str, Any]) -> RenderableType:
         name += f", x{row['micro_batches']}"
         ratios = (f"{row[key]:.2f}" for key in ("of_local", "of_ddp"))
         steps.add_row(name, f"{row['step_s']:.4f}", *ratios, f"{row['peak_device_mb']:.0f}")
-        transfer.add_row(
-            name,
-            f"{row['bytes_per_step'] / MB:.0f}",
-            f"{row['transfer_s']:.4f}",
-            f"{row['exposed_s']:.4f}",
-            f"{row['hidden']:.0%}",
-            f"{row['pinned_mb']:.0f}",
-        )
+        transfer.add_row(name, *transfer_cells(row), f"{row['pinned_mb']:.0f}")
     return Group(steps, transfer)
