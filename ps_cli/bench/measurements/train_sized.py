@@ -149,7 +149,7 @@ def train_sized_view(document: dict[str, Any]) -> RenderableType:
         f"train on {environment['device']}: s of a step of a byte transformer of {millions:.0f} M "
         "parameters with Adam",
         *("step", "of fused", "of DDP", "device MB"),
-        caption="x64: 64 micro-batches a step",
+        caption="x2: two micro-batches a step",
     )
     transfer = figures_table(
         "train: the hidden share of the transfer",
