@@ -90,11 +90,12 @@ class ReadGate:
         )
 
     def settled(self, out: list[Effect]) -> None:
-        """A change was decided: refuse pulls that can never be answered now, and answer others."""
+        """A change was decided: refuse the pulls that can never be answered now. Before any step
+        goes on under it, which may bring the range to their clock.
+        """
         for event in list(self._waiters.values()):
             if event.consistent and event.cut_id is None:  # it waits for an update of BSP
                 self._refuse_parked(event, self._mixed(event) or self._past(event), out)
-        self.release(out)
 
     def _ahead_of(self, event: PullEvent) -> PushpullError | None:
         """The error of a pull too far ahead; a seal may be on its way on another stream."""

@@ -382,9 +382,10 @@ class ServerMachine:
         return self.decider(table_id).state.schedule.settled(number)
 
     def settled(self, doubt: Doubt, settled: ChangeResult, now_s: float) -> list[Effect]:
-        """Take the outcome of a change from the deciding range."""
+        """Take the outcome of a change from the deciding range; none of a table that has gone."""
         effects: list[Effect] = []
-        change = self._tables[doubt.table_id].proposed
+        table = self._tables.get(doubt.table_id)
+        change = None if table is None else table.proposed
         for (table_id, _), shard in self.shards.items():
             is_held = table_id == doubt.table_id and shard.state.schedule.held_for == doubt.number
             if is_held and change is not None and change.number == doubt.number:

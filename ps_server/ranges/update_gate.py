@@ -207,6 +207,7 @@ class UpdateGate:
 
     def resume(self, now_s: float, out: list[Effect]) -> None:
         """Let steps go on that a decided change held, under the new setting."""
+        self._read_gate.settled(out)
         for worker in list(self._state.workers.values()):
             self._record_waiting(worker, out)
             self.advance(worker, now_s, out)
@@ -214,6 +215,7 @@ class UpdateGate:
             self._decide(list(self._state.workers.values()), now_s, out)
             self._end_settings(out)
         self._read_gate.settled(out)
+        self._read_gate.release(out)
 
     def _forget(self, worker: RangeWorker, out: list[Effect]) -> None:
         """Forget values kept for a worker that left: no gradient of it needs them."""

@@ -127,6 +127,24 @@ def test_a_consistent_read_of_a_clock_without_its_own_state_is_refused() -> None
     assert isinstance(problem(bench.pull(None, 1, waiter=3, consistent=True)), AlreadyPast)
 
 
+def test_a_consistent_read_is_refused_before_held_steps_bring_its_clock_under_a_new_setting() -> None:
+    """Under SSP each range is at clock 2 with other steps beyond it."""
+    bench = _bench("bsp")
+    bench.pull(None, 2, waiter=1, consistent=True)
+    for rank in (0, 1):
+        bench.push(rank, 1, 1)
+        bench.seal(rank, 2, 1)
+    assert bench.propose("ssp:0") == 1
+    for rank in (0, 1):
+        bench.push(rank, 3, 2)
+        bench.seal(rank, 4, 2)
+    before = len(bench.effects)
+    bench.settle()
+    assert bench.machine.state.clock == 2
+    assert answers(bench.effects[before:]) == []
+    assert isinstance(problem(bench.effects[before:]), InvalidConfig)
+
+
 def test_what_was_kept_for_compensation_is_forgotten_when_no_step_can_need_it() -> None:
     bench = _bench("asp:compensate=1")
     for rank in (0, 1):

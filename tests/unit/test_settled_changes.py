@@ -108,6 +108,19 @@ def test_a_proposal_that_the_first_range_has_not_heard_of_is_given_up_when_asked
     assert servers.settings(servers.first) == {BSP}
 
 
+def test_an_answer_about_a_table_that_has_gone_meanwhile_changes_nothing() -> None:
+    """Its run has ended; the server goes on."""
+    servers = Servers()
+    servers.propose(1)
+    servers.other.go_on_alone(0.0)
+    (doubt,) = servers.other.doubts
+    at_once(servers.other.removing({TABLE}))
+    servers.other.observe(
+        replace(servers.view, view_number=servers.view.view_number + 1, tables=())
+    )
+    assert servers.other.settled(doubt, ChangeResult(ChangeOutcome.TAKEN, 3), 0.0) == []
+
+
 def test_a_join_is_taken_as_a_setting_is() -> None:
     servers = Servers()
     servers.propose(1, join=Join(1, Incarnation(9)))
