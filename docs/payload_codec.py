@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ps_core.tables.elements import Codec
+from ps_core.tables.elements import INT8_GROUP_COUNT, Codec
 
 _NUMPY_DTYPE: dict[Codec, np.dtype[Any]] = {
     Codec.FP32: np.dtype("<f4"),
@@ -18,6 +18,9 @@ _NUMPY_DTYPE: dict[Codec, np.dtype[Any]] = {
     Codec.BF16: np.dtype("<u2"),
     Codec.FP64: np.dtype("<f8"),
 }
+
+RAW_CODECS = tuple(_NUMPY_DTYPE)
+"""The codecs whose payloads are arrays of elements."""
 
 
 def raw_view(payload: bytes | memoryview, codec: Codec) -> npt.NDArray[Any]:
@@ -41,3 +44,13 @@ def encode(values: npt.NDArray[Any], codec: Codec) -> bytes:
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = np.where(np.isnan(values), (bits >> 16) | 0x40, rounded)
     return quiet.astype(np.uint16).tobytes()
+
+
+def decode_int8(payload: bytes, element_count: int) -> npt.NDArray[np.float32]:
+    """Values of an INT8 payload: numbers times the scale of their group."""
+    scale_count = -(-element_count // INT8_GROUP_COUNT)
+    scales = np.frombuffer(payload, "<f4", scale_count)
+    numbers = np.frombuffer(payload, np.int8, element_count, 4 * scale_count)
+    groups = np.arange(element_count) // INT8_GROUP_COUNT
+    found: npt.NDArray[np.float32] = np.multiply(numbers, scales[groups], dtype=np.float32)
+    return found

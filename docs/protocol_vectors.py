@@ -28,7 +28,7 @@ from docs.worked_messages import (
 )
 from ps_core import rows
 from ps_core.keys import Slot, TableId, key_ranges, range_of_slot, slot_of_ordinal
-from ps_core.tables.elements import Codec, DType, Initializer, InitializerKind, pack_presence
+from ps_core.tables.elements import DType, Initializer, InitializerKind, pack_presence
 from ps_core.tables.optimizers import OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec, TensorSpec
@@ -44,6 +44,10 @@ ORDINALS = (0, 1, 2, 3, 4, 5, 100, 65_535, 65_536, 65_537, 1_000_000, 2**32, 2**
 RANGE_COUNTS = (1, 2, 3, 7, 256, 1000, 65_536)
 SLOTS = (0, 1, 255, 256, 257, 21_845, 21_846, 32_767, 32_768, 40_503, 65_534, 65_535)
 CODEC_VALUES = (0.0, -0.0, 1.0, -2.0, 0.5, 0.1, -0.3, 3.140625, 1e-7, 65_504.0, float("inf"))
+INT8_PAYLOADS = (
+    ((0.5,), (0, 1, -1, 127, -127, -128)),
+    ((0.1, 2.0**-20), (*range(-128, 128), 3, -5)),
+)
 CONTRIBUTIONS = (
     ((1.0, -2.0, 0.5), (0.1, 0.2, 0.3)),
     ((1.0, 0.1, -7.7, 2.5), (0.3, 0.1, 1e-3, 2.5), (3.3, 0.1, 5.9, 2.7)),
@@ -159,7 +163,7 @@ def codec_vectors() -> list[dict[str, Any]]:
     """Values, their bytes, and what the bytes decode to; infinity is the string "inf"."""
     values = np.array(CODEC_VALUES, dtype=np.float64)
     found = []
-    for codec in Codec:
+    for codec in codecs.RAW_CODECS:
         payload = codecs.encode(values, codec)
         decoded = codecs.decode(payload, codec)
         found.append(
@@ -171,6 +175,16 @@ def codec_vectors() -> list[dict[str, Any]]:
                 "decoded": [_json_number(float(v)) for v in decoded],
             }
         )
+    return found
+
+
+def int8_vectors() -> list[dict[str, Any]]:
+    """INT8 payloads, and what they decode to."""
+    found = []
+    for scales, numbers in INT8_PAYLOADS:
+        payload = np.array(scales, "<f4").tobytes() + np.array(numbers, np.int8).tobytes()
+        decoded = codecs.decode_int8(payload, len(numbers)).tolist()
+        found.append({"elements": len(numbers), "hex": payload.hex(), "decoded": decoded})
     return found
 
 
@@ -319,6 +333,7 @@ def vectors() -> dict[str, Any]:
         "layouts": layout_vectors(),
         "presence": presence_vectors(),
         "codecs": codec_vectors(),
+        "int8": int8_vectors(),
         "reduction": reduction_vectors(),
         "sgd": sgd_vectors(),
         "rows": row_vectors(),

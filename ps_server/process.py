@@ -15,6 +15,7 @@ import torch
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
+from ps_core.codecs import int8
 from ps_core.errors import (
     Fenced,
     ForeignCluster,
@@ -490,6 +491,8 @@ class _Membership:
                 timeout_s = min(_TICK_S, max(self._node.ticks_within_s, _LEAST_TICK_S))
                 await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 tick()
+                if int8.must_load():
+                    asyncio.get_running_loop().run_in_executor(None, int8.load)
         finally:
             for task in ends:
                 task.cancel()

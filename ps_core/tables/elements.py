@@ -20,21 +20,31 @@ class DType(Enum):
 
 
 class Codec(Enum):
-    """Encoding of a payload's elements: raw little-endian arrays."""
+    """Encoding of a payload's elements: raw little-endian arrays, or scaled integers."""
 
     FP32 = "fp32"
     FP16 = "fp16"
     BF16 = "bf16"
     FP64 = "fp64"
+    INT8 = "int8"
 
     __hash__ = object.__hash__
 
     @property
     def element_bytes(self) -> int:
+        """Bytes of one element; a scale that several share does not count."""
         return _CODEC_BYTES[self]
 
+    def payload_bytes(self, element_count: int) -> int:
+        """Bytes of a payload of so many elements."""
+        size = element_count * self.element_bytes
+        return size + 4 * -(-element_count // INT8_GROUP_COUNT) if self is Codec.INT8 else size
 
-_CODEC_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8}
+
+INT8_GROUP_COUNT = 256
+"""Elements of an INT8 payload that share a scale; the last group may be shorter."""
+
+_CODEC_BYTES = {Codec.FP32: 4, Codec.FP16: 2, Codec.BF16: 2, Codec.FP64: 8, Codec.INT8: 1}
 
 
 NATIVE_CODEC = {
@@ -48,7 +58,7 @@ NATIVE_CODEC = {
 
 def check_length(payload_bytes: int, codec: Codec, element_count: int) -> None:
     """Raise InvalidTensor unless the payload has the length of `element_count` elements."""
-    expected = element_count * codec.element_bytes
+    expected = codec.payload_bytes(element_count)
     if payload_bytes != expected:
         raise InvalidTensor(
             f"payload has {payload_bytes} bytes; expected {expected} "

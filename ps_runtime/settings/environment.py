@@ -40,6 +40,8 @@ VARIABLES: dict[str, str] = {
     "PUSHPULL_REQUEST_DEADLINE_S": "Seconds that a worker's push or pull may wait.",
     "PUSHPULL_LANE": "The lane of payloads on one host: auto, shm (shared memory) or grpc.",
     "PUSHPULL_WINDOW_BYTES": "Payload bytes that a worker has in flight to one server.",
+    "PUSHPULL_PUSH_CODEC": "How gradients travel, unless the script says: none, bf16, fp16, int8.",
+    "PUSHPULL_PULL_CODEC": "How parameters travel, unless the script says, likewise.",
     "PUSHPULL_CONSISTENCY": "The consistency of tables whose script names none: bsp, ssp:4, asp.",
     "PUSHPULL_COMPUTE": "Emulated computation of a worker's step, such as 30ms.",
     "PUSHPULL_RECORD": "A directory where workers record their steps as JSON lines.",

@@ -5,23 +5,13 @@ Each record, or stretch of records, is one call of the system's `pread` or `pwri
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-
-def _compiled(signature: str) -> Callable[[Any], Any]:
-    def compiled(function: Any) -> Any:
-        try:
-            return njit(signature, nogil=True, cache=True)(function)
-        except RuntimeError:  # no directory can be written
-            return njit(signature, nogil=True)(function)
-
-    return compiled
-
+from ps_core.compiled_loops import compiled
 
 _SIZE, _OFFSET = types.intp, types.int64
 _pread = types.ExternalFunction("pread", _SIZE(types.int32, types.voidptr, types.uintp, _OFFSET))
@@ -40,7 +30,7 @@ def _as_pointer(_: Any, address: Any) -> Any:
 _pointer: Any = intrinsic(_as_pointer)
 
 
-@_compiled("int64(int32, intp, int64, int64[::1], int64[::1])")
+@compiled("int64(int32, intp, int64, int64[::1], int64[::1])")
 def read_records(file: Any, address: Any, size: Any, positions: Any, places: Any) -> int:
     for at in range(len(positions)):
         place = _pointer(address + places[at] * size)
@@ -49,7 +39,7 @@ def read_records(file: Any, address: Any, size: Any, positions: Any, places: Any
     return -1
 
 
-@_compiled("int64(int32, intp, int64, int64[::1])")
+@compiled("int64(int32, intp, int64, int64[::1])")
 def write_records(file: Any, address: Any, size: Any, positions: Any) -> int:
     at = 0
     while at < len(positions):

@@ -7,27 +7,18 @@ Arguments are as of the functions of the same names there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from ps_core.compiled_loops import compiled
 from ps_server.rows.prefetching import to_write
 
 _AHEAD_COUNT = 8
 """Rows after which one is changed that the processor was told of."""
 
 
-def _compiled(function: Callable[..., None]) -> Any:
-    """Compile a function for a dtype when it is first called; `cache` where a file can be."""
-    try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
-    except RuntimeError:  # no directory can be written
-        return njit(nogil=True, error_model="numpy")(function)
-
-
-@_compiled
+@compiled(error_model="numpy")
 def _announce(rows: Any, numbers: Any, at: Any) -> None:
     """Have a row loaded that comes a little later."""
     if at + _AHEAD_COUNT < len(numbers):
@@ -36,7 +27,7 @@ def _announce(rows: Any, numbers: Any, at: Any) -> None:
             to_write(rows, number, j)
 
 
-@_compiled
+@compiled(error_model="numpy")
 def rowwise_adagrad(arrays: Any, numbers: Any, gradients: Any, terms: Any) -> None:
     values, sums = arrays
     rate, eps, length = terms[0], terms[1], terms[2]
@@ -67,7 +58,7 @@ def rowwise_adagrad(arrays: Any, numbers: Any, gradients: Any, terms: Any) -> No
             row[j] += own[j] * factor
 
 
-@_compiled
+@compiled(error_model="numpy")
 def adagrad(arrays: Any, numbers: Any, gradients: Any, terms: Any) -> None:
     values, sums = arrays
     rate, eps = terms[0], terms[1]
@@ -80,7 +71,7 @@ def adagrad(arrays: Any, numbers: Any, gradients: Any, terms: Any) -> None:
             row[j] += own[j] / (np.sqrt(held[j]) + eps) * rate
 
 
-@_compiled
+@compiled(error_model="numpy")
 def adam(arrays: Any, numbers: Any, gradients: Any, scales: Any, terms: Any) -> None:
     values, first, second = arrays
     new_first, old_second, new_second, eps = terms[0], terms[1], terms[2], terms[3]
@@ -96,7 +87,7 @@ def adam(arrays: Any, numbers: Any, gradients: Any, scales: Any, terms: Any) -> 
             row[j] += m[j] / (np.sqrt(v[j]) / divisor + eps) * factor
 
 
-@_compiled
+@compiled(error_model="numpy")
 def ftrl(arrays: Any, numbers: Any, gradients: Any, terms: Any) -> None:
     values, sums, helds = arrays
     sign, l1, l2, beta, inverse_rate = terms[0], terms[1], terms[2], terms[3], terms[4]

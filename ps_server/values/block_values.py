@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ps_core.codecs import int8
 from ps_core.errors import check
 from ps_core.tables.elements import NATIVE_CODEC, Codec, InitializerKind, check_length
 from ps_core.tables.table import Table
@@ -57,16 +58,20 @@ def ready_block(table: Table, block: int, home: Callable[[int], Tensor] | None) 
 
 
 def encoded(values: Tensor, length: int, codec: Codec, pool: BufferPool) -> bytes | memoryview:
-    """The first `length` of `values`, rounded to nearest even; a view in their own dtype."""
-    dtype = TORCH_DTYPE[codec]
+    """The first `length` of `values`, rounded to the nearest; a view in their own dtype."""
     elements = values[:length]
+    if codec is Codec.INT8:
+        payload = np.empty(codec.payload_bytes(length), np.uint8)
+        int8.encode_values(elements.to(torch.float32).numpy(), payload)
+        return payload.data
+    dtype = TORCH_DTYPE[codec]
     if dtype is values.dtype:
         return elements.numpy().data.cast("B")
     buffer = pool.take(values.numel(), dtype)
     narrow = buffer[:length].copy_(elements)
-    payload = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()
+    rounded = narrow.view(torch.int16 if codec is Codec.BF16 else dtype).numpy().tobytes()
     pool.give_back(buffer)
-    return payload
+    return rounded
 
 
 def received(table: Table, state: BlockState, elements: Elements) -> Contribution:

@@ -1,7 +1,7 @@
 """Contributions: a worker's gradient for one block, from payload to reduced sum, with few copies.
 
 Rules:
-    - A payload of the table's own float32 or float64 is read where it lies. A 16-bit payload is
+    - A payload of the table's own float32 or float64 is read where it lies. One of fewer bits is
       converted once, into a pooled buffer, which then serves as accumulator.
     - Elements of absent tensors may hold anything.
     - A sum is taken in the order of the calls, over the workers that have the tensor. Absent is
@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ps_core.codecs import int8
 from ps_core.errors import InvalidKeys, InvariantViolation
 from ps_core.tables.elements import Codec, presence_bytes
 from ps_server.values.buffer_pool import BufferPool
@@ -37,7 +38,7 @@ TORCH_DTYPE = {
     Codec.BF16: torch.bfloat16,
     Codec.FP64: torch.float64,
 }
-"""The dtype of a codec's elements."""
+"""The dtype of a codec's elements, where a payload is an array of them."""
 
 with warnings.catch_warnings():
     # Torch has no read-only tensor, and warns about the first view of read-only memory; CON-1 keeps
@@ -79,6 +80,24 @@ def view(payload: bytes | memoryview, codec: Codec) -> Tensor:
     if values.data_ptr() % dtype.itemsize:
         values = torch.frombuffer(bytearray(payload), dtype=dtype)
     return values
+
+
+def decode(payload: bytes | memoryview, codec: Codec, target: Tensor) -> None:
+    """Write a payload's elements to `target`, of as many elements and any dtype."""
+    if codec is not Codec.INT8:
+        target.copy_(view(payload, codec))
+        return
+    raw = np.frombuffer(payload, np.uint8)
+    if target.dtype is torch.float32:
+        int8.decode(_aligned(raw), target.numpy())
+    else:
+        elements = np.empty(target.numel(), np.float32)
+        int8.decode(_aligned(raw), elements)
+        target.copy_(torch.from_numpy(elements))
+
+
+def _aligned(raw: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    return raw if raw.ctypes.data % 4 == 0 else raw.copy()
 
 
 def take_padded(pool: BufferPool, length: int, dtype: torch.dtype) -> Tensor:

@@ -56,7 +56,7 @@ from ps_server.values.block_values import (
     received,
 )
 from ps_server.values.buffer_pool import BufferPool
-from ps_server.values.contributions import TORCH_DTYPE, Contribution
+from ps_server.values.contributions import Contribution
 from ps_server.values.custom_updates import CheckedUpdate
 from ps_server.values.mutations import SentAccumulator
 from ps_server.values.optimizer_arrays import assign_array, check_array, read_array
@@ -120,6 +120,7 @@ class ShardStore:
         self._name = spec.name
         self._pool = pool or BufferPool()
         self._dtype = arithmetic_dtype(table)
+        self._codec = spec.arithmetic_codec
         if ready is None:
             ready = {block: ready_block(table, block, home) for block in sorted(blocks)}
         self._states = {block: state for block, (state, _) in ready.items()}
@@ -159,8 +160,8 @@ class ShardStore:
                 it is checked, and the copy is what is checked and kept.
 
         Shapes:
-            payload: little-endian. In the table's own float32 or float64 it is not copied but kept
-                alive by the result, unless it is shared or a writable memoryview.
+            payload: of the codec's length for the block. In the table's own float32 or float64 it
+                is not copied but kept alive by the result, unless it is shared or writable.
 
         Raises:
             InvalidKeys: the block is not here, or the presence bitmap has the wrong length.
@@ -172,19 +173,18 @@ class ShardStore:
         present = contributions.presence_mask(self._name, block, count, presence)
         self._check_codec(codec)
         view = memoryview(payload)
-        dtype = TORCH_DTYPE[codec]
-        if view.nbytes != state.length * dtype.itemsize:
+        expected = codec.payload_bytes(state.length)
+        if view.nbytes != expected:
             raise InvalidTensor(
                 f"block {block} of table '{self._name}': the payload has {view.nbytes} bytes; "
-                f"expected {state.length * dtype.itemsize} ({state.length} elements of "
-                f"{codec.value})"
+                f"expected {expected} ({state.length} elements of {codec.value})"
             )
-        source = contributions.view(payload, codec)
-        is_owned = is_shared or dtype is not self._dtype or not view.readonly
+        is_owned = is_shared or codec is not self._codec or not view.readonly
         if is_owned:  # before the check: what is checked must not change any more
-            target = contributions.take_padded(self._pool, state.length, self._dtype)
-            contributions.head(target, state.length).copy_(source)
-            source = target
+            source = contributions.take_padded(self._pool, state.length, self._dtype)
+            contributions.decode(payload, codec, contributions.head(source, state.length))
+        else:
+            source = contributions.view(payload, codec)
         part = Contribution(block, state.length, source, present, state.bounds, is_owned)
         if not self.table.spec.allow_non_finite:
             self._check_finite(part)
@@ -566,7 +566,7 @@ class ShardStore:
         """A block's elements as a payload, and its presence bits.
 
         Args:
-            codec: how to encode; None means the table's dtype. Values are rounded to nearest even.
+            codec: how to encode, rounded to the nearest; None means the table's dtype.
             clock: AGGREGATE: whose sum; None: the newest, 0: the initial values. Others ignore it.
 
         Shapes:
@@ -583,7 +583,7 @@ class ShardStore:
         codec = NATIVE_CODEC[self.table.spec.dtype] if codec is None else codec
         self._check_codec(codec)
         if not self._arithmetic.is_aggregate:
-            if TORCH_DTYPE[codec] is self._dtype:
+            if codec is self._codec:
                 return self._payloads[block], b""
             return encoded(state.values, state.length, codec, self._pool), b""
         return self._sums.read(state, block, codec, clock)
@@ -610,7 +610,7 @@ class ShardStore:
         if codec is Codec.FP64 and self._dtype is not torch.float64:
             raise InvalidTensor(
                 f"codec fp64 with table '{self._name}' of {self.table.spec.dtype.value}; "
-                "expected fp32, fp16 or bf16"
+                "expected fp32, fp16, bf16 or int8"
             )
 
     def _check_finite(self, part: Contribution) -> None:

@@ -123,7 +123,7 @@ class KeptSums:
         total = self._sums[wanted].parts.get(block)
         if total is None:
             nothing = bytes(presence_bytes(state.segment_count))
-            return bytes(state.length * codec.element_bytes), nothing
+            return bytes(codec.payload_bytes(state.length)), nothing
         if total.present is None:
             return encoded(total.values, state.length, codec, self._pool), b""
         values = torch.zeros(state.length, dtype=state.values.dtype)

@@ -22,7 +22,7 @@ from ps_worker.client.checkpoints import CheckpointTicket, ClientCheckpoints
 from ps_worker.client.collectives import CollectiveCalls
 from ps_worker.client.connection import ClientConnection, Ticket
 from ps_worker.client.open_clients import OPEN, has_worker
-from ps_worker.client.shown_options import THE_CLIENTS, shows
+from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, shows
 from ps_worker.client.tables import ClientTables, Pulls
 from ps_worker.spec.rows import cut_ids, gradients_of, ids_of, rows_of
 from ps_worker.spec.settings import (
@@ -158,7 +158,7 @@ class Client:
 
     # --- tables
 
-    @shows(TableOptions, {**TABLE_DEFAULTS, "consistency": THE_CLIENTS})
+    @shows(TableOptions, {**TABLE_DEFAULTS, **dict.fromkeys(OF_THE_CLIENT, THE_CLIENTS)})
     def create_table(
         self,
         name: str,
@@ -189,6 +189,11 @@ class Client:
             gate_bytes (int, 0): the memory quota of waiting steps on each server; 0 means the
                 server's own.
             kernels (str, 'fast'): "fast", or "exact": bit-equal with torch.optim.
+            push_codec (str | None, the client's): how this worker's gradients travel: "none", as
+                the dtype; "bf16" or "fp16"; "int8", a byte an element, whose rounding errors go
+                with the next gradients. `docs/guides/COMPRESSION.md` compares them.
+            pull_codec (str | None, the client's): how values travel to this worker, likewise;
+                "int8" rounds them to the nearest, and nothing is fed back.
             timeout_s (float | None, None): seconds to wait for the cluster's servers.
 
         Blocking: until every server of the table knows this client; waits for servers that have not
@@ -250,19 +255,28 @@ class Client:
         """
         return self.tables.create(name, dim, optimizer, options, has_rows=True)
 
-    def table(self, name: str, timeout_s: float | None = None) -> TableHandle:
+    def table(
+        self,
+        name: str,
+        timeout_s: float | None = None,
+        *,
+        push_codec: str | None = None,
+        pull_codec: str | None = None,
+    ) -> TableHandle:
         """Open a table that another client creates; waits for it.
 
         Args:
             name: the table's name.
             timeout_s: None means the client's connect_deadline_s.
+            push_codec, pull_codec: as of `create_table`; None: the client's.
 
         Blocking: until it exists and its servers know this client.
 
         Raises:
             TableNotFound: no client created it in time; the message names the existing tables.
         """
-        return self.tables.open(name, timeout_s)
+        codecs = {"push_codec": push_codec, "pull_codec": pull_codec}
+        return self.tables.open(name, timeout_s, codecs)
 
     def set_consistency(
         self,

@@ -28,6 +28,8 @@ class ConnectOptions(TypedDict, total=False):
     lane: str
     window_bytes: int
     consistency: str
+    push_codec: str
+    pull_codec: str
     compute: str
     record: str
     http_listen: str
@@ -60,8 +62,10 @@ def connect(scheduler: str | None = None, **options: Unpack[ConnectOptions]) -> 
             bytes, "shm" is an error where memory cannot be shared, "grpc" always sends bytes.
         window_bytes (int, 33554432): payload bytes in flight to one server: sent, and not yet
             received there.
-        consistency (str, ''): the consistency of tables that name none: "bsp" (also if empty),
-            "ssp:4", "asp", ...
+        consistency (str, ''): of tables that name none: "bsp" (also if empty), "ssp:4", "asp", ...
+        push_codec (str, 'none'): how gradients travel where the script names no codec: "none" (as
+            their dtype), "bf16", "fp16" or "int8". Tables that cannot have it go without.
+        pull_codec (str, 'none'): how parameters travel to this worker, likewise.
         compute (str, ''): emulated computation of a step of `DistributedOptimizer`, such as "30ms",
             or "rotating:30ms,90ms,burst=2,seed=1"; empty emulates none.
         record (str, ''): a directory for a record of the steps, as `pushpull compare` reads it;

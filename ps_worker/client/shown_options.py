@@ -50,6 +50,9 @@ def shows(options: type, defaults: Mapping[str, object]) -> Callable[[FunctionT]
 THE_CLIENTS = Words("the client's")
 """The shown default of an option whose default is the client's setting."""
 
+OF_THE_CLIENT = ("consistency", "push_codec", "pull_codec")
+"""Those options."""
+
 
 def defaults_of(settings: type[DataclassInstance]) -> dict[str, object]:
     return {field.name: default_of(field) for field in fields(settings)}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ps_core import limits
 from ps_core.cluster_view import ClusterView
+from ps_core.codecs import int8
 from ps_core.consistency import Consistency, Mode, parsed
 from ps_core.errors import (
     InvalidConfig,
@@ -27,7 +28,7 @@ from ps_core.errors import (
     listed,
 )
 from ps_core.keys import TableId
-from ps_core.tables.elements import InitializerKind
+from ps_core.tables.elements import Codec, InitializerKind
 from ps_core.tables.optimizers import OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
@@ -35,6 +36,8 @@ from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
 from ps_runtime.system.future_waits import wait_until_ended
 from ps_worker.client.connection import GRACE_S, ClientConnection, lost_server
+from ps_worker.compression.push_encoder import PushEncoder
+from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs, codecs_of
 from ps_worker.spec.rows import MAX_PULLED_COUNT, CutIds, RowBatch
 from ps_worker.spec.settings import (
     Layout,
@@ -103,8 +106,10 @@ class ClientTables:
         connection.check_may_push("create tables")
         options.setdefault("consistency", parsed(connection.config.consistency or "bsp"))
         spec = table_spec(name, layout, optimizer, options, has_rows=has_rows)
+        codecs = self._codecs(spec, options)
         deadline_s = connection.deadline_s(options.get("timeout_s"))
-        handle = self._adopt(connection.asked(self._created(spec, deadline_s), deadline_s))
+        handle = self._adopt(connection.asked(self._created(spec, deadline_s), deadline_s), codecs)
+        _check_codecs(handle, codecs, options)
         connection.record.table(handle.spec)
         return handle
 
@@ -114,9 +119,19 @@ class ClientTables:
         await self._engine.links.meet(table, end_s)
         return table
 
-    def open(self, name: str, timeout_s: float | None) -> TableHandle:
+    def open(
+        self, name: str, timeout_s: float | None, codecs: Mapping[str, object] | None = None
+    ) -> TableHandle:
         deadline_s = self._opens_within_s(timeout_s)
-        return self._adopt(self._connection.asked(self._opened(name, deadline_s), deadline_s))
+        table = self._connection.asked(self._opened(name, deadline_s), deadline_s)
+        chosen = codecs or {}
+        handle = self._adopt(table, self._codecs(table.spec, chosen))
+        _check_codecs(handle, self._codecs(table.spec, chosen), chosen)
+        return handle
+
+    def _codecs(self, spec: TableSpec, chosen: Mapping[str, object]) -> TableCodecs:
+        config = self._connection.config
+        return codecs_of(spec, chosen, (config.push_codec, config.pull_codec))
 
     async def _opened(self, name: str, deadline_s: float) -> Table:
         end_s = now_s() + deadline_s
@@ -169,17 +184,23 @@ class ClientTables:
         self._connection.check_usable()
         return self._connection.config.connect_deadline_s if timeout_s is None else timeout_s
 
-    def _adopt(self, table: Table) -> TableHandle:
+    def _adopt(self, table: Table, codecs: TableCodecs = OWN_CODECS) -> TableHandle:
         handle = self._handles.get(table.table_id)
         if handle is None:
+            encoder = None
+            if Codec.INT8 in (codecs.push, codecs.pull):
+                int8.load()
+            if codecs.push is not None and not self._connection.is_reader:
+                encoder = PushEncoder(table, codecs.push, self._engine.session.rank)
             steps = TableSteps(
                 table,
                 self._engine.steps,
                 is_alone=lambda: len(self._handles) == 1,
                 joins=self._engine.joins(table.table_id),
                 owed_count=max((h.steps.skipped_count for h in self.handles), default=0),
+                encoder=encoder,
             )
-            handle = self._handles.setdefault(table.table_id, TableHandle(table, steps))
+            handle = self._handles.setdefault(table.table_id, TableHandle(table, steps, codecs))
         return handle
 
     # --- joining and changing
@@ -463,6 +484,7 @@ class Pulls:
             deadline_s=now_s() + deadline_s,
             steps=table.steps,
             array=array,
+            encoding=None if array else table.codecs.pull,
         )
 
     def with_callback(
@@ -490,6 +512,19 @@ class Pulls:
 
     def close(self) -> None:
         self._callbacks.stop()
+
+
+def _check_codecs(handle: TableHandle, codecs: TableCodecs, chosen: Mapping[str, object]) -> None:
+    """InvalidConfig if a call chooses other codecs than those that the handle has."""
+    for option, wanted, own in (
+        ("push_codec", codecs.push, handle.codecs.push),
+        ("pull_codec", codecs.pull, handle.codecs.pull),
+    ):
+        if chosen.get(option) is not None and wanted is not own:
+            raise InvalidConfig(
+                f"{option} of table '{handle.name}' is {chosen[option]}, but this client opened it "
+                f"with {'none' if own is None else own.value}; a table has one handle"
+            )
 
 
 def _why_not(table: Table, clock: int, worker_count: int) -> str:

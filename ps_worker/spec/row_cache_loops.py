@@ -4,60 +4,36 @@ imports this, when a cache comes: numba takes a second to load.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, uint64
+from numba import uint64
 
-from ps_core.rows import GOLDEN, MIX_FACTORS, MIX_SHIFTS
+from ps_core.compiled_loops import compiled, mixed
 from ps_worker.spec.row_cache_passes import CLOCK, ID, SALT, USE
 
 _GROUP_COUNT = 32
 """Ids whose sets are read before the first of their rows: so memory is waited for once a group."""
 
-_SHIFT_1, _SHIFT_2, _SHIFT_3 = (uint64(int(shift)) for shift in MIX_SHIFTS)
-_FACTOR_1, _FACTOR_2 = (uint64(int(factor)) for factor in MIX_FACTORS)
-_GOLDEN, _SALT = uint64(GOLDEN), uint64(int(SALT))
+_SALT = uint64(int(SALT))
 _HALF, _LOWER = uint64(32), uint64(0xFFFFFFFF)
 
 _IDS = "Array(uint64, 1, 'C', readonly=True)"
 _SETS, _ROWS = "int64[:,:,::1]", "uint8[:,::1]"
 
 
-def _compiled(*signatures: str) -> Callable[[Any], Any]:
-    """Compile a function for these signatures when it is defined; `cache` where a file can be."""
-
-    def compiled(function: Any) -> Any:
-        try:
-            return njit(list(signatures), nogil=True, cache=True)(function)
-        except RuntimeError:  # no directory can be written
-            return njit(list(signatures), nogil=True)(function)
-
-    return compiled
-
-
-@_compiled("uint64(uint64)")
-def _mixed(value: Any) -> Any:
-    """As `ps_core.rows.splitmix64`."""
-    value += _GOLDEN
-    value = (value ^ (value >> _SHIFT_1)) * _FACTOR_1
-    value = (value ^ (value >> _SHIFT_2)) * _FACTOR_2
-    return value ^ (value >> _SHIFT_3)
-
-
-@_compiled(f"int64(uint64, {_SETS})")
+@compiled(f"int64(uint64, {_SETS})")
 def _place(row_id: Any, sets: Any) -> Any:
     """The place of an id, or -1 - the first of its set."""
     way_count = sets.shape[2]
-    number = np.int64(((_mixed(row_id ^ _SALT) & _LOWER) * uint64(sets.shape[0])) >> _HALF)
+    number = np.int64(((mixed(row_id ^ _SALT) & _LOWER) * uint64(sets.shape[0])) >> _HALF)
     for way in range(way_count):
         if uint64(sets[number, ID, way]) == row_id and sets[number, CLOCK, way] >= 0:
             return number * way_count + way
     return -1 - number * way_count
 
 
-@_compiled(f"void({_IDS}, {_SETS}, {_ROWS}, UniTuple(int64, 2), {_ROWS}, int64[::1])")
+@compiled(f"void({_IDS}, {_SETS}, {_ROWS}, UniTuple(int64, 2), {_ROWS}, int64[::1])")
 def get(ids: Any, sets: Any, rows: Any, since_and_use: Any, out: Any, found: Any) -> None:
     since, use = since_and_use
     way_count, length = sets.shape[2], rows.shape[1]
@@ -78,7 +54,7 @@ def get(ids: Any, sets: Any, rows: Any, since_and_use: Any, out: Any, found: Any
                     out[at, element] = rows[place, element]
 
 
-@_compiled(f"void({_IDS}, {_SETS}, {_ROWS}, Array(uint8, 2, 'C', readonly=True), int64, int64)")
+@compiled(f"void({_IDS}, {_SETS}, {_ROWS}, Array(uint8, 2, 'C', readonly=True), int64, int64)")
 def put(ids: Any, sets: Any, rows: Any, given: Any, clock: Any, use: Any) -> None:
     way_count, length, nowhere = sets.shape[2], rows.shape[1], rows.shape[0]
     targets = np.empty(len(ids), np.int64)

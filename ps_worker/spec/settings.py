@@ -165,6 +165,8 @@ class TableOptions(TypedDict, total=False):
     allow_non_finite: bool
     gate_bytes: int
     kernels: str
+    push_codec: str | None
+    pull_codec: str | None
     timeout_s: float | None
 
 

@@ -29,6 +29,8 @@ class OptimizerOptions(TypedDict, total=False):
     gate_bytes: int
     clip_norm: float | None
     recompute: int
+    push_codec: str | None
+    pull_codec: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class TrainingOptions:
     gate_bytes: int = 0
     clip_norm: float | None = None
     recompute: int = 3
+    push_codec: str | None = None
+    pull_codec: str | None = None
 
     def __post_init__(self) -> None:
         require_one_of("mode", self.mode, ("sealed", "eager"))

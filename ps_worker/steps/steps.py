@@ -28,10 +28,12 @@ import numpy.typing as npt
 
 from ps_core.errors import InvalidConfig, WaitExpired
 from ps_core.rows import Ids
-from ps_core.tables.elements import NATIVE_CODEC, DType, check_length
+from ps_core.tables.elements import NATIVE_CODEC, Codec, DType, check_length
 from ps_core.tables.optimizers import Hyperparameters
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import TableSpec
+from ps_worker.compression.push_encoder import PushEncoder
+from ps_worker.compression.table_codecs import OWN_CODECS, TableCodecs
 from ps_worker.spec.rows import RowBatch, cut_ids, payloads_of, rows_of
 from ps_worker.spec.values import Array, BlockValues, merged, region_of, tensor_named
 from ps_worker.window.push_window import StepTerms
@@ -51,6 +53,8 @@ class StepResult:
     """ASP with a bound: the blocks that were too stale. Pull, then compute and push them anew."""
     discarded: bool = False
     """BSP with backup workers: some range of the table was updated without the step."""
+    discarded_blocks: tuple[int, ...] = ()
+    """The blocks of the step in such ranges; with `push_codec="int8"` later steps bring them."""
     squares: Mapping[int, float] = field(default_factory=dict)
     """BSP with `clip_scale`: block -> the sum of the squares of the reduced gradient; the update
     waits for `Client.scale_update`. Else empty."""
@@ -147,9 +151,7 @@ def passed(clocks: Sequence[int], first_clocks: Sequence[int]) -> tuple[int, ...
 
 
 class PushBody(NamedTuple):
-    """A push of one block, opaque to the push window; the payload is in the table's own codec, or,
-    of optimizer state, in that of its arithmetic.
-    """
+    """A push of one block, opaque to the push window; `codec` None: the table's own."""
 
     block: int
     payload: memoryview
@@ -157,7 +159,7 @@ class PushBody(NamedTuple):
     eager: Hyperparameters | None
     pulled_peer_version: int | None
     is_assign: bool = False
-    is_state: bool = False
+    codec: Codec | None = None
 
 
 class StepSink(Protocol):
@@ -183,6 +185,7 @@ class TableStep:
         self.clock = clock
         self._sink = sink
         self._steps = steps
+        self._encoder = steps.encoder if clock else None  # initial values come whole
         self.is_sealed = False
         self._tensors: dict[int, BlockValues] = {}
         self._rows: tuple[Ids, npt.NDArray[Any]] | None = None  # all that were pushed
@@ -217,11 +220,16 @@ class TableStep:
         """
         self._check_open()
         peer_versions, is_initial = self._steps.peer_versions, self.clock == 0
+        encoder = self._encoder
+        codec = None if encoder is None else encoder.codec
         bodies = []
-        for block, payload, presence in blocks:
+        for each in blocks:
+            block, payload, presence = each
             self._check_length(block, payload)
+            if encoder is not None:
+                payload = encoder.encode(self.clock, each, is_final=eager is not None)
             seen = peer_versions.get(block)
-            bodies.append(PushBody(block, payload, presence, eager, seen, is_initial))
+            bodies.append(PushBody(block, payload, presence, eager, seen, is_initial, codec))
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, priority)
 
@@ -238,14 +246,14 @@ class TableStep:
         """
         self._check_open()
         bodies = []
+        codec = self.table.spec.arithmetic_codec if array else None
         for block, payload, presence in blocks:
-            if array:
-                length = self.table.block_length(block)
-                check_length(payload.nbytes, self.table.spec.arithmetic_codec, length)
+            if codec is not None:
+                check_length(payload.nbytes, codec, self.table.block_length(block))
             else:
                 self._check_length(block, payload)
-            bodies.append(PushBody(block, payload, presence, None, None, True, bool(array)))
-        self._sink.withdraw(self.table, self.clock, frozenset(body.block for body in bodies))
+            bodies.append(PushBody(block, payload, presence, None, None, True, codec))
+        self._withdraw(frozenset(body.block for body in bodies))
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, 0)
         return self._end(StepTerms(edit=edit, array=array))
@@ -292,7 +300,12 @@ class TableStep:
     def withdraw(self) -> None:
         """Withdraw all that this step has pushed."""
         self._check_open()
-        self._sink.withdraw(self.table, self.clock, frozenset())
+        self._withdraw(frozenset())
+
+    def _withdraw(self, but: frozenset[int]) -> None:
+        if self._encoder is not None:
+            self._encoder.keep_only(self.clock, ())
+        self._sink.withdraw(self.table, self.clock, but)
 
     def push_tensors(self, blocks: Iterable[BlockValues]) -> None:
         """Send tensors of blocks, beside those that this step has pushed of them before."""
@@ -334,6 +347,9 @@ class TableStep:
 
     def _end(self, terms: StepTerms) -> PushTicket:
         self.is_sealed = True
+        if self._encoder is not None:
+            takes_part = not (terms.skip or terms.edit)
+            self._encoder.sealed(self.clock, terms.contribution_scale, takes_part=takes_part)
         self._rows = None
         self._tensors = {}  # the ticket and this step hold each other: free the values now
         self._steps.sealed(self)
@@ -360,12 +376,14 @@ class TableSteps:
             updates made without it, because a clock is skipped on all tables that are stepped
             together, or on none (SEMANTICS S7).
         joins: others train the table already; the first pull gives the clock where it begins.
+        encoder: of pushes; None: they are in the table's own codec.
 
     Attributes:
         clock: of the last step that this worker sealed on the table, or skipped.
         owed_count: clocks to skip before the first step, as on earlier tables.
         skipped_count: clocks that the worker skipped here while it trained only tables that it
             steps together with this one: a later table skips as many.
+        residuals: what the encoder has left; None: it leaves nothing.
         peer_versions: of each block, the peer version that the last pull has seen.
     """
 
@@ -377,8 +395,12 @@ class TableSteps:
         is_alone: Callable[[], bool] = lambda: True,
         joins: bool = False,
         owed_count: int = 0,
+        encoder: PushEncoder | None = None,
     ) -> None:
         self.table = table
+        self.encoder = encoder
+        leaves = encoder is not None and encoder.has_residuals
+        self.residuals = PushResiduals(self, encoder) if encoder and leaves else None
         self.owed_count = self.skipped_count = 0 if joins else owed_count
         self._sink = sink
         self._is_alone = is_alone
@@ -389,13 +411,30 @@ class TableSteps:
         self._open: TableStep | None = None
         self._assign: TableStep | None = None
         self._tickets: list[PushTicket] = []
+        self._not_ended: list[PushTicket] = []  # steps that the encoder has to learn the end of
 
     def open_step(self) -> TableStep:
         """The open step; begins one if there is none."""
         with self._lock:
             if self._open is None:
+                self._learn_ends()
                 self._open = TableStep(self.table, self.clock + 1, self._sink, self)
             return self._open
+
+    def learn_ends(self) -> None:
+        """Have the encoder know what came of the steps that have ended."""
+        with self._lock:
+            self._learn_ends()
+
+    def _learn_ends(self) -> None:
+        if self.encoder is None:
+            return
+        ended = [ticket for ticket in self._not_ended if ticket.done()]
+        for ticket in ended:
+            self._not_ended.remove(ticket)
+            has_failed = ticket.future.exception() is not None
+            blocks = () if has_failed else ticket.future.result().discarded_blocks
+            self.encoder.ended(ticket.clock, blocks)
 
     def assign_step(self) -> TableStep:
         """The step of clock 0 that gives initial values; InvalidConfig if they have been given."""
@@ -413,6 +452,8 @@ class TableSteps:
             if len(self._tickets) >= MAX_UNCOMMITTED_STEP_COUNT:
                 self._tickets = [ticket for ticket in self._tickets if not ticket.done()]
             self._tickets.append(step.ticket)
+            if self.encoder is not None:
+                self._not_ended.append(step.ticket)
             if step.clock:
                 self.clock, self._open = step.clock, None
 
@@ -466,15 +507,31 @@ class TableSteps:
                 self.skipped_count += count if is_owed else 0
 
 
+class PushResiduals:
+    """The rounding errors that a table's pushes have left for the next ones, for checkpoints."""
+
+    def __init__(self, steps: TableSteps, encoder: PushEncoder) -> None:
+        self._steps = steps
+        self._encoder = encoder
+
+    def state_dict(self) -> dict[str, Any]:
+        self._steps.learn_ends()
+        return self._encoder.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> None:
+        self._encoder.load_state_dict(state_dict)
+
+
 class TableHandle:
     """A table for the client's verbs; `create_table` and `table` return it.
 
     A handle belongs to its client. Two calls for the same table give the same handle.
     """
 
-    def __init__(self, table: Table, steps: TableSteps) -> None:
+    def __init__(self, table: Table, steps: TableSteps, codecs: TableCodecs = OWN_CODECS) -> None:
         self.table = table
         self.steps = steps
+        self.codecs = codecs
 
     @property
     def name(self) -> str:

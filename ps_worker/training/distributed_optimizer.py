@@ -33,7 +33,7 @@ from ps_core.errors import InvalidCheckpoint, InvalidConfig
 from ps_core.manifest import Imported
 from ps_core.tables.table_spec import TableSpec
 from ps_worker.client.client import Client
-from ps_worker.client.shown_options import THE_CLIENTS, defaults_of, shows
+from ps_worker.client.shown_options import OF_THE_CLIENT, THE_CLIENTS, defaults_of, shows
 from ps_worker.spec.flat_layout import (
     Parameters,
     named_group,
@@ -118,6 +118,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         recompute (int, 3): with `ASP(reject=...)`: the number of times that `step(closure)`
             computes and pushes blocks anew that were too stale, before it gives them up. 0: never;
             nor does `step` without closure.
+        push_codec (str | None, the client's): how gradients travel: "none", as their dtype; "bf16"
+            or "fp16"; "int8", a byte an element, whose rounding errors go with the next gradients
+            and into checkpoints. `docs/guides/COMPRESSION.md` compares them.
+        pull_codec (str | None, the client's): how parameters travel to this worker, likewise;
+            "int8" rounds them to the nearest, and nothing is fed back.
 
     Attributes:
         results: the results of the last step, one a table: blocks that were too stale
@@ -150,7 +155,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """`torch.amp.GradScaler` then leaves unscaling and skipping to `step`, by `grad_scale` and
     `found_inf`."""
 
-    @shows(OptimizerOptions, {**defaults_of(TrainingOptions), "consistency": THE_CLIENTS})
+    @shows(
+        OptimizerOptions,
+        {**defaults_of(TrainingOptions), **dict.fromkeys(OF_THE_CLIENT, THE_CLIENTS)},
+    )
     def __init__(
         self,
         client: Client,
@@ -530,6 +538,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             TrainedTable(self._client, layout, number, optimizer, self._model.options)
             for layout in table_layouts(prefix, group)
         ]
+        for table in tables:
+            residuals = table.handle.steps.residuals
+            if residuals is not None:
+                name = f"residuals/{table.name}"
+                self._client.checkpoints.attach(name, residuals, per_rank=True)
         if isinstance(optimizer, Custom) and tables:
             # Fill in the servers' defaults, so that schedulers find and change them.
             for name, value in tables[0].handle.spec.optimizer.hyperparameters:

@@ -14,6 +14,7 @@ from ps_core.consistency import parsed
 from ps_core.errors import InvalidConfig
 from ps_runtime.settings.config import add_flags, check_choice, resolve, setting
 from ps_runtime.settings.job_place import JobPlace, place_in_job
+from ps_worker.compression.table_codecs import check_codec
 from ps_worker.spec.straggler import ComputeTime
 
 _LAUNCH_ID = re.compile("[0-9a-f]{32}")
@@ -78,6 +79,14 @@ class WorkerConfig:
         "",
         "the consistency of tables whose script names none: bsp, ssp:4, asp, ...; empty means bsp",
     )
+    push_codec: str = setting(
+        "none",
+        "how gradients travel where the script names no codec: none (as the table's dtype), bf16, "
+        "fp16, or int8, whose rounding errors go with the next gradients",
+    )
+    pull_codec: str = setting(
+        "none", "how parameters travel to this process where the script names no codec, likewise"
+    )
     compute: str = setting(
         "",
         "emulated computation: DistributedOptimizer.step waits until so long after the step "
@@ -125,6 +134,8 @@ class WorkerConfig:
             raise InvalidConfig(f"window_bytes is {self.window_bytes}; expected more than 0")
         if self.consistency:
             parsed(self.consistency)
+        check_codec("push_codec", self.push_codec)
+        check_codec("pull_codec", self.pull_codec)
         if self.compute:
             ComputeTime.parsed(self.compute)
 

@@ -55,6 +55,7 @@ from ps_runtime.grpc.errors import error_from_proto
 from ps_runtime.grpc.retry import Backoff, is_curable
 from ps_runtime.observe import logs
 from ps_runtime.system.clock import now_s
+from ps_worker.compression.push_encoder import decode_into
 from ps_worker.spec.rows import RowPiece
 from ps_worker.spec.values import Raw, Region, blocks_of
 from ps_worker.steps.counters import Counters
@@ -99,6 +100,8 @@ class PullOrder:
     """The array of optimizer state to pull; empty: the values."""
     ids: RowPiece | None = None
     """The ids to pull of a table of rows; `raw` has their rows in this order."""
+    encoding: Codec | None = None
+    """The codec of the answers; None: that of `raw`."""
 
     def length_of(self, block: int) -> int:
         """The elements that the answer has of a block."""
@@ -109,8 +112,13 @@ class PullOrder:
 
     @property
     def codec(self) -> Codec:
+        """The codec of `raw`."""
         spec = self.table.spec
         return spec.arithmetic_codec if self.array else NATIVE_CODEC[spec.dtype]
+
+    @property
+    def sent_codec(self) -> Codec:
+        return self.codec if self.encoding is None else self.encoding
 
 
 @dataclass(slots=True, eq=False)
@@ -321,8 +329,8 @@ class Puller:
             length = self._expected(progress, view, value, payload.nbytes)
             if length:
                 target, skip_bytes = _target(progress.order, value.block, length)
-                source = np.frombuffer(payload, np.uint8, target.nbytes, skip_bytes)
-                np.copyto(target, source)
+                whole = _decoded(progress.order, payload, length)
+                np.copyto(target, np.frombuffer(whole, np.uint8, target.nbytes, skip_bytes))
                 self._arrived(progress, value)
                 if value.presence:
                     progress.presence[value.block] = value.presence
@@ -388,6 +396,8 @@ class Puller:
         spec = order.table.spec
         if order.consistent or order.array or progress.torn_count >= _MAX_TORN_COUNT:
             return None
+        if order.encoding is not None:
+            return None
         if order.ids is not None:
             has_space = link.lane is not None and link.lane.has_row_space(row_bytes)
             return link.lane if has_space else None
@@ -408,9 +418,10 @@ class Puller:
         newest = self.links.view.ranges[range_id]
         if newest.assignment_epoch != view.ranges[range_id].assignment_epoch:
             raise StaleAssignment(f"range {range_id} has moved during the pull")
-        codec = progress.order.codec
+        codec = progress.order.sent_codec
         length = progress.order.length_of(value.block)
-        if value.codec != wire.codec_to_proto(codec) or byte_count != length * codec.element_bytes:
+        expected_bytes = codec.payload_bytes(length)
+        if value.codec != wire.codec_to_proto(codec) or byte_count != expected_bytes:
             raise Internal(
                 f"block {value.block} of table '{table.spec.name}' came as {byte_count} bytes of "
                 f"codec {value.codec}; expected {length} elements of {codec.value}"
@@ -424,7 +435,8 @@ class Puller:
         wanted.discard(value.block)
         if not wanted:
             del progress.wanted[range_id]
-        byte_count = progress.order.length_of(value.block) * progress.order.codec.element_bytes
+        order = progress.order
+        byte_count = order.sent_codec.payload_bytes(order.length_of(value.block))
         self._counters.pulled_bytes += byte_count
         MEASURES.pulled_bytes.inc(byte_count)
         progress.versions[value.block] = value.version
@@ -457,6 +469,15 @@ def _target(order: PullOrder, block: int, length: int) -> tuple[Raw, int]:
     return order.raw[offset : offset + (high - low) * width], (low - start) * width
 
 
+def _decoded(order: PullOrder, payload: memoryview, length: int) -> memoryview:
+    """The payload of a block in the codec of the caller's memory."""
+    if order.encoding is None:
+        return payload
+    whole = np.empty(length * order.codec.element_bytes, np.uint8)
+    decode_into(payload, order.encoding, whole, order.codec)
+    return whole.data
+
+
 def _request(
     progress: _PullProgress, view: ClusterView, ranges: list[RangeId], wait_s: float
 ) -> parameters_pb2.PullRequest:
@@ -466,7 +487,7 @@ def _request(
         table_id=table.table_id,
         clock=progress.order.clock,
         deadline_ms=max(int(wait_s * 1000), 1),
-        codec=wire.codec_to_proto(progress.order.codec),
+        codec=wire.codec_to_proto(progress.order.sent_codec),
         consistent=progress.order.consistent,
         cut=progress.order.cut,
         array=progress.order.array,

@@ -59,12 +59,11 @@ _APPLIED = Ending(Outcome.APPLIED)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TablePlan:
-    """The range of each block of a table, and the encoding of payloads."""
+    """The range of each block of a table, and its own codec."""
 
     range_of_block: tuple[RangeId, ...]
     blocks_of: Mapping[RangeId, tuple[int, ...]]
     codec: types_pb2.Codec
-    state_codec: types_pb2.Codec
 
     @classmethod
     def of(cls, table: Table, range_count: int) -> _TablePlan:
@@ -73,8 +72,7 @@ class _TablePlan:
         )
         blocks_of = table.blocks_by_range(range_count)
         codec = wire.codec_to_proto(NATIVE_CODEC[table.spec.dtype])
-        state_codec = wire.codec_to_proto(table.spec.arithmetic_codec)
-        return cls(by_block, blocks_of, codec, state_codec)
+        return cls(by_block, blocks_of, codec)
 
 
 class PushDriver:
@@ -252,7 +250,7 @@ class PushDriver:
             clock=effect.clock,
             sequence=key.sequence,
             confirmed_sequence=effect.confirmed_sequence,
-            codec=plan.state_codec if body.is_state else plan.codec,
+            codec=plan.codec if body.codec is None else wire.codec_to_proto(body.codec),
             kind=_KIND_ASSIGN if body.is_assign else _KIND_GRADIENT,
             pulled_peer_version=body.pulled_peer_version,
         )
@@ -335,6 +333,7 @@ class PushDriver:
             ended.staleness,
             ended.rejected,
             ended.discarded,
+            ended.discarded_blocks,
             self._squares(ended),
         )
         MEASURES.rejected_blocks.inc(len(ended.rejected))

@@ -173,6 +173,7 @@ class WindowStep:
     staleness: int = 0
     rejected: list[int] = field(default_factory=list)
     discarded: bool = False
+    discarded_blocks: list[int] = field(default_factory=list)
     squares: dict[RangeId, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -235,6 +236,7 @@ class StepEnded:
         problems: (block, error) of every entry that was refused for good; block is None for seals.
         rejected: the blocks that were too stale.
         discarded: some range was updated without the step.
+        discarded_blocks: the step's blocks in such ranges.
         squares: of ranges whose updates wait for their scale: the sums of squares.
     """
 
@@ -245,6 +247,7 @@ class StepEnded:
     staleness: int
     rejected: tuple[int, ...] = ()
     discarded: bool = False
+    discarded_blocks: tuple[int, ...] = ()
     squares: tuple[tuple[RangeId, tuple[float, ...]], ...] = ()
 
 
@@ -587,6 +590,8 @@ class PushWindow:
             step.skipped = True
         elif ending.outcome is Outcome.DISCARDED:
             step.discarded = True
+            if entry.block is not None:
+                step.discarded_blocks.append(entry.block)
         elif ending.outcome is Outcome.REJECTED and entry.block is not None:
             step.rejected.append(entry.block)
         if ending.outcome is not Outcome.INVALID or entry.given_up:
@@ -610,6 +615,7 @@ class PushWindow:
             step.staleness,
             tuple(sorted(step.rejected)),
             step.discarded,
+            tuple(sorted(step.discarded_blocks)),
             tuple(step.squares.items()),
         )
 

@@ -34,7 +34,7 @@ def _aggregate() -> Any:
 
 @pytest.mark.parametrize("optimizer", [_sgd, _rmsprop, _aggregate])
 def test_bsp_goes_on_bit_for_bit(tmp_path: Path, optimizer: Any) -> None:
-    check_bsp_goes_on(tmp_path, optimizer, "grpc")
+    check_bsp_goes_on(tmp_path, optimizer, "grpc", {})
 
 
 @pytest.mark.parametrize("consistency", ["bsp:backup=1", "asp"])

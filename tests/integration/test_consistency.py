@@ -155,6 +155,22 @@ def test_backup_workers_go_on_without_the_slowest(team: Team) -> None:
     np.testing.assert_array_equal(three.pull(tables[2]), _ones(-9.0))
 
 
+def test_the_next_step_brings_what_was_discarded_of_one_in_int8(team: Team) -> None:
+    """Its gradient comes back to what its codec has left (RES-1)."""
+    one, two, three = team.workers
+    tables = team.tables("bsp:backup=1", reduction="sum", push_codec="int8")
+    tickets = [one.push(tables[0], _ones(1.0)), two.push(tables[1], _ones(3.0))]
+    for worker, ticket in zip((one, two), tickets, strict=True):
+        worker.wait(ticket)
+    late = three.wait(three.push(tables[2], _ones(100.0)))
+    assert late.discarded
+    assert late.discarded_blocks == tuple(range(tables[2].table.block_count))
+    np.testing.assert_allclose(one.pull(tables[0]), _ones(-4.0), rtol=1e-5)
+    tickets = [three.push(tables[2], _ones(5.0)), one.push(tables[0], _ones(1.0))]
+    assert not three.wait(tickets[0]).discarded
+    np.testing.assert_allclose(three.pull(tables[2]), _ones(-110.0), rtol=1e-5)
+
+
 def test_the_grace_time_lets_the_slowest_in(team: Team) -> None:
     tables = team.tables("bsp:backup=1,grace=30000ms")
     tickets = [

@@ -108,20 +108,23 @@ def train(
     return np.asarray(values).copy()
 
 
-def bsp_table(client: ps.Client, name: str) -> ps.TableHandle:
+def bsp_table(client: ps.Client, name: str, codec: str) -> ps.TableHandle:
     optimizer = ps.SGD(lr=0.01, momentum=0.9)
-    return client.create_table(name, SIZE, optimizer=optimizer, block_elements=BLOCK)
+    return client.create_table(
+        name, SIZE, optimizer=optimizer, block_elements=BLOCK, push_codec=codec
+    )
 
 
 @pytest.mark.slow
-def test_bsp_parameters_are_those_of_an_undisturbed_run(scene: Scene) -> None:
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_bsp_parameters_are_those_of_an_undisturbed_run(scene: Scene, codec: str) -> None:
     cluster = scene.cluster
     dying = cluster.have(3)[1]
 
     def run(on_step: Callable[[int], None]) -> list[npt.NDArray[np.float32]]:
         return together(
             partial(train, client, table, on_step if client.rank == 0 else _nothing)
-            for client, table in scene.create(bsp_table)
+            for client, table in scene.create(partial(bsp_table, codec=codec))
         )
 
     calm = run(_nothing)

@@ -20,6 +20,8 @@ TESTS: dict[str, tuple[str, ...]] = {
         _WORDS,
         _VECTORS,
     ),
+    "ps_core.codecs.int8": ("tests/unit/test_int8.py", "tests/unit/test_residuals.py", _VECTORS),
+    "ps_core.codecs.int8_passes": ("tests/unit/test_int8.py",),
     "ps_core.collective_calls": ("tests/unit/test_collective_calls.py",),
     "ps_core.consistency": ("tests/unit/test_consistency_settings.py", _WORDS),
     "ps_core.envelope": ("tests/unit/test_envelope.py",),

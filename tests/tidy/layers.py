@@ -16,6 +16,7 @@ PURE_ROOMS = {
     "ps_server.replication",
     "ps_server.rows",
     "ps_server.values",
+    "ps_worker.compression",
     "ps_worker.spec",
     "ps_worker.window",
     "scheduler.machine",

@@ -105,6 +105,24 @@ def test_codecs_follow_the_page() -> None:
         assert len(payload) == vector["element_bytes"] * len(values)
 
 
+def test_int8_follows_the_page() -> None:
+    for vector in VECTORS["int8"]:
+        payload, count = bytes.fromhex(vector["hex"]), vector["elements"]
+        groups = -(-count // 256)
+        assert len(payload) == count + 4 * groups
+        scales = struct.unpack_from(f"<{groups}f", payload)
+        numbers = struct.unpack_from(f"<{count}b", payload, 4 * groups)
+        products = (number * scales[at // 256] for at, number in enumerate(numbers))
+        expected = [struct.unpack("<f", struct.pack("<f", product))[0] for product in products]
+        assert vector["decoded"] == expected
+
+
+def test_the_int8_example_on_the_page() -> None:
+    scale, *numbers = struct.unpack("<f3b", bytes.fromhex("0000003f01ff7f"))
+    assert [scale * number for number in numbers] == [0.5, -0.5, 63.5]
+    assert "`0000003f01ff7f` is 0.5, \N{MINUS SIGN}0.5, 63.5" in " ".join(PAGE.split())
+
+
 def _encoded(value: float, codec: str) -> bytes:
     if codec in FORMATS:
         return struct.pack(FORMATS[codec], value)

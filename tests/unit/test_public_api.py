@@ -15,6 +15,7 @@ from docs.api import BELOW
 from ps_core import errors as core_errors
 from ps_core.errors import PushpullError
 from ps_worker.client.connect import ConnectOptions
+from ps_worker.client.shown_options import OF_THE_CLIENT
 from ps_worker.spec.settings import TABLE_DEFAULTS, TableOptions
 from ps_worker.spec.training_options import OptimizerOptions, TrainingOptions
 from ps_worker.transport.config import WorkerConfig
@@ -99,7 +100,7 @@ OPTIONS: list[tuple[Callable[..., Any], Any, str, dict[str, object]]] = [
     (
         ps.DistributedOptimizer, OptimizerOptions, str(ps.DistributedOptimizer.__doc__),
         {name: field.default for name, field in TrainingOptions.__dataclass_fields__.items()
-         if name != "consistency"},
+         if name not in OF_THE_CLIENT},
     ),
 ]  # fmt: skip
 
@@ -124,7 +125,7 @@ def test_help_has_every_option_with_its_type_its_default_and_its_meaning(
     for name, kind, default in documented:
         assert kind == options.__annotations__[name].__forward_arg__ == str(shown[name].annotation)
         assert default == repr(shown[name].default)
-        if name != "consistency" or name in defaults:
+        if function is ps.connect or name not in OF_THE_CLIENT:
             assert shown[name].default == defaults[name]
 
 

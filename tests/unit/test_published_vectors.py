@@ -13,6 +13,7 @@ import pytest
 
 from docs import payload_codec as codec
 from ps_core.cluster_view import Role, Session
+from ps_core.codecs import int8
 from ps_core.keys import (
     Incarnation,
     NodeId,
@@ -87,6 +88,15 @@ def test_codecs(vector: dict[str, Any]) -> None:
     assert codec.encode(np.array(vector["values"], np.float64), kind) == payload
     decoded = codec.decode(payload, kind)
     assert decoded.astype(np.float64).tolist() == [float(value) for value in vector["decoded"]]
+
+
+@pytest.mark.parametrize("vector", VECTORS["int8"])
+def test_int8(vector: dict[str, Any]) -> None:
+    payload = np.frombuffer(bytes.fromhex(vector["hex"]), np.uint8).copy()
+    decoded = np.empty(vector["elements"], np.float32)
+    assert int8.element_count(len(payload)) == len(decoded)
+    int8.decode(payload, decoded)
+    assert decoded.tolist() == vector["decoded"]
 
 
 def test_token() -> None:

@@ -19,7 +19,7 @@ from ps_core.errors import (
     Unauthenticated,
 )
 from ps_core.keys import AssignmentEpoch, NodeId, RangeId, key_ranges
-from ps_core.tables.elements import DType
+from ps_core.tables.elements import Codec, DType
 from ps_worker.steps.counters import Counters
 from ps_worker.steps.steps import PushBody, StepResult
 from ps_worker.transport.links import ServerLinks
@@ -212,7 +212,7 @@ def test_an_edit_assigns_in_the_tables_arithmetic_where_it_is_of_state() -> None
         on.open()
         on.push(0)
         on.push(1, is_assign=True)
-        on.push(2, is_assign=True, is_state=True)
+        on.push(2, is_assign=True, codec=Codec.FP64)
         on.driver.seal(BLOCKS, 1, StepTerms(edit=b"name", array="step"))
         await turn()
         kinds = [message.kind for message in on.sent[:3]]
@@ -232,8 +232,8 @@ def test_state_goes_in_the_arithmetic_and_values_in_the_tables_own_type() -> Non
 
     async def scene(on: Driven) -> None:
         on.driver.open_step(half, 1, Future())
-        for is_state in (False, True):
-            body = PushBody(0, memoryview(bytes(128)), b"", None, None, True, is_state)
+        for codec in (None, Codec.FP32):
+            body = PushBody(0, memoryview(bytes(128)), b"", None, None, True, codec)
             on.driver.submit(half, 1, [body], 0)
             await turn()
         assert [message.codec for message in on.sent] == [

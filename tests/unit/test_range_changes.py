@@ -127,8 +127,8 @@ def test_a_consistent_read_of_a_clock_without_its_own_state_is_refused() -> None
     assert isinstance(problem(bench.pull(None, 1, waiter=3, consistent=True)), AlreadyPast)
 
 
-def test_a_consistent_read_is_refused_before_held_steps_bring_its_clock_under_a_new_setting() -> None:
-    """Under SSP each range is at clock 2 with other steps beyond it."""
+def test_a_consistent_read_is_refused_before_held_steps_bring_its_clock() -> None:
+    """They go on under SSP, where each range is at clock 2 with other steps beyond it."""
     bench = _bench("bsp")
     bench.pull(None, 2, waiter=1, consistent=True)
     for rank in (0, 1):

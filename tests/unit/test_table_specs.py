@@ -581,6 +581,6 @@ def test_the_lowest_bit_is_the_first_segment() -> None:
     assert unpack_presence(b"", 3) == (True, True, True)
 
 
-@pytest.mark.parametrize(("codec", "size"), [*zip(Codec, (4, 2, 2, 8), strict=True)])
+@pytest.mark.parametrize(("codec", "size"), [*zip(Codec, (4, 2, 2, 8, 1), strict=True)])
 def test_elements_have_the_width_of_their_codec(codec: Codec, size: int) -> None:
     assert codec.element_bytes == size

@@ -125,7 +125,7 @@ def test_parameters_beside_loaded_state_travel_in_the_tables_arithmetic(dtype: t
     (body,) = client.submitted
     expected = torch.float64 if dtype is torch.float64 else torch.float32
     assert torch.frombuffer(bytearray(body.payload), dtype=expected).tolist() == [1.5, 2.5]
-    assert (body.is_assign, body.is_state) == (True, True)
+    assert (body.is_assign, body.codec) == (True, table.handle.spec.arithmetic_codec)
     assert client.terms == [StepTerms(edit=b"name", array=VALUES_ARRAY)]
 
 
@@ -135,7 +135,7 @@ def test_an_edit_sends_the_blocks_of_its_parameters_alone() -> None:
     (table,) = trained_tables(SGD(lr=1.0), model, client=client)
     table.edit([1], b"name")
     (body,) = client.submitted
-    assert (body.block, body.is_state) == (1, False)
+    assert (body.block, body.codec) == (1, None)
     assert torch.frombuffer(bytearray(body.payload), dtype=torch.float32).eq(1.0).all()
 
 

@@ -22,6 +22,7 @@ class Codec(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     CODEC_FP16: _ClassVar[Codec]
     CODEC_BF16: _ClassVar[Codec]
     CODEC_FP64: _ClassVar[Codec]
+    CODEC_INT8: _ClassVar[Codec]
 
 class Dtype(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -120,6 +121,7 @@ CODEC_FP32: Codec
 CODEC_FP16: Codec
 CODEC_BF16: Codec
 CODEC_FP64: Codec
+CODEC_INT8: Codec
 DTYPE_UNSPECIFIED: Dtype
 DTYPE_FLOAT32: Dtype
 DTYPE_FLOAT16: Dtype

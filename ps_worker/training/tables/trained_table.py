@@ -81,6 +81,8 @@ class TrainedTable:
             allow_non_finite=options.allow_non_finite,
             gate_bytes=options.gate_bytes,
             kernels=options.kernels,
+            push_codec=options.push_codec,
+            pull_codec=options.pull_codec,
         )
         self._client = client
         self._options = options

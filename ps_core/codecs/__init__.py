@@ -1,0 +1,1 @@
+"""Codecs of payloads that are more than a raw array."""

@@ -1,0 +1,1 @@
+"""Gradients and values in fewer bits than their table's."""

@@ -1,0 +1,204 @@
+"""Encodes what a worker pushes to one table.
+
+    encode(block), ... -> sealed -> ended, with what was discarded
+                       -> dropped (the step is skipped, or an edit)
+
+Rules:
+    - A payload does not change before its step has ended: it may be sent again. Then its memory
+      serves the next.
+    - Elements of absent tensors count as zero, and leave their residuals alone.
+    - INT8 rounds at random, with draws that are a function of (rank, clock, block, element): a run
+      can be repeated. It feeds back what it rounds off.
+    - 16 bits keep eight or eleven bits of each element, small or large, and feed nothing back.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from struct import Struct
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ps_core.codecs import int8
+from ps_core.codecs.int8 import Bytes
+from ps_core.codecs.int8_passes import Floats
+from ps_core.errors import InvalidTensor
+from ps_core.tables.elements import NATIVE_CODEC, Codec, unpack_presence
+from ps_core.tables.table import Table
+from ps_worker.compression.residuals import Residuals
+from ps_worker.spec.values import BlockValues
+
+_PLACE = Struct("<QQQ")
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step's payloads until it has ended, those that were replaced included."""
+
+    scale: float = 0.0
+    newest: dict[int, Bytes] = field(default_factory=dict)
+    replaced: list[Bytes] = field(default_factory=list)
+
+
+class PushEncoder:
+    """Encodes one worker's pushes to one table. Not thread-safe.
+
+    Args:
+        codec: another than the table's own.
+        rank: the worker's; draws of different ranks differ.
+    """
+
+    def __init__(self, table: Table, codec: Codec, rank: int) -> None:
+        self.codec = codec
+        self._table = table
+        self._rank = rank
+        self._native = NATIVE_CODEC[table.spec.dtype]
+        self._residuals = Residuals(table) if codec is Codec.INT8 else None
+        self._steps: dict[int, _Step] = {}
+        self._free: dict[int, list[Bytes]] = {}
+
+    def encode(self, clock: int, pushed: BlockValues, *, is_final: bool = False) -> memoryview:
+        """The payload of a block of the open step, encoded.
+
+        Args:
+            is_final: servers apply it on arrival.
+
+        Shapes:
+            pushed.payload: the block's elements, in the table's dtype.
+
+        Raises:
+            InvalidTensor: an element is beyond what FP16 can hold.
+        """
+        block, payload, presence = pushed
+        step = self._steps.setdefault(clock, _Step())
+        if block in step.newest:
+            step.replaced.append(step.newest.pop(block))
+        length = self._table.block_length(block)
+        size = self.codec.payload_bytes(length)
+        free = self._free.get(size)
+        out = free.pop() if free else np.empty(size, np.uint8)
+        step.newest[block] = out
+        if self._residuals is None:
+            self._narrow(block, payload, out)
+        else:
+            key = zlib.crc32(_PLACE.pack(self._rank, clock, block))
+            before, left = self._residuals.pair(block, is_final=is_final)
+            gradient = self._elements(payload, length)
+            mask = self._absent(block, presence)
+            if mask is None:
+                int8.encode_gradient(gradient, before, left, out, key)
+            else:
+                there = np.where(mask, np.float32(0), before)
+                int8.encode_gradient(np.where(mask, np.float32(0), gradient), there, left, out, key)
+                left[mask] = before[mask]
+        return out.data
+
+    def keep_only(self, clock: int, blocks: Collection[int]) -> None:
+        """All other blocks of the open step are withdrawn."""
+        step = self._steps.setdefault(clock, _Step())
+        step.replaced += [step.newest.pop(block) for block in [*step.newest] if block not in blocks]
+        if self._residuals is not None:
+            self._residuals.keep_only(blocks)
+
+    def sealed(self, clock: int, scale: float, *, takes_part: bool) -> None:
+        """The open step is sealed, with this contribution scale."""
+        step = self._steps.setdefault(clock, _Step())
+        step.scale = scale
+        if not takes_part:
+            step.replaced += step.newest.values()
+            step.newest.clear()
+        if self._residuals is not None:
+            self._residuals.seal(scale, takes_part=takes_part)
+
+    def ended(self, clock: int, discarded: Collection[int]) -> None:
+        """Every entry of a sealed step has ended; the servers discarded some of its blocks."""
+        step = self._steps.pop(clock, None)
+        if step is None:
+            return
+        for block in discarded:
+            payload = step.newest.get(block)
+            if payload is not None and self._residuals is not None:
+                elements = np.empty(self._table.block_length(block), np.float32)
+                int8.decode(payload, elements)
+                self._residuals.give_back(block, elements, step.scale)
+        for payload in (*step.newest.values(), *step.replaced):
+            self._free.setdefault(payload.nbytes, []).append(payload)
+
+    # --- in checkpoints
+
+    @property
+    def has_residuals(self) -> bool:
+        """True if there is a state to save."""
+        return self._residuals is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The residuals, between two steps."""
+        if self._residuals is None:
+            return {}
+        flat = self._residuals.flat().data.cast("B")
+        residuals = _casts().elements(flat, Codec.FP32)
+        return {"residuals": residuals, "scale": self._residuals.unit}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from saved residuals; InvalidCheckpoint if they are of another table."""
+        if self._residuals is not None and state:
+            self._residuals.load(state["residuals"].numpy(), float(state["scale"]))
+
+    # --- elements
+
+    def _elements(self, payload: memoryview, length: int) -> Floats:
+        """A gradient as float32: a view, or a copy."""
+        if self._native is Codec.FP32:
+            return np.frombuffer(payload, np.float32, length)
+        found = np.empty(length, np.float32)
+        _casts().convert(payload, self._native, found.data.cast("B"), Codec.FP32)
+        return found
+
+    def _narrow(self, block: int, payload: memoryview, out: Bytes) -> None:
+        casts = _casts()
+        casts.convert(payload, self._native, out, self.codec)
+        if self.codec is Codec.FP16 and not self._table.spec.allow_non_finite:
+            at = casts.first_overflow(payload, self._native, out)
+            if at is not None:
+                raise InvalidTensor(
+                    f"element {at} in block {block} of table '{self._table.spec.name}' is beyond "
+                    "what push_codec fp16 can hold (65504); expected bf16 or int8"
+                )
+
+    def _absent(self, block: int, presence: bytes) -> npt.NDArray[np.bool_] | None:
+        """A mask of the elements of absent tensors; None: there are none."""
+        if not presence:
+            return None
+        segments = self._table.segments(block)
+        mask = np.zeros(self._table.block_length(block), np.bool_)
+        present = unpack_presence(presence, len(segments))
+        for segment, is_here in zip(segments, present, strict=True):
+            if not is_here:
+                mask[segment.begin : segment.end] = True
+        return mask
+
+
+def decode_into(payload: memoryview, codec: Codec, out: Bytes, native: Codec) -> None:
+    """Write a payload's elements as those of a table. Shapes: `out` has them in codec `native`."""
+    if codec is not Codec.INT8:
+        _casts().convert(payload, codec, out, native)
+        return
+    raw = np.frombuffer(payload, np.uint8)
+    raw = raw if raw.ctypes.data % 4 == 0 else raw.copy()
+    if native is Codec.FP32:
+        int8.decode(raw, out.view(np.float32))
+        return
+    found = np.empty(int8.element_count(raw.nbytes), np.float32)
+    int8.decode(raw, found)
+    _casts().convert(found.data.cast("B"), Codec.FP32, out, native)
+
+
+def _casts() -> ModuleType:
+    from ps_worker.compression import torch_casts
+
+    return torch_casts

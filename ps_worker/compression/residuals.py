@@ -1,0 +1,114 @@
+"""Rounding errors of one table's gradients, added to the next ones (error feedback).
+
+Rules:
+    - A block that is pushed again in a step starts again from what earlier steps have left: there
+      are two numbers an element, and the step's counts once it is sealed.
+    - A block that servers apply on arrival counts whatever becomes of the step.
+    - Residuals are in the gradients' own unit, the contribution scale of the newest step. A step
+      with another scale (mixed precision) converts them.
+    - What servers discard of a sealed step, since it came too late, comes back.
+
+Invariants:
+    RES-1  Over all steps that took part: the sum of scale * gradient = the sum of scale * what the
+           servers took in, + the newest scale * the residual, as float32 rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+
+from ps_core.codecs.int8_passes import Floats
+from ps_core.errors import InvalidCheckpoint
+from ps_core.tables.table import Table
+
+
+class Residuals:
+    """The residuals of one worker's pushes to one table."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self._values = np.zeros((2, table.spec.element_count), np.float32)
+        self._newest = np.zeros(table.block_count, np.uint8)  # which of the two counts
+        self._open: set[int] = set()  # blocks pushed in the open step
+        self._final: set[int] = set()  # those of them that are applied on arrival
+        self._unit = 0.0  # 0: no step has been sealed
+
+    def pair(self, block: int, *, is_final: bool = False) -> tuple[Floats, Floats]:
+        """The residual of a block that is pushed, and the memory of what this push leaves.
+
+        Args:
+            is_final: servers apply it on arrival.
+
+        Shapes: (elements of the block,).
+        """
+        self._open.add(block)
+        if is_final:
+            self._final.add(block)
+        which = self._newest[block]
+        part = self._part(block)
+        return self._values[which, part], self._values[1 - which, part]
+
+    def keep_only(self, blocks: Collection[int]) -> None:
+        """The open step's other blocks are withdrawn, if that is still possible."""
+        self._open.intersection_update({*blocks, *self._final})
+
+    def seal(self, scale: float, *, takes_part: bool = True) -> None:
+        """The open step is sealed, with this contribution scale."""
+        counted = self._open if takes_part else self._final
+        if counted or takes_part:
+            self._count(counted, scale)
+        self._open.clear()
+        self._final.clear()
+
+    def _count(self, blocks: set[int], scale: float) -> None:
+        ratio = self._unit / scale if self._unit else 1.0
+        for block in blocks:
+            which, part = self._newest[block], self._part(block)
+            if ratio != 1.0:
+                self._values[1 - which, part] += np.float32(ratio - 1.0) * self._values[which, part]
+            self._newest[block] = 1 - which
+        if ratio != 1.0:
+            for block in range(self._table.block_count):
+                if block not in blocks:
+                    self._values[self._newest[block], self._part(block)] *= np.float32(ratio)
+        self._unit = scale
+
+    def give_back(self, block: int, elements: Floats, scale: float) -> None:
+        """A block of a sealed step, of that scale, was discarded: its elements come back."""
+        if np.isfinite(elements).all():
+            factor = np.float32(scale / self._unit)
+            self._values[self._newest[block], self._part(block)] += factor * elements
+
+    # --- in checkpoints
+
+    @property
+    def unit(self) -> float:
+        """The scale that the residuals are to be multiplied by; 0 before the first step."""
+        return self._unit
+
+    def flat(self) -> Floats:
+        """A copy of all residuals. Shapes: (elements of the table,)."""
+        found = np.empty(self._table.spec.element_count, np.float32)
+        for block in range(self._table.block_count):
+            part = self._part(block)
+            found[part] = self._values[self._newest[block], part]
+        return found
+
+    def load(self, flat: Floats, unit: float) -> None:
+        """Go on from the residuals of a checkpoint. Shapes: as of `flat`."""
+        count = self._table.spec.element_count
+        if flat.shape != (count,):
+            raise InvalidCheckpoint(
+                f"the residuals of table '{self._table.spec.name}' have {flat.shape} elements; "
+                f"expected {count}"
+            )
+        self._newest[:] = 0
+        self._values[0] = flat
+        self._open.clear()
+        self._unit = unit
+
+    def _part(self, block: int) -> slice:
+        begin = block * self._table.spec.block_elements
+        return slice(begin, begin + self._table.block_length(block))

@@ -1,0 +1,178 @@
+"""Tables whose gradients and values travel in fewer bits: the same on every lane, and exact."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+import ps_worker as ps
+
+Floats = npt.NDArray[np.float32]
+
+SIZE, BLOCK = 300_000, 65_536
+DEADLINE_S = 30.0
+LANES = ("shm", "grpc")
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def pairs() -> Iterator[dict[str, list[ps.Client]]]:
+    """Two workers of one cluster for each lane."""
+    with ps.local_cluster(servers=2, workers=4) as cluster:
+        ranks = itertools.count()
+        found = {
+            lane: [
+                ps.connect(
+                    cluster.address, rank=next(ranks), lane=lane, request_deadline_s=DEADLINE_S
+                )
+                for _ in range(2)
+            ]
+            for lane in LANES
+        }
+        yield found
+        for client in itertools.chain(*found.values()):
+            client.close(leave=False)
+
+
+def created(clients: list[ps.Client], **options: Any) -> list[ps.TableHandle]:
+    """A new table of each of these workers, under ASP: nobody waits for the others."""
+    terms: Any = {"optimizer": ps.SGD(lr=1.0), "consistency": "asp", "block_elements": BLOCK}
+    name = f"table {next(_numbers)}"
+    return [client.create_table(name, SIZE, **(terms | options)) for client in clients]
+
+
+def gradient(number: int) -> Floats:
+    draw = np.random.default_rng(number)
+    return draw.standard_normal(SIZE, np.float32) * np.float32(10.0 ** (number % 3))
+
+
+def trained(client: ps.Client, table: ps.TableHandle, count: int = 12) -> Floats:
+    """The values after some steps of one worker."""
+    for number in range(count):
+        values = client.push_pull(table, gradient(number))
+    return np.asarray(values)
+
+
+def left_of(table: ps.TableHandle) -> Floats:
+    residuals = table.steps.residuals
+    assert residuals is not None
+    state = residuals.state_dict()
+    assert state["scale"] == 1.0
+    return np.asarray(state["residuals"].numpy())
+
+
+def test_values_are_all_gradients_but_what_is_left_of_them(
+    pairs: dict[str, list[ps.Client]],
+) -> None:
+    """RES-1, on both lanes with the same bits."""
+    expected = -sum(gradient(number).astype(np.float64) for number in range(12))
+    found = []
+    for lane in LANES:
+        (table,) = created(pairs[lane][:1], push_codec="int8")
+        values = trained(pairs[lane][0], table)
+        left = left_of(table)
+        assert np.abs(left).max() > 0.01
+        np.testing.assert_allclose(values - left, expected, atol=1e-2)
+        found.append(values)
+    # The draws are of the rank, which differs; the sums do not.
+    np.testing.assert_allclose(found[0], found[1], atol=10.0)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8"])
+def test_both_lanes_give_the_same_rounded_values(
+    pairs: dict[str, list[ps.Client]], codec: str
+) -> None:
+    name = f"table {next(_numbers)}"
+    clients = [pairs[lane][0] for lane in LANES]
+    tables = [
+        client.create_table(
+            name,
+            SIZE,
+            optimizer=ps.SGD(lr=1.0),
+            consistency="asp",
+            block_elements=BLOCK,
+            pull_codec=codec,
+        )
+        for client in clients
+    ]
+    clients[0].wait(clients[0].push(tables[0], gradient(1)))
+    shared, sent = (client.pull(table) for client, table in zip(clients, tables, strict=True))
+    assert np.array_equal(shared, sent)
+    exact = -gradient(1)
+    step = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 1 / 120}[codec] * np.abs(exact).max()
+    assert 0 < np.abs(shared - exact).max() <= step
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(codec)
+    if dtype is not None:
+        rounded = torch.from_numpy(exact).to(dtype).to(torch.float32)
+        assert np.array_equal(shared, rounded.numpy())
+    part = clients[1].pull(tables[1], slice=slice(100_000, 100_100))
+    assert np.array_equal(part, shared[100_000:100_100])
+
+
+def test_fewer_bytes_travel(pairs: dict[str, list[ps.Client]]) -> None:
+    client = pairs["grpc"][0]
+    for codec, ratio in (("none", 1.0), ("bf16", 0.5), ("fp16", 0.5), ("int8", 65 / 256)):
+        (table,) = created([client], push_codec=codec, pull_codec=codec)
+        before = client.progress()
+        client.push_pull(table, gradient(0))
+        after = client.progress()
+        expected = pytest.approx(4 * SIZE * ratio, rel=1e-3)
+        assert after.pushed_bytes - before.pushed_bytes == expected
+        assert after.pulled_bytes - before.pulled_bytes == expected
+
+
+def test_a_gradient_that_is_not_finite_is_refused_as_any_and_leaves_nothing(
+    pairs: dict[str, list[ps.Client]],
+) -> None:
+    client = pairs["grpc"][1]
+    (table,) = created([client], push_codec="int8")
+    client.push_pull(table, gradient(0))
+    bad = gradient(1)
+    bad[BLOCK + 7] = np.nan
+    with pytest.raises(ps.PushpullError, match="non-finite gradient"):
+        client.wait(client.push(table, bad))
+    values = client.push_pull(table, gradient(2))
+    assert np.isfinite(values).all()
+    assert np.isfinite(left_of(table)).all()
+
+
+def test_tensors_that_are_left_out_are_as_without_a_codec(
+    pairs: dict[str, list[ps.Client]],
+) -> None:
+    client = pairs["shm"][1]
+    table = client.create_table(
+        f"table {next(_numbers)}",
+        [("a", (100,)), ("b", (200,))],
+        optimizer=ps.SGD(lr=1.0, momentum=0.5),
+        consistency="asp",
+        push_codec="int8",
+    )
+    for _ in range(4):
+        client.wait(client.push(table, {"a": np.ones(100, np.float32)}))
+    values = client.pull(table)
+    np.testing.assert_allclose(values[:100], -(1 + 1.5 + 1.75 + 1.875), rtol=1e-4)
+    assert not values[100:].any()
+
+
+def test_choices_that_cannot_be_are_refused_with_the_remedy(
+    pairs: dict[str, list[ps.Client]],
+) -> None:
+    client = pairs["shm"][0]
+    for options, words in (
+        ({"push_codec": "int4"}, "push_codec is 'int4'; expected one of none, fp32, fp16, bf16"),
+        ({"push_codec": "fp32"}, "float32 takes no more bytes; expected none"),
+        ({"push_codec": "bf16", "optimizer": ps.Assign()}, "ASSIGN takes values"),
+    ):
+        with pytest.raises(ps.PushpullError, match=words):
+            created([client], **options)
+    (table,) = created([client], push_codec="int8")
+    assert client.table(table.name) is table
+    with pytest.raises(ps.PushpullError, match="is bf16, but this client opened it with int8"):
+        client.table(table.name, push_codec="bf16")

@@ -1,0 +1,217 @@
+"""What a codec took from gradients comes with later ones, whatever becomes of steps (RES-1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ps_core.codecs import int8
+from ps_core.errors import InvalidCheckpoint, InvalidTensor
+from ps_core.keys import TableId
+from ps_core.tables.elements import Codec, DType, pack_presence
+from ps_core.tables.table import Table
+from ps_worker.compression.push_encoder import PushEncoder, decode_into
+from ps_worker.spec.optimizers import SGD
+from ps_worker.spec.settings import TableOptions, table_spec
+from ps_worker.spec.values import BlockValues
+
+Doubles = npt.NDArray[np.float64]
+
+BLOCK, COUNT = 64, 150
+TENSORS = (("a", 40), ("b", 60), ("c", 50))
+
+
+def table(dtype: DType = DType.FLOAT32) -> Table:
+    """Three blocks; tensor b is in two of them."""
+    options: TableOptions = {"dtype": dtype.value, "block_elements": BLOCK}
+    spec = table_spec("t", [(name, (size,)) for name, size in TENSORS], SGD(lr=1.0), options)
+    return Table(TableId(1), 0, spec)
+
+
+def part(block: int) -> slice:
+    return slice(block * BLOCK, min((block + 1) * BLOCK, COUNT))
+
+
+@dataclass
+class Twin:
+    """Adds up, in float64, what a worker wanted and what the servers took in."""
+
+    encoder: PushEncoder
+    wanted: Doubles = field(default_factory=lambda: np.zeros(COUNT))
+    taken: Doubles = field(default_factory=lambda: np.zeros(COUNT))
+    clock: int = 0
+
+    def step(self, pushes: list[tuple[int, npt.NDArray[np.float32]]], scale: float) -> Step:
+        self.clock += 1
+        return Step(self, self.clock, scale, pushes)
+
+    def check(self) -> None:
+        state = self.encoder.state_dict()
+        left = state["residuals"].numpy() * state["scale"]
+        size = np.abs(self.wanted).max() + np.abs(self.taken).max() + np.abs(left).max() + 1e-20
+        assert np.abs(self.wanted - self.taken - left).max() <= 1e-4 * size
+
+
+@dataclass
+class Step:
+    """A step that is pushed, sealed, and ended later."""
+
+    twin: Twin
+    clock: int
+    scale: float
+    pushes: list[tuple[int, npt.NDArray[np.float32]]]
+    sent: dict[int, tuple[npt.NDArray[np.float32], Doubles]] = field(default_factory=dict)
+
+    def push(self) -> None:
+        for block, gradient in self.pushes:
+            payload = self.twin.encoder.encode(
+                self.clock, BlockValues(block, gradient.data.cast("B"))
+            )
+            out = np.empty(gradient.nbytes, np.uint8)
+            decode_into(payload, Codec.INT8, out, Codec.FP32)
+            self.sent[block] = gradient, out.view(np.float32).astype(np.float64)
+
+    def seal(self, *, takes_part: bool) -> None:
+        self.twin.encoder.sealed(self.clock, self.scale, takes_part=takes_part)
+        if not takes_part:
+            self.sent = {}
+        for block, (gradient, taken) in self.sent.items():
+            self.twin.wanted[part(block)] += self.scale * gradient.astype(np.float64)
+            self.twin.taken[part(block)] += self.scale * taken
+
+    def end(self, discarded: set[int]) -> None:
+        self.twin.encoder.ended(self.clock, discarded)
+        for block in discarded & self.sent.keys():
+            self.twin.taken[part(block)] -= self.scale * self.sent[block][1]
+
+
+def gradients(draw: np.random.Generator, block: int) -> npt.NDArray[np.float32]:
+    found = draw.standard_normal(part(block).stop - part(block).start)
+    scaled: npt.NDArray[np.float32] = (found * 10.0 ** draw.integers(-3, 3)).astype(np.float32)
+    return scaled
+
+
+@given(st.data(), st.integers(0, 2**16))
+def test_nothing_is_lost_whatever_becomes_of_the_steps(data: st.DataObject, seed: int) -> None:
+    """Blocks pushed again, withdrawn or left out; steps skipped, and discarded late, under scales
+    that change.
+    """
+    draw, twin = np.random.default_rng(seed), Twin(PushEncoder(table(), Codec.INT8, 1))
+    open_ends: list[Step] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        blocks = data.draw(st.lists(st.integers(0, 2), max_size=5))
+        scale = data.draw(st.sampled_from((1.0, 1.0, 0.5, 0.25, 3.0)))
+        step = twin.step([(block, gradients(draw, block)) for block in blocks], scale)
+        step.push()
+        if data.draw(st.integers(0, 7)) == 0:
+            twin.encoder.keep_only(step.clock, ())
+            step.sent = {}
+        step.seal(takes_part=data.draw(st.integers(0, 5)) > 0)
+        open_ends.append(step)
+        twin.check()
+        while open_ends and draw.integers(2):
+            open_ends.pop(0).end(data.draw(st.sets(st.integers(0, 2))))
+            twin.check()
+
+
+def test_what_is_applied_on_arrival_counts_though_the_step_is_skipped() -> None:
+    encoder = PushEncoder(table(), Codec.INT8, 0)
+    gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
+    payload = encoder.encode(1, BlockValues(0, gradient.data.cast("B")), is_final=True)
+    encoder.keep_only(1, ())
+    encoder.sealed(1, 1.0, takes_part=False)
+    taken = np.empty(BLOCK, np.float32)
+    int8.decode(np.frombuffer(payload, np.uint8), taken)
+    left = encoder.state_dict()["residuals"].numpy()[:BLOCK]
+    assert np.allclose(taken + left, gradient)
+    assert left.any()
+
+
+def test_elements_of_absent_tensors_are_nothing_and_leave_their_residuals() -> None:
+    """Whatever lies in their place."""
+    encoder = PushEncoder(table(), Codec.INT8, 0)
+    gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
+    encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
+    encoder.sealed(1, 1.0, takes_part=True)
+    before = encoder.state_dict()["residuals"].numpy().copy()
+    garbage = np.full(BLOCK, np.nan, np.float32)
+    garbage[:40] = 0.125
+    presence = pack_presence((True, False))
+    payload = encoder.encode(2, BlockValues(0, garbage.data.cast("B"), presence))
+    encoder.sealed(2, 1.0, takes_part=True)
+    taken = np.empty(BLOCK, np.float32)
+    int8.decode(np.frombuffer(payload, np.uint8), taken)
+    after = encoder.state_dict()["residuals"].numpy()
+    assert np.array_equal(after[40:BLOCK], before[40:BLOCK])
+    assert not taken[40:].any()
+    assert np.allclose(taken[:40] + after[:40], before[:40] + 0.125)
+
+
+def test_a_payload_stays_as_it_is_until_its_step_has_ended() -> None:
+    """It may be sent again; then its memory serves the next."""
+    encoder = PushEncoder(table(), Codec.INT8, 0)
+    gradient = np.ones(BLOCK, np.float32)
+    first = encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
+    again = encoder.encode(1, BlockValues(0, (2 * gradient).data.cast("B")))
+    encoder.sealed(1, 1.0, takes_part=True)
+    kept = first.tobytes(), again.tobytes()
+    other = encoder.encode(2, BlockValues(0, (3 * gradient).data.cast("B")))
+    assert (first.tobytes(), again.tobytes()) == kept
+    assert kept[0] != kept[1]
+    encoder.ended(1, ())
+    reused = encoder.encode(2, BlockValues(0, gradient.data.cast("B")))
+    assert {id(reused.obj)} <= {id(first.obj), id(again.obj)}
+    assert reused.obj is not other.obj
+
+
+def test_the_same_step_has_the_same_bytes_and_another_rank_others() -> None:
+    gradient = np.linspace(-1, 1, BLOCK, dtype=np.float32)
+
+    def encoded(rank: int, clock: int = 1, block: int = 0) -> bytes:
+        encoder = PushEncoder(table(), Codec.INT8, rank)
+        return encoder.encode(clock, BlockValues(block, gradient.data.cast("B"))).tobytes()
+
+    assert encoded(0) == encoded(0)
+    assert len({encoded(0), encoded(1), encoded(0, 2), encoded(0, 1, 1)}) == 4
+
+
+def test_residuals_go_on_from_a_checkpoint() -> None:
+    encoder, gradient = PushEncoder(table(), Codec.INT8, 0), np.linspace(-1, 1, BLOCK)
+    values = BlockValues(1, gradient.astype(np.float32).data.cast("B"))
+    encoder.encode(1, values)
+    encoder.sealed(1, 0.5, takes_part=True)
+    saved = encoder.state_dict()
+    resumed = PushEncoder(table(), Codec.INT8, 0)
+    resumed.load_state_dict(saved)
+    assert resumed.encode(2, values) == encoder.encode(2, values)
+    saved["residuals"] = saved["residuals"][1:]
+    with pytest.raises(InvalidCheckpoint, match="149"):
+        PushEncoder(table(), Codec.INT8, 0).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT64])
+@pytest.mark.parametrize("codec", [Codec.FP16, Codec.BF16, Codec.INT8])
+def test_each_codec_comes_back_as_near_as_it_can(dtype: DType, codec: Codec) -> None:
+    encoder = PushEncoder(table(dtype), codec, 0)
+    gradient = np.linspace(-1, 1, BLOCK).astype(dtype.value)
+    payload = encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
+    assert payload.nbytes == codec.payload_bytes(BLOCK)
+    out = np.empty(gradient.nbytes, np.uint8)
+    decode_into(payload, codec, out, Codec.FP32 if dtype is DType.FLOAT32 else Codec.FP64)
+    step = {Codec.FP16: 2.0**-11, Codec.BF16: 2.0**-8, Codec.INT8: 1 / 126}[codec]
+    assert np.abs(out.view(dtype.value) - gradient).max() <= step
+
+
+def test_what_fp16_cannot_hold_is_refused_with_the_remedy() -> None:
+    encoder = PushEncoder(table(), Codec.FP16, 0)
+    gradient = np.zeros(BLOCK, np.float32)
+    gradient[7] = 1e5
+    with pytest.raises(InvalidTensor, match=r"element 7 in block 0 .* expected bf16 or int8"):
+        encoder.encode(1, BlockValues(0, gradient.data.cast("B")))
+    gradient[7] = np.inf
+    encoder.encode(1, BlockValues(0, gradient.data.cast("B")))  # the servers refuse it
