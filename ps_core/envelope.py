@@ -240,7 +240,8 @@ def is_frugal(
         key, at = _read_varint(view, at)
         value, at = _skip(view, at, key & 7)
         if key == (batch_field << 3 | _BYTES):
-            beside += _beside_several(view[value:at], inner_field, payload_field, most_count)
+            room = MAX_ENTRY_BYTES - beside - (len(view) - at)
+            beside += _beside_several(view[value:at], inner_field, payload_field, most_count, room)
         elif key == (alone[0] << 3 | _BYTES):
             beside += len(_split_inner(view[value:at], alone[1])[0])
         else:
@@ -250,13 +251,18 @@ def is_frugal(
     return False
 
 
-def _beside_several(view: memoryview, inner_field: int, payload_field: int, most: int) -> int:
-    """Bytes beside the payloads of several messages; over the limit for too many messages."""
+def _beside_several(
+    view: memoryview, inner_field: int, payload_field: int, most: int, room: int
+) -> int:
+    """Bytes beside the payloads of several messages, or any number up to `room` if there are no
+    more; over the limit for too many messages.
+    """
     plain = _plain_part(inner_field, payload_field)
     beside = at = 0
     for _ in range(most + _MOST_FIELDS):
-        if beside + len(view) - at <= MAX_ENTRY_BYTES:  # any rest fits
-            return beside + len(view) - at
+        left = len(view) - at
+        if not left or beside + left <= room:  # any rest fits
+            return beside + left
         if beside > MAX_ENTRY_BYTES:
             break
         begin = at
