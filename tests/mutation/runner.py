@@ -47,8 +47,9 @@ _OPTIONS = (
 """Nobody reads why a test fails: what pytest would do for that takes longer than most tests."""
 
 _PASSED, _NO_ROOM, _WRONG = 0, 98, 99
-_FAILED = (1, 2, 3)
-"""A test fails, a test's file cannot be imported, or pytest itself comes to grief on what it gets.
+_FAILED = (1, 2, 3, 4)
+"""A test fails, or a test's file or a `conftest.py` cannot be imported, or pytest itself comes to
+grief on what it gets. (4 is also a wrong option or path: `check_tests` would have had it.)
 """
 
 

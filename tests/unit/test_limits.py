@@ -45,7 +45,11 @@ KIB, MIB = 1024, 1024**2
         ("LIM-8", "LEASE_S", 29.9, 30.0),
         ("LIM-9", "SLICE_S", 0.005, 0.0051),
         ("LIM-10", "MAX_TURN_S", 0.05, 0.051),
+        ("LIM-11", "MAX_LEDGER_GAP_COUNT", 2 * 4608 + 1, 2 * 4608),
+        ("LIM-12", "MAX_TABLE_BLOCK_COUNT", 4608 * 64, 4608 * 64 + 1),
+        ("LIM-13", "MAX_NAMED_BLOCK_COUNT", 32 * KIB, 32 * KIB + 1),
         ("LIM-14", "MAX_COLLECTIVE_BYTES", 2 * MIB, 2 * MIB + 1),
+        ("LIM-15", "MAX_PULLED_ROW_BYTES", 8 * MIB, 8 * MIB + 1),
     ],
 )
 def test_a_limit_that_contradicts_another_is_refused(
