@@ -240,8 +240,8 @@ def is_frugal(
         key, at = _read_varint(view, at)
         value, at = _skip(view, at, key & 7)
         if key == (batch_field << 3 | _BYTES):
-            room = MAX_ENTRY_BYTES - beside - (len(view) - at)
-            beside += _beside_several(view[value:at], inner_field, payload_field, most_count, room)
+            spare = MAX_ENTRY_BYTES - beside - (len(view) - at)
+            beside += _beside_several(view[value:at], inner_field, payload_field, most_count, spare)
         elif key == (alone[0] << 3 | _BYTES):
             beside += len(_split_inner(view[value:at], alone[1])[0])
         else:
@@ -252,16 +252,16 @@ def is_frugal(
 
 
 def _beside_several(
-    view: memoryview, inner_field: int, payload_field: int, most: int, room: int
+    view: memoryview, inner_field: int, payload_field: int, most: int, spare: int
 ) -> int:
-    """Bytes beside the payloads of several messages, or any number up to `room` if there are no
+    """Bytes beside the payloads of several messages, or any number up to `spare` if there are no
     more; over the limit for too many messages.
     """
     plain = _plain_part(inner_field, payload_field)
     beside = at = 0
     for _ in range(most + _MOST_FIELDS):
         left = len(view) - at
-        if not left or beside + left <= room:  # any rest fits
+        if not left or beside + left <= spare:  # any rest fits
             return beside + left
         if beside > MAX_ENTRY_BYTES:
             break

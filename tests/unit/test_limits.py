@@ -59,3 +59,9 @@ def test_a_limit_that_contradicts_another_is_refused(
     with pytest.raises(InvariantViolation) as failure:
         run_with(name, breaks)
     assert failure.value.invariant == relation
+
+
+def test_an_answer_has_as_many_rows_as_fit_and_no_more_than_are_hashed_in_a_turn() -> None:
+    assert limits.most_pulled_rows(256 * KIB) == 8
+    assert limits.most_pulled_rows(256 * KIB + 1) == 7
+    assert limits.most_pulled_rows(64) == limits.most_pulled_rows(8) == limits.MAX_ROW_COUNT
