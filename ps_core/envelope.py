@@ -240,7 +240,8 @@ def is_frugal(
         key, at = _read_varint(view, at)
         value, at = _skip(view, at, key & 7)
         if key == (batch_field << 3 | _BYTES):
-            beside += _beside_several(view[value:at], inner_field, payload_field, most_count)
+            spare = MAX_ENTRY_BYTES - beside - (len(view) - at)
+            beside += _beside_several(view[value:at], inner_field, payload_field, most_count, spare)
         elif key == (alone[0] << 3 | _BYTES):
             beside += len(_split_inner(view[value:at], alone[1])[0])
         else:
@@ -250,13 +251,18 @@ def is_frugal(
     return False
 
 
-def _beside_several(view: memoryview, inner_field: int, payload_field: int, most: int) -> int:
-    """Bytes beside the payloads of several messages; over the limit for too many messages."""
+def _beside_several(
+    view: memoryview, inner_field: int, payload_field: int, most: int, spare: int
+) -> int:
+    """Bytes beside the payloads of several messages, or any number up to `spare` if there are no
+    more; over the limit for too many messages.
+    """
     plain = _plain_part(inner_field, payload_field)
     beside = at = 0
     for _ in range(most + _MOST_FIELDS):
-        if beside + len(view) - at <= MAX_ENTRY_BYTES:  # any rest fits
-            return beside + len(view) - at
+        left = len(view) - at
+        if not left or beside + left <= spare:  # any rest fits
+            return beside + left
         if beside > MAX_ENTRY_BYTES:
             break
         begin = at

@@ -37,12 +37,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/unit/test_imported.py",
     ),
     "ps_core.rights": ("tests/unit/test_joining.py", "tests/unit/test_protocol_vectors.py"),
-    "ps_core.rows": (
-        "tests/unit/test_rows.py",
-        _VECTORS,
-        "tests/unit/test_row_storage.py",
-        "tests/property/test_row_store.py",
-    ),
+    "ps_core.rows": ("tests/unit/test_rows.py",),
     "ps_core.runs": ("tests/unit/test_cluster_runs.py",),
     "ps_core.sequence_locks": ("tests/unit/test_sequence_locks.py",),
     **dict.fromkeys(

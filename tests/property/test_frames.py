@@ -83,6 +83,18 @@ def test_any_bytes_are_refused_or_read_as_the_generated_parser_does(raw: bytes) 
         assert found == expected
 
 
+@pytest.mark.parametrize("count", [20, 62, 64])
+def test_a_read_may_follow_as_many_blocks_as_a_batch_has(count: int) -> None:
+    """The read is parsed: it may be long, and what is payload before it is not of its bytes."""
+    block = parameters_pb2.BlockPush(range_id=1, sequence=7, payload=bytes(4096))
+    batch = parameters_pb2.BlockBatch(blocks=[block] * count)
+    ranges = [parameters_pb2.RangePull(range_id=1, blocks=range(30_000))]
+    read = parameters_pb2.PullRequest(ranges=ranges)
+    message = parameters_pb2.PushPullRequest(batch=batch, then_pull=read)
+    reader = frames.entry_reader(parameters_pb2.PushPullRequest)
+    assert reader(message.SerializeToString()) == message
+
+
 @given(
     st.builds(
         parameters_pb2.BlockValue, block=UINT64, version=UINT64, presence=st.binary(max_size=9)

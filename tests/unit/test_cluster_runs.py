@@ -16,7 +16,7 @@ from ps_core.errors import (
     TableNotFound,
     Unauthenticated,
 )
-from ps_core.runs import MAX_NAME_BYTES, Run, check_name, words
+from ps_core.runs import MAX_NAME_BYTES, Run, check_identity, check_name, words
 from ps_runtime.cluster import wire
 from pushpull.v1 import types_pb2
 from scheduler.machine import view_size
@@ -314,6 +314,23 @@ def test_the_view_is_as_large_as_was_reckoned() -> None:
     assert wire.run_to_proto(Run(name, 2**31 - 1, True)).ByteSize() + 4 <= view_size.run_bytes(
         Run(name, 1)
     )
+
+
+@pytest.mark.parametrize("identity", ["", "a", "-", "Pod-7.x_1", "a" * 253])
+def test_an_identity_is_any_name_of_a_pod_or_a_host(identity: str) -> None:
+    check_identity(identity)
+
+
+@pytest.mark.parametrize("identity", [" ", "a b", "pod/7", "ä", "a\n", "a" * 254])
+def test_what_no_pod_and_no_host_is_called_is_no_identity(identity: str) -> None:
+    with pytest.raises(InvalidConfig, match=r"identity is .*; expected at most 253 letters"):
+        check_identity(identity)
+
+
+def test_of_a_long_name_the_beginning_is_in_the_refusal() -> None:
+    for check in (check_identity, check_name):
+        with pytest.raises(InvalidConfig, match=f" is '{'a' * 100}'; expected"):
+            check("a" * 300)
 
 
 def test_a_name_that_is_none_is_refused() -> None:

@@ -19,6 +19,7 @@ from ps_core.cluster_view import (
     Session,
 )
 from ps_core.consistency import Consistency
+from ps_core.errors import TableNotFound
 from ps_core.keys import AssignmentEpoch, Incarnation, KeyRange, NodeId, RangeId, Slot, TableId
 from ps_core.runs import Run
 from ps_core.tables.elements import DType
@@ -201,6 +202,9 @@ def test_nodes_and_tables_are_found_by_what_they_are_called() -> None:
     assert view.nodes_by_id == {1: server}
     assert view.tables_by_id == {1: tables[0], 2: tables[1]}
     assert view.tables_by_name == {"w": tables[0], "b": tables[1]}
+    assert view.table(TableId(2)) is tables[1]
+    with pytest.raises(TableNotFound, match="there is no table 3 any more: its run was removed"):
+        view.table(TableId(3))
 
 
 # --- runs
@@ -263,6 +267,51 @@ def test_three_tables_are_named_and_the_others_counted(names: str, words: str) -
     assert words in lost_view({0: 1}, *tables).lost_words
 
 
+# --- ranges that wait for servers that are silent
+
+
+def waiting_view(*held: tuple[int, ...], silent: tuple[int, ...]) -> ClusterView:
+    """Of ranges with these holders in sync, four of them, of which 0 and 2 have values."""
+    servers = (node(n, Role.SERVER, 0, SILENT if n in silent else ALIVE) for n in (1, 2, 3))
+    ranges = tuple(
+        replace(assignment(*(holders or (None,))), range_id=RangeId(number))
+        for number, holders in enumerate(held)
+    )
+    return replace(view_of(*servers), ranges=ranges, tables=(table(1, "in 0"), table(2, "in 2", 1)))
+
+
+def test_ranges_that_wait_for_one_server_are_counted_and_its_address_is_said() -> None:
+    view = waiting_view((1,), (1,), (1,), (2,), silent=(1,))
+    assert view.awaited_words == (
+        "2 of 4 key ranges wait for server 1 at host:1, not heard for a lease, which alone has "
+        "their values. Where it cannot come back, restore a checkpoint (pushpull checkpoint "
+        "restore), or start the cluster anew"
+    )
+
+
+def test_all_that_hold_what_nobody_else_has_are_named() -> None:
+    view = waiting_view((3, 1), (2,), (2, 1), (2,), silent=(1, 3))
+    assert view.awaited_words.startswith(
+        "1 of 4 key ranges wait for server 1 at host:1 and server 3 at host:3, not heard for a "
+        "lease, which alone have their values. Where they cannot come back, "
+    )
+
+
+def test_a_range_that_no_server_got_yet_is_not_counted_among_those_that_wait() -> None:
+    view = waiting_view((1,), (1,), (), (1,), silent=(1,))
+    assert view.awaited_words.startswith("1 of 4 key ranges wait for server 1 at")
+
+
+def test_who_has_a_living_holder_no_values_or_lost_them_waits_for_nobody() -> None:
+    alive = waiting_view((1, 2), (1, 2), (2, 1), (2,), silent=(1,))
+    without_values = waiting_view((2,), (1,), (2,), (1,), silent=(1,))
+    waiting = waiting_view((1,), (1,), (2,), (2,), silent=(1,))
+    lost = replace(waiting, ranges=tuple(replace(r, is_lost=True) for r in waiting.ranges))
+    assert waiting.awaited_words
+    for view in (alive, without_values, lost, view_of()):
+        assert view.awaited_words == ""
+
+
 # --- one view after the other
 
 
@@ -283,7 +332,7 @@ def test_who_is_not_said_otherwise_is_the_first_and_was_never_silent() -> None:
     known = Session("demo", b"", NodeId(1), Incarnation(1), Role.WORKER)
     assert (known.rank, known.token) == (0, b"")
     assert node(1, Role.WORKER).silence_ms == 0
-    assert view_of().finished is False
+    assert (view_of().finished, view_of().next_table_id) == (False, 0)
 
 
 def test_who_joins_before_anything_was_trained_begins_at_the_first_clock() -> None:

@@ -38,3 +38,19 @@ def test_a_breach_names_the_invariant() -> None:
 
 def test_what_holds_is_no_breach() -> None:
     errors.check(True, "X-1", "nothing")
+
+
+def test_a_setting_is_refused_where_its_condition_does_not_hold() -> None:
+    errors.check_config(True, "nothing")
+    with pytest.raises(errors.InvalidConfig, match="rank is -1"):
+        errors.check_config(False, "rank is -1")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [("", ""), ("a", "a"), ("abc", "a, b, c"), ("abcd", "a, b, c and 1 more")],
+)
+def test_of_many_names_a_few_are_in_a_message_and_the_others_counted(
+    names: str, words: str
+) -> None:
+    assert errors.listed(tuple(names), 3) == words

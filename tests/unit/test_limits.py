@@ -45,7 +45,11 @@ KIB, MIB = 1024, 1024**2
         ("LIM-8", "LEASE_S", 29.9, 30.0),
         ("LIM-9", "SLICE_S", 0.005, 0.0051),
         ("LIM-10", "MAX_TURN_S", 0.05, 0.051),
+        ("LIM-11", "MAX_LEDGER_GAP_COUNT", 2 * 4608 + 1, 2 * 4608),
+        ("LIM-12", "MAX_TABLE_BLOCK_COUNT", 4608 * 64, 4608 * 64 + 1),
+        ("LIM-13", "MAX_NAMED_BLOCK_COUNT", 32 * KIB, 32 * KIB + 1),
         ("LIM-14", "MAX_COLLECTIVE_BYTES", 2 * MIB, 2 * MIB + 1),
+        ("LIM-15", "MAX_PULLED_ROW_BYTES", 8 * MIB, 8 * MIB + 1),
     ],
 )
 def test_a_limit_that_contradicts_another_is_refused(
@@ -55,3 +59,9 @@ def test_a_limit_that_contradicts_another_is_refused(
     with pytest.raises(InvariantViolation) as failure:
         run_with(name, breaks)
     assert failure.value.invariant == relation
+
+
+def test_an_answer_has_as_many_rows_as_fit_and_no_more_than_are_hashed_in_a_turn() -> None:
+    assert limits.most_pulled_rows(256 * KIB) == 8
+    assert limits.most_pulled_rows(256 * KIB + 1) == 7
+    assert limits.most_pulled_rows(64) == limits.most_pulled_rows(8) == limits.MAX_ROW_COUNT

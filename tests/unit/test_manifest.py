@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -163,6 +164,16 @@ def test_what_is_wrong_is_named(change: Change, reason: str) -> None:
     with pytest.raises(InvalidCheckpoint, match=reason) as caught:
         from_json(sealed(document), "here")
     assert caught.value.message.startswith("here")
+
+
+@pytest.mark.parametrize(
+    ("length", "shown"), [(98, f"'{'x' * 98}'"), (99, f"'{'x' * 99}..."), (999, f"'{'x' * 99}...")]
+)
+def test_of_a_long_value_the_beginning_is_shown(length: int, shown: str) -> None:
+    """A hundred characters, with the quotation marks."""
+    document = {**json.loads(to_json(MANIFEST)), "created": "x" * length}
+    with pytest.raises(InvalidCheckpoint, match=re.escape(f"created is {shown}; expected a time")):
+        from_json(sealed(document), "here")
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.errors import InvalidConfig, InvalidKeys, InvalidTensor
 from ps_core.keys import TableId
+from ps_core.limits import MAX_FLOAT32
 from ps_core.rows import (
+    Groups,
     first_values,
     mixed_ids,
     partition_of,
@@ -23,7 +26,9 @@ from ps_core.rows import (
 )
 from ps_core.tables.elements import DType, Initializer, InitializerKind
 from ps_core.tables.optimizers import (
+    HYPERPARAMETER_DEFAULTS,
     ONLY_ROW_OPTIMIZERS,
+    ROW_OPTIMIZERS,
     Kernels,
     OptimizerKind,
     OptimizerSpec,
@@ -87,23 +92,86 @@ def test_first_values_have_the_distribution_that_they_are_drawn_from(dtype: str)
     assert not first_values(mixed, Initializer(), 7, dtype).any()
 
 
-def test_the_draws_of_an_update_are_the_words_of_its_row() -> None:
-    """Against whole numbers of Python, of which no part is numpy's."""
+def mixed_number(number: int) -> int:
+    """splitmix64 in whole numbers of Python, of which no part is numpy's."""
+    mixed = (number + 0x9E3779B97F4A7C15) % 2**64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+    return mixed ^ (mixed >> 31)
 
-    def mix(word: int) -> int:
-        word = (word + 0x9E3779B97F4A7C15) % 2**64
-        word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) % 2**64
-        return word ^ (word >> 31)
 
-    mixed = mixed_ids(np.array([0, 3, 2**64 - 1], np.uint64), salt_of(5))
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63, 2**64 - 1])
+def test_ids_are_mixed_with_every_bit_of_a_seed(seed: int) -> None:
+    salt = mixed_number(seed)
+    assert int(salt_of(seed)) == salt
+    ids = [0, 1, 12345, 2**63, 2**64 - 1]
+    found = mixed_ids(np.array(ids, np.uint64), salt_of(seed))
+    assert found.tolist() == [mixed_number(row_id ^ salt) for row_id in ids]
+
+
+SOME_MIXED = mixed_ids(np.array([0, 3, 2**64 - 1, *range(7, 40)], np.uint64), salt_of(5))
+
+
+@pytest.mark.parametrize("length", range(1, 7))
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_first_values_are_the_pages_number_by_number(dtype: str, length: int) -> None:
+    uniform = first_values(
+        SOME_MIXED, Initializer(InitializerKind.UNIFORM, scale=0.5), length, dtype
+    )
+    normal = first_values(SOME_MIXED, Initializer(InitializerKind.NORMAL, scale=2.0), length, dtype)
+    assert uniform.shape == normal.shape == (len(SOME_MIXED), length)
+    for row, mixed in enumerate(SOME_MIXED.tolist()):
+        words = [mixed_number((mixed + k) % 2**64) for k in range(1, length + 1)]
+        halves = [half for word in words for half in (word % 2**32, word >> 32)]
+        sums = [sum((word >> shift) % 2**16 for shift in (0, 16, 32, 48)) for word in words]
+        drawn = [0.5 * ((half >> 8) / 2**23 - 1) for half in halves[:length]]
+        factor = 2.0 * 3**0.5
+        assert uniform[row].tolist() == np.array(drawn, dtype).tolist()
+        assert (
+            normal[row].tolist()
+            == np.array([factor * ((s + 2) / 2**16 - 2) for s in sums], dtype).tolist()
+        )
+
+
+@pytest.mark.parametrize("length", range(1, 10))
+def test_the_draws_of_an_update_are_the_words_of_its_row(length: int) -> None:
     for version in (1, 2, 2**40):
-        found = rounding_draws(mixed, version, 6)
-        assert found.shape == (3, 6)
-        for row, state in zip(found.tolist(), mixed.tolist(), strict=True):
-            words = [mix((mix(state ^ version) + k) % 2**64) for k in (1, 2)]
+        found = rounding_draws(SOME_MIXED, version, length)
+        assert found.shape == (len(SOME_MIXED), length)
+        for row, mixed in zip(found.tolist(), SOME_MIXED.tolist(), strict=True):
+            state = mixed_number(mixed ^ version)
+            words = [mixed_number((state + k) % 2**64) for k in (1, 2, 3)]
             draws = [(word >> shift) % 2**16 for word in words for shift in (0, 16, 32, 48)]
-            assert row == draws[:6]
+            assert row == draws[:length]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 10, 300])
+@pytest.mark.parametrize("length", [1, 2, 17])
+def test_a_sum_is_made_row_by_row_however_often_its_key_comes(length: int, count: int) -> None:
+    """Workers that have one id in common are added in rank order, be they two or three hundred."""
+    draws = np.random.default_rng(count)
+    keys = np.repeat(np.array([3, 9, 12], np.uint64), (count, count + 1, 1))
+    draws.shuffle(keys)
+    rows = draws.standard_normal((len(keys), length)) * 10.0 ** draws.integers(-3, 4, (1, length))
+    rows = rows.astype(np.float32)
+    distinct, sums = sums_by_key(keys, rows)
+    assert distinct.tolist() == [3, 9, 12]
+    for key, found in zip(distinct, sums, strict=True):
+        total, *others = rows[keys == key]
+        for row in others:
+            total = total + row
+        assert found.tolist() == total.tolist()
+
+
+@pytest.mark.parametrize("bit", range(56, 64))
+def test_keys_of_any_size_are_grouped_in_the_order_of_their_places(bit: int) -> None:
+    """Those that leave room for a place in the same word, and those that leave none."""
+    high = 2**bit
+    keys = np.array([high, 5, high - 1, 5, high, 0, high - 1], np.uint64)
+    groups = Groups.of(keys)
+    assert groups.keys.tolist() == [0, 5, high - 1, high]
+    assert groups.order.tolist() == [5, 1, 3, 2, 6, 0, 4]
+    assert groups.counts.tolist() == [1, 2, 2, 2]
 
 
 def test_sums_are_by_key_in_the_order_of_the_rows() -> None:
@@ -245,11 +313,23 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"initializer": Initializer(InitializerKind.FROM_RANK_ZERO)}, "from_rank_zero"),
     ({"initializer": Initializer(InitializerKind.NORMAL, scale=-1.0)}, "scale is -1.0"),
     ({"initializer": Initializer(InitializerKind.NORMAL, scale=float("inf"))}, "scale is inf"),
+    ({"initializer": Initializer(InitializerKind.NORMAL, scale=1e39)}, r"scale is 1e\+39"),
+    (
+        {"consistency": Consistency(Mode.ASP, policy=StalePolicy.COMPENSATE, strength=1.0)},
+        "keeps no reader's values; expected no compensation",
+    ),
+]
+GOOD: list[dict[str, Any]] = [
+    {"element_count": 65_536},
+    {"optimizer": OptimizerSpec(OptimizerKind.ADAM)},
+    {"dtype": DType.FLOAT64},
+    {"allow_non_finite": True},
+    {"rows": RowsSpec(storage=RowStorage.INT8)},
+    {"initializer": Initializer(InitializerKind.NORMAL, scale=MAX_FLOAT32)},
 ]
 
 
-@pytest.mark.parametrize(("changed", "words"), WRONG)
-def test_a_setting_that_rows_cannot_have_is_refused(changed: dict[str, Any], words: str) -> None:
+def changed_spec(changed: dict[str, Any]) -> TableSpec:
     fields: dict[str, Any] = {
         "name": "t",
         "dtype": DType.FLOAT32,
@@ -258,8 +338,51 @@ def test_a_setting_that_rows_cannot_have_is_refused(changed: dict[str, Any], wor
         "rows": RowsSpec(),
         **changed,
     }
+    return TableSpec(**fields)
+
+
+@pytest.mark.parametrize(("changed", "words"), WRONG)
+def test_a_setting_that_rows_cannot_have_is_refused(changed: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidConfig, match=words):
-        TableSpec(**fields).validated()
+        changed_spec(changed).validated()
+
+
+@pytest.mark.parametrize("changed", GOOD)
+def test_a_setting_that_is_just_within_is_taken(changed: dict[str, Any]) -> None:
+    assert changed_spec(changed).validated().rows is not None
+
+
+def test_rows_are_drawn_from_0_admitted_at_once_and_kept_unless_it_is_said_otherwise() -> None:
+    plain = RowsSpec()
+    assert (plain.seed, plain.admit_after) == (0, 1)
+    assert (plain.max_row_count, plain.evict_after) == (0, 0)
+
+
+def test_a_script_names_storage_and_eviction_by_these_words() -> None:
+    assert [each.value for each in RowStorage] == ["full", "float16", "bfloat16", "int8"]
+    assert [each.value for each in Eviction] == ["lru", "lfu"]
+
+
+@pytest.mark.parametrize("kind", sorted(ROW_OPTIMIZERS, key=str))
+def test_an_update_of_rows_has_every_hyperparameter_but_those_that_change_all_rows(
+    kind: OptimizerKind,
+) -> None:
+    step = StepHyperparameters(OptimizerSpec(kind), has_rows=True)
+    for name in HYPERPARAMETER_DEFAULTS[kind]:
+        if name in ("weight_decay", "lr_decay", "momentum", "dampening", "nesterov"):
+            continue
+        assert dict(step.merged(((name, 0.25),)))[name] == 0.25
+
+
+def test_the_optimizers_that_torch_lacks_begin_with_the_numbers_of_their_papers() -> None:
+    """Row-wise Adagrad as Adagrad does; FTRL without penalties."""
+    rowwise, ftrl = (
+        HYPERPARAMETER_DEFAULTS[kind]
+        for kind in (OptimizerKind.ROWWISE_ADAGRAD, OptimizerKind.FTRL)
+    )
+    adagrad = HYPERPARAMETER_DEFAULTS[OptimizerKind.ADAGRAD]
+    assert rowwise == {name: adagrad[name] for name in rowwise}
+    assert ftrl == {"lr": 0.1, "l1": 0.0, "l2": 0.0, "beta": 1.0}
 
 
 @pytest.mark.parametrize("storage", RowStorage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
@@ -201,3 +202,26 @@ def test_pieces_are_all_of_it_a_few_at_a_time() -> None:
     assert [item for piece in pieces for item in piece] == list(items)
     assert list(pieces_of(())) == []
     assert at_once(Bench().work("a", 3)) == "a"
+
+
+def test_what_a_step_waits_for_is_there_before_the_next() -> None:
+    came = Future[str]()
+
+    def reading() -> Work[str]:
+        yield came
+        return came.result(timeout=0)
+
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(at_once, reading())
+        came.set_result("read")
+        assert result.result(30.0) == "read"
+
+    failed = Future[str]()
+    failed.set_exception(OSError("no disk"))
+
+    def careless() -> Work[str]:
+        yield failed
+        return "done"
+
+    with pytest.raises(OSError, match="no disk"):
+        at_once(careless())
