@@ -197,6 +197,8 @@ def _step(
         final[block] = body
         if eager and problem is None:  # may be applied, and read by others, from now on
             truth.contributions[table.table_id, block].add(body.grad)
+            stepped = layout.settings.stepped
+            stepped[table.table_id] = max(stepped[table.table_id], clock)
         range_id = table.range_of_block(block, layout.range_count)
         worker.window.submit(
             BlockPlace(table.table_id, range_id, block),
