@@ -16,7 +16,7 @@ Invariants:
           of groups that are finite.
 
 Loops that numba compiles, where it is installed (the extra `rows`), give the bits that passes of
-numpy give, ten times as fast. Loading them reads files, so a server calls `load` on a thread.
+numpy give, ten times as fast. Loading them reads files, so a server does it on a thread.
 """
 
 from __future__ import annotations
@@ -35,31 +35,34 @@ from ps_core.tables.elements import INT8_GROUP_COUNT
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Kernels:
+class Kernels:
     """The module that does the work."""
 
-    now: ModuleType = int8_passes
-    are_used = False
-    are_final = False
+    def __init__(self) -> None:
+        self._module: ModuleType = int8_passes
+        self._are_used = self._are_final = False
+
+    def load(self) -> None:
+        """Load the compiled loops, if numba is there; blocks for a second, or for some where they
+        must be compiled. Any thread: until it has ended, others go on with passes of numpy.
+        """
+        self._are_final = True  # at once: who asks next need not call this, too
+        with contextlib.suppress(ImportError):  # numba is missing, or of no use beside this numpy
+            self._module = importlib.import_module("ps_core.codecs.int8_loops")
+
+    @property
+    def must_load(self) -> bool:
+        """True once they have been used, until somebody calls `load`."""
+        return self._are_used and not self._are_final
+
+    def used(self) -> ModuleType:
+        """The module that is there."""
+        self._are_used = True
+        return self._module
 
 
-def load() -> None:
-    """Load the compiled loops, if numba is there; blocks for a second, or for some where they must
-    be compiled. Any thread: until it has ended, others go on with passes of numpy.
-    """
-    _Kernels.are_final = True  # at once: the next who asks need not call it, too
-    with contextlib.suppress(ImportError):  # numba is missing, or of no use beside this numpy
-        _Kernels.now = importlib.import_module("ps_core.codecs.int8_loops")
-
-
-def must_load() -> bool:
-    """True once this process has used the codec and nobody has called `load`."""
-    return _Kernels.are_used and not _Kernels.are_final
-
-
-def _kernels() -> ModuleType:
-    _Kernels.are_used = True
-    return _Kernels.now
+KERNELS = Kernels()
+"""Those of this process."""
 
 
 def parts(payload: Bytes) -> tuple[Floats, npt.NDArray[np.int8]]:
@@ -88,16 +91,16 @@ def encode_gradient(
         payload: (Codec.INT8.payload_bytes(n),), aligned to 4 bytes; written.
     """
     scales, numbers = parts(payload)
-    _kernels().encode(gradient, before, left, scales, numbers, np.uint32(key))
+    KERNELS.used().encode(gradient, before, left, scales, numbers, np.uint32(key))
 
 
 def encode_values(values: Floats, payload: Bytes) -> None:
     """Encode values, rounded to the nearest. Shapes: as of `encode_gradient`."""
     scales, numbers = parts(payload)
-    _kernels().round_to_nearest(values, scales, numbers)
+    KERNELS.used().round_to_nearest(values, scales, numbers)
 
 
 def decode(payload: Bytes, out: Floats) -> None:
     """Write the elements of a payload. Shapes: as of `encode_gradient`."""
     scales, numbers = parts(payload)
-    _kernels().decode(scales, numbers, out)
+    KERNELS.used().decode(scales, numbers, out)

@@ -189,7 +189,7 @@ class ClientTables:
         if handle is None:
             encoder = None
             if Codec.INT8 in (codecs.push, codecs.pull):
-                int8.load()
+                int8.KERNELS.load()
             if codecs.push is not None and not self._connection.is_reader:
                 encoder = PushEncoder(table, codecs.push, self._engine.session.rank)
             steps = TableSteps(

@@ -173,7 +173,7 @@ class WindowStep:
     staleness: int = 0
     rejected: list[int] = field(default_factory=list)
     discarded: bool = False
-    discarded_blocks: list[int] = field(default_factory=list)
+    discarded_blocks: set[int] = field(default_factory=set)
     squares: dict[RangeId, tuple[float, ...]] = field(default_factory=dict)
 
     @property
@@ -591,7 +591,7 @@ class PushWindow:
         elif ending.outcome is Outcome.DISCARDED:
             step.discarded = True
             if entry.block is not None:
-                step.discarded_blocks.append(entry.block)
+                step.discarded_blocks.add(entry.block)
         elif ending.outcome is Outcome.REJECTED and entry.block is not None:
             step.rejected.append(entry.block)
         if ending.outcome is not Outcome.INVALID or entry.given_up:

@@ -380,6 +380,8 @@ class SimWorker:
         key = effect.table_id, effect.clock
         summed = self.summed.pop(key, None)
         assert summed is None or not effect.problems, effect
+        if summed is None:
+            self._check_losses(effect)
         ranges = self.layout.ranges_of(effect.table_id)
         if summed is not None or not effect.applied or len(effect.squares) != len(ranges):
             self.ended[key] = summed or effect
@@ -387,6 +389,13 @@ class SimWorker:
         self.summed[key] = effect
         squares = [square for _, told in effect.squares for square in told]
         self.window.seal(*key, ranges, StepTerms(update_scale=scale_of(squares)))
+
+    def _check_losses(self, effect: StepEnded) -> None:
+        """The worker learns which of a step's blocks no update has (RES-1 builds on it)."""
+        mine = effect.table_id, effect.clock
+        lost = {g.block for table_id, g in self.lost if (table_id, g.clock) == mine}
+        assert lost == {*effect.rejected, *effect.discarded_blocks}, effect
+        self.world.counts["blocks discarded"] += len(effect.discarded_blocks)
 
     def _carry(self, server: NodeId, *events: EntryEvent | None) -> None:
         def deliver() -> None:

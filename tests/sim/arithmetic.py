@@ -32,10 +32,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from docs import payload_codec
 from ps_core.consistency import Consistency, Mode, StalePolicy
 from ps_core.keys import Incarnation, RangeId, TableId
 from ps_core.rows import mixed_ids, partitions_of, salt_of
-from ps_core.tables.elements import Codec, Initializer, InitializerKind, pack_presence
+from ps_core.tables.elements import (
+    INT8_GROUP_COUNT,
+    Codec,
+    Initializer,
+    InitializerKind,
+    pack_presence,
+)
 from ps_core.tables.optimizers import Hyperparameters, OptimizerKind, OptimizerSpec
 from ps_core.tables.table import Table
 from ps_core.tables.table_spec import (
@@ -213,8 +220,12 @@ def lengths_of(table: Table, block: int) -> tuple[int, ...]:
     return _lengths(table.spec.element_count, table.spec.block_elements, block)
 
 
-def _payload(table: Table, grad: Grad) -> tuple[bytes, bytes]:
-    """A gradient's elements, and which tensors have any."""
+_CODECS = (Codec.FP32, Codec.INT8, Codec.BF16, Codec.INT8, Codec.FP16)
+"""Each push comes in one of them; all of them hold the numbers of the simulation exactly."""
+
+
+def _payload(table: Table, grad: Grad) -> tuple[Codec, bytes, bytes]:
+    """The codec of a gradient's elements, these, and which tensors have any."""
     lengths = lengths_of(table, grad.block)
     found = gradient_of(grad, len(lengths))
     rows = table.spec.rows
@@ -222,10 +233,15 @@ def _payload(table: Table, grad: Grad) -> tuple[bytes, bytes]:
         pairs = zip(ids_of(rows, grad.block), found, strict=True)
         given = [(row_id, value) for row_id, value in pairs if value is not None]
         some = np.array([[value] * ROW_ELEMENTS for _, value in given], np.float32)
-        return payload_of(np.array([row_id for row_id, _ in given], np.uint64), some), b""
-    values = np.array([value or 0.0 for value in found], np.float32)
+        ids = np.array([row_id for row_id, _ in given], np.uint64)
+        return Codec.FP32, payload_of(ids, some), b""
+    values = np.repeat(np.array([value or 0.0 for value in found], np.float32), lengths)
     presence = pack_presence(tuple(value is not None for value in found))
-    return np.repeat(values, lengths).tobytes(), presence
+    codec = _CODECS[(grad.clock + 2 * grad.rank + grad.block) % len(_CODECS)]
+    if codec is not Codec.INT8:
+        return codec, payload_codec.encode(values, codec), presence
+    scales = np.full(-(-len(values) // INT8_GROUP_COUNT), 0.5, "<f4")
+    return codec, scales.tobytes() + (2 * values).astype(np.int8).tobytes(), presence
 
 
 TIER_SHARE = 0.5
@@ -263,18 +279,19 @@ class Numbers:
 
     def arrived(self, table: Table, range_id: RangeId, grad: Grad) -> Arrived:
         """A gradient came by memory that is its worker's, and its worker's again at once."""
-        payload, presence = _payload(table, grad)
+        codec, payload, presence = _payload(table, grad)
         shared = np.frombuffer(payload, np.uint8).copy()
         lent = shared.data.toreadonly()
         store = self.shards.stores[table.table_id, range_id]
         found = Arrived(*grad)
-        found.part = store.decode(grad.block, Codec.FP32, lent, presence, is_shared=True)
+        found.part = store.decode(grad.block, codec, lent, presence, is_shared=True)
         shared[:] = 0x7F  # numbers of 3e38
         return found
 
     def _decoded(self, table: Table, range_id: RangeId, grad: Grad) -> Contribution | RowGradients:
         store = self.shards.stores[table.table_id, range_id]
-        return store.decode(grad.block, Codec.FP32, *_payload(table, grad))
+        codec, payload, presence = _payload(table, grad)
+        return store.decode(grad.block, codec, payload, presence)
 
     def accumulate(self, effect: Accumulate) -> None:
         """One worker's step goes into the sum of its clock."""

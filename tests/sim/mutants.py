@@ -69,8 +69,8 @@ _ONE_TABLE = (
         "what is lent is not copied before its slot is given back",
         "S3",
         "ps_server/values/shard_store.py",
-        "is_owned = is_shared or dtype is not self._dtype or not view.readonly",
-        "is_owned = dtype is not self._dtype or not view.readonly",
+        "is_owned = is_shared or codec is not self._codec or not view.readonly",
+        "is_owned = codec is not self._codec or not view.readonly",
         _STEPS,
     ),
     Mutant(
@@ -369,6 +369,22 @@ _ONE_TABLE = (
         "ps_server/ranges/aggregation.py",
         "Ending(Outcome.DISCARDED, past, squares",
         "Ending(Outcome.APPLIED, past, squares",
+        _STEPS,
+    ),
+    Mutant(
+        "a worker is not told which blocks were too late",
+        "S7",
+        _WINDOW,
+        "                step.discarded_blocks.add(entry.block)",
+        "                pass",
+        _STEPS,
+    ),
+    Mutant(
+        "numbers of int8 are twice what they are",
+        "S3",
+        "ps_core/codecs/int8_passes.py",
+        "    return np.repeat(of_groups, INT8_GROUP_COUNT)[:count]",
+        "    return np.repeat(of_groups * 2, INT8_GROUP_COUNT)[:count]",
         _STEPS,
     ),
     Mutant(

@@ -69,8 +69,8 @@ class Settings:
         self.of_one: set[TableId] = set()
         """Tables of runs that have one worker."""
         self.stepped: dict[TableId, int] = defaultdict(int)
-        """The newest clock of which a worker has sealed a step, and not said goodbye, or of which an
-        eager push may have been applied."""
+        """The newest clock of which a worker has sealed a step, and not said goodbye, or made an
+        eager push."""
 
     def add(self, table: Table) -> None:
         """A table was made."""

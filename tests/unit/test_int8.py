@@ -57,6 +57,28 @@ def test_loops_and_passes_decode_any_bytes_to_the_same(count: int, data: st.Data
     assert found[0] == found[1]
 
 
+def test_passes_work_until_loops_are_loaded_which_is_asked_for_once() -> None:
+    kernels = int8.Kernels()
+    assert not kernels.must_load, "nobody has a use for them"
+    assert kernels.used() is int8_passes
+    assert kernels.must_load
+    kernels.load()
+    assert not kernels.must_load
+    assert kernels.used() is int8_loops
+    assert not kernels.must_load
+
+
+def test_the_parts_of_a_payload_are_its_scales_and_its_numbers() -> None:
+    payload, _ = empty(300)
+    payload[:8].view(np.float32)[:] = 0.5, 0.25
+    payload[8:] = np.arange(300) % 256
+    scales, numbers = int8.parts(payload)
+    assert scales.tolist() == [0.5, 0.25]
+    assert numbers[:3].tolist() == [0, 1, 2]
+    assert len(numbers) == 300
+    assert numbers[255] == -1
+
+
 def test_a_payload_says_how_many_elements_it_has() -> None:
     for count in range(1, 1100):
         assert int8.element_count(Codec.INT8.payload_bytes(count)) == count
