@@ -491,7 +491,7 @@ class _Membership:
                 timeout_s = min(_TICK_S, max(self._node.ticks_within_s, _LEAST_TICK_S))
                 await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 tick()
-                if int8.KERNELS.must_load:
+                if int8.KERNELS.must_load():
                     asyncio.get_running_loop().run_in_executor(None, int8.KERNELS.load)
         finally:
             for task in ends:

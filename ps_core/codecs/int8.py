@@ -50,7 +50,6 @@ class Kernels:
         with contextlib.suppress(ImportError):  # numba is missing, or of no use beside this numpy
             self._module = importlib.import_module("ps_core.codecs.int8_loops")
 
-    @property
     def must_load(self) -> bool:
         """True once they have been used, until somebody calls `load`."""
         return self._are_used and not self._are_final

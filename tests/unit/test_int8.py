@@ -59,13 +59,13 @@ def test_loops_and_passes_decode_any_bytes_to_the_same(count: int, data: st.Data
 
 def test_passes_work_until_loops_are_loaded_which_is_asked_for_once() -> None:
     kernels = int8.Kernels()
-    assert not kernels.must_load, "nobody has a use for them"
+    assert not kernels.must_load(), "nobody has a use for them"
     assert kernels.used() is int8_passes
-    assert kernels.must_load
+    assert kernels.must_load()
     kernels.load()
-    assert not kernels.must_load
+    assert not kernels.must_load()
     assert kernels.used() is int8_loops
-    assert not kernels.must_load
+    assert not kernels.must_load()
 
 
 def test_the_parts_of_a_payload_are_its_scales_and_its_numbers() -> None:
