@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from ps_cli.bench.devices import CPU, DEVICES
 from ps_cli.bench.instruments.environment import environment
 from ps_cli.bench.measurements.checkpoint import checkpoint, checkpoint_view
+from ps_cli.bench.measurements.codecs import codecs, codecs_view
 from ps_cli.bench.measurements.dense import dense, dense_view
 from ps_cli.bench.measurements.failover import failover, failover_fault, failover_view
 from ps_cli.bench.measurements.latency import latency, latency_view
@@ -58,6 +59,7 @@ BENCHMARKS = {
     "optimizers": Benchmark(
         "updates in a server, without the network, GB/s of gradient", optimizers, optimizers_view
     ),
+    "codecs": Benchmark("codecs on one core, and rounds in them, GB/s", codecs, codecs_view),
     "memory": Benchmark("peak memory of a server and a worker, MB", memory, memory_view),
     "sessions": Benchmark("many sessions on one server, GB/s", sessions, sessions_view),
     "checkpoint": Benchmark(

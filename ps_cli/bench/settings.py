@@ -54,7 +54,8 @@ class BenchOptions:
     name: Annotated[
         str,
         typer.Argument(
-            help="dense, latency, sparse, train, optimizers, memory, sessions or checkpoint."
+            help="dense, latency, sparse, train, optimizers, codecs, memory, sessions or "
+            "checkpoint."
         ),
     ]
     json_path: Annotated[
@@ -64,8 +65,8 @@ class BenchOptions:
         int,
         typer.Option(
             min=0,
-            help="The size of the table in MiB, for dense, optimizers, memory, sessions and "
-            "checkpoint, and of the model's parameters for train; 0: their own.",
+            help="The size of the table in MiB, for dense, optimizers, codecs, memory, sessions "
+            "and checkpoint, and of the model's parameters for train; 0: their own.",
         ),
     ] = 0
     lane: Annotated[

@@ -570,8 +570,8 @@ class ShardStore:
             clock: AGGREGATE: whose sum; None: the newest, 0: the initial values. Others ignore it.
 
         Shapes:
-            payload: in the table's own arithmetic a read-only view, which the next update
-                changes: copy it before anything else happens.
+            payload: a view that the next update, or the next read, changes: copy it before
+                anything else happens.
             presence: empty if all tensors are present, and for all tables but AGGREGATE.
 
         Raises:

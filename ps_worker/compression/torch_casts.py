@@ -19,6 +19,9 @@ _DTYPES = {
     Codec.FP64: torch.float64,
 }
 
+_NOT_SIGN, _INFINITE = 0x7FFF, 0x7C00
+"""Of a binary16: all bits but the sign's, and those of infinity."""
+
 with warnings.catch_warnings():
     # Torch has no read-only tensor, and warns about the first view of read-only memory. Sources
     # are only read.
@@ -40,6 +43,7 @@ def convert(source: memoryview | Bytes, codec: Codec, out: memoryview | Bytes, t
 
 def first_overflow(source: memoryview | Bytes, codec: Codec, narrow: Bytes) -> int | None:
     """The first element that is finite, and was not as FP16."""
-    before = elements(source, codec)
-    lost = elements(narrow, Codec.FP16).isinf() & before.isfinite()
+    if int(elements(narrow, Codec.FP16).view(torch.int16).bitwise_and(_NOT_SIGN).max()) < _INFINITE:
+        return None
+    lost = elements(narrow, Codec.FP16).isinf() & elements(source, codec).isfinite()
     return int(lost.nonzero()[0].item()) if bool(lost.any()) else None

@@ -123,6 +123,9 @@ class PullTicket(Generic[ResultT]):
 MAX_UNCOMMITTED_STEP_COUNT = 8
 """The most sealed steps of one table that are not committed; another one waits for the oldest."""
 
+_ENCODED_COUNT = 2
+"""Blocks that leave together once they are encoded: others are encoded while they travel."""
+
 _MAX_SKEW = 8
 """The most clocks that the joins of one model's tables may be apart; tables further apart have
 another reason, such as parameters that were unfrozen later."""
@@ -230,6 +233,9 @@ class TableStep:
                 payload = encoder.encode(self.clock, each, is_final=eager is not None)
             seen = peer_versions.get(block)
             bodies.append(PushBody(block, payload, presence, eager, seen, is_initial, codec))
+            if codec is not None and len(bodies) >= _ENCODED_COUNT:
+                self._sink.submit(self.table, self.clock, bodies, priority)
+                bodies = []
         if bodies:
             self._sink.submit(self.table, self.clock, bodies, priority)
 

@@ -328,9 +328,7 @@ class Puller:
             value, payload = answer
             length = self._expected(progress, view, value, payload.nbytes)
             if length:
-                target, skip_bytes = _target(progress.order, value.block, length)
-                whole = _decoded(progress.order, payload, length)
-                np.copyto(target, np.frombuffer(whole, np.uint8, target.nbytes, skip_bytes))
+                _write(progress.order, value.block, length, payload)
                 self._arrived(progress, value)
                 if value.presence:
                     progress.presence[value.block] = value.presence
@@ -469,13 +467,18 @@ def _target(order: PullOrder, block: int, length: int) -> tuple[Raw, int]:
     return order.raw[offset : offset + (high - low) * width], (low - start) * width
 
 
-def _decoded(order: PullOrder, payload: memoryview, length: int) -> memoryview:
-    """The payload of a block in the codec of the caller's memory."""
-    if order.encoding is None:
-        return payload
-    whole = np.empty(length * order.codec.element_bytes, np.uint8)
-    decode_into(payload, order.encoding, whole, order.codec)
-    return whole.data
+def _write(order: PullOrder, block: int, length: int, payload: memoryview) -> None:
+    """Write the elements of a block to its place in the caller's memory, as far as it has one."""
+    target, skip_bytes = _target(order, block, length)
+    whole_bytes = length * order.codec.element_bytes
+    if order.encoding is not None:
+        if target.nbytes == whole_bytes:
+            decode_into(payload, order.encoding, target, order.codec)
+            return
+        whole = np.empty(whole_bytes, np.uint8)
+        decode_into(payload, order.encoding, whole, order.codec)
+        payload = whole.data
+    np.copyto(target, np.frombuffer(payload, np.uint8, target.nbytes, skip_bytes))
 
 
 def _request(

@@ -17,6 +17,8 @@ from ps_cli.bench.lanes import SHARED_MEMORY
 ELEMENT_BYTES = 4
 PRIVATE = "/private"
 """After the name of an optimizer: its gradient is an array in numpy's own memory."""
+CODEC = ":"
+"""After the name of an optimizer, before that of the codec that its pushes and pulls have."""
 
 OPTIMIZERS: dict[str, ps.SGD | ps.Adam] = {"sgd": ps.SGD(lr=0.1), "adam": ps.Adam(lr=1e-3)}
 CROWD_TABLE = "sgd"
@@ -68,15 +70,23 @@ class Moves:
 def member(
     scheduler: str, lane: str, rank: str, size: str, calls: str, *names: str
 ) -> Iterator[Actions]:
-    """A worker with a table for each name, which is that of an optimizer, or that and PRIVATE."""
+    """A worker with a table for each name, which is that of an optimizer, perhaps with PRIVATE or
+    with CODEC and a codec.
+    """
     shared = {name: lane == SHARED_MEMORY and not name.endswith(PRIVATE) for name in names}
     buffers = {each: Buffers(int(size), is_shared=each) for each in set(shared.values())}
     with ps.connect(scheduler, rank=int(rank), lane=lane) as client:
         actions: dict[str, Callable[[], object]] = {}
         for name in names:
             own = buffers[shared[name]]
-            optimizer = OPTIMIZERS[name.removesuffix(PRIVATE)]
-            table = client.create_table(name, own.element_count, optimizer=optimizer)
+            optimizer, _, codec = name.removesuffix(PRIVATE).partition(CODEC)
+            table = client.create_table(
+                name,
+                own.element_count,
+                optimizer=OPTIMIZERS[optimizer],
+                push_codec=codec or None,
+                pull_codec=codec or None,
+            )
             moves = Moves(client, table, own)
             for move, act in moves.by_name().items():
                 actions[f"{name} {move}"] = act
