@@ -20,7 +20,7 @@ _DTYPES = {
 }
 
 _NOT_SIGN, _INFINITE = 0x7FFF, 0x7C00
-"""Of a binary16: all bits but the sign's, and those of infinity."""
+"""All bits of a binary16 but the sign's, and those of infinity."""
 
 with warnings.catch_warnings():
     # Torch has no read-only tensor, and warns about the first view of read-only memory. Sources

@@ -127,10 +127,14 @@ class Watch:
         shard = server.machine.shards.get(place)
         if primary is None or shard is None:
             return lambda: None
-        log, facts = primary.log, _growing(facts_of(shard.state))
+        log, facts = primary.log, facts_of(shard.state)
+        # A change is prepared without an event; a record says so before anybody is told.
+        said = server.output._told.get(place)
+        prepared = 0 if said is None else min(facts.prepared, said.facts.prepared)
+        known = _growing(facts._replace(prepared=prepared))
 
         def decided() -> None:
-            newest = _Decided(log.term, log.number + log._is_past, facts)
+            newest = _Decided(log.term, log.number + log._is_past, known)
             before = self._decided.setdefault(place, [])
             if before and before[-1].term < log.term:
                 before.clear()

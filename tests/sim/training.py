@@ -188,7 +188,7 @@ def _step(
     for revision, block in [(0, b) for b in blocks] + [(1, b) for b in again]:
         # Whether a bad block of an eager step spoils the others depends on its clock's setting.
         share = worker.bad_share * (_ALONE if table.block_count == 1 else 1)
-        is_bad = draw.random() < share if clock and not disputed else False
+        is_bad = bool(clock) and not disputed and draw.random() < share
         bad = is_bad and not (eager and layout.settings.may_change)
         problem = InvalidTensor("non-finite") if bad else None
         pulled = worker.peer_versions.get((table.table_id, block)) if clock else None
@@ -197,8 +197,7 @@ def _step(
         final[block] = body
         if eager and problem is None:  # may be applied, and read by others, from now on
             truth.contributions[table.table_id, block].add(body.grad)
-            stepped = layout.settings.stepped
-            stepped[table.table_id] = max(stepped[table.table_id], clock)
+            layout.settings.steps(table, clock)
         range_id = table.range_of_block(block, layout.range_count)
         worker.window.submit(
             BlockPlace(table.table_id, range_id, block),
@@ -210,14 +209,13 @@ def _step(
         if draw.random() < 0.2:
             yield worker.pause()
     skip = bool(clock) and not eager and draw.random() < 0.1 and not disputed
-    is_out = skip or any(body.problem for body in final.values())
-    is_out = is_out or disputed
+    is_out = skip or disputed or any(body.problem for body in final.values())
     for block, body in final.items():
         if not is_out:
             truth.contributions[table.table_id, block].add(body.grad)
     if not is_out:
         truth.took_part[table.table_id, clock].add(worker.incarnation)
-    layout.settings.stepped[table.table_id] = max(layout.settings.stepped[table.table_id], clock)
+    layout.settings.steps(table, clock)
     if is_out and not eager:
         layout.settings.skipped.add((table.table_id, clock, worker.incarnation))
     worker.world.counts["skipped steps" if is_out else "steps"] += 1

@@ -90,6 +90,10 @@ class Settings:
             settings.pop()
         settings.append((change.after_clock, change.consistency))
 
+    def steps(self, table: Table, clock: int) -> None:
+        """A worker takes a step of that clock."""
+        self.stepped[table.table_id] = max(self.stepped[table.table_id], clock)
+
     def number_of(self, table_id: TableId) -> int:
         """The newest change that is in force."""
         return self.numbers[table_id]
